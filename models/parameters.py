@@ -25,7 +25,7 @@ from .vectors import SCALES, SHARED, pad, padded_dimensions, shared_sizes, wide_
 
 
 @dataclass(frozen=True)
-class Parameter:
+class ParameterRow:
     """One row of the table.
 
     Attributes:
@@ -48,7 +48,7 @@ class Parameter:
         return tuple(each.real if each else size for each, size in zip(self.padding, self.shape))
 
 
-def parameters(config: ModelConfig, layout: Layout) -> dict[str, Parameter]:
+def parameters(config: ModelConfig, layout: Layout) -> dict[str, ParameterRow]:
     """Return every parameter by its path in the module, in the order in which the model uses them.
 
     Args:
@@ -100,7 +100,7 @@ def stages_axes(layout: Layout) -> tuple[str, ...]:
 
 
 def check_placed(
-    doing: str, rows: Mapping[str, Parameter], mesh: Any, kind: type[SpecError] | type[LayoutError] = SpecError
+    doing: str, rows: Mapping[str, ParameterRow], mesh: Any, kind: type[SpecError] | type[LayoutError] = SpecError
 ) -> None:
     """Raise one error for all parameters that cannot be placed on a mesh, of which JAX would tell of the first one.
 
@@ -119,7 +119,7 @@ def check_placed(
         raise report(kind, doing, one_for_each_cause(dict.fromkeys(faults)))
 
 
-def initialise(rows: Mapping[str, Parameter], mesh: jax.sharding.Mesh, key: jax.Array) -> dict[str, jax.Array]:
+def initialise(rows: Mapping[str, ParameterRow], mesh: jax.sharding.Mesh, key: jax.Array) -> dict[str, jax.Array]:
     """Draw every parameter with its sharding: no device ever holds more than its own shards.
 
     Args:
@@ -134,7 +134,7 @@ def initialise(rows: Mapping[str, Parameter], mesh: jax.sharding.Mesh, key: jax.
         return {path: _drawer(row)(folded(key, path)) for path, row in rows.items()}
 
 
-def _drawer(row: Parameter) -> Callable[[jax.Array], jax.Array]:
+def _drawer(row: ParameterRow) -> Callable[[jax.Array], jax.Array]:
     return _compiled(row.initialise, row.real_shape, row.spec.partition_spec(), row.spec.dims[0] == "N", row.padding)
 
 
@@ -159,18 +159,18 @@ class _WithPadding:
         return pad(self.begin(key, shape), self.padding)
 
 
-def _rows(config: ModelConfig, layout: Layout, spec_of: Callable[[str], str]) -> Iterator[tuple[str, Parameter]]:
+def _rows(config: ModelConfig, layout: Layout, spec_of: Callable[[str], str]) -> Iterator[tuple[str, ParameterRow]]:
     sizes, wide = config.sizes(batch=1, length=1), wide_sizes(config, layout)
 
-    def row(path: str, key: str, dims: str, begin: Initialiser, stack: int = 0) -> tuple[str, Parameter]:
+    def row(path: str, key: str, dims: str, begin: Initialiser, stack: int = 0) -> tuple[str, ParameterRow]:
         shared = key in SHARED
         of, padded = shared_sizes(config, wide) if shared else wide, padded_dimensions(config, layout, shared=shared)
         spec, shape, padding = _spec(spec_of, key, dims), tuple(of[d] for d in dims), tuple(map(padded.get, dims))
         if stack:
             spec, shape, padding = _stacked(spec, stages_axes(layout)), (stack, *shape), (None, *padding)
-        return path, Parameter(key, spec, shape, begin, padding)
+        return path, ParameterRow(key, spec, shape, begin, padding)
 
-    def adapters(path: str, key: str, dims: str, stack: int) -> Iterator[tuple[str, Parameter]]:
+    def adapters(path: str, key: str, dims: str, stack: int) -> Iterator[tuple[str, ParameterRow]]:
         """A and B of a weight, whose product begins as 0."""
         _, weight = row(path, key, dims, zeros)
         assert config.lora is not None
@@ -180,9 +180,11 @@ def _rows(config: ModelConfig, layout: Layout, spec_of: Callable[[str], str]) ->
             shape, padding = zip(*(along[dim] for dim in spec.dims))
             if stack:
                 spec, shape, padding = _stacked(spec, stages_axes(layout)), (stack, *shape), (None, *padding)
-            yield f"{path}_{side}", Parameter(key, spec, shape, begin[side], padding)
+            yield f"{path}_{side}", ParameterRow(key, spec, shape, begin[side], padding)
 
-    def matrix(path: str, key: str, dims: str, begin: Initialiser, stack: int = 0) -> Iterator[tuple[str, Parameter]]:
+    def matrix(
+        path: str, key: str, dims: str, begin: Initialiser, stack: int = 0
+    ) -> Iterator[tuple[str, ParameterRow]]:
         yield row(path, key, dims, begin, stack)
         if config.lora and key in config.lora.targets:
             yield from adapters(path, key, dims, stack)

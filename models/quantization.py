@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .config import ModelConfig
-from .parameters import Parameter, nested, parameters, shares_scale
+from .parameters import ParameterRow, nested, parameters, shares_scale
 from .transformer import Transformer, arrays, mesh_of
 from .vectors import SCALES
 
@@ -56,7 +56,7 @@ def quantize(model: Transformer) -> Transformer:
     return Transformer(config, model.layout, nested({path: values[path] for path in rows}), model.dtype)
 
 
-def scale_groups(config: ModelConfig, rows: dict[str, Parameter]) -> Iterator[tuple[list[str], str]]:
+def scale_groups(config: ModelConfig, rows: dict[str, ParameterRow]) -> Iterator[tuple[list[str], str]]:
     """The paths of matrices that have their scales in common, mostly one, and the path of those scales.
 
     Args:
@@ -72,7 +72,7 @@ def scale_groups(config: ModelConfig, rows: dict[str, Parameter]) -> Iterator[tu
         yield [*together, path], f"{place}.{SCALES[row.key][0]}"
 
 
-def quantize_together(rows: dict[str, Parameter], weights: dict[str, jax.Array], scale: str) -> dict[str, jax.Array]:
+def quantize_together(rows: dict[str, ParameterRow], weights: dict[str, jax.Array], scale: str) -> dict[str, jax.Array]:
     """Quantize matrices that have their scales in common; loading does so one group after the other.
 
     Args:

@@ -17,7 +17,7 @@ from gspmd.layouts.initial import nested
 
 from .config import ModelConfig
 from .objective import batch_spec
-from .parameters import Parameter, check_placed, parameters
+from .parameters import ParameterRow, check_placed, parameters
 from .transformer import Transformer
 from .vectors import SHARED, shared_sizes, wide_sizes
 
@@ -109,7 +109,7 @@ def activation_specs(
     return table
 
 
-def stored_dtype(row: Parameter, stored: Any) -> Any:
+def stored_dtype(row: ParameterRow, stored: Any) -> Any:
     """The dtype of a parameter in a model whose matrices are kept in `stored`."""
     return jnp.float32 if row.key.rpartition(".")[2] in WIDE else stored
 

@@ -44,7 +44,9 @@ def objects() -> dict:
     module = parse(HLO)
     line = timeline(module, "tpu-v4", MESH)
     parting = Parting("looped", "value['größe']", 1.0, 0.5, 1e-5, (0, 1))
-    buffer = memory.Buffer("argument", "params.w_in", Array("bf16", (8, 128)), 2048, "more chips, or fewer bits")
+    buffer = memory.AllocatedArray(
+        "argument", "params.w_in", Array("bf16", (8, 128)), 2048, "more chips, or fewer bits"
+    )
     here = find_spec("libtpu") is not None
     chips = topology("tpu-v4:2x2x1") if here else Topology("tpu-v4:2x2x1", CHIPS["tpu-v4"], (2, 2, 1), ())
     held = chips, MESH, False, 7 * 10**10, 0, 2048, CHIPS["tpu-v4"].hbm_bytes

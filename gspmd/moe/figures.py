@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from gspmd.annotate import Spec
 from gspmd.annotate.equation import Equation, Via
 from gspmd.moe.config import ROUTERS, MoEConfig
-from gspmd.moe.places import Places
+from gspmd.moe.places import GroupedSpecs
 from gspmd.moe.routers.routing import Routing, every_token, finite, per_expert
 from gspmd.ops._einsum import einsum
 
@@ -30,7 +30,7 @@ def summarize(routing: Routing, logits: jax.Array, config: MoEConfig, mask: jax.
     return jnp.concatenate([ahead, sums, _sent(routing, config)], axis=1)
 
 
-def figures(summary: jax.Array, places: Places, *, padded: bool) -> tuple[jax.Array, dict[str, jax.Array]]:
+def figures(summary: jax.Array, places: GroupedSpecs, *, padded: bool) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Reduce the summaries of all groups to the mean loss and the statistics, by one sum over the axes of G."""
     spec = places.per_group("S")
     # Pinned to the local sum first, so that the all-reduce does not grow with the number of groups.

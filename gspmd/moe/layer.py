@@ -18,8 +18,8 @@ from gspmd.moe.config import MoEConfig
 from gspmd.moe.experts.activation import ACTIVATIONS, GATED
 from gspmd.moe.figures import figures, no_figures, summarize
 from gspmd.moe.local import run_local
-from gspmd.moe.paths import Experts, by_rows, by_slots
-from gspmd.moe.places import Places, places_of
+from gspmd.moe.paths import LayerExperts, by_rows, by_slots
+from gspmd.moe.places import GroupedSpecs, places_of
 from gspmd.moe.routers.routing import Routing
 from gspmd.moe.routers.switch import jittered
 from gspmd.moe.routers.table import named
@@ -96,7 +96,7 @@ def expert_layer(
     routing, summary = _route(logits, config, places, route_key, mask)
     dropped = train and config.dropout > 0
     dropout_key = jax.random.fold_in(key, 2) if dropped and key is not None else None
-    experts = Experts(weights, specs, config, activation, dropout_key)
+    experts = LayerExperts(weights, specs, config, activation, dropout_key)
     if config.capacity(x.shape[1]):
         y = (by_rows if config.dispatch == "dropless" else by_slots)(x, routing, experts, places)
     else:
@@ -171,7 +171,9 @@ def _of_one_dtype(
     return x.astype(joint), {**weights} | {name: weights[name].astype(joint) for name in experts}
 
 
-def _logits(x, weights, places: Places, specs: SectionSpecs, config: MoEConfig, key: jax.Array | None) -> jax.Array:
+def _logits(
+    x, weights, places: GroupedSpecs, specs: SectionSpecs, config: MoEConfig, key: jax.Array | None
+) -> jax.Array:
     """The router's logits [G, L, X] in float32; the input is jittered if there is a key.
 
     With a second matrix, for noise, they are [G, L, 2X]: both products in one equation, so that x moves once.
@@ -189,7 +191,7 @@ def _logits(x, weights, places: Places, specs: SectionSpecs, config: MoEConfig, 
     return jnp.concatenate(both, axis=-1)
 
 
-def _route(logits: jax.Array, config: MoEConfig, places: Places, key, mask) -> tuple[Routing, jax.Array]:
+def _route(logits: jax.Array, config: MoEConfig, places: GroupedSpecs, key, mask) -> tuple[Routing, jax.Array]:
     """The routing, and the summary of each group (see `figures.summarize`)."""
     draws = named(config).draw(key, (*logits.shape[:2], config.experts), out_sharding=places.random())
     extra = [x for x in (draws, mask) if x is not None]

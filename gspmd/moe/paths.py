@@ -18,16 +18,16 @@ from gspmd.moe.experts.activation import ACTIVATIONS, GATED
 from gspmd.moe.experts.chunks import chunks_of
 from gspmd.moe.experts.dropout import Dropout, drop, key_words
 from gspmd.moe.experts.program import run_experts
-from gspmd.moe.experts.work import Buffers, Work, scaled
+from gspmd.moe.experts.work import Buffers, ExpertWork, scaled
 from gspmd.moe.local import run_local
-from gspmd.moe.places import Places
+from gspmd.moe.places import GroupedSpecs
 from gspmd.moe.routers.routing import Routing
 from gspmd.moe.slots import collect, from_slots, spread, to_slots
 from gspmd.ops._einsum import einsum, reshard
 
 
 @dataclass(frozen=True)
-class Experts:
+class LayerExperts:
     """The experts of a layer.
 
     Attributes:
@@ -54,13 +54,13 @@ class Experts:
         """All weights, the output weight last."""
         return (*(self.weights[name] for name in self.names), self.weights["w_out"])
 
-    def work(self, x: jax.Array, capacity: int, places: Places) -> Work:
+    def work(self, x: jax.Array, capacity: int, places: GroupedSpecs) -> ExpertWork:
         """Return the work of the experts for `capacity` slots of each group."""
         specs, (groups, tokens, size) = self.specs, x.shape
         experts, _, features = self.weights["w_in"].shape
         dropout = None if self.key is None else Dropout(self.config.dropout, tokens, features)
         sizes = {"G": groups, "X": experts, "C": capacity, "E": size, "F": features}
-        return Work(
+        return ExpertWork(
             places.dispatched,
             specs.expert_input,
             specs.hidden,
@@ -75,7 +75,7 @@ class Experts:
             dropout=dropout,
         )
 
-    def scales(self, work: Work) -> tuple[jax.Array, ...]:
+    def scales(self, work: ExpertWork) -> tuple[jax.Array, ...]:
         """The scales of int8 weights, brought to where the products with the weights are; none of others."""
         if not work.quantized:
             return ()
@@ -89,12 +89,12 @@ class Experts:
         """The words of the dropout key, if there is one."""
         return () if self.key is None else (key_words(self.key),)
 
-    def run(self, work: Work, slots: jax.Array, *counts: jax.Array) -> jax.Array:
+    def run(self, work: ExpertWork, slots: jax.Array, *counts: jax.Array) -> jax.Array:
         """Send slots to the experts, compute, and send the answers back, in one planned program."""
         return run_experts(context(), work, slots, self.flat, (*counts, *self.scales(work), *self.words))
 
 
-def by_slots(x: jax.Array, routing: Routing, experts: Experts, places: Places) -> jax.Array:
+def by_slots(x: jax.Array, routing: Routing, experts: LayerExperts, places: GroupedSpecs) -> jax.Array:
     """Compute tokens [G, L, E] through capacity slots [G, X, C, E]; a choice without a slot adds 0."""
     capacity, config = experts.config.capacity(x.shape[1]), experts.config
     slots = _dispatch(x, routing, config, places)
@@ -106,7 +106,7 @@ def by_slots(x: jax.Array, routing: Routing, experts: Experts, places: Places) -
     return _combine(answers, routing, config, places)
 
 
-def _dispatch(x: jax.Array, routing: Routing, config: MoEConfig, places: Places) -> jax.Array:
+def _dispatch(x: jax.Array, routing: Routing, config: MoEConfig, places: GroupedSpecs) -> jax.Array:
     choices = places.per_group("LK")
     body = _dispatch_body(config.experts, config.capacity(x.shape[1]), config.dispatch, _whole())
     name, ins = f"dispatch {places.groups} -> {places.dispatched}", (places.groups, choices, choices, choices)
@@ -128,7 +128,7 @@ def _dispatch_body(experts: int, capacity: int, form: str, together: bool):
     return body
 
 
-def _by_equations(ctx: Context, slots: jax.Array, experts: Experts, work: Work) -> jax.Array:
+def _by_equations(ctx: Context, slots: jax.Array, experts: LayerExperts, work: ExpertWork) -> jax.Array:
     """The all-to-all to the experts, their feed-forward layer, and the all-to-all back, each an equation of its own."""
     there, hidden = work.there, work.hidden
     slots = checkpoint_name(reshard(slots, Equation.move(work.dispatched, there)), "moe.slots")
@@ -145,7 +145,7 @@ def _by_equations(ctx: Context, slots: jax.Array, experts: Experts, work: Work) 
     return checkpoint_name(reshard(y, Equation.move(there, work.dispatched)), "moe.answers")
 
 
-def _combine(answers: jax.Array, routing: Routing, config: MoEConfig, places: Places) -> jax.Array:
+def _combine(answers: jax.Array, routing: Routing, config: MoEConfig, places: GroupedSpecs) -> jax.Array:
     choices = places.per_group("LK")
     name, ins = f"combine {places.dispatched} -> {places.groups}", (places.dispatched, *(4 * (choices,)))
     arrays = answers, routing.expert, routing.slot, routing.gate, routing.kept
@@ -162,7 +162,7 @@ def _combine_body(experts: int, capacity: int, form: str, together: bool):
     return body
 
 
-def by_rows(x: jax.Array, routing: Routing, experts: Experts, places: Places) -> jax.Array:
+def by_rows(x: jax.Array, routing: Routing, experts: LayerExperts, places: GroupedSpecs) -> jax.Array:
     """Compute tokens [G, L, E] as rows sorted by expert, one for every choice: no token is lost, no padding computed.
 
     Where experts are sharded, each group sends one buffer to each shard. Its size is static, so it is that of the worst
@@ -195,7 +195,7 @@ def by_rows(x: jax.Array, routing: Routing, experts: Experts, places: Places) ->
     return y
 
 
-def _buffers(x: jax.Array, routing: Routing, experts: Experts) -> tuple[Buffers, int]:
+def _buffers(x: jax.Array, routing: Routing, experts: LayerExperts) -> tuple[Buffers, int]:
     mesh, spec = context().mesh, experts.specs.expert_input
     shards, count = prod(mesh[axis] for axis in spec.axes_of("X")), experts.config.experts
     spec.check((x.shape[0], count, *x.shape[1:]), mesh)

@@ -11,7 +11,7 @@ from gspmd.lowerings.program import context
 
 
 @dataclass(frozen=True)
-class Places:
+class GroupedSpecs:
     """Specs of the layer's per-group arrays, sharded over the mesh axes of G only."""
 
     axes: tuple[str, ...]
@@ -36,13 +36,13 @@ class Places:
 
 
 @lru_cache
-def places_of(groups: Spec, dispatched: Spec) -> Places:
+def places_of(groups: Spec, dispatched: Spec) -> GroupedSpecs:
     """The places of a layout, from its specs of the tokens and of their slots.
 
     Raises:
         LayoutError: groups, or their slots, would not be whole on a device.
     """
-    places = Places(groups.axes_of("G") if "G" in groups.dims else ())
+    places = GroupedSpecs(groups.axes_of("G") if "G" in groups.dims else ())
     faults = []
     if groups != places.groups:
         faults.append(_not_whole(groups, "tokens", "GLE"))

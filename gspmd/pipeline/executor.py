@@ -44,7 +44,7 @@ class Stages:
     last: Callable[[Tree, jax.Array, Tree], jax.Array]
 
 
-class Results(NamedTuple):
+class StageResults(NamedTuple):
     """The results of one stage after the last tick.
 
     Attributes:
@@ -66,7 +66,7 @@ class _State(NamedTuple):
     cotangent: Any  # what the stage behind has sent
     inputs: Any  # of the chunks whose backward pass is to come
     residuals: Any  # of those whose gradients of weights are to come
-    sums: Results
+    sums: StageResults
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class PipelineExecutor:
     stream: Spec
     batches: int
 
-    def __call__(self, shared: Tree, weights: Tree, batches: Tree) -> Results:
+    def __call__(self, shared: Tree, weights: Tree, batches: Tree) -> StageResults:
         """Run all ticks on this stage's weights [rounds, layers, ...] and all microbatches [M, ...]."""
         trains = self.schedule.name != "forward"
         halves: Any = self._halves(shared, weights, batches) if "weights" in self.schedule.kinds else None
@@ -113,7 +113,7 @@ class PipelineExecutor:
 
     # -- the table ----------------------------------------------------------------------------------------------------
 
-    def _rows(self, kind: str, ticks: range) -> "_Row":
+    def _rows(self, kind: str, ticks: range) -> "_TickSlots":
         """For each of these ticks and each stage, what it has in the slots of a kind; zeros where it waits."""
         places = self.schedule.inputs, self.schedule.residuals
         table = [
@@ -123,11 +123,11 @@ class PipelineExecutor:
             ]
             for tick in ticks
         ]
-        return _Row(*(jnp.asarray(column, jnp.int32) for column in np.moveaxis(np.array(table), -1, 0)))
+        return _TickSlots(*(jnp.asarray(column, jnp.int32) for column in np.moveaxis(np.array(table), -1, 0)))
 
-    def _mine(self, row: "_Row") -> "_Row":
+    def _mine(self, row: "_TickSlots") -> "_TickSlots":
         """This stage's part of a row."""
-        return _Row(*(lax.dynamic_index_in_dim(x, lax.axis_index(self.axis), 0, keepdims=False) for x in row))
+        return _TickSlots(*(lax.dynamic_index_in_dim(x, lax.axis_index(self.axis), 0, keepdims=False) for x in row))
 
     # -- ticks --------------------------------------------------------------------------------------------------------
 
@@ -139,7 +139,7 @@ class PipelineExecutor:
         self.stream.check(stream.shape, context().mesh)
         activation = self._zeros(stream)
         if not trains:
-            return _State(activation, None, None, None, Results(jnp.float32(0), figures))
+            return _State(activation, None, None, None, StageResults(jnp.float32(0), figures))
         # Many microbatches are added: in float32, of narrower weights too.
         wide = lambda x: jnp.zeros_like(x, jnp.promote_types(x.dtype, jnp.float32))  # noqa: E731
         gradients = (jax.tree.map(wide, tree) for tree in (shared, weights))
@@ -148,7 +148,7 @@ class PipelineExecutor:
             count = max(self.schedule.residuals.values()) + 1
             residuals = [_zeros(x, x.sharding.spec, count) for x in halves.kept]
         held = self._zeros(stream, self.schedule.in_flight)
-        return _State(activation, activation, held, residuals, Results(jnp.float32(0), figures, *gradients))
+        return _State(activation, activation, held, residuals, StageResults(jnp.float32(0), figures, *gradients))
 
     def _zeros(self, x: jax.ShapeDtypeStruct, *more: int) -> jax.Array:
         return _zeros(x, self.stream.partition_spec(), *more)
@@ -159,7 +159,9 @@ class PipelineExecutor:
         x = self._zeros(jax.eval_shape(self.stages.first, shared, batch))
         return split(self._pullback, (shared, _at(weights, 0)), (x, batch, jnp.int32(0), x, jnp.float32(0)))
 
-    def _forward(self, state: _State, shared: Tree, weights: Tree, batches: Tree, row: "_Row", trains: bool) -> _State:
+    def _forward(
+        self, state: _State, shared: Tree, weights: Tree, batches: Tree, row: "_TickSlots", trains: bool
+    ) -> _State:
         batch = _at(batches, row.microbatch)
         number, is_first, is_last = self._chunk(row)
         x = jnp.where(is_first, self.stages.first(shared, batch), state.activation)
@@ -171,7 +173,7 @@ class PipelineExecutor:
         return state._replace(sums=self._added(state.sums, row, loss, figures))
 
     def _backward(
-        self, state: _State, shared: Tree, weights: Tree, batches: Tree, row: "_Row", halves: Halves | None
+        self, state: _State, shared: Tree, weights: Tree, batches: Tree, row: "_TickSlots", halves: Halves | None
     ) -> _State:
         number, _, is_last = self._chunk(row)
         x = _at(state.inputs, row.input)
@@ -189,7 +191,7 @@ class PipelineExecutor:
         sums = self._added(state.sums, row, loss, figures)
         return state._replace(cotangent=self._sent(of_x, -1), sums=sums)
 
-    def _weights(self, state: _State, shared: Tree, weights: Tree, row: "_Row", halves: Halves) -> _State:
+    def _weights(self, state: _State, shared: Tree, weights: Tree, row: "_TickSlots", halves: Halves) -> _State:
         """The gradients of weights of a split backward pass; no stage waits in such a slot, so none is masked."""
         gradients = halves.rest((shared, _at(weights, row.round)), _at(state.residuals, row.residual))
         return state._replace(sums=_with_gradients(state.sums, row, *gradients))
@@ -208,7 +210,7 @@ class PipelineExecutor:
         *gradients, of_x = transposed((cotangent, share))
         return (of_x, loss, figures), tuple(gradients)
 
-    def _chunk(self, row: "_Row") -> tuple[jax.Array, jax.Array, jax.Array]:
+    def _chunk(self, row: "_TickSlots") -> tuple[jax.Array, jax.Array, jax.Array]:
         """The chunk that this stage computes: its number, and whether it is the first or the last of all."""
         number = row.round * self.schedule.stages + lax.axis_index(self.axis)
         return number, *self._ends(number)
@@ -216,7 +218,7 @@ class PipelineExecutor:
     def _ends(self, number: jax.Array) -> tuple[jax.Array, jax.Array]:
         return number == 0, number == self.schedule.stages * self.schedule.rounds - 1
 
-    def _added(self, sums: Results, row: "_Row", loss: jax.Array, figures: Tree) -> Results:
+    def _added(self, sums: StageResults, row: "_TickSlots", loss: jax.Array, figures: Tree) -> StageResults:
         """The sums with a microbatch's share of the loss and of the figures, if there is one."""
 
         def share(x: jax.Array) -> jax.Array:
@@ -263,7 +265,7 @@ def sent(
     return {"stream": (Step(kind, (axis,), wire_bytes(kind, stages, held), seconds, stream, stream, "stream"),)}
 
 
-class _Row(NamedTuple):
+class _TickSlots(NamedTuple):
     """A tick's slots of one kind, for every stage or for one."""
 
     microbatch: jax.Array
@@ -290,7 +292,7 @@ def _put_at(into: jax.Array, index: jax.Array, x: jax.Array, active: jax.Array) 
     return lax.dynamic_update_index_in_dim(into, jnp.where(active == 1, x, _at(into, index)), index, 0)
 
 
-def _with_gradients(sums: Results, row: _Row, of_shared: Tree, of_weights: Tree) -> Results:
+def _with_gradients(sums: StageResults, row: _TickSlots, of_shared: Tree, of_weights: Tree) -> StageResults:
     added = jax.tree.map(lambda into, x: _add_at(into, row.round, x), sums.weights, of_weights)
     return sums._replace(shared=jax.tree.map(jnp.add, sums.shared, of_shared), weights=added)
 

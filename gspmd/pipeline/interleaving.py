@@ -77,14 +77,14 @@ def in_rounds(x: jax.Array, spec: str | Spec, rounds: int) -> jax.Array:
             f"{x.shape[0]} stacked layers do not make {rounds} rounds of {stages} stages.\n"
             f"  Their number has to be a multiple of {rounds * stages}."
         )
-    form = _Form(spec, rounds)
+    form = _Interleaved(spec, rounds)
     if ctx.compiler_chooses and not spec.reduced:
         return left_to_compiler(ctx, form.split, (spec,), form.after, x, name=str(form))
     return _routed(form, ctx, x)
 
 
 @dataclass(frozen=True)
-class _Form:
+class _Interleaved:
     spec: Spec
     rounds: int
 
@@ -100,7 +100,7 @@ class _Form:
         return f"{self.spec} in {self.rounds} rounds"
 
 
-def _send(form: _Form, ctx: Context, x: jax.Array, *, back: bool) -> jax.Array:
+def _send(form: _Interleaved, ctx: Context, x: jax.Array, *, back: bool) -> jax.Array:
     """Bring [N, ...] to [R, N/R, ...], or back, by planned permutes."""
     before, after = (form.after.cotangent, form.spec.cotangent) if back else (form.spec, form.after)
     axes = tuple(axis for axis in form.spec.axes[0] if ctx.mesh[axis] > 1)

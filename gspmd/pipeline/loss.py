@@ -16,7 +16,7 @@ from gspmd.lowerings.manual import on_no_axes, open_in_shard_map
 from gspmd.lowerings.program import mapped
 from gspmd.ops._einsum import reshard
 from gspmd.pipeline.calls import apart
-from gspmd.pipeline.executor import PipelineExecutor, Results, Stages
+from gspmd.pipeline.executor import PipelineExecutor, StageResults, Stages
 from gspmd.pipeline.schedule import Schedule
 
 Tree = Any
@@ -103,7 +103,7 @@ def pipelined(
 
     loss.defvjp(forward, backward)
 
-    def run(schedule: Schedule, *arrays: Tree) -> tuple[tuple[jax.Array, Tree], Results]:
+    def run(schedule: Schedule, *arrays: Tree) -> tuple[tuple[jax.Array, Tree], StageResults]:
         mesh = jax.sharding.get_abstract_mesh()
         _check(mesh, schedule, axis, data, arrays[:2])
         batches = schedule.microbatches * prod(mesh.shape[name] for name in data)
@@ -147,7 +147,7 @@ def _whole(x: jax.Array) -> jax.Array:
     return mapped(lambda piece: piece, partition, jax.P(*partition.partitions))(x) if partition.reduced else x
 
 
-def _region(executor: PipelineExecutor, data: tuple[str, ...], arrays: tuple[Tree, Tree, Tree]) -> Results:
+def _region(executor: PipelineExecutor, data: tuple[str, ...], arrays: tuple[Tree, Tree, Tree]) -> StageResults:
     """Run the executor in a shard_map over the axes of the stages and of the data; it sees the others as they were.
 
     JAX 0.10.2 has no partial sums in a shard_map over some axes only. One over those of the data needs none: what a
@@ -163,13 +163,13 @@ def _region(executor: PipelineExecutor, data: tuple[str, ...], arrays: tuple[Tre
     shared, weights, batches = (jax.tree.map(_partition, tree) for tree in arrays)
     trains = executor.schedule.name != "forward"
 
-    def stage(*arrays: Tree) -> Results:
+    def stage(*arrays: Tree) -> StageResults:
         with nullcontext() if free else on_no_axes():
             results = executor(*arrays)
         alone = jax.tree.map(lambda x: x[None], results)
         return alone._replace(shared=jax.tree.map(lambda x: x[None], alone.shared))
 
-    def entered(*arrays: Tree) -> Results:
+    def entered(*arrays: Tree) -> StageResults:
         within = jax.tree.map(lambda each: _along(each, free), (shared, weights, batches), is_leaf=_is_partition)
         return jax.sharding.explicit_axes(stage, axes=free, in_sharding=within)(*arrays) if explicit else stage(*arrays)
 
@@ -178,12 +178,12 @@ def _region(executor: PipelineExecutor, data: tuple[str, ...], arrays: tuple[Tre
     region = jax.shard_map(
         entered,
         in_specs=(jax.P(), jax.P(None, axis), of_data),
-        out_specs=Results(jax.P((axis, *data)), of_rows, jax.P(axis, summands), of_rows),
+        out_specs=StageResults(jax.P((axis, *data)), of_rows, jax.P(axis, summands), of_rows),
         axis_names={axis, *data},
         check_vma=False,
     )
     if explicit:
-        outs = Results(
+        outs = StageResults(
             jax.P((axis, *data)),
             of_rows,
             jax.tree.map(lambda each: jax.P(axis, summands, *each), shared, is_leaf=_is_partition) if trains else None,

@@ -20,7 +20,7 @@ import numpy as np
 
 
 @dataclass(frozen=True)
-class Stage:
+class LayerRange:
     """A stage: layers that follow one another, on one submesh.
 
     Attributes:
@@ -34,7 +34,7 @@ class Stage:
 
 
 @dataclass(frozen=True)
-class Split:
+class StageSplit:
     """Layers split into stages.
 
     Attributes:
@@ -44,7 +44,7 @@ class Split:
         bound: no split takes fewer seconds, whether its stages are alike or not.
     """
 
-    stages: tuple[Stage, ...]
+    stages: tuple[LayerRange, ...]
     seconds: float
     slowest: float
     bound: float
@@ -54,7 +54,7 @@ class NoSplit(ValueError):
     """No split uses all devices, is allowed and fits."""
 
 
-Fits = Callable[[Stage, int], bool]
+Fits = Callable[[LayerRange, int], bool]
 
 
 def split(
@@ -64,7 +64,7 @@ def split(
     microbatches: int,
     fits: Fits | None = None,
     alike: bool = False,
-) -> Split:
+) -> StageSplit:
     """Split layers into stages, each on a submesh, all devices in use, in the fewest seconds.
 
     Args:
@@ -95,18 +95,18 @@ def split(
     _check_shape(given, len(sizes))
     table = _upper(given)
     _check(table, sizes, devices, microbatches)
-    space = _Space(table, sizes, devices, fits)
+    space = _SplitSpace(table, sizes, devices, fits)
     any_kind = _cheapest(space, microbatches)
     best = _cheapest_alike(space, microbatches) if alike else any_kind
     if best is None or any_kind is None:
         raise NoSplit(_fault(space, alike))
     paces = [table[each.first, each.last, each.submesh] for each in best]
     bound = _seconds(table, any_kind, microbatches)
-    return Split(best, _seconds(table, best, microbatches), float(max(paces)), bound)
+    return StageSplit(best, _seconds(table, best, microbatches), float(max(paces)), bound)
 
 
 @dataclass(frozen=True, eq=False)
-class _Space:
+class _SplitSpace:
     """The choices that there are, as `split` is asked."""
 
     table: np.ndarray
@@ -137,12 +137,12 @@ class _Space:
     def _within(self, behind: int, fits: Fits) -> np.ndarray:
         found = self.table.copy()
         for first, last, submesh in np.argwhere(np.isfinite(found)).tolist():
-            if not fits(Stage(first, last, submesh), behind):
+            if not fits(LayerRange(first, last, submesh), behind):
                 found[first, last, submesh] = math.inf
         return found
 
 
-Stages = tuple[Stage, ...]
+Stages = tuple[LayerRange, ...]
 
 
 def _seconds(table: np.ndarray, stages: Stages, microbatches: int) -> float:
@@ -150,7 +150,7 @@ def _seconds(table: np.ndarray, stages: Stages, microbatches: int) -> float:
     return math.fsum(paces) + (microbatches - 1) * max(paces)
 
 
-def _cheapest(space: _Space, microbatches: int) -> Stages | None:
+def _cheapest(space: _SplitSpace, microbatches: int) -> Stages | None:
     """The cheapest split of any kind, by all of t_max."""
     best = free = _fewest(space, math.inf)
     if free is None:
@@ -168,7 +168,7 @@ def _cheapest(space: _Space, microbatches: int) -> Stages | None:
     return best
 
 
-def _first_possible(space: _Space, paces: np.ndarray) -> int:
+def _first_possible(space: _SplitSpace, paces: np.ndarray) -> int:
     """The index of the smallest t_max with which there is a split: with all that are larger there is one too."""
     low, high = 0, len(paces) - 1
     while low < high:
@@ -180,7 +180,7 @@ def _first_possible(space: _Space, paces: np.ndarray) -> int:
     return low
 
 
-def _fewest(space: _Space, pace: float) -> Stages | None:
+def _fewest(space: _SplitSpace, pace: float) -> Stages | None:
     """The split with the fewest Σ t_i in which no stage takes longer than `pace`.
 
     F[k, d] is the fewest seconds of layers k and behind on d devices, in as many stages as there have been rounds.
@@ -214,29 +214,29 @@ def _one_more(table: np.ndarray, sizes: Sequence[int], behind: np.ndarray) -> tu
     return fewest, picked
 
 
-def _followed(space: _Space, picks: Sequence[np.ndarray]) -> Iterator[Stage]:
+def _followed(space: _SplitSpace, picks: Sequence[np.ndarray]) -> Iterator[LayerRange]:
     first, left = 0, space.devices // space.unit
     for picked in reversed(picks):
         last, submesh = divmod(int(picked[first, left]), len(space.sizes))
-        yield Stage(first, last, submesh)
+        yield LayerRange(first, last, submesh)
         first, left = last + 1, left - space.sizes[submesh] // space.unit
 
 
-def _cheapest_alike(space: _Space, microbatches: int) -> Stages | None:
+def _cheapest_alike(space: _SplitSpace, microbatches: int) -> Stages | None:
     """The cheapest split into stages of as many layers each, on submeshes of one kind."""
     found = [stages for stages in _alike(space) if _is_allowed(space, stages)]
     return min(found, key=lambda stages: _seconds(space.table, stages, microbatches), default=None)
 
 
-def _alike(space: _Space) -> Iterator[Stages]:
+def _alike(space: _SplitSpace) -> Iterator[Stages]:
     for submesh, size in enumerate(space.sizes):
         count, rest = divmod(space.devices, size)
         if not rest and count and space.layers % count == 0:
             each = space.layers // count
-            yield tuple(Stage(at * each, (at + 1) * each - 1, submesh) for at in range(count))
+            yield tuple(LayerRange(at * each, (at + 1) * each - 1, submesh) for at in range(count))
 
 
-def _is_allowed(space: _Space, stages: Stages) -> bool:
+def _is_allowed(space: _SplitSpace, stages: Stages) -> bool:
     behind = range(len(stages) - 1, -1, -1)
     return all(
         math.isfinite(space.allowed[left][each.first, each.last, each.submesh]) for each, left in zip(stages, behind)
@@ -267,11 +267,11 @@ def _check(table: np.ndarray, sizes: Sequence[int], devices: int, microbatches: 
         )
 
 
-def _fault(space: _Space, alike: bool) -> str:
+def _fault(space: _SplitSpace, alike: bool) -> str:
     """Say why there is no split, and what would help."""
 
     def possible(table: np.ndarray, fits: Fits | None) -> bool:
-        space_of = _Space(table, space.sizes, space.devices, fits)
+        space_of = _SplitSpace(table, space.sizes, space.devices, fits)
         return bool((_cheapest_alike if alike else _cheapest)(space_of, 1))
 
     what = f"{space.layers} layers into stages{' that are alike' if alike else ''} on {space.devices} devices"

@@ -27,7 +27,7 @@ from ..shapes import stored_dtype
 from ..transformer import Transformer
 from .config import Described, described
 from .files import DTYPES, CheckpointError, Files, all_finite
-from .sources import Region, Source, sources
+from .sources import ParameterSource, Region, sources
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ def load(
         table = sources(checkpoint, config, layout)
         check_placed(f"cannot load the checkpoint {str(directory)!r}", parameters(config, layout), mesh, LayoutError)
         _check(checkpoint, config, table, files)
-        reader, values = _Reader(files, mesh, pool), {}
+        reader, values = _ShardReader(files, mesh, pool), {}
         if int8:
             config = replace(config, int8=True)
             rows = parameters(config, layout)
@@ -122,7 +122,7 @@ def load(
     return Transformer(config, layout, nested(values), dtype), report
 
 
-def _check(checkpoint: Described, config: ModelConfig, table: dict[str, Source], files: Files) -> None:
+def _check(checkpoint: Described, config: ModelConfig, table: dict[str, ParameterSource], files: Files) -> None:
     """Raise one error for all tensors that are not as the model needs them."""
     wanted = {name: source.shape for source in table.values() for name in source.names()}
     faults = list(_tensor_faults(wanted, files))
@@ -147,7 +147,7 @@ def _tensor_faults(wanted: dict[str, tuple[int, ...]], files: Files) -> Iterator
             yield f"{name} is of dtype {tensor.dtype}, which is not read; {', '.join(DTYPES)} are."
 
 
-class _Reader:
+class _ShardReader:
     """Reads parameters shard after shard, counts bytes, and notes values that are not finite.
 
     A model with one of them answers with NaN, or, where int8 rounds it, with numbers that mean nothing. It is cheapest
@@ -160,7 +160,7 @@ class _Reader:
         self.faulty: dict[str, tuple[int, float, np.dtype]] = {}
         self.pool = pool
 
-    def array(self, source: Source, dtype: np.dtype) -> jax.Array:
+    def array(self, source: ParameterSource, dtype: np.dtype) -> jax.Array:
         """A whole parameter; each process makes the shards of its own devices."""
         shape, sharding = source.row.shape, NamedSharding(self.mesh, source.row.spec.partition_spec())
         devices_of: dict[tuple[tuple[int, int], ...], list[jax.Device]] = {}
@@ -174,7 +174,7 @@ class _Reader:
         return jax.make_array_from_single_device_arrays(shape, sharding, arrays)
 
     def _shard(
-        self, source: Source, index: tuple[slice, ...], devices: list[jax.Device], dtype: np.dtype
+        self, source: ParameterSource, index: tuple[slice, ...], devices: list[jax.Device], dtype: np.dtype
     ) -> list[jax.Array]:
         """One shard, on every device that has it; the host has let go of it when this returns."""
         shard = np.zeros([part.stop - part.start for part in index], dtype)
@@ -195,7 +195,7 @@ class _Reader:
         self.bytes += sum(self.pool.map(read, source.counts(index)))
         return jax.block_until_ready([jax.device_put(shard, device) for device in devices])
 
-    def _note(self, source: Source, numbers: tuple[int, ...], region: Region, dtype: np.dtype) -> None:
+    def _note(self, source: ParameterSource, numbers: tuple[int, ...], region: Region, dtype: np.dtype) -> None:
         """Note how many values of a region are not finite, or the largest of those that only `dtype` makes infinite."""
         name = source.name(numbers)
         stored = np.empty([part.stop - part.start for part in region], self.files.dtype(name))

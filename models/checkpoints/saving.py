@@ -20,7 +20,7 @@ from ..transformer import Transformer, arrays
 from .config import Described, expressing, written
 from .families import Family
 from .files import DTYPES, INDEX, WHOLE, CheckpointError, all_finite
-from .sources import Source, sources
+from .sources import ParameterSource, sources
 from .text import Tokenizer
 
 #: Bytes of one file; a checkpoint that is larger is several files and an index.
@@ -107,7 +107,12 @@ def _factors(family: Family, config: ModelConfig) -> dict[str, float]:
 
 
 def _write_tensors(
-    folder: Path, table: Mapping[str, Source], values: Mapping[str, jax.Array], dtype: np.dtype, kind: str, most: int
+    folder: Path,
+    table: Mapping[str, ParameterSource],
+    values: Mapping[str, jax.Array],
+    dtype: np.dtype,
+    kind: str,
+    most: int,
 ) -> list[str]:
     """Write the files and, if there are several, their index; return what is wrong with the values of tensors."""
     files: list[list[tuple[str, tuple[int, ...]]]] = [[]]
@@ -155,7 +160,7 @@ def _write_tensors(
 
 
 def _tensor(
-    source: Source, numbers: tuple[int, ...], shards: list[Any], dtype: np.dtype
+    source: ParameterSource, numbers: tuple[int, ...], shards: list[Any], dtype: np.dtype
 ) -> tuple[np.ndarray, float, int]:
     """One tensor of the checkpoint on the host, put together of the shards that have a part of it.
 

@@ -13,7 +13,7 @@ from gspmd.layouts import Layout
 from gspmd.layouts.rules.padding import Padded
 
 from ..config import ModelConfig
-from ..parameters import Parameter, parameters
+from ..parameters import ParameterRow, parameters
 from .config import Described
 from .families import Stored
 
@@ -22,7 +22,7 @@ Region = tuple[slice, ...]
 
 
 @dataclass(frozen=True)
-class Source:
+class ParameterSource:
     """A parameter and its tensors: one, or one for every layer, or for every expert of every layer.
 
     Attributes:
@@ -31,7 +31,7 @@ class Source:
         factor: the parameter is factor · (tensor + offset).
     """
 
-    row: Parameter
+    row: ParameterRow
     stored: Stored
     factor: float
 
@@ -116,7 +116,7 @@ def _runs(start: int, stop: int, padded: Padded | None) -> Iterator[tuple[slice,
             yield slice(first - start, last - start), slice(first - shift, last - shift)
 
 
-def sources(checkpoint: Described, config: ModelConfig, layout: Layout) -> dict[str, Source]:
+def sources(checkpoint: Described, config: ModelConfig, layout: Layout) -> dict[str, ParameterSource]:
     """Return the source of every parameter by its path.
 
     Args:
@@ -127,5 +127,5 @@ def sources(checkpoint: Described, config: ModelConfig, layout: Layout) -> dict[
     table = {}
     for path, row in parameters(config, layout).items():
         name = path.removeprefix("blocks.0.")  # no family has layers of several kinds
-        table[path] = Source(row, checkpoint.family.tensors[name], checkpoint.factors.get(name, 1.0))
+        table[path] = ParameterSource(row, checkpoint.family.tensors[name], checkpoint.factors.get(name, 1.0))
     return table

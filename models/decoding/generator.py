@@ -21,7 +21,7 @@ from ..shapes import abstract_tokens
 from ..transformer import Transformer, arrays, with_arrays
 from .batch import Batch, Sizes, make_batch
 from .cache import Cache, abstract_cache, abstract_whole, cache_spec, zeros
-from .loop import NOTHING, PLAIN, UNDEFINED, Rows, Sampling, decode_loop
+from .loop import NOTHING, PLAIN, UNDEFINED, Sampling, WrittenTexts, decode_loop
 from .memory import Formats, any_order, format_of, not_finite, put, shapes
 from .prefix import copy_rows
 from .serving import GenerationError, check_seeds, for_serving, served
@@ -193,7 +193,7 @@ class Generator:
         last, before = batch.last()
         if share is not None:
             cache = share(cache, jax.device_put(batch.shares.sources, _sources(sizes).sharding), put(before))
-        rows = Rows(cache, put(last), put(np.where(numbers < batch.texts, tokens, 0)))
+        rows = WrittenTexts(cache, put(last), put(np.where(numbers < batch.texts, tokens, 0)))
 
         def launch(limit: int) -> jax.Array:
             nonlocal rows
@@ -237,7 +237,7 @@ class Generator:
         fresh = len(batch.chunks()) == 1  # then prompts attend to nothing before them
         steps = self.programs(sizes, fresh=fresh)
         (read, given), (_, (weights, each, large)) = steps["prefill"], steps["decode"]
-        small, rows = given[-1], Rows(large, each, each)
+        small, rows = given[-1], WrittenTexts(large, each, each)
         inputs = ((sizes.rows,), jnp.uint32), ((sizes.rows,), jnp.bool_), ((), jnp.int32)
         others = [abstract_whole(mesh, *shape) for shape in inputs]
         # The first loop over weights that lie so may have them in any order of memory; its choice is all programs'.

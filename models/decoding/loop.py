@@ -85,7 +85,7 @@ PLAIN = Sampling()
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Rows:
+class WrittenTexts:
     """The texts that are being written, one in each row: what the loop carries, and is donated.
 
     Attributes:
@@ -99,7 +99,9 @@ class Rows:
     left: jax.Array
 
 
-Loop = Callable[[Mapping[str, jax.Array], Rows, jax.Array, jax.Array, jax.Array], tuple[Rows, jax.Array]]
+Loop = Callable[
+    [Mapping[str, jax.Array], WrittenTexts, jax.Array, jax.Array, jax.Array], tuple[WrittenTexts, jax.Array]
+]
 
 
 def decode_loop(model: Transformer, sampling: Sampling, stop: Sequence[int], steps: int) -> Loop:
@@ -130,7 +132,7 @@ def decode_loop(model: Transformer, sampling: Sampling, stop: Sequence[int], ste
             found = ops.sample(logits, spec, "V", seeds=seeds, positions=positions, top_k=sampling.top_k, **options)
             return moved(found, rows_spec, whole)
 
-    def loop(weights, rows: Rows, seeds, alive, limit) -> tuple[Rows, jax.Array]:
+    def loop(weights, rows: WrittenTexts, seeds, alive, limit) -> tuple[WrittenTexts, jax.Array]:
         def unfinished(carry) -> jax.Array:
             step, rows, _ = carry
             return (step < limit) & jnp.any(rows.left > 0)
@@ -145,7 +147,7 @@ def decode_loop(model: Transformer, sampling: Sampling, stop: Sequence[int], ste
             written = jax.lax.dynamic_update_slice_in_dim(written, shown[:, None], step, axis=1)
             cache = replace(cache, lengths=jnp.where(active, cache.lengths, rows.cache.lengths))
             left = jnp.where(active & ~ends & ~undefined, rows.left - 1, 0)
-            return step + 1, Rows(cache, jnp.where(active & ~undefined, tokens, rows.tokens), left), written
+            return step + 1, WrittenTexts(cache, jnp.where(active & ~undefined, tokens, rows.tokens), left), written
 
         rows = replace(rows, left=jnp.where(alive, rows.left, 0))
         nothing = jnp.full((rows.tokens.shape[0], steps), NOTHING, jnp.int32)

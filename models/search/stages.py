@@ -27,7 +27,7 @@ from gspmd.search import Answer, NothingFits, Search
 from gspmd.search.answers.candidate import TOLERANCE, StepBudget
 from gspmd.search.answers.meshes import meshes
 from gspmd.search.phase import LayoutLine
-from gspmd.search.stages import NoSplit, Split, Stage, split
+from gspmd.search.stages import LayerRange, NoSplit, StageSplit, split
 
 from .pipeline import STAGES, StageProblem
 from .workload import Workload
@@ -80,7 +80,7 @@ class StagePrices:
                 table[first, last] = (last - first + 1) * self.layer + self.sent + ends(first, last)
         return table
 
-    def held(self, stage: Stage, layers: int, waiting: int) -> float:
+    def held(self, stage: LayerRange, layers: int, waiting: int) -> float:
         """Bytes of a stage that keeps so many inputs, with embedding and output if it is the first or the last."""
         ends = self.ends_bytes * (stage.first == 0 or stage.last == layers - 1)
         return (stage.last - stage.first + 1) * self.layer_bytes + ends + waiting * self.input_bytes
@@ -106,7 +106,7 @@ class PipelineRow:
     problem: StageProblem
     answer: Answer | None
     prices: StagePrices | None
-    split: Split | None
+    split: StageSplit | None
     least: float = 0.0
 
     @property
@@ -136,7 +136,7 @@ class Table:
     """
 
     rows: tuple[PipelineRow, ...]
-    free: Mapping[int, Split]
+    free: Mapping[int, StageSplit]
 
     @property
     def best(self) -> PipelineRow | None:
@@ -234,13 +234,13 @@ def _rank(row: PipelineRow) -> tuple[float, float]:
     return _seconds(row), row.least
 
 
-def _free(rows: Sequence[PipelineRow], count: int, periods: int, devices: int, limit: float) -> Split | None:
+def _free(rows: Sequence[PipelineRow], count: int, periods: int, devices: int, limit: float) -> StageSplit | None:
     """The cheapest split of any kind over the prices of all submeshes."""
     prices = [(row.stages, row.prices) for row in rows if row.prices and row.microbatches == count]
     if not prices:
         return None
 
-    def fits(stage: Stage, behind: int) -> bool:
+    def fits(stage: LayerRange, behind: int) -> bool:
         return prices[stage.submesh][1].held(stage, periods, min(count, behind + 1)) <= limit
 
     seconds = np.concatenate([each.apart(periods) for _, each in prices], axis=2)

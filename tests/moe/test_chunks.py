@@ -16,7 +16,7 @@ from gspmd.moe import MoEConfig, expert_layer
 from gspmd.moe.experts import chunks
 from gspmd.moe.experts.chunks import chunks_of
 from gspmd.moe.experts.dropout import Dropout
-from gspmd.moe.experts.work import Buffers, Work
+from gspmd.moe.experts.work import Buffers, ExpertWork
 from tests.moe import placed
 
 LAYOUT = placed.LAYOUTS["one axis"]
@@ -25,7 +25,7 @@ LAYOUT = placed.LAYOUTS["one axis"]
 def _work(capacity, *, groups=32, embed=2048, feed_forward=8192, **more):
     specs = {name: Spec.parse(spec) for name, spec in LAYOUT.specs.items()}
     sizes = {"G": groups, "X": 32, "C": capacity, "E": embed, "F": feed_forward}
-    work = Work(
+    work = ExpertWork(
         specs["dispatched"], specs["expert_input"], specs["hidden"], (specs["w_gate"], specs["w_in"]), specs["w_out"],
         None, None, "swiglu", tuple(sizes.items()), "bfloat16", "bfloat16",
     )  # fmt: skip

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gspmd.moe.dropless.rows import Rows, holders, most_rows, place_rows, place_rows_here
+from gspmd.moe.dropless.rows import ReceivedRows, holders, most_rows, place_rows, place_rows_here
 from gspmd.moe.routers.routing import Routing, queue
 
 G, L, K, X = 3, 10, 2, 6
@@ -81,7 +81,7 @@ def test_rows_are_sorted_over_groups_and_back(counts):
     for g in range(2):
         own = [row for row in arrived if row[1] == g]
         x[g, 0, : len(own), 0] = [1 + 100 * e + 10 * g + slot for e, _, slot in own]
-    rows = Rows(jnp.asarray(counts), capacity, False)
+    rows = ReceivedRows(jnp.asarray(counts), capacity, False)
     wanted = [1 + 100 * e + 10 * g + slot for e, g, slot in sorted(arrived)]
     found = rows.sort(jnp.asarray(x))
     assert found.ravel().tolist() == [*wanted, *(0.0 for _ in range(8 - len(wanted)))]

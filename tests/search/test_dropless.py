@@ -14,7 +14,7 @@ from gspmd.layouts import Layout
 from gspmd.lowerings.program import Context
 from gspmd.moe import MoEConfig
 from gspmd.moe.dropless.rows import most_rows
-from gspmd.moe.experts.work import Buffers, Work, products
+from gspmd.moe.experts.work import Buffers, ExpertWork, products
 from gspmd.search import NothingFits, Search
 from gspmd.search.answers.document import remarks
 from gspmd.search.answers.presets import placed_presets
@@ -62,7 +62,7 @@ def test_no_step_of_rows_cuts_what_their_buffers_do_not_have():
         vias = [Via.of(*map(Spec.parse, chosen[f"moe.{name}"].split(", "))) for name in ("in_via", "out_via")]
         shards = prod(mesh[axis] for axis in there.axes_of("X"))
         buffers = {**sizes, "X": shards, "C": most_rows(length, 2, 8, shards)}
-        work = Work(
+        work = ExpertWork(
             dispatched, there, hidden, (w_in,), w_out, *vias, "relu", tuple({**sizes, "C": buffers["C"]}.items()),
             "bfloat16", "bfloat16", rows=Buffers(shards, 2),
         )  # fmt: skip

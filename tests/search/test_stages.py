@@ -23,7 +23,7 @@ from gspmd.planner.unknown import unknowns_in
 from gspmd.search import Problem, Search
 from gspmd.search.finding import NORM
 from gspmd.search.held import HeldArray
-from gspmd.search.stages import NoSplit, Stage, split
+from gspmd.search.stages import LayerRange, NoSplit, split
 from gspmd.training import OptimizerConfig
 from gspmd_models import ModelConfig, abstract, abstract_batch, abstract_key, step
 from gspmd_models.finetuning.config import LoraConfig
@@ -40,7 +40,7 @@ def every_split(layers: int, submeshes: int):
         ends = [*(at for at, cut in enumerate(cuts) if cut), layers - 1]
         firsts = [0, *(end + 1 for end in ends[:-1])]
         for chosen in product(range(submeshes), repeat=len(ends)):
-            yield [Stage(*each) for each in zip(firsts, ends, chosen)]
+            yield [LayerRange(*each) for each in zip(firsts, ends, chosen)]
 
 
 def cheapest(table, sizes, devices, microbatches, fits, alike):
@@ -78,7 +78,7 @@ def case_of(rng: random.Random):
     )
     held, kept, limit = rng.randint(0, 2), rng.randint(0, 2), rng.choice([2, 4, 6, 10**9])
 
-    def fits(stage: Stage, behind: int) -> bool:
+    def fits(stage: LayerRange, behind: int) -> bool:
         count = stage.last - stage.first + 1
         ends = held * (stage.first == 0)
         return (ends + count * (held + kept * min(behind + 1, microbatches))) / sizes[stage.submesh] <= limit

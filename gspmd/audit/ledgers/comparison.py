@@ -10,7 +10,7 @@ from rich.text import Text
 
 from gspmd.audit.ledgers.entries import Entry, Key, asked_for_by, by_kind_and_axes
 from gspmd.audit.ledgers.matching import credit_shared_steps, planned_steps, under_axes_of_steps
-from gspmd.audit.ledgers.verdicts import VERDICTS, Row, rows
+from gspmd.audit.ledgers.verdicts import VERDICTS, ComparedStep, rows
 from gspmd.display.plain import printable
 from gspmd.display.printed import Printed
 from gspmd.display.tables import Column, Sheet
@@ -29,7 +29,7 @@ class Comparison(Printed):
         notes: what could not be counted, on either side.
     """
 
-    rows: tuple[Row, ...]
+    rows: tuple[ComparedStep, ...]
     totals: dict[Key, tuple[int, int]]
     notes: tuple[str, ...] = ()
 
@@ -39,11 +39,11 @@ class Comparison(Printed):
         return all(planned == compiled for planned, compiled in self.totals.values())
 
     @property
-    def differing(self) -> tuple[Row, ...]:
+    def differing(self) -> tuple[ComparedStep, ...]:
         """The rows that are not as planned."""
         return tuple(row for row in self.rows if row.verdict != "as planned")
 
-    def __getitem__(self, verdict: str) -> tuple[Row, ...]:
+    def __getitem__(self, verdict: str) -> tuple[ComparedStep, ...]:
         """The rows of one verdict."""
         if verdict not in VERDICTS:
             raise KeyError(f"no verdict is called {verdict!r}; there are {', '.join(VERDICTS)}")
@@ -105,9 +105,9 @@ _STEPS = (
 )
 
 
-def _added_up(rows: Iterable[Row]) -> Iterator[Row]:
+def _added_up(rows: Iterable[ComparedStep]) -> Iterator[ComparedStep]:
     """Rows with the figures added up of those that are otherwise equal."""
-    alike: dict[Row, list[Row]] = defaultdict(list)
+    alike: dict[ComparedStep, list[ComparedStep]] = defaultdict(list)
     for row in rows:
         alike[replace(row, planned=(0, 0), compiled=(0, 0))].append(row)
     for row, equal in alike.items():

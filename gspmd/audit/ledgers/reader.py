@@ -54,12 +54,12 @@ def of_module(module: Module, mesh: Mapping[str, int]) -> Ledger:
             f"cannot name the mesh axes of {module.name}: {module.devices} devices run it, and the mesh "
             f"{mesh_text(mesh)} has {prod(mesh.values())}.\n  Give mesh=, the one that it was compiled for."
         )
-    reader = _Reader(module, mesh)
+    reader = _ModuleReader(module, mesh)
     entries, flops = reader.read(module.entry, 1)
     return Ledger(tuple(entries), flops, dict(mesh), module.name, tuple(dict.fromkeys(reader.notes)))
 
 
-class _Reader:
+class _ModuleReader:
     """Read a module from its entry, times the trips of its loops."""
 
     def __init__(self, module: Module, mesh: Mapping[str, int]):

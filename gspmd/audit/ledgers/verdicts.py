@@ -20,7 +20,7 @@ Steps = Mapping[Name, Sequence[PlannedStep]]
 
 
 @dataclass(frozen=True)
-class Row:
+class ComparedStep:
     """One step of one equation, all its executions together, or what the compiler sends without a step.
 
     Attributes:
@@ -47,7 +47,7 @@ class Row:
     source: str = ""
 
 
-def rows(plan: ProgramPlan, entries: Sequence[Entry]) -> Iterator[Row]:
+def rows(plan: ProgramPlan, entries: Sequence[Entry]) -> Iterator[ComparedStep]:
     """The verdicts on the steps that run, on what was compiled without a step, and on the shared steps."""
     planned = planned_steps(plan.entries)
     combined = _combined_in_full(planned, entries)
@@ -80,11 +80,11 @@ def _combined_in_full(planned: Steps, entries: Sequence[Entry]) -> set[tuple]:
     }
 
 
-def _kind_and_axes(of: Step | Entry | Row) -> tuple[str, frozenset[str]]:
+def _kind_and_axes(of: Step | Entry | ComparedStep) -> tuple[str, frozenset[str]]:
     return of.kind, frozenset(of.axes)
 
 
-def _judged(planned: Steps, entries: Sequence[Entry], plan: ProgramPlan) -> Iterator[Row]:
+def _judged(planned: Steps, entries: Sequence[Entry], plan: ProgramPlan) -> Iterator[ComparedStep]:
     named = by_name(entries)
     for name in (name for name in planned if name in named):
         yield _compared(name, planned[name], named[name])
@@ -108,7 +108,7 @@ def _stands_in_for(entry: Entry, steps: Sequence[PlannedStep]) -> bool:
     return not entry.step and same and entry.wire_bytes == planned_total(steps)[1]
 
 
-def _absent(name: Name, steps: Sequence[PlannedStep], entries: Sequence[Entry]) -> Row:
+def _absent(name: Name, steps: Sequence[PlannedStep], entries: Sequence[Entry]) -> ComparedStep:
     """A step in whose scope nothing was compiled: it is combined into another's collective, or gone."""
     step = steps[0].step
     kinds = _REDUCTIONS if step.kind in _REDUCTIONS else (step.kind,)
@@ -120,17 +120,17 @@ def _absent(name: Name, steps: Sequence[PlannedStep], entries: Sequence[Entry]) 
     return _row("gone", "", name, steps, [])
 
 
-def _without_step(entry: Entry, plan: ProgramPlan) -> Row:
+def _without_step(entry: Entry, plan: ProgramPlan) -> ComparedStep:
     """A collective that no step accounts for."""
     chosen = "the compiler's choice" if entry.equation in plan.lowered else "not planned"
     verdict = "rewritten" if entry.step else chosen
     again = (entry.equation, entry.step) in planned_steps(plan.shared)
     how = ("sent again, though shared" if again else "besides the step itself") if entry.step else ""
     total = compiled_total([entry])
-    return Row(verdict, how, entry.kind, entry.axes, entry.equation, entry.step, (0, 0), total, entry.source)
+    return ComparedStep(verdict, how, entry.kind, entry.axes, entry.equation, entry.step, (0, 0), total, entry.source)
 
 
-def _compared(name: Name, steps: Sequence[PlannedStep], entries: Sequence[Entry]) -> Row:
+def _compared(name: Name, steps: Sequence[PlannedStep], entries: Sequence[Entry]) -> ComparedStep:
     """The verdict on a step in whose scope something was compiled."""
     planned, compiled = planned_total(steps), compiled_total(entries)
     largest = max(steps, key=lambda step: step.step.wire_bytes)
@@ -177,7 +177,9 @@ def _bits(dtype: str) -> int:
     return int(digits[0]) if digits else 8
 
 
-def _row(verdict: str, how: str, name: Name, steps: Sequence[PlannedStep], entries: Sequence[Entry]) -> Row:
+def _row(verdict: str, how: str, name: Name, steps: Sequence[PlannedStep], entries: Sequence[Entry]) -> ComparedStep:
     step = steps[0].step
     source = next((entry.source for entry in entries if entry.source), "")
-    return Row(verdict, how, step.kind, step.axes, *name, planned_total(steps), compiled_total(entries), source)
+    return ComparedStep(
+        verdict, how, step.kind, step.axes, *name, planned_total(steps), compiled_total(entries), source
+    )

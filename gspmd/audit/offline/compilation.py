@@ -188,7 +188,7 @@ def _is_placed(leaf: Any) -> bool:
     return isinstance(sharding, jax.NamedSharding) and isinstance(sharding.mesh, jax.sharding.Mesh)
 
 
-def _overfull(held: Sequence[memory.Buffer], target: Topology) -> str:
+def _overfull(held: Sequence[memory.AllocatedArray], target: Topology) -> str:
     """Say why the arguments alone do not fit; empty if they do."""
     taken, room = sum(buffer.bytes for buffer in held), target.chip.hbm_bytes
     if taken <= room:
@@ -211,7 +211,7 @@ def _too_large(
     target: Topology,
     mesh: Mapping[str, int],
     plan: ProgramPlan,
-    buffers: tuple[memory.Buffer, ...],
+    buffers: tuple[memory.AllocatedArray, ...],
     reason: str,
     seconds: float,
 ) -> Report:

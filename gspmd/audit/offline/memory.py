@@ -29,7 +29,7 @@ _LAYOUT = re.compile(r"([a-z]\w*)\[([\d,<=]*)\](?:\{([\d,]*)(?::((?:T\([\d,]+\)(
 
 
 @dataclass(frozen=True)
-class Buffer:
+class AllocatedArray:
     """One array in the memory of a device.
 
     Attributes:
@@ -47,7 +47,7 @@ class Buffer:
     remedy: str
 
 
-def arguments(args: Any, mesh: Mapping[str, int]) -> list[Buffer]:
+def arguments(args: Any, mesh: Mapping[str, int]) -> list[AllocatedArray]:
     """The arguments of a program on one device, largest first, without padding to tiles.
 
     Args:
@@ -64,14 +64,14 @@ def _on_host(leaf: Any) -> bool:
     return "host" in (getattr(getattr(leaf, "sharding", None), "memory_kind", None) or "")
 
 
-def values(jaxpr: Jaxpr, manual: bool = False) -> list[Buffer]:
+def values(jaxpr: Jaxpr, manual: bool = False) -> list[AllocatedArray]:
     """The values of a traced function on one device, largest first, where their types include their sharding.
 
     That is inside a shard_map (`manual`), and everywhere under Explicit axes.
 
     Leaves out: that the compiler fuses some of them away, and lets others share a buffer.
     """
-    buffers: list[Buffer | None] = []
+    buffers: list[AllocatedArray | None] = []
     for equation in jaxpr.eqns:
         inner = [*inner_jaxprs(equation)]
         for each in inner:
@@ -81,14 +81,14 @@ def values(jaxpr: Jaxpr, manual: bool = False) -> list[Buffer]:
     return sorted(filter(None, buffers), key=lambda buffer: -buffer.bytes)[:KEPT]
 
 
-def _value(aval: Any, equation: Any, manual: bool) -> Buffer | None:
+def _value(aval: Any, equation: Any, manual: bool) -> AllocatedArray | None:
     explicit = set(getattr(aval.sharding.mesh, "axis_types", ())) == {jax.sharding.AxisType.Explicit}
     weightless = aval.dtype == jax.dtypes.float0 or jax.dtypes.issubdtype(aval.dtype, jax.dtypes.extended)
     if weightless or not (manual or explicit):
         return None
     shape = tuple(aval.shape) if manual else aval.sharding.shard_shape(tuple(aval.shape))
     size = (prod(shape) * jax.dtypes.itemsize_bits(aval.dtype) + 7) // 8
-    return Buffer("temporary", _line(equation), Array(str(aval.dtype), shape), size, _SMALLER)
+    return AllocatedArray("temporary", _line(equation), Array(str(aval.dtype), shape), size, _SMALLER)
 
 
 def _line(equation: Any) -> str:
@@ -99,7 +99,7 @@ def _line(equation: Any) -> str:
     return short(line) or str(equation.primitive)
 
 
-def _argument(path: Any, leaf: Any, mesh: Mapping[str, int]) -> Buffer:
+def _argument(path: Any, leaf: Any, mesh: Mapping[str, int]) -> AllocatedArray:
     sharding = getattr(leaf, "sharding", None)
     shape = tuple(leaf.shape) if sharding is None else sharding.shard_shape(tuple(leaf.shape))
     key = jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.extended)
@@ -108,14 +108,14 @@ def _argument(path: Any, leaf: Any, mesh: Mapping[str, int]) -> Buffer:
     free = tuple(axis for axis, size in mesh.items() if size > 1 and axis not in used)
     share = prod(mesh[axis] for axis in free)
     remedy = f"shard it over {axes_text(free)} too: up to 1/{share}" if free else "more chips, or fewer bits"
-    return Buffer("argument", _path(path), Array(str(leaf.dtype), shape), (prod(shape) * bits + 7) // 8, remedy)
+    return AllocatedArray("argument", _path(path), Array(str(leaf.dtype), shape), (prod(shape) * bits + 7) // 8, remedy)
 
 
 def _path(path: Any) -> str:
     return jax.tree_util.keystr(path, simple=True, separator=".")
 
 
-def temporaries(module: Module) -> list[Buffer]:
+def temporaries(module: Module) -> list[AllocatedArray]:
     """Values that a program makes in main memory, largest first."""
     fused = {name for each in module.computations.values() for i in each.instructions for name in _inlined(i)}
     made = [
@@ -134,9 +134,9 @@ def _inlined(instruction: Instruction) -> Sequence[str]:
     return () if instruction.opcode in ("while", "conditional", "call") else instruction.called
 
 
-def _temporary(module: Module, instruction: Instruction, array: Array, size: int) -> Buffer:
+def _temporary(module: Module, instruction: Instruction, array: Array, size: int) -> AllocatedArray:
     name = short(module.source(instruction, (OURS,))) or instruction.name
-    return Buffer("temporary", name, array, size, _SMALLER)
+    return AllocatedArray("temporary", name, array, size, _SMALLER)
 
 
 def placed(instruction: Instruction) -> list[tuple[Array, int]]:
@@ -159,7 +159,9 @@ def _padded(array: Array, order: str, tiles: str) -> int:
     return Array(array.dtype, tuple(shape)).bytes
 
 
-def buffers_table(buffers: Sequence[Buffer], most: int = KEPT, title: str = "largest buffers of one device") -> Sheet:
+def buffers_table(
+    buffers: Sequence[AllocatedArray], most: int = KEPT, title: str = "largest buffers of one device"
+) -> Sheet:
     """The largest buffers as a rich table, equal ones in one row."""
     alike = Counter(buffers)
     sheet = Sheet(title, _COLUMNS)

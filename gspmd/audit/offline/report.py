@@ -11,7 +11,7 @@ from rich.text import Text
 
 from gspmd.audit.hlo.module import Module
 from gspmd.audit.ledgers.ledger import Ledger
-from gspmd.audit.offline.memory import Buffer, buffers_table
+from gspmd.audit.offline.memory import AllocatedArray, buffers_table
 from gspmd.audit.offline.tpu import Topology
 from gspmd.audit.simulation.timeline import Timeline
 from gspmd.display.plain import printable
@@ -53,7 +53,7 @@ class Report(Printed):
     timeline: Timeline | None = field(repr=False)
     module: Module | None = field(repr=False)
     hlo: str = field(repr=False)
-    buffers: tuple[Buffer, ...] = field(repr=False)
+    buffers: tuple[AllocatedArray, ...] = field(repr=False)
     compile_seconds: float = 0.0
     reason: str = ""
 

@@ -8,7 +8,7 @@ from gspmd.audit.hlo.module import Module
 from gspmd.audit.simulation.interpreter import Interpreter
 from gspmd.audit.simulation.links import Torus
 from gspmd.audit.simulation.machine import Machine
-from gspmd.audit.simulation.timeline import Part, Timeline
+from gspmd.audit.simulation.timeline import CategoryTotal, Timeline
 from gspmd.hardware.chips import Chip
 from gspmd.hardware.chips import chip as chip_named
 
@@ -94,11 +94,11 @@ def timeline(
     )
 
 
-def _parts(machine: Machine) -> tuple[Part, ...]:
+def _parts(machine: Machine) -> tuple[CategoryTotal, ...]:
     sums = machine.sums
     keys = dict.fromkeys(key[:2] for key in sums if isinstance(key, tuple) and key[0] != "loop")
     parts = [
-        Part(
+        CategoryTotal(
             category,
             () if rows[0] in ("compute", "memory") else rows,
             int(sums[category, rows, "count"]),

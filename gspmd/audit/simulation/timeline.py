@@ -22,7 +22,7 @@ _ROUNDING = 1e-12
 
 
 @dataclass(frozen=True)
-class Part:
+class CategoryTotal:
     """All executions of one category on the same rows, added up.
 
     Attributes:
@@ -68,7 +68,7 @@ class Timeline(Printed):
     flops: int
     model_flops: float
     spans: tuple[Span, ...] = field(repr=False)
-    parts: tuple[Part, ...] = field(repr=False)
+    parts: tuple[CategoryTotal, ...] = field(repr=False)
     chip: Chip
     mesh: Mapping[str, int]
     name: str = ""
@@ -147,7 +147,7 @@ _COLUMNS = (
 )
 
 
-def _figures(part: Part) -> tuple[str, ...]:
+def _figures(part: CategoryTotal) -> tuple[str, ...]:
     amounts = _amounts(part.seconds / part.count, part.seconds)
     exposed = amount_of_seconds(part.exposed) if part.category not in ("einsum", "other", "copy") else ""
     return axes_text(part.axes), str(part.count), *amounts, exposed

@@ -23,7 +23,7 @@ from gspmd.annotate import LayoutError
 from gspmd.commands.own import is_own
 from gspmd.commands.search import compiling, figures, own, picture, shortlist, shown
 from gspmd.commands.search.missing import nothing_fits
-from gspmd.commands.search.settings import Settings
+from gspmd.commands.search.settings import SearchSettings
 from gspmd.commands.search.settings import parse as parse_settings
 from gspmd.commands.search.slice import Slice
 from gspmd.commands.search.unpriced import remedied
@@ -64,7 +64,7 @@ def run(argv: Sequence[str], script: str = "") -> int:
     return command.guarded(begin, argv, called="" if script else "gspmd search", interrupted=said)
 
 
-def parse(argv: Sequence[str], script: str = "") -> Settings:
+def parse(argv: Sequence[str], script: str = "") -> SearchSettings:
     """The settings: those of the file, replaced by flags."""
     return parse_settings(argv, script, __doc__)
 
@@ -82,7 +82,7 @@ def main(argv: Sequence[str], script: str = "") -> int:
             message = nothing_fits(fault, settings, target, every, progress.begin)
         else:
             message = ""
-            found = Results(finding, interrupted=not finding.complete)
+            found = CommandResults(finding, interrupted=not finding.complete)
             if finding.complete:
                 look_closer(found, settings, progress)
     if message:
@@ -94,7 +94,7 @@ def main(argv: Sequence[str], script: str = "") -> int:
     return 130 if found.interrupted else 2 if found.faults else 0
 
 
-def refuse_unsearched(settings: Settings, target: Slice) -> None:
+def refuse_unsearched(settings: SearchSettings, target: Slice) -> None:
     """Refuse what is not searched, before minutes of searching.
 
     Raises:
@@ -117,7 +117,7 @@ def said(progress: Progress, text: str) -> None:
     progress.say(text)
 
 
-def spaces(settings: Settings) -> Callable[[Slice], Iterable[Space]]:
+def spaces(settings: SearchSettings) -> Callable[[Slice], Iterable[Space]]:
     """Return a function from a slice to every mesh of it, with every choice of remat that may be taken, in the
     microbatches that are given or in all numbers."""
     if is_own(settings):
@@ -134,7 +134,7 @@ def spaces(settings: Settings) -> Callable[[Slice], Iterable[Space]]:
     return of
 
 
-def workload_of(settings: Settings, target: Slice, model: ModelConfig) -> Workload:
+def workload_of(settings: SearchSettings, target: Slice, model: ModelConfig) -> Workload:
     """Return the workload of the model with a choice of remat; in one microbatch where their number is searched."""
     sizes = settings.batch, settings.length, settings.dtype
     count, update = settings.microbatches or 1, settings.update
@@ -145,13 +145,13 @@ def workload_of(settings: Settings, target: Slice, model: ModelConfig) -> Worklo
     )
 
 
-def limit_of(settings: Settings, target: Slice) -> float:
+def limit_of(settings: SearchSettings, target: Slice) -> float:
     """The bytes that a device may hold."""
     return settings.memory * target.chip.hbm_bytes
 
 
 @dataclass
-class Results:
+class CommandResults:
     """The results of a command, to which every step of `look_closer` adds.
 
     Attributes:
@@ -189,7 +189,7 @@ class Results:
         return next((each for each in self.shortlist if each.fits), None)
 
 
-def look_closer(found: Results, settings: Settings, progress: Progress) -> None:
+def look_closer(found: CommandResults, settings: SearchSettings, progress: Progress) -> None:
     """All that is asked about the answer, until an interrupt."""
     best = found.finding.best
     try:
@@ -216,21 +216,21 @@ def look_closer(found: Results, settings: Settings, progress: Progress) -> None:
         found.interrupted = True
 
 
-def staged(best: Candidate, settings: Settings, progress: Progress) -> pipelines.Table:
+def staged(best: Candidate, settings: SearchSettings, progress: Progress) -> pipelines.Table:
     """Pipelines on the slice, for every number of stages."""
     target = Slice.named(settings.topology)
     workload = workload_of(settings, target, best.phase.case.config)
     return pipelines.table(workload, target.torus, best.limit, tell=partial(said, progress))
 
 
-def comment(found: Results, progress: Progress) -> None:
+def comment(found: CommandResults, progress: Progress) -> None:
     """Find what is said of each choice."""
     progress.begin("what each line costs, and what the next best would")
     for name, remark in remarks(found.finding.best, found.finding.answer):
         found.said[name] = remark
 
 
-def compile_best(found: Results, settings: Settings, progress: Progress) -> None:
+def compile_best(found: CommandResults, settings: SearchSettings, progress: Progress) -> None:
     """Compile the shortlist; the answer is then the layout whose program is the fastest, a preset's if it is that."""
     finding, count = found.finding, settings.compile
     if settings.phase == "train":
@@ -244,7 +244,7 @@ def compile_best(found: Results, settings: Settings, progress: Progress) -> None
         comment(found, progress)
 
 
-def take_fastest(found: Results, programs: Iterable[compiling.Listed]) -> None:
+def take_fastest(found: CommandResults, programs: Iterable[compiling.Listed]) -> None:
     """Add programs to the shortlist as they are compiled, and make the layout of the fastest the answer.
 
     What was said of another layout is forgotten then.
@@ -257,7 +257,7 @@ def take_fastest(found: Results, programs: Iterable[compiling.Listed]) -> None:
                 found.finding, found.said = found.planned.taking(first.candidate, first.answer), {}
 
 
-def improve_preset(found: Results, settings: Settings, progress: Progress) -> None:
+def improve_preset(found: CommandResults, settings: SearchSettings, progress: Progress) -> None:
     """Compile other lines where the fastest program is a preset's: each alone, and then the faster ones together. Among
     the lines in which the answer differs may be one that gains and one that loses more.
 
@@ -274,7 +274,7 @@ def improve_preset(found: Results, settings: Settings, progress: Progress) -> No
     take_fastest(found, compiling.compiled(settings, shortlist.together(settings, first, faster), both=False))
 
 
-def report(found: Results, settings: Settings, target: Slice, argv: Sequence[str]) -> None:
+def report(found: CommandResults, settings: SearchSettings, target: Slice, argv: Sequence[str]) -> None:
     """Write the files that were asked for, and print the rest."""
     finding = found.finding
     top = header(settings, target, finding, argv, found.shortlist)
@@ -316,7 +316,7 @@ def unwritten(flag: str, path: str, write: Callable[[], object]) -> list[str]:
 
 
 def of_stages(
-    found: Results, table: pipelines.Table, settings: Settings, target: Slice, argv: Sequence[str]
+    found: CommandResults, table: pipelines.Table, settings: SearchSettings, target: Slice, argv: Sequence[str]
 ) -> Iterator[Sheet | str]:
     """Yield the table of pipelines, and write the best one beside the layout without stages."""
     if not table.rows:
@@ -338,7 +338,7 @@ def of_stages(
         yield f"The best pipeline is in {escape(str(path))}: {took}."
 
 
-def interrupted(found: Results, settings: Settings) -> str:
+def interrupted(found: CommandResults, settings: SearchSettings) -> str:
     """Return the message of an interrupted search."""
     where = f"written to {settings.out}" if settings.out else "printed"
     if found.finding.complete:

@@ -13,7 +13,7 @@ import gspmd
 from gspmd import host
 from gspmd.audit import Report, Topology, topology
 from gspmd.commands import compile as offline
-from gspmd.commands.search.settings import Settings
+from gspmd.commands.search.settings import SearchSettings
 from gspmd.display.units import mesh_text
 from gspmd.layouts import Layout
 from gspmd.search import Answer
@@ -73,7 +73,7 @@ def _text(listed: Listed) -> str:
     return document(listed.candidate, listed.answer, (), {})
 
 
-def compiled(settings: Settings, listed: Iterable[Listed], both: bool = True) -> Iterator[Listed]:
+def compiled(settings: SearchSettings, listed: Iterable[Listed], both: bool = True) -> Iterator[Listed]:
     """The layouts with what the compiler made of them, one after the other.
 
     Args:
@@ -101,7 +101,7 @@ def fastest(listed: Iterable[Listed]) -> list[Listed]:
     return sorted(listed, key=lambda each: (each.seconds, each.answer.seconds))
 
 
-def _programs(settings: Settings, listed: Listed, target: Topology, folder: Path) -> list[Listed]:
+def _programs(settings: SearchSettings, listed: Listed, target: Topology, folder: Path) -> list[Listed]:
     """A layout as it is planned, and with loops where `auto` makes any."""
     blocking, auto = (replace(listed, lowering=name, hidden=0.0) for name in (PRICED, "auto"))
     planned, looped = (_traced(settings, each, target, folder) for each in (blocking, auto))
@@ -111,7 +111,7 @@ def _programs(settings: Settings, listed: Listed, target: Topology, folder: Path
     return [blocking, replace(auto, hidden=looped.hidden_seconds if settings.phase != "train" else 0.0)]
 
 
-def with_loops(settings: Settings, listed: Iterable[Listed]) -> Iterator[Listed]:
+def with_loops(settings: SearchSettings, listed: Iterable[Listed]) -> Iterator[Listed]:
     """Layouts under `auto`, with what its loops hide.
 
     Raises:
@@ -125,7 +125,7 @@ def with_loops(settings: Settings, listed: Iterable[Listed]) -> Iterator[Listed]
             yield replace(auto, hidden=_traced(settings, auto, target, Path(folder)).hidden_seconds)
 
 
-def _traced(settings: Settings, listed: Listed, target: Topology, folder: Path) -> gspmd.ProgramPlan:
+def _traced(settings: SearchSettings, listed: Listed, target: Topology, folder: Path) -> gspmd.ProgramPlan:
     """The steps of a program."""
     mesh, asked = target.mesh(listed.mesh), _settings(settings, listed, folder)
     # What alternatives it takes is no news here.
@@ -134,7 +134,7 @@ def _traced(settings: Settings, listed: Listed, target: Topology, folder: Path) 
         return gspmd.trace(program, *args)
 
 
-def _settings(settings: Settings, listed: Listed, folder: Path) -> offline.Settings:
+def _settings(settings: SearchSettings, listed: Listed, folder: Path) -> offline.Settings:
     """Return the settings of `gspmd compile` for a layout."""
     name = listed.name
     if not listed.preset:
@@ -156,7 +156,7 @@ def _settings(settings: Settings, listed: Listed, folder: Path) -> offline.Setti
     )  # fmt: skip
 
 
-def traced(settings: Settings, presets: Iterable[Placed]) -> list[Placed]:
+def traced(settings: SearchSettings, presets: Iterable[Placed]) -> list[Placed]:
     """Return presets with the seconds by `gspmd.trace` of those that are not in the space; as they are without libtpu.
 
     A preset that the step refuses, such as one that cuts blocks of int8 moments, is not `usable`. Pipelines are not
@@ -174,7 +174,7 @@ def traced(settings: Settings, presets: Iterable[Placed]) -> list[Placed]:
     return [_outside(settings, each, target) if each in wanted else each for each in every]
 
 
-def _outside(settings: Settings, preset: Placed, target: Topology) -> Placed:
+def _outside(settings: SearchSettings, preset: Placed, target: Topology) -> Placed:
     """A preset that is not in the space, as it is traced, or refused."""
     listed = Listed(preset.name, preset.candidate, preset.candidate.free, preset.mesh, preset=True)
     try:

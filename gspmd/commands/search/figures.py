@@ -5,7 +5,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
 from gspmd.commands.search.compiling import Listed
-from gspmd.commands.search.settings import Settings
+from gspmd.commands.search.settings import SearchSettings
 from gspmd.commands.search.slice import Slice
 from gspmd.search import Answer
 from gspmd.search.answers import Candidate, SearchResult
@@ -16,7 +16,7 @@ from gspmd.search.answers.why import Why
 
 
 def to_json(
-    settings: Settings,
+    settings: SearchSettings,
     target: Slice,
     finding: SearchResult,
     said: Mapping[str, LineCost],

@@ -3,7 +3,7 @@ do."""
 
 from collections.abc import Callable, Iterable
 
-from gspmd.commands.search.settings import Settings
+from gspmd.commands.search.settings import SearchSettings
 from gspmd.commands.search.slice import Slice
 from gspmd.display.units import amount_of_bytes
 from gspmd.search import NothingFits
@@ -14,7 +14,7 @@ Spaces = Callable[[Slice], Iterable[Space]]
 
 
 def nothing_fits(
-    fault: NoneFits, settings: Settings, target: Slice, spaces: Spaces, tell: Callable[[str], None]
+    fault: NoneFits, settings: SearchSettings, target: Slice, spaces: Spaces, tell: Callable[[str], None]
 ) -> str:
     """The message.
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from functools import partial
 
-from gspmd.commands.search.settings import Settings
+from gspmd.commands.search.settings import SearchSettings
 from gspmd.commands.search.slice import Slice
 from gspmd.layouts import Layout
 from gspmd.search.answers import Space, meshes
@@ -12,7 +12,7 @@ from gspmd.training.config import parse_mesh
 from gspmd_models.search.own import OwnProblem, OwnStep
 
 
-def spaces(settings: Settings) -> Callable[[Slice], Iterator[Space]]:
+def spaces(settings: SearchSettings) -> Callable[[Slice], Iterator[Space]]:
     """Return a function from a slice to every mesh of it, with every number of microbatches that may be taken.
 
     The program is read once for each number, whatever the slice.

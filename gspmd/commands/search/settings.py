@@ -33,7 +33,7 @@ DEFAULT = configs.find("llama-2-70b")
 
 
 @dataclass(frozen=True)
-class Settings:
+class SearchSettings:
     """The model and slice to find a layout for, and the files for the answer."""
 
     config: str = DEFAULT
@@ -132,7 +132,7 @@ class Settings:
         return self.phase == "train" and self.microbatches is None and bool(several(self.batch))
 
 
-def parse(argv: Sequence[str], script: str, documentation: str) -> Settings:
+def parse(argv: Sequence[str], script: str, documentation: str) -> SearchSettings:
     """The settings: those of the file, replaced by flags.
 
     Raises:
@@ -147,9 +147,9 @@ def parse(argv: Sequence[str], script: str, documentation: str) -> Settings:
     if own:
         layout = file.sharding.layout  # whose default is a preset, which has no lines of such a model
         said |= {"layout": "" if layout == ShardingConfig().layout else layout, "model": file.model}
-        cls = typed_with(Settings, type(file.model))
+        cls = typed_with(SearchSettings, type(file.model))
     else:
-        cls, lora = Settings, file.lora if file.lora.rank else file.model.lora
+        cls, lora = SearchSettings, file.lora if file.lora.rank else file.model.lora
         said["model"] = replace(file.model, lora=lora)
     prog, description = configs.called(documentation, "gspmd search", script)
     default = cls(name, **said, model_class=file.model_class)
@@ -166,7 +166,7 @@ def parse(argv: Sequence[str], script: str, documentation: str) -> Settings:
     return replace(settings, model=replace(settings.model, remat=settings.remat or settings.model.remat))
 
 
-def _faults_of_own(file: File, settings: Settings) -> Iterator[str]:
+def _faults_of_own(file: File, settings: SearchSettings) -> Iterator[str]:
     """Say what is missing for a model of one's own, and what says nothing of it."""
     if not settings.layout:
         yield "its lines are those of a layout; give --layout FILE, of which the dimensions alone count."
@@ -176,7 +176,7 @@ def _faults_of_own(file: File, settings: Settings) -> Iterator[str]:
         yield f"{', '.join(ours)}: for the models that come with gspmd alone; leave them out."
 
 
-def _for_ours(settings: Settings) -> Iterator[str]:
+def _for_ours(settings: SearchSettings) -> Iterator[str]:
     """The flags that are given and say nothing of a model of one's own."""
     if settings.stages:
         yield "--stages"
@@ -212,7 +212,7 @@ def _no_file(flag: str, given: str, suffix: str, kind: str) -> Iterator[str]:
         yield f"--{flag} {path!s:.40}...: {error.strerror}."
 
 
-def _faults(settings: Settings):
+def _faults(settings: SearchSettings):
     numbers: list[str] = []
     given = {} if settings.microbatches is None else {"microbatches": settings.microbatches}
     positive(numbers, batch=settings.batch, length=settings.length, **given)
@@ -248,7 +248,7 @@ def _faults(settings: Settings):
         yield from error.faults
 
 
-def _faults_of_lines(settings: Settings) -> Iterator[str]:
+def _faults_of_lines(settings: SearchSettings) -> Iterator[str]:
     """Say what is wrong with the lines that are asked about or given."""
     for flag in ("why", "fixed"):
         for asked in getattr(settings, flag):
@@ -261,7 +261,7 @@ def _faults_of_lines(settings: Settings) -> Iterator[str]:
         yield "--fixed gives lines of a layout without stages; leave it, or --stages, out."
 
 
-def _faults_of_slice(settings: Settings) -> Iterator[str]:
+def _faults_of_slice(settings: SearchSettings) -> Iterator[str]:
     """Say what is wrong with the slice, its mesh, its memory, or the file for the layout."""
     if not 0 < settings.memory <= 1:
         yield f"--memory is the share of memory that may be used, above 0 and at most 1, not {settings.memory}."

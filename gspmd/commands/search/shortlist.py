@@ -5,7 +5,7 @@ from contextlib import suppress
 from math import isclose
 
 from gspmd.commands.search.compiling import Listed, with_loops
-from gspmd.commands.search.settings import Settings
+from gspmd.commands.search.settings import SearchSettings
 from gspmd.search import Answer, NothingFits
 from gspmd.search.answers import Candidate, SearchResult, nearby
 from gspmd.search.answers.document import PRICED, LineCost, changed
@@ -30,7 +30,7 @@ def trained(finding: SearchResult, said: Mapping[str, LineCost], presets: Sequen
     return [*different([found(finding), *others], count), *_of_presets(presets)[:1]]
 
 
-def served(settings: Settings, finding: SearchResult, presets: Sequence[Placed], count: int) -> list[Listed]:
+def served(settings: SearchSettings, finding: SearchResult, presets: Sequence[Placed], count: int) -> list[Listed]:
     """The answer, and the layouts that end soonest with what loops under `auto` hide; the presets that are best so.
 
     Of layouts that cost up to `MORE` than the answer the cheapest on each mesh are traced, with each tensor sharded in
@@ -48,7 +48,7 @@ def served(settings: Settings, finding: SearchResult, presets: Sequence[Placed],
     return [*listed, *planned, *([best] if best and (best.name, best.mesh) not in _names(planned) else [])]
 
 
-def improved(settings: Settings, preset: Listed, count: int) -> list[Listed]:
+def improved(settings: SearchSettings, preset: Listed, count: int) -> list[Listed]:
     """So many layouts that are a preset but for one choice, those that gain the most by the plan."""
     before = preset.answer
     found = []
@@ -60,7 +60,7 @@ def improved(settings: Settings, preset: Listed, count: int) -> list[Listed]:
     return _hiding(settings, found)
 
 
-def together(settings: Settings, preset: Listed, faster: Sequence[Listed]) -> list[Listed]:
+def together(settings: SearchSettings, preset: Listed, faster: Sequence[Listed]) -> list[Listed]:
     """The preset with what is other in all of these; none of fewer than two, or where that does not fit."""
     before = preset.answer.picks
     others = {name: pick for each in faster for name, pick in each.answer.picks.items() if pick != before[name]}
@@ -77,7 +77,7 @@ def _instead(preset: Listed, answer: Answer, name: str) -> Listed:
     return Listed(f"{preset.name}, with {name}", preset.candidate, answer, mesh, lowering=preset.lowering)
 
 
-def _hiding(settings: Settings, listed: Sequence[Listed]) -> list[Listed]:
+def _hiding(settings: SearchSettings, listed: Sequence[Listed]) -> list[Listed]:
     """The layouts with what their loops hide, where that is known of layouts."""
     looped = settings.phase != "train" and any(each.lowering != PRICED for each in listed)
     return [*with_loops(settings, listed)] if looped else [*listed]

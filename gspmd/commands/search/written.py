@@ -6,7 +6,7 @@ from pathlib import Path
 
 from gspmd.commands.own import is_own
 from gspmd.commands.search.compiling import Listed
-from gspmd.commands.search.settings import Settings
+from gspmd.commands.search.settings import SearchSettings
 from gspmd.commands.search.slice import Slice
 from gspmd.display.tables import counted
 from gspmd.display.units import amount_of_bytes, amount_of_seconds, mesh_text
@@ -23,7 +23,11 @@ _OF_SEARCH = (*_OF_NOTHING, "--layout", "--topology", "--phase", "--mesh", "--me
 
 
 def header(
-    settings: Settings, target: Slice, finding: SearchResult, argv: Sequence[str], shortlist: Iterable[Listed] = ()
+    settings: SearchSettings,
+    target: Slice,
+    finding: SearchResult,
+    argv: Sequence[str],
+    shortlist: Iterable[Listed] = (),
 ) -> list[str]:
     """The lines of the comment, without dates: searching again writes the same."""
     answer, remat = finding.answer, finding.best.remat
@@ -44,7 +48,7 @@ def header(
     return comment(title, facts, argv, _used(settings, finding.best, argv))
 
 
-def _stored(settings: Settings) -> str:
+def _stored(settings: SearchSettings) -> str:
     """Name what is stored in int8: `, int8 weights and int8 cache`; empty for nothing."""
     kinds = [f"int8 {name}" for name in ("weights", "cache") if getattr(settings, name) == "int8"]
     return f", {' and '.join(kinds)}" if kinds else ""
@@ -81,7 +85,7 @@ def beside(out: str) -> Path:
 
 
 def header_of_stages(
-    settings: Settings, target: Slice, row: PipelineRow, than: float, argv: Sequence[str]
+    settings: SearchSettings, target: Slice, row: PipelineRow, than: float, argv: Sequence[str]
 ) -> list[str]:
     """The lines of the comment on a pipeline's file.
 
@@ -107,7 +111,7 @@ def header_of_stages(
     return comment(title, facts, argv, used)
 
 
-def _used(settings: Settings, best: Candidate, argv: Sequence[str]) -> str:
+def _used(settings: SearchSettings, best: Candidate, argv: Sequence[str]) -> str:
     """The flags with which the layout was found, where the config may say otherwise; of a model of one's own, the
     whole command, since its file is named in it."""
     if not is_own(settings):

@@ -114,7 +114,7 @@ def _of_expert(values: jax.Array, expert: jax.Array) -> jax.Array:
 
 
 @dataclass(frozen=True)
-class Rows:
+class ReceivedRows:
     """The rows received by a shard, [G, 1, C, E], and their order sorted by expert over all groups.
 
     Attributes:

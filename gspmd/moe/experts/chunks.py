@@ -9,7 +9,7 @@ import jax
 from gspmd.hardware.chips import chip_of_device
 from gspmd.lowerings.plan import make_plan
 from gspmd.lowerings.program import Context
-from gspmd.moe.experts.work import Work, products
+from gspmd.moe.experts.work import ExpertWork, products
 from gspmd.planner.plan import Plan
 from gspmd.planner.spans import cut
 from gspmd.planner.steps import Step
@@ -18,7 +18,7 @@ CHUNKS = (1, 2, 4, 8)
 """Numbers of chunks to choose from; the smallest allowed if the device is not in chips.toml, as for host devices."""
 
 
-def chunks_of(work: Work, ctx: Context) -> tuple[int, ...]:
+def chunks_of(work: ExpertWork, ctx: Context) -> tuple[int, ...]:
     """Choose the sizes of the chunks that C is cut into.
 
     One chunk if no slot leaves its device, and under `blocking` and `xla`. Otherwise the n with the least seconds
@@ -49,7 +49,7 @@ def chunks_of(work: Work, ctx: Context) -> tuple[int, ...]:
     return tuple(size * unit for _, size in cut(capacity // unit, number))
 
 
-def _unit(work: Work, ctx: Context) -> int:
+def _unit(work: ExpertWork, ctx: Context) -> int:
     """The unit of chunk sizes: the rows of one token, or the number of devices that C is sharded over."""
     if work.rows is not None:
         return min(work.rows.choices, dict(work.sizes)["X"] // work.rows.shards)
@@ -64,7 +64,7 @@ def _is_known() -> bool:
     return device is not None and chip_of_device(device.device_kind) is not None
 
 
-def _seconds(work: Work, ctx: Context, number: int, unit: int) -> float:
+def _seconds(work: ExpertWork, ctx: Context, number: int, unit: int) -> float:
     """Seconds of a forward pass in `number` chunks; with one, the lowering overlaps within each equation."""
     chunk = replace(work, sizes=(*work.sizes, ("C", -(-work.capacity // (number * unit)) * unit)))
     there, back = chunk.there_and_back(ctx, chunk.capacity)

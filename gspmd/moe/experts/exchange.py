@@ -6,14 +6,14 @@ from jax import lax
 
 from gspmd.lowerings.blocking.collectives import emit
 from gspmd.lowerings.program import Context
-from gspmd.moe.experts.work import Work
+from gspmd.moe.experts.work import ExpertWork
 from gspmd.planner.steps import NumberedSteps
 
 
 class Exchange:
     """The steps of both all-to-alls of every chunk; they are the first of the program that they are added to."""
 
-    def __init__(self, work: Work, ctx: Context, program: NumberedSteps):
+    def __init__(self, work: ExpertWork, ctx: Context, program: NumberedSteps):
         self.mesh, self.chunks = ctx.mesh, work.chunks
         pairs = [work.there_and_back(ctx, size) for size in work.chunks]
         self.chains = [[program.add(steps) for steps in pair] for pair in pairs]

@@ -15,19 +15,19 @@ from gspmd.annotate.spec import Spec
 from gspmd.lowerings.blocking.collectives import emit
 from gspmd.lowerings.blocking.executor import Executor
 from gspmd.lowerings.program import Context, run
-from gspmd.moe.dropless.rows import Rows
+from gspmd.moe.dropless.rows import ReceivedRows
 from gspmd.moe.experts.activation import ACTIVATIONS
 from gspmd.moe.experts.dropout import KEY
 from gspmd.moe.experts.exchange import Exchange
-from gspmd.moe.experts.stages import Stage
-from gspmd.moe.experts.work import Products, Work, products, scaled
+from gspmd.moe.experts.stages import ChunkedEquation
+from gspmd.moe.experts.work import ExpertWork, Products, products, scaled
 from gspmd.planner.steps import NumberedSteps
 from gspmd.planner.unknown import is_unknown
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def run_experts(
-    ctx: Context, work: Work, slots: jax.Array, weights: tuple[jax.Array, ...], extras: tuple[jax.Array, ...]
+    ctx: Context, work: ExpertWork, slots: jax.Array, weights: tuple[jax.Array, ...], extras: tuple[jax.Array, ...]
 ) -> jax.Array:
     """Bring slots to their experts, compute, bring the answers back.
 
@@ -50,7 +50,7 @@ def run_experts(
     return _forward(ctx, work, slots, weights, extras)[0]
 
 
-def _forward(ctx: Context, work: Work, slots, weights, extras):
+def _forward(ctx: Context, work: ExpertWork, slots, weights, extras):
     found = _program(work, ctx)
     ins = (work.dispatched, *work.weights, *found.extras)
     outs = (work.dispatched, found.kept_specs, found.moved_specs)
@@ -59,7 +59,7 @@ def _forward(ctx: Context, work: Work, slots, weights, extras):
     return checkpoint_name(y, "moe.answers"), (checkpoint_name(kept, "moe.hidden"), moved, weights, extras)
 
 
-def _backward(ctx: Context, work: Work, saved, cotangent):
+def _backward(ctx: Context, work: ExpertWork, saved, cotangent):
     if work.quantized:
         raise PlanError("cannot differentiate experts of int8 weights.\n  Differentiate the model before `quantize`.")
     kept, moved, weights, extras = saved
@@ -77,14 +77,14 @@ run_experts.defvjp(_forward, _backward)
 
 
 @lru_cache(maxsize=256)
-def _program(work: Work, ctx: Context) -> "_Program":
+def _program(work: ExpertWork, ctx: Context) -> "_Program":
     return _Program(work, ctx)
 
 
 class _Program:
     """Both programs of a piece of work, the value's and the gradient's."""
 
-    def __init__(self, work: Work, ctx: Context):
+    def __init__(self, work: ExpertWork, ctx: Context):
         self.work, self.mesh, self.stays = work, ctx.mesh, work.stays(ctx)
         self.into, self.out = products(work, ctx)
         self.name = f"experts {work.dispatched} -> {work.there}"
@@ -103,9 +103,9 @@ class _Program:
         if is_unknown(ctx.mesh):  # its products are marked, and not planned
             self.steps, self.backward_steps = (), ()
 
-    def _stage(self, equation, program: NumberedSteps, executor: type[Executor]) -> Stage:
+    def _stage(self, equation, program: NumberedSteps, executor: type[Executor]) -> ChunkedEquation:
         shares = [size / sum(self.work.chunks) for size in self.work.chunks]
-        return Stage(equation, dict(self.work.sizes), self.mesh, shares, program, executor)
+        return ChunkedEquation(equation, dict(self.work.sizes), self.mesh, shares, program, executor)
 
     def _executors(self, ctx: Context) -> list[type[Executor]]:
         """Return the executors of both equations and of their gradients."""
@@ -185,16 +185,16 @@ class _Program:
         moved = (*_of_weights(self.into, moved_in), *_of_weights(self.out, moved_out))
         return exchange.result(), tuple(kept), moved
 
-    def _rows(self, counts: jax.Array | None, number: int) -> Rows | None:
-        return None if counts is None else Rows(counts[..., number], self.work.chunks[number], self.stays)
+    def _rows(self, counts: jax.Array | None, number: int) -> ReceivedRows | None:
+        return None if counts is None else ReceivedRows(counts[..., number], self.work.chunks[number], self.stays)
 
-    def _sorted(self, rows: Rows | None, x: jax.Array) -> jax.Array:
+    def _sorted(self, rows: ReceivedRows | None, x: jax.Array) -> jax.Array:
         return x if rows is None else rows.sort(x)
 
-    def _unsorted(self, rows: Rows | None, y: jax.Array) -> jax.Array:
+    def _unsorted(self, rows: ReceivedRows | None, y: jax.Array) -> jax.Array:
         return y if rows is None else rows.unsort(y)
 
-    def _activated(self, hidden: Sequence[jax.Array], number: int, rows: Rows | None, extras) -> jax.Array:
+    def _activated(self, hidden: Sequence[jax.Array], number: int, rows: ReceivedRows | None, extras) -> jax.Array:
         h = ACTIVATIONS[self.work.activation](*hidden)
         if self.work.dropout is None:
             return h
@@ -232,7 +232,7 @@ class _Program:
 
     def _chunk_back(self, number: int, g: jax.Array, kept: Sequence[jax.Array], weights, extras):
         """Compute a chunk's cotangent of its slots from that where the experts are, and all weights' products."""
-        rows = Rows(kept[-1], self.work.chunks[number], self.stays) if self.work.rows else None
+        rows = ReceivedRows(kept[-1], self.work.chunks[number], self.stays) if self.work.rows else None
         arrived = [n for n, (source, *_) in enumerate(self.into.kept) if source == 0]
         on = [n for n, (source, *_) in enumerate(self.out.kept) if source == 0]
         slots, hidden = kept[: len(arrived)], kept[len(arrived) : len(arrived) + len(self.work.w_in)]
@@ -257,5 +257,5 @@ def _of_weights(equation: Products, moved: dict[int, jax.Array]) -> list[jax.Arr
     return [moved[n] for n, (source, _, yes) in enumerate(equation.kept) if source and yes]
 
 
-def _counts(rows: Rows | None) -> tuple[jax.Array, ...]:
+def _counts(rows: ReceivedRows | None) -> tuple[jax.Array, ...]:
     return () if rows is None else (rows.counts,)

@@ -37,7 +37,7 @@ class StageEquation:
     sums: frozenset[int] = frozenset()
 
 
-class Stage:
+class ChunkedEquation:
     """An equation in a program, which runs it once for every chunk.
 
     Args:

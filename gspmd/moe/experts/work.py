@@ -36,7 +36,7 @@ class Buffers:
 
 
 @dataclass(frozen=True)
-class Work:
+class ExpertWork:
     """The experts' part of a layer.
 
     Attributes:
@@ -220,7 +220,7 @@ class Products:
 
 
 @lru_cache(maxsize=256)
-def products(work: Work, ctx: Context) -> tuple[Products, Products]:
+def products(work: ExpertWork, ctx: Context) -> tuple[Products, Products]:
     """The plans of slots, w_in -> hidden, and of hidden, w_out -> answers.
 
     Raises:
@@ -232,7 +232,7 @@ def products(work: Work, ctx: Context) -> tuple[Products, Products]:
     )
 
 
-def _planned(work: Work, ctx: Context, equation: Equation, via: Via | None, line: str) -> Products:
+def _planned(work: ExpertWork, ctx: Context, equation: Equation, via: Via | None, line: str) -> Products:
     sizes = dict(work.sizes)
     if work.rows:  # as many slots for each expert as it has rows when all have the same, rounded up as slots are
         sizes["C"] = -(-work.capacity * work.rows.shards // sizes["X"])
@@ -255,7 +255,7 @@ def _pins(plan: Plan) -> Via:
     return Via.of(first, others if len(others) > 1 else others[0])
 
 
-def _refuse_exchange(work: Work, plan: Plan, line: str) -> None:
+def _refuse_exchange(work: ExpertWork, plan: Plan, line: str) -> None:
     """Rows have to stay on their device from their arrival on, with all weights of their experts."""
     wanted = {dim: work.there.without_trivial(plan.mesh).axes_of(dim) for dim in "GXC"} | {"C": ()}
     einsums = [product.einsum for product in plan.routine.products]

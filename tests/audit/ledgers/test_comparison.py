@@ -4,7 +4,7 @@ import pytest
 
 import gspmd
 from gspmd.audit import Comparison, Entry, Ledger, compare
-from gspmd.audit.ledgers.verdicts import VERDICTS, Row
+from gspmd.audit.ledgers.verdicts import VERDICTS, ComparedStep
 from gspmd.planner.steps import Step
 from gspmd.tracing.program_plan import PlannedStep, ProgramPlan
 
@@ -25,7 +25,7 @@ def compared(steps, entries, shared=(), **plan) -> Comparison:
     return compare(Ledger(tuple(entries), 0, MESH), ProgramPlan(tuple(steps), tuple(shared), **plan))
 
 
-def only(found: Comparison) -> Row:
+def only(found: Comparison) -> ComparedStep:
     (row,) = found.rows
     return row
 
@@ -35,7 +35,7 @@ GATHER, SCATTER = "step0.all-gather.x", "step1.reduce-scatter.x"
 
 def test_as_planned():
     found = compared([planned("all-gather", "x", 96, trips=3)], [sent("all-gather", "x", 96, step=GATHER, count=3)])
-    want = Row("as planned", "", "all-gather", ("x",), "A", GATHER, (3, 288), (3, 288), "/me/model.py:7")
+    want = ComparedStep("as planned", "", "all-gather", ("x",), "A", GATHER, (3, 288), (3, 288), "/me/model.py:7")
     assert (only(found), found.agrees) == (want, True)
     assert found.totals == {("all-gather", ("x",)): (288, 288)}
 

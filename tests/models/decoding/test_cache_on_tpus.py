@@ -13,7 +13,7 @@ from gspmd.audit import compile_offline, topology
 from gspmd.layouts import Layout
 from gspmd_models.decoding import Sampling, decode_loop, phases, prefill_step
 from gspmd_models.decoding.cache import abstract_cache, abstract_whole
-from gspmd_models.decoding.loop import Rows
+from gspmd_models.decoding.loop import WrittenTexts
 from gspmd_models.shapes import abstract_tokens
 
 pytestmark = [
@@ -43,7 +43,7 @@ def temporaries(program, machine, cache_spec, kv_heads, room, *, int8=False, lay
         if program == "loop":
             step, donated = decode_loop(model, Sampling(temperature=0), (), 8), 1
             others = (((rows,), jnp.uint32), ((rows,), jnp.bool_), ((), jnp.int32))
-            inputs = Rows(cache, each, each), *(abstract_whole(mesh, *shape) for shape in others)
+            inputs = WrittenTexts(cache, each, each), *(abstract_whole(mesh, *shape) for shape in others)
         else:
             step, donated = prefill_step(model, fresh=program == "first chunk"), 3
             inputs = abstract_tokens(reading, mesh, rows, chunk), each, cache

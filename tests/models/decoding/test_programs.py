@@ -9,7 +9,7 @@ from gspmd.layouts import Layout
 from gspmd.moe import MoEConfig
 from gspmd_models.decoding import Sampling, decode_loop, make_batch, serving_program
 from gspmd_models.decoding.cache import abstract_whole
-from gspmd_models.decoding.loop import Rows
+from gspmd_models.decoding.loop import WrittenTexts
 
 
 def programs(config, make_mesh, preset, prefill=None, changes=None, *, room=32, lowering="blocking"):
@@ -99,7 +99,7 @@ def temporary_bytes(config, make_mesh, room):
             abstract_whole(mesh, shape, dtype) for shape, dtype in (((8,), "uint32"), ((8,), "bool"), ((), "int32"))
         ]
         loop = jax.jit(decode_loop(model, Sampling(temperature=0), (), 4), donate_argnums=1)
-        found.append(loop.lower(weights, Rows(cache, each, each), *others).compile().memory_analysis())
+        found.append(loop.lower(weights, WrittenTexts(cache, each, each), *others).compile().memory_analysis())
     held = sum(leaf.dtype.itemsize * leaf.size // 8 for leaf in jax.tree.leaves(cache) if leaf.ndim > 1)
     assert all(memory.alias_size_in_bytes >= held for memory in found)
     return [memory.temp_size_in_bytes for memory in found], held
