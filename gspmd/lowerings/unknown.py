@@ -14,8 +14,7 @@ from gspmd.lowerings.call import Call, Passes
 from gspmd.lowerings.marks import marked
 from gspmd.lowerings.plan import make_plan
 from gspmd.lowerings.program import run
-from gspmd.planner.pins import spread_over_groups
-from gspmd.planner.plan import Plan
+from gspmd.planner.plan import Plan, spread_over_groups
 from gspmd.planner.steps import Step, Tensor
 from gspmd.planner.unknown import UnknownMove, UnknownProduct, UnknownSteps, UnknownWay
 

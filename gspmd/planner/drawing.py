@@ -28,25 +28,58 @@ _BREAKS = ((), (1,), (1, 3), (1, 2, 3))  # before which cells of a step a line i
 
 
 class PlanFigures(Protocol):
-    """The figures of a plan that are drawn, or written down; see `Plan`, which has them."""
+    """The figures of a `Plan` that are drawn. A protocol, since `Plan` prints itself by this module."""
 
-    equation: Equation
-    sizes: Mapping[str, int]
-    mesh: Mapping[str, int]
-    dtypes: tuple[str, ...]
-    chip: Chip
-    lowering: str
-    asked: str
-    via: str | None
-    routine: Routine
-    loops: Overlap
-    hidden_seconds: float
-    steps: tuple[Step, ...]
-    wire_bytes: int
-    flops: int
-    seconds: float
-    peak_bytes: int
-    gradients: "tuple[PlanFigures, ...]"
+    @property
+    def equation(self) -> Equation: ...
+
+    @property
+    def sizes(self) -> Mapping[str, int]: ...
+
+    @property
+    def mesh(self) -> Mapping[str, int]: ...
+
+    @property
+    def dtypes(self) -> tuple[str, ...]: ...
+
+    @property
+    def chip(self) -> Chip: ...
+
+    @property
+    def lowering(self) -> str: ...
+
+    @property
+    def asked(self) -> str: ...
+
+    @property
+    def via(self) -> str | None: ...
+
+    @property
+    def routine(self) -> Routine: ...
+
+    @property
+    def loops(self) -> Overlap: ...
+
+    @property
+    def hidden_seconds(self) -> float: ...
+
+    @property
+    def steps(self) -> tuple[Step, ...]: ...
+
+    @property
+    def wire_bytes(self) -> int: ...
+
+    @property
+    def flops(self) -> int: ...
+
+    @property
+    def seconds(self) -> float: ...
+
+    @property
+    def peak_bytes(self) -> int: ...
+
+    @property
+    def gradients(self) -> tuple["PlanFigures", ...]: ...
 
 
 def one_line(plan: PlanFigures) -> str:

@@ -17,8 +17,7 @@ from gspmd.lowerings.program import Context
 from gspmd.lowerings.unknown import joint_of, lying, made_of
 from gspmd.moe.dropless.rows import RowSizes
 from gspmd.planner.graph.resharding import move
-from gspmd.planner.pins import spread_over_groups
-from gspmd.planner.plan import Plan
+from gspmd.planner.plan import Plan, spread_over_groups
 from gspmd.planner.steps import Step
 from gspmd.planner.unknown import Unknown, UnknownMove, UnknownSteps
 

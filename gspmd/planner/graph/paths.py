@@ -17,7 +17,9 @@ from threading import Lock
 
 import numpy as np
 
+from gspmd.annotate.errors import PlanError
 from gspmd.annotate.spec import Spec
+from gspmd.display.units import amount_of_bytes
 from gspmd.hardware.chips import Chip
 from gspmd.hardware.links import collective_seconds, wire_bytes
 from gspmd.planner.graph.placements import fitting
@@ -179,9 +181,12 @@ class ShortestPaths:
     def refuse_left_out(self, name: str) -> None:
         """Refuse a tensor that no path serves, if one with steps too large to be counted might."""
         if self.left_out:
-            from gspmd.planner.graph.refusals import too_large  # here alone: refusals are read when they happen
-
-            raise too_large(name, self.shape, self._whole, LARGEST // STEPS, LARGEST / 1e12)
+            lengths, most = "x".join(map(str, self.shape)), amount_of_bytes(LARGEST // STEPS)
+            raise PlanError(
+                f"cannot plan {name or 'a tensor'} of {lengths}, {amount_of_bytes(self._whole)}: on every way there a"
+                f" device\n  sends more than {most} at once, or for more than {LARGEST / 1e12:.0f} s. Check the sizes,"
+                " or use larger mesh axes."
+            )
 
 
 #: The latest last. An OrderedDict would make a KeyError of an interrupt that comes while it computes a key's hash.

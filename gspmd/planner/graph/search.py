@@ -13,6 +13,7 @@ search is linear in their number (`contractions`). Nothing is estimated or left 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NoReturn
 
 import numpy as np
 
@@ -103,12 +104,19 @@ def _lowest(costs: np.ndarray, at: np.ndarray, count: int) -> np.ndarray:
     return lowest
 
 
-def _refuse(left: Tensor, contractions: Sequence[Contraction], pinned: Spec | None, tables) -> None:
-    from gspmd.planner.graph.refusals import no_placement  # here alone: refusals are read when they happen
-
+def _refuse(
+    left: Tensor, contractions: Sequence[Contraction], pinned: Spec | None, tables: Sequence[ContractionTable]
+) -> NoReturn:
+    """Raise the reason why no joint placement of the operands leads to the targets."""
     tables[0].left_paths.refuse_left_out(left.name)
     for table in tables:
         table.result_paths.refuse_left_out(table.target.name)
         if table.right is not None:
             table.right_paths.refuse_left_out(table.right.name)
-    raise NoPlacement(no_placement(left, contractions, pinned))
+    targets = ", ".join(f"'{contraction.target.spec}'" for contraction in contractions)
+    via = "" if pinned is None else f" via '{pinned}'"
+    raise NoPlacement(
+        f"no plan brings '{left.spec}'{via} to {targets}.\n"
+        "  A partial sum in the result comes from a mesh axis on a summed dimension, or from an operand that owes it;\n"
+        "  via specs must agree on every dimension that the operands share."
+    )

@@ -15,6 +15,7 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 
+from gspmd.annotate.errors import PlanError
 from gspmd.planner.graph.placements import Axes, Nodes, numbered
 
 KINDS = ("slice", "reduce-scatter", "all-reduce", "all-gather", "all-to-all", "collective-permute")
@@ -136,10 +137,12 @@ class Graph:
         shape = numbered([nodes.partial, *self._level[sequences.mask[nodes.rows]].T])
         order = np.argsort(shape, kind="stable")  # those of one shape stand together
         _, first, counts = np.unique(shape[order], return_index=True, return_counts=True)
-        if (counts.astype(float) ** 2).sum() > _MOST:
-            from gspmd.planner.graph.refusals import too_many_permutes  # here alone: refusals are read when they happen
-
-            raise too_many_permutes(int((counts.astype(float) ** 2).sum()), _MOST, nodes.sizes)
+        if (permutes := (counts.astype(float) ** 2).sum()) > _MOST:
+            raise PlanError(
+                f"cannot plan on {len(nodes.sizes)} mesh axes (of sizes {', '.join(map(str, nodes.sizes))}): for this"
+                f" tensor {int(permutes):,} permutes\n  would have to be compared, and {_MOST:,} are the most.\n"
+                "  Make one mesh axis of two that are always used together."
+            )
         many = np.repeat(counts, counts)  # of a placement in order: how many have its shape
         head = np.repeat(order, many)
         within = np.arange(len(head)) - np.repeat(np.cumsum(many) - many, many)
