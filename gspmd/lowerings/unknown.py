@@ -10,9 +10,8 @@ from gspmd.annotate.equation import Via
 from gspmd.annotate.errors import PlanError
 from gspmd.annotate.spec import Spec
 from gspmd.lowerings.blocking.executor import Executor, Pieces
-from gspmd.lowerings.call import Call, Passes
+from gspmd.lowerings.call import Call, Passes, make_plan
 from gspmd.lowerings.marks import marked
-from gspmd.lowerings.plan import make_plan
 from gspmd.lowerings.program import run
 from gspmd.planner.plan import Plan, spread_over_groups
 from gspmd.planner.steps import Step, Tensor

@@ -9,7 +9,7 @@ from typing import Any
 from jax.extend.core import Literal
 
 from gspmd.hardware.links import wire_bytes
-from gspmd.lowerings import one_row
+from gspmd.lowerings.local_einsum import ONE_ROW
 from gspmd.lowerings.scopes import step_numbers
 from gspmd.planner.steps import Step
 from gspmd.tracing.jaxprs import inner_jaxprs
@@ -153,4 +153,4 @@ def _dot_flops(equation: Any) -> int:
     (contracted, _), _ = equation.params["dimension_numbers"]
     shape = equation.invars[0].aval.shape
     operations = (2 if contracted else 1) * equation.outvars[0].aval.size * prod(shape[d] for d in contracted)
-    return operations // 2 if one_row.SCOPE in str(equation.source_info.name_stack).split("/") else operations
+    return operations // 2 if ONE_ROW in str(equation.source_info.name_stack).split("/") else operations

@@ -22,7 +22,7 @@ from gspmd.layouts.rules.rows import rows_faults
 from gspmd.layouts.rules.sequence import keys_apart, uneven_chunks
 from gspmd.layouts.rules.stages import stages_faults
 from gspmd.layouts.rules.table import LayoutTable
-from gspmd.lowerings.default import LOWERINGS
+from gspmd.lowerings.in_force import LOWERINGS
 
 Specs = Mapping[str, Spec]
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import jax
 from jax import lax
 
-from gspmd.lowerings import target
+from gspmd.lowerings import in_force
 from gspmd.lowerings.looped.accumulator import Accumulator
 from gspmd.lowerings.looped.rings import Hop
 from gspmd.lowerings.looped.stream import ChunkStream
@@ -53,7 +53,7 @@ class RingLoop:
             self._multiply([self.streams[0][0]], [self.waves + 1], [ahead])
 
     def _all_but_the_last(self, chunks: Sequence[jax.Array]) -> Sequence[jax.Array]:
-        each = UNROLLED if self.waves > 2 * UNROLLED and not target.is_host() else 1
+        each = UNROLLED if self.waves > 2 * UNROLLED and not in_force.is_host() else 1
         count, left = divmod(self.waves - 1, each)
 
         def body(number, carry):

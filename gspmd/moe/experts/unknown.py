@@ -11,8 +11,8 @@ from gspmd.annotate.errors import PlanError
 from gspmd.annotate.spec import Spec
 from gspmd.hardware.dtypes import itemsize
 from gspmd.lowerings.blocking.executor import Executor, Pieces
+from gspmd.lowerings.call import make_plan
 from gspmd.lowerings.marks import marked
-from gspmd.lowerings.plan import make_plan
 from gspmd.lowerings.program import Context
 from gspmd.lowerings.unknown import joint_of, lying, made_of
 from gspmd.moe.dropless.rows import RowSizes

@@ -15,8 +15,7 @@ from gspmd.annotate.arrays import refuse_elsewhere
 from gspmd.annotate.errors import Fault, PlanError, SpecError, report, shown
 from gspmd.annotate.spec import Spec
 from gspmd.lowerings.blocking.collectives import emit
-from gspmd.lowerings.manual import open_in_shard_map
-from gspmd.lowerings.partitioner import may_abort, open_where_it_may_abort
+from gspmd.lowerings.partitioner import may_abort, open_in_shard_map, open_where_it_may_abort
 from gspmd.lowerings.program import Context
 from gspmd.lowerings.transformations.gradient import with_gradient
 from gspmd.planner.graph.resharding import move
