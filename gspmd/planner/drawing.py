@@ -11,7 +11,7 @@ from gspmd.display.console import columns, html, printable
 from gspmd.display.units import amount_of_bytes, amount_of_flops, amount_of_seconds, axes_text
 from gspmd.hardware.chips import Chip
 from gspmd.planner.overlap import Overlap, Ring, Stripes
-from gspmd.planner.spans import LONGEST, CollectiveSpan, gather_of, loopable, scatter_of
+from gspmd.planner.spans import LONGEST, CollectiveSpan, loopable, ring_gather, ring_scatter
 from gspmd.planner.steps import Routine, Step
 
 COLORS = {
@@ -163,9 +163,9 @@ def _broken(row: Sequence[Text], breaks: Sequence[int]) -> list[Text]:
 def looped(plan: PlanFigures) -> list[str]:
     """A line for each ring, and how much sooner everything is done for them."""
     routine, loops = plan.routine, plan.loops
-    spans = [(gather_of(routine.moves[number]), ring) for number, ring in loops.gathers.items()]
-    spans += [(scatter_of(routine, number), ring) for number, ring in loops.scatters.items()]
-    lines = [_ring(span, ring, loops.stripes) for span, ring in spans if span]
+    spans = [(ring_gather(routine.moves[number]), ring) for number, ring in loops.gathers.items()]
+    spans += [(ring_scatter(routine, number), ring) for number, ring in loops.scatters.items()]
+    lines = [_ring(span, ring, loops.stripes) for span, ring in spans]
     lines += _too_long(plan) if plan.asked == "auto" else ()
     gained = plan.hidden_seconds
     if gained:

@@ -68,10 +68,11 @@ class TracedStep:
         Figures exceed the planned ones under vmap, where a plan is that of one example. A looped step is split into the
         permutes that only it sends, and those that each other step has sent before.
         """
-        permutes = {None: self.permuted, **self.again}
-        if any(permutes.values()):
+        permutes: list[tuple[int, StepKey | None]] = [(self.permuted, None)]
+        permutes += [(sent, first) for first, sent in self.again.items()]
+        if any(sent for sent, _ in permutes):
             permute = replace(step, kind="collective-permute")
-            yield from ((_with_bytes(permute, sent), first) for first, sent in permutes.items() if sent)
+            yield from ((_with_bytes(permute, sent), first) for sent, first in permutes if sent)
         elif step.kind == "einsum":
             yield _with_flops(step, self.flops), None if self.flops else self.first
         else:

@@ -88,7 +88,7 @@ class Accumulator:
 
     def value(self) -> jax.Array:
         """The product with the whole operand."""
-        if self.placed:
+        if self.result is not None:
             return self.result
         if len(self.parts) == 1:
             return next(iter(self.parts.values()))

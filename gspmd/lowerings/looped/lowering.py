@@ -10,7 +10,7 @@ Source: Wang et al. 2023, *Overlap Communication with Dependent Computation via 
 2022 (arXiv 2211.05102), §3.5.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import jax
@@ -26,8 +26,8 @@ from gspmd.lowerings.looped.chunks import Region, RingTransfer, blank, part_of, 
 from gspmd.lowerings.looped.ring_loop import RingLoop
 from gspmd.lowerings.looped.rings import ring_parts
 from gspmd.lowerings.looped.stream import ChunkStream, multiply_wave_by_wave
-from gspmd.planner.overlap import SCHEDULES, Overlap
-from gspmd.planner.spans import LONGEST, gather_of, local_shape, scatter_of, settling
+from gspmd.planner.overlap import SCHEDULES, Overlap, Stripes
+from gspmd.planner.spans import LONGEST, local_shape, ring_gather, ring_scatter, settling
 from gspmd.planner.steps import Chain, Routine
 
 Value = Callable[[Region], jax.Array]
@@ -50,7 +50,7 @@ class LoopedExecutor(Executor):
     def __init__(self, routine: Routine, inputs, outputs, sizes, mesh, precision, overlap: Overlap):
         super().__init__(routine, inputs, outputs, sizes, mesh, precision=precision)
         self.overlap, gathers = overlap, overlap.gathers
-        self.spans = {number: gather_of(routine.moves[number]) for number in gathers}
+        self.spans = {number: ring_gather(routine.moves[number]) for number in gathers}
         self.scattered = {product for number in overlap.scatters for product in routine.outputs[number].products}
         self.in_rings = {p for number, ring in gathers.items() if ring.axes for p in self._products_of(number)}
         striped = overlap.stripes and overlap.stripes.dim
@@ -62,9 +62,9 @@ class LoopedExecutor(Executor):
         shards = [self.move(number, pieces, self._stop(number)) for number in range(len(self.routine.moves))]
         held = [self._gathered(n, x) if n in self.gathered_first else x for n, x in enumerate(shards)]
         if self.overlap.stripes is not None:
-            return self._by_stripes(held), shards
+            return self._by_stripes(self.overlap.stripes, held), shards
         values = self._values(held)
-        return [self._settled(number, values) for number in range(len(self.routine.outputs))], shards
+        return [self._settled(number, values, {}) for number in range(len(self.routine.outputs))], shards
 
     def _values(self, shards: Sequence[jax.Array]) -> dict[int, Value]:
         """Every product of what the operands have arrived as, or of a stripe of it."""
@@ -89,17 +89,18 @@ class LoopedExecutor(Executor):
         return self.routine.moves[move].spec.dims
 
     def _products_of(self, move: int) -> list[int]:
-        return [number for number, product in enumerate(self.routine.products) if move in (product.left, product.right)]
+        return [number for number, product in enumerate(self.routine.products) if move in product.operands]
 
     # -- stripes -------------------------------------------------------------------------------------------------------
 
-    def _by_stripes(self, shards: Sequence[jax.Array]) -> list[jax.Array]:
+    def _by_stripes(self, stripes: Stripes, shards: Sequence[jax.Array]) -> list[jax.Array]:
         """The outputs: settled stripe by stripe and put side by side, or added up and then settled.
 
         Where nothing is scattered, a stripe is sent for when the one before the last is done: a compiler left to itself
         sends for all at once. What is scattered keeps its own order.
         """
-        stripes, outputs, start, done = self.overlap.stripes, self.routine.outputs, 0, []
+        done: list[list] = []  # by stripe and output
+        start = 0
         for size in stripes.sizes:
             stripe = [part_of(x, self._dims_of(n), {stripes.dim: (start, size)}) for n, x in enumerate(shards)]
             if len(done) > 1 and not self.overlap.scatters:
@@ -109,27 +110,29 @@ class LoopedExecutor(Executor):
             values = self._values(stripe)
             done.append(
                 [
-                    self._settled(number, values, size)
+                    self._settled(number, values, {stripes.dim: size})
                     if stripes.dim in output.spec.dims
                     else {product: values[product]({}) for product in output.products}
-                    for number, output in enumerate(outputs)
+                    for number, output in enumerate(self.routine.outputs)
                 ]
             )
             start += size
-        return [self._joined(number, parts) for number, parts in enumerate(zip(*done))]
+        return [self._joined(stripes.dim, number, parts) for number, parts in enumerate(zip(*done))]
 
-    def _joined(self, number: int, parts: Sequence) -> jax.Array:
-        spec, dim = self.routine.outputs[number].spec, self.overlap.stripes.dim
+    def _joined(self, dim: str, number: int, parts: Sequence) -> jax.Array:
+        spec = self.routine.outputs[number].spec
         if dim in spec.dims:
             return jnp.concatenate(parts, spec.dims.index(dim))
-        return self._settled(number, {p: self._whole(p, _added([each[p] for each in parts])) for p in parts[0]})
+        added = {p: self._whole(p, _added([each[p] for each in parts])) for p in parts[0]}
+        return self._settled(number, added, {})
 
     # -- all-gather, then einsum ---------------------------------------------------------------------------------------
 
     def _transfer(self, number: int, shard: jax.Array) -> RingTransfer:
         """Return how the operand of a move is gathered; a shard may be a stripe of what a device holds."""
         span, wire = self.spans[number], self.inputs[self.routine.moves[number].source].wire
-        first, shape = self.chains.moves[number].first + self._stop(number), dict(zip(span.shard.dims, shard.shape))
+        before = len(self.routine.moves[number].steps) - len(span.steps)
+        first, shape = self.chains.moves[number].first + before, dict(zip(span.shard.dims, shard.shape))
         return RingTransfer(span, self.overlap.gathers[number], self.mesh, shape, first, wire)
 
     def _streams(self, transfer: RingTransfer, shard: jax.Array) -> list[ChunkStream]:
@@ -163,7 +166,6 @@ class LoopedExecutor(Executor):
 
     def _accumulator(self, number: int, move: int, transfer: RingTransfer, held: Sequence[jax.Array]) -> Accumulator:
         product, einsum = self.routine.products[number], self.routine.products[number].einsum
-        other, spec = (product.right, einsum.other) if product.left == move else (product.left, einsum.before)
 
         def multiply(chunk: jax.Array, part: jax.Array | None) -> jax.Array:
             if part is None:
@@ -173,19 +175,20 @@ class LoopedExecutor(Executor):
         output = self.routine.outputs[self.output_of(number)]
         finished = not (product.steps or output.steps) and len(output.products) == 1
         stored = self.outputs[self.output_of(number)].dtype if finished else None
-        if other is None:
-            return Accumulator(transfer, None, (), einsum.after.dims, multiply, stored)
-        return Accumulator(transfer, held[other], spec.dims, einsum.after.dims, multiply, stored)
+        for other, spec in zip(product.operands, einsum.sources):
+            if other != move:
+                return Accumulator(transfer, held[other], spec.dims, einsum.after.dims, multiply, stored)
+        return Accumulator(transfer, None, (), einsum.after.dims, multiply, stored)
 
     def _plain(self, number: int, held: Sequence[jax.Array]) -> Value:
         """A product of operands that are there; one whose sum a ring scatters is multiplied part by part."""
         product, einsum = self.routine.products[number], self.routine.products[number].einsum
         if number not in self.scattered:
             return self._whole(number, self.product(number, held))
-        operands = [held[move] for move in (product.left, product.right) if move is not None]
+        operands = [held[move] for move in product.operands]
         if product.passes_through:
             return self._whole(number, self.multiply(number, *operands))
-        sides = [(x, spec.dims) for x, spec in zip(operands, (einsum.before, einsum.other))]
+        sides = [(x, spec.dims) for x, spec in zip(operands, einsum.sources)]
         return lambda region: self.multiply(number, *(part_of(x, dims, region) for x, dims in sides))
 
     def _whole(self, number: int, value: jax.Array) -> Value:
@@ -194,8 +197,8 @@ class LoopedExecutor(Executor):
 
     # -- einsum, then reduce-scatter -----------------------------------------------------------------------------------
 
-    def _settled(self, number: int, values: dict[int, Value], stripe: int | None = None) -> jax.Array:
-        """An output, or a stripe of this size of it."""
+    def _settled(self, number: int, values: dict[int, Value], stripe: Mapping[str, int]) -> jax.Array:
+        """An output, or a stripe of it: its dimension with its size, and nothing where there are no stripes."""
         output = self.routine.outputs[number]
         if number in self.overlap.scatters:
             total = self._scattered(number, [values[product] for product in output.products], stripe)
@@ -207,14 +210,13 @@ class LoopedExecutor(Executor):
                 whole[product] = self.send_product(product, whole[product])
         return self.output(number, whole)
 
-    def _scattered(self, number: int, values: Sequence[Value], stripe: int | None) -> jax.Array:
+    def _scattered(self, number: int, values: Sequence[Value], stripe: Mapping[str, int]) -> jax.Array:
         """The sum of products over devices, each device its shard, and the steps behind that."""
-        span, ring, wire = scatter_of(self.routine, number), self.overlap.scatters[number], self.outputs[number].wire
+        span, ring, wire = ring_scatter(self.routine, number), self.overlap.scatters[number], self.outputs[number].wire
         steps, products = settling(self.routine, number), self.routine.outputs[number].products
         own = len(products) == 1 and self.routine.products[products[0]].steps
         first = (self.chains.products[products[0]] if own else self.chains.outputs[number]).first
-        shard = local_shape(span.shard, self.sizes, self.mesh)
-        shard |= {} if stripe is None else {self.overlap.stripes.dim: stripe}
+        shard = {**local_shape(span.shard, self.sizes, self.mesh), **stripe}
         transfer = RingTransfer(span, ring, self.mesh, shard, first, wire)
         pieces = []
         for part, start, size in ring_parts(ring, shard[ring.split] if ring.split else 1):
@@ -224,7 +226,7 @@ class LoopedExecutor(Executor):
                 return _added([value(region) for value in values])
 
             # Stripes have other products to hide a sum's transfer behind, and need none to be made apart.
-            alone = SCHEDULES[ring.schedule] if stripe is None else None
+            alone = None if stripe else SCHEDULES[ring.schedule]
             chunk = reduce_back(transfer, transfer.hops(part), summand, wire, alone)
             pieces.append(spread(transfer, part, chunk.astype(wire)))
         at = span.shard.dims.index(ring.split) if ring.split else 0

@@ -201,7 +201,10 @@ def shortest_paths(
     """The `ShortestPaths` of these arguments; the latest are kept."""
     key = shape, mesh, itemsize, chip, partial, scatters
     with _lock:
-        made = _kept[key] = _kept.pop(key, None) or ShortestPaths(*key)
+        made = _kept.pop(key, None)
+        if made is None:
+            made = ShortestPaths(*key)
+        _kept[key] = made
         # Tensors that differ in size alone share a graph.
         arcs = lambda: sum({id(each.graph): each.graph.arcs for each in _kept.values()}.values())  # noqa: E731
         while len(_kept) > 1 and (len(_kept) > _MOST_KEPT or arcs() > _MOST_ARCS):

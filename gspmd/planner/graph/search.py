@@ -60,8 +60,8 @@ def search(
         PlanError: a tensor is too large to be planned.
     """
     tables = [ContractionTable(environment, left, contraction) for contraction in contractions]
-    paths, own = tables[0].left_paths, _left_costs(tables[0], pinned)
-    best = [_lowest(table.totals, table.left_nodes, len(own)) for table in tables]
+    paths, own = tables[0].left.paths, _left_costs(tables[0], pinned)
+    best = [_lowest(table.totals, table.left.nodes, len(own)) for table in tables]
     total = sum(best, own)
     least = total.min()
     if not np.isfinite(least.real):
@@ -70,7 +70,7 @@ def search(
     held, path = paths.spec(left.spec.dims, number), paths.path_between(paths.number(left.spec), number)
     choices = []
     for table, each in zip(tables, best):
-        rows = np.flatnonzero((table.left_nodes == number) & (table.totals == each[number]))
+        rows = np.flatnonzero((table.left.nodes == number) & (table.totals == each[number]))
         choices.append(table.choice(held, rows.tolist()))
     return PlacedGroup(held, paths.steps(path, left.spec.dims, left.name), tuple(choices))
 
@@ -83,15 +83,15 @@ def result_costs(
     own = _left_costs(tables[0], pinned)
     for number, table in enumerate(tables):
         if number != aimed:
-            own = own + _lowest(table.totals, table.left_nodes, len(own))
-    table = tables[aimed]
-    made = _lowest(own[table.left_nodes] + table.costs, table.result_nodes, len(table.result_paths.nodes))
-    return ResultCosts(table.dims, table.result_paths, table.result_paths.onward(made))
+            own = own + _lowest(table.totals, table.left.nodes, len(own))
+    table, result = tables[aimed], tables[aimed].result
+    made = _lowest(own[table.left.nodes] + table.costs, result.nodes, len(result.paths.nodes))
+    return ResultCosts(table.dims, result.paths, result.paths.onward(made))
 
 
 def _left_costs(table: ContractionTable, pinned: Spec | None) -> np.ndarray:
-    paths = table.left_paths
-    costs = paths.costs_from(paths.number(table.left.spec))
+    paths = table.left.paths
+    costs = paths.costs_from(paths.number(table.left.tensor.spec))
     return costs if pinned is None else np.where(np.arange(len(costs)) == paths.number(pinned), costs, FAR)
 
 
@@ -108,11 +108,11 @@ def _refuse(
     left: Tensor, contractions: Sequence[Contraction], pinned: Spec | None, tables: Sequence[ContractionTable]
 ) -> NoReturn:
     """Raise the reason why no joint placement of the operands leads to the targets."""
-    tables[0].left_paths.refuse_left_out(left.name)
+    tables[0].left.paths.refuse_left_out(left.name)
     for table in tables:
-        table.result_paths.refuse_left_out(table.target.name)
-        if table.right is not None:
-            table.right_paths.refuse_left_out(table.right.name)
+        for placed in (table.result, table.right):
+            if placed is not None:
+                placed.paths.refuse_left_out(placed.tensor.name)
     targets = ", ".join(f"'{contraction.target.spec}'" for contraction in contractions)
     via = "" if pinned is None else f" via '{pinned}'"
     raise NoPlacement(

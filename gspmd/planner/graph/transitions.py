@@ -50,7 +50,9 @@ class Arcs:
         cost(head) = min(cost(head), min over arcs of cost(tail) + price)
         """
         lowered = np.zeros(len(costs), bool)
-        due = np.flatnonzero(np.logical_or.reduceat(changed[self.tail], self._starts)) if len(self._starts) else []
+        due = np.zeros(0, int)
+        if len(self._starts):  # reduceat refuses an empty list of starts
+            due = np.flatnonzero(np.logical_or.reduceat(changed[self.tail], self._starts))
         for rows in np.array_split(due, 1 + self._counts[due].sum() // _CHUNK) if len(due) else ():
             counts, heads = self._counts[rows], self._heads[rows]
             starts = np.cumsum(counts) - counts
