@@ -111,6 +111,7 @@ def _row(letters: str, *operands: jax.Array) -> tuple[int, str] | None:
     return (number, own[number][-1]) if own[number] else None
 
 
+# Read while a program is traced, and set by that program's own body: so jit's cache needs to know nothing of it.
 _IN_TILES = ContextVar("in_tiles", default=True)
 
 

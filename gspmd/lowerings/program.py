@@ -98,7 +98,10 @@ _numbers = count()
 
 @lru_cache(maxsize=4096)
 def name_of(program: PlannedProgram) -> ProgramName:
-    """The name under which a program runs; equal programs share one."""
+    """Return the name under which a program runs; equal programs share one.
+
+    It is a number, for names are compared as strings: programs of one equation on two meshes must not be called alike.
+    """
     name = ProgramName(f"{PREFIX}{next(_numbers)}")
     name.program = program
     return name
@@ -129,7 +132,9 @@ def run(
 ) -> Any:  # fmt: skip
     """Run a shard_map over the whole mesh whose collectives are the planned `steps`.
 
-    Never differentiate through it: `gradient.with_gradient` stands outside, whose backward pass is another `run`.
+    Never differentiate through it: JAX would transpose the body, and all-reduce whole the cotangent of each operand that
+    is replicated over mesh axes, even if it is scattered afterwards. `gradient.with_gradient` stands outside, whose
+    backward pass is another `run`.
 
     Args:
         ctx: of the call.
@@ -153,6 +158,7 @@ def run(
     return _jitted(PlannedProgram(name, tuple(steps), None, hidden_seconds), body, ins, outs)(*arrays)
 
 
+# By the identity of the body: whoever calls `run` keeps its body in a cache too, or each call is compiled anew.
 @lru_cache(maxsize=4096)
 def _jitted(planned: PlannedProgram, body: Callable, ins: tuple, outs: Any) -> Callable:
     def scoped(*pieces):
@@ -179,6 +185,7 @@ def mapped(body: Callable, ins: Any, outs: Any) -> Callable:
             return body(*arrays)
         wanted = jax.tree.map(lambda spec: jax.P(*spec.partitions), outs, is_leaf=_is_partition) if alone else outs
         run = _shard_map_of_empty if any(x.size == 0 for x in arrays) else jax.shard_map
+        # Unchecked: JAX types what a gather leaves as different on each device, and would refuse it as the same on all.
         results = run(body, in_specs=ins, out_specs=wanted, axis_names=free, check_vma=False)(*arrays)
         return jax.tree.map(_typed, outs, results, is_leaf=_is_partition) if alone else results
 

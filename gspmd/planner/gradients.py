@@ -38,7 +38,9 @@ def backward(
         return [_gradient_group(routine, n, cotangents, residuals, aims, mirrored) for n in range(len(outputs))]
 
     searches, common, aims = groups(targets), _common_operand(routine), list(targets)
-    if common is not None:  # its cotangent is a sum of one part per product
+    # The cotangent of an operand of several products is a sum of one part per product. The parts are brought to one
+    # placement, where they are added, and settled once: each by itself would send as many partial sums as there are.
+    if common is not None:
         sources = [[routine.moves[own].source for own, _ in _sides(routine, n)] for n in range(len(outputs))]
         terms = [g.result_costs(environment, part.index(common)) for g, part in zip(searches, sources)]
         placement = common_placement(terms, targets[common]) or targets[common].spec

@@ -167,7 +167,10 @@ class Environment:
 
     @classmethod
     def of(cls, sizes: tuple[tuple[str, int], ...], mesh: tuple[tuple[str, int], ...], chip: Chip) -> "Environment":
-        """The environment of a mesh that may have axes of size 1."""
+        """Return the environment of a mesh, without its axes of size 1.
+
+        Whatever lies over them costs nothing, and each would multiply the placements to be searched.
+        """
         return cls(sizes, tuple((axis, size) for axis, size in mesh if size > 1), chip)
 
 

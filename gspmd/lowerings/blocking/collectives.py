@@ -88,6 +88,7 @@ def _unknown(step: Step, x: jax.Array, mesh: Mapping[str, int], reduce: str) -> 
 
 
 def _permute(step: Step, x: jax.Array, mesh: Mapping[str, int], reduce: str) -> jax.Array:
+    # Over all mesh axes, not `step.axes` alone: `permutation` numbers the devices of the whole mesh.
     axes = tuple(axis for axis in mesh if mesh[axis] > 1)
     return lax.ppermute(x, axes, permutation(step.before, step.after, {axis: mesh[axis] for axis in axes}))
 

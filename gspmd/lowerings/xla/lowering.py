@@ -103,7 +103,8 @@ def _plain(
         for pair, output in zip(members, outs):
             place = next(known)
             multiply = partial(_product, [ins[n] for n in pair], output, pair, place, lift, precision, dtype)
-            # Kept for the gradient are the operands as they came, and not as they were gathered.
+            # Kept for the gradient are the operands as they came, and not as they were gathered. The compiler may use
+            # a gather of the forward pass again where that is still held, so no barrier is put between the two.
             parts.append((jax.checkpoint(multiply, prevent_cse=False)(*(arrays[n] for n in pair)), place))
         sums.append(parts)
     results = []

@@ -138,7 +138,7 @@ class ContractionTable:
         specs."""
         spec, steps, row = None, (), rows[0]
         if (right := self.right) is not None:
-            row = min(rows, key=lambda row: str(right.spec(row)))
+            row = min(rows, key=lambda row: str(right.spec(row)))  # a tie, broken as in `search`
             spec, steps = right.spec(row), right.steps(row)
         paths, made, name = self.result.paths, int(self.result.nodes[row]), self.result.tensor.name
         result = paths.spec(self.dims, made)

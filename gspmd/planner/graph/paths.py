@@ -27,7 +27,11 @@ from gspmd.planner.graph.transitions import Arcs, graph
 from gspmd.planner.steps import Step, picoseconds
 
 STEPS = 1 << 6
+"""Above the number of steps of any path, so that bytes times this leave room for them in one whole number."""
+
 LARGEST = 2**53 // 4
+"""The most that a part of one step's price may be: sums of a few such steps are whole numbers still (below 2⁵³)."""
+
 FAR = complex(np.inf, 0)
 
 

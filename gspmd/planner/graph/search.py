@@ -66,6 +66,7 @@ def search(
     least = total.min()
     if not np.isfinite(least.real):
         _refuse(left, contractions, pinned, tables)
+    # Of equal costs the first spec as text: a plan does not depend on how placements are numbered.
     number = min(np.flatnonzero(total == least).tolist(), key=lambda n: str(paths.spec(left.spec.dims, n)))
     held, path = paths.spec(left.spec.dims, number), paths.path_between(paths.number(left.spec), number)
     choices = []
