@@ -34,7 +34,7 @@ import gspmd
 from gspmd import ops
 from gspmd.hardware.chips import CHIPS
 from gspmd.layouts import Layout
-from gspmd.lowerings.default import planned_for
+from gspmd.lowerings.in_force import planned_for
 from gspmd.moe import MoEConfig, expert_layer
 from gspmd.moe.dropless.grouped import FORMS, grouped_matmul
 from gspmd.training import OptimizerConfig

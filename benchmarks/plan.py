@@ -19,7 +19,7 @@ from rich.table import Table
 
 import gspmd
 from gspmd.display import console as printing
-from gspmd.lowerings import plan as planning
+from gspmd.lowerings import call
 from gspmd.planner.graph import contractions, paths, placements, resharding, search
 
 THREE, FOUR = {"x": 4, "y": 4, "z": 4}, {"w": 2, "x": 4, "y": 4, "z": 4}
@@ -86,7 +86,7 @@ def measure(name: str, equation: str, mesh: dict[str, int], stage: str, repeats:
 
 def forget() -> None:
     """Empty the planner's caches."""
-    for cached in (planning.make_plan, search.search, resharding.chain, contractions.joint, placements.sequences):
+    for cached in (call.make_plan, search.search, resharding.chain, contractions.joint, placements.sequences):
         cached.cache_clear()
     paths.forget()
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from gspmd.annotate import LayoutError, PlanError, Spec, SpecError, annotate
     from gspmd.audit import Ledger, ledger
     from gspmd.layouts import Layout
-    from gspmd.lowerings.default import lowering
+    from gspmd.lowerings.in_force import lowering
     from gspmd.ops._einsum import einsum, reshard
     from gspmd.ops._plan import plan
     from gspmd.planner.plan import Plan
@@ -37,7 +37,7 @@ _HOMES = {
     "SpecError": "gspmd.annotate",
     "einsum": "gspmd.ops._einsum",
     "ledger": "gspmd.audit",
-    "lowering": "gspmd.lowerings.default",
+    "lowering": "gspmd.lowerings.in_force",
     "plan": "gspmd.ops._plan",
     "reshard": "gspmd.ops._einsum",
     "trace": "gspmd.tracing.trace",

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import gspmd
 from gspmd.annotate.errors import shown
 from gspmd.display.console import console
-from gspmd.lowerings.default import LOWERINGS
+from gspmd.lowerings.in_force import LOWERINGS
 from gspmd.planner import drawing
 from gspmd.reading import WHOLE, whole_number
 

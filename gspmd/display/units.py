@@ -28,7 +28,8 @@ def duration(seconds: float) -> str:
     >>> duration(7.6), duration(272), duration(3600 * 50)
     ('8 s', '4 min 32 s', '2 d 2 h')
     """
-    rest, parts = round(seconds), []
+    rest = round(seconds)
+    parts: list[str] = []
     for unit, size in (("d", 86400), ("h", 3600), ("min", 60), ("s", 1)):
         count, rest = divmod(rest, size)
         parts += [f"{count} {unit}"] if count or parts or unit == "s" else []

@@ -6,7 +6,7 @@ from gspmd.annotate.errors import listed
 from gspmd.layouts.read import preset_names, text_of
 from gspmd.layouts.rules.keys import ALIKE, DIMENSIONS, KEYS, OVERRIDES, PARTS, PIPELINE, Key, of_part
 from gspmd.layouts.rules.padding import PADDED
-from gspmd.lowerings.default import LOWERINGS
+from gspmd.lowerings.in_force import LOWERINGS
 
 _INTRODUCTION = """\
 # Layouts

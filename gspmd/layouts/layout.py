@@ -17,7 +17,7 @@ from gspmd.layouts.rules.keys import PHASES
 from gspmd.layouts.rules.padding import padded, padding_faults
 from gspmd.layouts.section import Section
 from gspmd.layouts.storage import inner_specs, loss_specs, position_specs, stored_specs
-from gspmd.lowerings.default import checked
+from gspmd.lowerings.in_force import checked
 
 
 @dataclass(frozen=True)

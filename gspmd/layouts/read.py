@@ -129,7 +129,7 @@ def _merged(inherited: dict[str, Any], document: dict[str, Any]) -> dict[str, An
 
 def _flat(entries: dict[str, Any]) -> dict[str, Any]:
     """Flatten nested tables, as which TOML reads `ffn.w_in` without quotes, into quoted keys; lists become tuples."""
-    flat = {}
+    flat: dict[str, Any] = {}
     for key, value in entries.items():
         alternatives = isinstance(value, list) and value and all(isinstance(text, str) for text in value)
         value = tuple(value) if alternatives else value

@@ -1,14 +1,16 @@
-"""A call of `gspmd.einsum` once it is resolved, and what a lowering makes of it."""
+"""A resolved call of `gspmd.einsum`: its plan under a lowering, and the passes that a lowering makes of it."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 from gspmd.annotate.equation import Equation, Via
 from gspmd.annotate.spec import Spec
-from gspmd.lowerings.plan import make_plan
+from gspmd.hardware.chips import Chip
 from gspmd.lowerings.program import Context
-from gspmd.planner.plan import Plan
+from gspmd.planner.overlap import Overlap
+from gspmd.planner.plan import Overlapping, Plan, nothing_overlaps, plan_equation
 
 
 @dataclass(frozen=True)
@@ -59,3 +61,38 @@ class Passes(NamedTuple):
 
     forward: Callable
     backward: Callable | None
+
+
+@lru_cache(maxsize=4096)
+def make_plan(
+    equation: Equation,
+    sizes: tuple[tuple[str, int], ...],
+    mesh: tuple[tuple[str, int], ...],
+    dtypes: tuple[str, ...],
+    chip: Chip,
+    lowering: str,
+    via: Via | None = None,
+    wire_dtype: str | None = None,
+    result_dtype: str | None = None,
+) -> Plan:
+    """Return the plan of an equation as `gspmd.plan` makes it, with everything resolved and hashable.
+
+    `wire_dtype` and `result_dtype` are `gspmd.einsum`'s, and by default those of the operands.
+    """
+    return plan_equation(
+        equation, sizes, mesh, dtypes, chip, lowering, overlapping(lowering), via, wire_dtype, result_dtype
+    )
+
+
+def overlapping(lowering: str) -> Overlapping:
+    """Return what a lowering overlaps with the einsums."""
+    return nothing_overlaps if lowering in ("xla", "blocking") else partial(_overlap, lowering)
+
+
+def _overlap(lowering: str, routine, inputs, outputs, environment) -> tuple[Overlap, float]:
+    """Return the loops; where a dimension is empty there is nothing to hide."""
+    from gspmd.lowerings.looped.choice import plan_overlap  # here alone, so that the other lowerings need none of it
+
+    if 0 in dict(environment.sizes).values():
+        return Overlap(), 0.0
+    return plan_overlap(routine, inputs, outputs, environment, lowering)

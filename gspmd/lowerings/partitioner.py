@@ -1,4 +1,5 @@
-"""On which meshes XLA's partitioner may end the process, and what is done there instead (docs/compiler.md)."""
+"""The limits of XLA's partitioner: meshes on which it may end the process (docs/compiler.md), and places where it may
+not choose."""
 
 from collections.abc import Mapping
 
@@ -38,11 +39,35 @@ def may_abort(mesh: Mapping[str, int]) -> bool:
     return jax_internals.PARTITIONER_KEEPS_AXIS_NAMES and splits_badly(mesh)
 
 
+# -- why a dimension cannot be left open -------------------------------------------------------------------------------
+
+
 def open_where_it_may_abort(spec: Spec, mesh: Mapping[str, int]) -> str:
     """Say why a dimension cannot be left to the compiler on a mesh where it may end the process."""
-    whole = Spec(spec.dims, tuple(() if axes == (OPEN,) else axes for axes in spec.axes), spec.partial, spec.reduced)
     sizes = ", ".join(f"{axis}={size}" for axis, size in mesh.items())
     return (
         f"'{spec}' leaves a dimension to the compiler, which may end the process on a mesh of {sizes}: the sizes are no"
-        f" powers of one prime (docs/compiler.md).\n  Name its mesh axes, or leave it whole: '{whole}'."
+        f" powers of one prime (docs/compiler.md).\n  Name its mesh axes, or leave it whole: '{_closed(spec)}'."
     )
+
+
+def open_in_shard_map(spec: Spec) -> str:
+    """Say why a dimension cannot be left to the compiler in a shard_map."""
+    return (
+        f"'{spec}' leaves a dimension to the compiler, which places nothing in a shard_map, as the stages of a pipeline"
+        f" are.\n  Name its mesh axes, or leave it whole: '{_closed(spec)}'."
+    )
+
+
+def open_under_explicit(spec: Spec) -> str:
+    """Say why a dimension cannot be left to the compiler under Explicit axes."""
+    return (
+        f"'{spec}' leaves a dimension to the compiler; under Explicit mesh axes every placement is a type.\n"
+        "  Name its mesh axes, or make the mesh with Auto axes and run it with lowering='xla'."
+    )
+
+
+def _closed(spec: Spec) -> Spec:
+    """Return the spec with its open dimensions whole, which errors propose."""
+    axes = tuple(() if axes == (OPEN,) else axes for axes in spec.axes)
+    return Spec(spec.dims, axes, spec.partial, spec.reduced)

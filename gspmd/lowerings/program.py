@@ -17,7 +17,7 @@ from gspmd.annotate.arrays import check_type
 from gspmd.annotate.errors import PlanError
 from gspmd.annotate.spec import Spec
 from gspmd.hardware.chips import Chip, chip, chip_of_device
-from gspmd.lowerings import default
+from gspmd.lowerings import in_force
 from gspmd.lowerings.partitioner import may_abort
 from gspmd.lowerings.scopes import program_scope
 from gspmd.planner.steps import Step
@@ -60,15 +60,13 @@ def context(lowering_name: str | None = None) -> Context:
     if mesh.empty:
         raise PlanError("there is no mesh.\n  Call inside `with jax.set_mesh(mesh):`, with a mesh from jax.make_mesh.")
     if mesh.are_all_axes_manual:
-        from gspmd.lowerings.manual import check_all_manual
-
-        check_all_manual()
+        in_force.check_all_manual()
     if mesh.explicit_axes and mesh.auto_axes:
         raise PlanError("the mesh mixes Explicit and Auto axes.\n  Make it with axes of one type.")
     axes = tuple((axis, size) for axis, size in mesh.shape.items() if axis not in mesh.manual_axes)
     device = mesh.abstract_device
-    known = chip_of_device(device.device_kind) if device is not None else default.chip_in_force()
-    chosen = default.resolve(lowering_name)
+    known = chip_of_device(device.device_kind) if device is not None else in_force.chip_in_force()
+    chosen = in_force.resolve(lowering_name)
     if chosen == "auto" and known is None:  # host devices share their cores with what they send: nothing is hidden
         chosen = "blocking"
     return Context(axes, known or chip(DEFAULT_CHIP), bool(mesh.explicit_axes), chosen, bool(mesh.manual_axes))
@@ -100,7 +98,10 @@ _numbers = count()
 
 @lru_cache(maxsize=4096)
 def name_of(program: PlannedProgram) -> ProgramName:
-    """The name under which a program runs; equal programs share one."""
+    """Return the name under which a program runs; equal programs share one.
+
+    It is a number, for names are compared as strings: programs of one equation on two meshes must not be called alike.
+    """
     name = ProgramName(f"{PREFIX}{next(_numbers)}")
     name.program = program
     return name
@@ -131,7 +132,9 @@ def run(
 ) -> Any:  # fmt: skip
     """Run a shard_map over the whole mesh whose collectives are the planned `steps`.
 
-    Never differentiate through it: `gradient.with_gradient` stands outside, whose backward pass is another `run`.
+    Never differentiate through it: JAX would transpose the body, and all-reduce whole the cotangent of each operand that
+    is replicated over mesh axes, even if it is scattered afterwards. `gradient.with_gradient` stands outside, whose
+    backward pass is another `run`.
 
     Args:
         ctx: of the call.
@@ -155,6 +158,7 @@ def run(
     return _jitted(PlannedProgram(name, tuple(steps), None, hidden_seconds), body, ins, outs)(*arrays)
 
 
+# By the identity of the body: whoever calls `run` keeps its body in a cache too, or each call is compiled anew.
 @lru_cache(maxsize=4096)
 def _jitted(planned: PlannedProgram, body: Callable, ins: tuple, outs: Any) -> Callable:
     def scoped(*pieces):
@@ -180,9 +184,8 @@ def mapped(body: Callable, ins: Any, outs: Any) -> Callable:
         if not free:
             return body(*arrays)
         wanted = jax.tree.map(lambda spec: jax.P(*spec.partitions), outs, is_leaf=_is_partition) if alone else outs
-        run = jax.shard_map
-        if any(x.size == 0 for x in arrays):
-            from gspmd.lowerings.transformations.empty import shard_map as run
+        run = _shard_map_of_empty if any(x.size == 0 for x in arrays) else jax.shard_map
+        # Unchecked: JAX types what a gather leaves as different on each device, and would refuse it as the same on all.
         results = run(body, in_specs=ins, out_specs=wanted, axis_names=free, check_vma=False)(*arrays)
         return jax.tree.map(_typed, outs, results, is_leaf=_is_partition) if alone else results
 
@@ -192,6 +195,25 @@ def mapped(body: Callable, ins: Any, outs: Any) -> Callable:
     from gspmd.lowerings.transformations.partial_sums import unbatched
 
     return unbatched(run_mapped, ins, outs)
+
+
+def _shard_map_of_empty(body: Callable, *, in_specs: Any, **options: Any) -> Callable:
+    """A shard_map of arrays of which some have no elements.
+
+    XLA replaces what has no elements by a constant, and cannot read the body of a shard_map that is left without any
+    input ("expected at least one operand ... GlobalToLocalShape", jaxlib 0.10.2). So a zero is one more input, on which
+    every result depends.
+    """
+
+    def held(zero, *pieces):
+        return jax.tree.map(lambda x: x + zero.astype(x.dtype), body(*pieces))
+
+    def run(*arrays):
+        ins = (in_specs,) * len(arrays) if isinstance(in_specs, jax.P) else in_specs
+        whole = jax.shard_map(held, in_specs=(jax.P(), *ins), **options)
+        return whole(jax.numpy.zeros((), "int8"), *arrays)
+
+    return run
 
 
 def _is_partition(leaf: Any) -> bool:

@@ -10,12 +10,10 @@ from gspmd.annotate.equation import Via
 from gspmd.annotate.errors import PlanError
 from gspmd.annotate.spec import Spec
 from gspmd.lowerings.blocking.executor import Executor, Pieces
-from gspmd.lowerings.call import Call, Passes
+from gspmd.lowerings.call import Call, Passes, make_plan
 from gspmd.lowerings.marks import marked
-from gspmd.lowerings.plan import make_plan
 from gspmd.lowerings.program import run
-from gspmd.planner.pins import spread_over_groups
-from gspmd.planner.plan import Plan
+from gspmd.planner.plan import Plan, spread_over_groups
 from gspmd.planner.steps import Step, Tensor
 from gspmd.planner.unknown import UnknownMove, UnknownProduct, UnknownSteps, UnknownWay
 
@@ -26,13 +24,13 @@ def lower(call: Call) -> Passes:
     Every operand is kept for the backward pass as if it had moved: it is what recomputation brings there again.
     """
     alone = any(len(term.operands) == 1 for term in call.equation.terms)
-    return _planned(call) if call.via is None or alone else _product(call)
+    return _planned(call) if call.via is None or alone else _product(call, call.via)
 
 
 # -- a product whose operands meet where a via says --------------------------------------------------------------------
 
 
-def _product(call: Call) -> Passes:
+def _product(call: Call, via: Via) -> Passes:
     """The passes of an equation with a via: what it costs is the sum of moves, to the via and from it, and products.
 
     Products that are added are each made at a place of their own, and added where that costs least. In the gradient
@@ -41,10 +39,10 @@ def _product(call: Call) -> Passes:
     """
     plan, specs, outputs = call.plan, call.operands, call.equation.outputs
     inputs, results = plan.inputs, plan.outputs
-    met = _ordered(call.via, call)
+    met = _ordered(via, call)
     sizes = dict(call.sizes)
     moves, products, added = plan.routine.moves, plan.routine.products, plan.routine.outputs
-    joint = [joint_of(met[moves[p.left].source], met[moves[p.right].source]) for p in products]
+    joint = [joint_of(*(met[moves[n].source] for n in p.operands)) for p in products]
 
     def moved(before: Sequence[Spec], after: Spec, tensor: Tensor) -> UnknownMove:
         shape = tuple(sizes[dim] for dim in before[0].dims)
@@ -64,7 +62,7 @@ def _product(call: Call) -> Passes:
 
         def multiply(self, number: int, *operands: jax.Array) -> jax.Array:
             each = self.routine.products[number]
-            left, right = moves[each.left].source, moves[each.right].source
+            left, right = (moves[n].source for n in each.operands)
             of = self.output_of(number)
             what = product(inputs[left], inputs[right], results[of], joint[number],
                            (specs[left], specs[right], outputs[of]))  # fmt: skip
@@ -110,10 +108,10 @@ def _product(call: Call) -> Passes:
             """Return the sides of a product of the gradient: whose cotangent it has, the forward product, its own
             operand, the other."""
             each = self.routine.products[number]
-            of, residual = (self.routine.moves[side].source for side in (each.left, each.right))
+            of, residual = (self.routine.moves[side].source for side in each.operands)
             held = residual - cotangents
-            forward = next(p for p in added[of].products if held in (products[p].left, products[p].right))
-            own = products[forward].left if products[forward].right == held else products[forward].right
+            forward = next(p for p in added[of].products if held in products[p].operands)
+            own = next(n for n in products[forward].operands if n != held)
             return of, forward, moves[own].source, moves[held].source
 
     return _passes(call, Forward, Backward, [met[move.source] for move in moves])

@@ -10,7 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from gspmd.annotate.equation import Equation
 from gspmd.layouts.section import SectionSpecs
-from gspmd.lowerings.default import lowering
+from gspmd.lowerings.in_force import lowering
 from gspmd.lowerings.program import Context, context
 from gspmd.moe.config import MoEConfig
 from gspmd.moe.dropless.rows import holders, most_rows, place_rows, place_rows_here

@@ -1,7 +1,6 @@
 """`gspmd.einsum` and `gspmd.reshard`: an equation as a program, and its gradient as two more equations."""
 
-from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
+from collections.abc import Sequence
 from itertools import islice
 from typing import Any
 
@@ -9,11 +8,10 @@ import jax
 
 from gspmd.annotate.arrays import check_type, refuse_elsewhere
 from gspmd.annotate.equation import Equation, Via, parse_equation, parse_via
-from gspmd.annotate.errors import PlanError, SpecError
+from gspmd.annotate.errors import SpecError
 from gspmd.lowerings.call import Call
-from gspmd.lowerings.choice import lower
-from gspmd.lowerings.program import context, partial_under_auto
-from gspmd.lowerings.transformations.gradient import with_gradient
+from gspmd.lowerings.dispatch import program_of_call
+from gspmd.lowerings.program import context
 from gspmd.ops.interface.operands import flat_operands, of_one_kind
 
 
@@ -78,7 +76,7 @@ def einsum(
         refuse_precision(equation, precision)
     via = None if via is None else parse_via(via)
     call = Call(equation, tuple(sizes.items()), ctx, names, via, wire, precision, result)
-    program = _program(call)
+    program = program_of_call(call)
     for number, (x, spec) in enumerate(zip(flat, call.operands)):
         doing = f"cannot use operand {number + 1} of '{equation}' as '{spec}'"
         if ctx.explicit:
@@ -126,24 +124,3 @@ def _shapes(equation: Equation, flat: Sequence[jax.Array]) -> list[tuple]:
     """The operands' shapes, a group's as a tuple."""
     held = iter([x.shape for x in flat])
     return [tuple(islice(held, len(o.specs))) if o.group else next(held) for o in equation.operands]
-
-
-@lru_cache(maxsize=4096)
-def _program(call: Call) -> Callable:
-    """Return the function of a flat list of arrays to a tuple of results; cached, so that jit finds it again."""
-    equation = call.equation
-    equation.check(dict(call.sizes), call.context.mesh)
-    for spec in equation.specs:
-        if spec.is_open and (call.context.in_shard_map or call.context.explicit):
-            from gspmd.lowerings.manual import open_in_shard_map, open_under_explicit
-
-            raise PlanError((open_in_shard_map if call.context.in_shard_map else open_under_explicit)(spec))
-        if not call.context.explicit and (spec.partial or spec.reduced):
-            raise PlanError(partial_under_auto(spec))
-    forward, backward = lower(call)
-    if backward is None:
-        return forward
-    differentiated = with_gradient(
-        lambda _, *arrays: forward(*arrays), lambda _, residuals, cotangents: backward(residuals, cotangents)
-    )
-    return partial(differentiated, str(equation))

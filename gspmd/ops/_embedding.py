@@ -15,7 +15,7 @@ from gspmd.annotate.equation import Equation, parse_equation
 from gspmd.annotate.errors import Fault, PlanError, SpecError, report
 from gspmd.annotate.spec import Spec
 from gspmd.hardware.chips import Chip
-from gspmd.lowerings import target
+from gspmd.lowerings import in_force
 from gspmd.lowerings.program import Context, context, run
 from gspmd.lowerings.xla.constrained import left_to_compiler
 from gspmd.ops.interface.operands import array
@@ -128,7 +128,7 @@ def _rows(
     first: jax.Array | int, dtype: Any, ids: jax.Array, table: jax.Array, scales: jax.Array | None = None
 ) -> jax.Array:
     """Rows of the part of a table that starts at row `first`, with scales in `dtype`; zeros for ids outside it."""
-    if ids.size == 1 and table.dtype.itemsize == 1 and target.is_tpu():
+    if ids.size == 1 and table.dtype.itemsize == 1 and in_force.is_tpu():
         # For one row of int8 libtpu 0.0.42 copies the table into another order: 132 MB of a v4 in 845 µs, for PaLM 8B.
         return _rows(first, dtype, jnp.stack([ids, ids]), table, scales)[0]
     here = _wide(ids) - first

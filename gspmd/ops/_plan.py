@@ -10,8 +10,8 @@ from gspmd.annotate.validation import mesh_sizes, whole_sizes
 from gspmd.hardware.chips import Chip
 from gspmd.hardware.chips import chip as chip_row
 from gspmd.hardware.dtypes import dtype_name
-from gspmd.lowerings.default import resolve
-from gspmd.lowerings.plan import make_plan
+from gspmd.lowerings.call import make_plan
+from gspmd.lowerings.in_force import resolve
 from gspmd.planner.plan import Plan
 
 

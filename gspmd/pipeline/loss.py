@@ -12,7 +12,8 @@ from jax.sharding import AxisType
 from gspmd.annotate.equation import Equation
 from gspmd.annotate.errors import PlanError
 from gspmd.annotate.spec import Spec
-from gspmd.lowerings.manual import on_no_axes, open_in_shard_map
+from gspmd.lowerings.in_force import on_no_axes
+from gspmd.lowerings.partitioner import open_in_shard_map
 from gspmd.lowerings.program import mapped
 from gspmd.ops._einsum import reshard
 from gspmd.pipeline.calls import apart

@@ -11,7 +11,7 @@ from gspmd.display.console import columns, html, printable
 from gspmd.display.units import amount_of_bytes, amount_of_flops, amount_of_seconds, axes_text
 from gspmd.hardware.chips import Chip
 from gspmd.planner.overlap import Overlap, Ring, Stripes
-from gspmd.planner.spans import LONGEST, CollectiveSpan, gather_of, loopable, scatter_of
+from gspmd.planner.spans import LONGEST, CollectiveSpan, loopable, ring_gather, ring_scatter
 from gspmd.planner.steps import Routine, Step
 
 COLORS = {
@@ -28,25 +28,58 @@ _BREAKS = ((), (1,), (1, 3), (1, 2, 3))  # before which cells of a step a line i
 
 
 class PlanFigures(Protocol):
-    """The figures of a plan that are drawn, or written down; see `Plan`, which has them."""
+    """The figures of a `Plan` that are drawn. A protocol, since `Plan` prints itself by this module."""
 
-    equation: Equation
-    sizes: Mapping[str, int]
-    mesh: Mapping[str, int]
-    dtypes: tuple[str, ...]
-    chip: Chip
-    lowering: str
-    asked: str
-    via: str | None
-    routine: Routine
-    loops: Overlap
-    hidden_seconds: float
-    steps: tuple[Step, ...]
-    wire_bytes: int
-    flops: int
-    seconds: float
-    peak_bytes: int
-    gradients: "tuple[PlanFigures, ...]"
+    @property
+    def equation(self) -> Equation: ...
+
+    @property
+    def sizes(self) -> Mapping[str, int]: ...
+
+    @property
+    def mesh(self) -> Mapping[str, int]: ...
+
+    @property
+    def dtypes(self) -> tuple[str, ...]: ...
+
+    @property
+    def chip(self) -> Chip: ...
+
+    @property
+    def lowering(self) -> str: ...
+
+    @property
+    def asked(self) -> str: ...
+
+    @property
+    def via(self) -> str | None: ...
+
+    @property
+    def routine(self) -> Routine: ...
+
+    @property
+    def loops(self) -> Overlap: ...
+
+    @property
+    def hidden_seconds(self) -> float: ...
+
+    @property
+    def steps(self) -> tuple[Step, ...]: ...
+
+    @property
+    def wire_bytes(self) -> int: ...
+
+    @property
+    def flops(self) -> int: ...
+
+    @property
+    def seconds(self) -> float: ...
+
+    @property
+    def peak_bytes(self) -> int: ...
+
+    @property
+    def gradients(self) -> tuple["PlanFigures", ...]: ...
 
 
 def one_line(plan: PlanFigures) -> str:
@@ -130,9 +163,9 @@ def _broken(row: Sequence[Text], breaks: Sequence[int]) -> list[Text]:
 def looped(plan: PlanFigures) -> list[str]:
     """A line for each ring, and how much sooner everything is done for them."""
     routine, loops = plan.routine, plan.loops
-    spans = [(gather_of(routine.moves[number]), ring) for number, ring in loops.gathers.items()]
-    spans += [(scatter_of(routine, number), ring) for number, ring in loops.scatters.items()]
-    lines = [_ring(span, ring, loops.stripes) for span, ring in spans if span]
+    spans = [(ring_gather(routine.moves[number]), ring) for number, ring in loops.gathers.items()]
+    spans += [(ring_scatter(routine, number), ring) for number, ring in loops.scatters.items()]
+    lines = [_ring(span, ring, loops.stripes) for span, ring in spans]
     lines += _too_long(plan) if plan.asked == "auto" else ()
     gained = plan.hidden_seconds
     if gained:

@@ -38,13 +38,16 @@ def backward(
         return [_gradient_group(routine, n, cotangents, residuals, aims, mirrored) for n in range(len(outputs))]
 
     searches, common, aims = groups(targets), _common_operand(routine), list(targets)
-    if common is not None:  # its cotangent is a sum of one part per product
+    # The cotangent of an operand of several products is a sum of one part per product. The parts are brought to one
+    # placement, where they are added, and settled once: each by itself would send as many partial sums as there are.
+    if common is not None:
         sources = [[routine.moves[own].source for own, _ in _sides(routine, n)] for n in range(len(outputs))]
         terms = [g.result_costs(environment, part.index(common)) for g, part in zip(searches, sources)]
         placement = common_placement(terms, targets[common]) or targets[common].spec
         aims[common] = replace(targets[common], spec=placement)
         searches = groups(aims)
-    builder, products = RoutineBuilder(held), {n: [] for n in range(len(targets))}
+    builder = RoutineBuilder(held)
+    products: dict[int, list[int]] = {n: [] for n in range(len(targets))}
     for n, group in enumerate(searches):
         for (own, _), product in zip(_sides(routine, n), builder.add(group, group.search(environment))):
             products[routine.moves[own].source].append(product)
@@ -74,7 +77,7 @@ def _numbered(name: str, i: int, many: Sequence) -> str:
 
 def _common_operand(routine: Routine) -> int | None:
     """The operand of several products; None where there is none."""
-    sources = [routine.moves[m].source for p in routine.products for m in (p.left, p.right) if m is not None]
+    sources = [routine.moves[m].source for p in routine.products for m in p.operands]
     return next((source for source in sources if sources.count(source) > 1), None)
 
 
@@ -150,7 +153,7 @@ def parts(
     for number, target in enumerate(targets):
         output = backward.outputs[number]
         products = [backward.products[p] for p in output.products]
-        needed = list(dict.fromkeys(m for p in products for m in (p.left, p.right) if m is not None))
+        needed = list(dict.fromkeys(m for p in products for m in p.operands))
         moves = tuple(replace(backward.moves[m], steps=()) if m in claimed else backward.moves[m] for m in needed)
         own = overlap.part([m if m not in claimed else -1 for m in needed], number)
         claimed.update(needed)
@@ -158,7 +161,7 @@ def parts(
             replace(p, left=needed.index(p.left), right=None if p.right is None else needed.index(p.right))
             for p in products
         )
-        sources = [[backward.moves[m].source for m in (p.left, p.right) if m is not None] for p in products]
+        sources = [[backward.moves[m].source for m in p.operands] for p in products]
         terms = tuple(Term(tuple(Operand((held[source].spec,)) for source in pair)) for pair in sources)
         output = replace(output, products=tuple(range(len(local))))
         routine = Routine(backward.inputs, moves, local, (output,))

@@ -21,7 +21,7 @@ from math import prod
 from gspmd.annotate.spec import Spec
 from gspmd.hardware.dtypes import itemsize
 from gspmd.planner.overlap import SCHEDULES, Overlap
-from gspmd.planner.spans import gather_of
+from gspmd.planner.spans import ring_gather
 from gspmd.planner.steps import Move, Output, Product, Routine, Step, Tensor
 
 
@@ -182,9 +182,9 @@ class Footprint:
 
     def _ready(self, number: int, move: Move) -> Value:
         """An operand as the products that use it take it."""
-        dtype, span = self._given(number), gather_of(move) if number in self.overlap.gathers else None
-        given = Value(move.steps[0].before if move.steps else move.spec)
-        if span is not None:
+        dtype, given = self._given(number), Value(move.steps[0].before if move.steps else move.spec)
+        if number in self.overlap.gathers:
+            span = ring_gather(move)
             shard = self._chain(move.steps[: -len(span.steps)], given, dtype)
             value = self._make(span.whole, dtype, shard)
             value.buffers = tuple(Buffer(int(buffer.size * self._share_held(number))) for buffer in value.buffers)
@@ -194,7 +194,7 @@ class Footprint:
         scattered = any(
             self._order(product).scattered(side, wide)
             for product in self.routine.products
-            for side, used in enumerate((product.left, product.right))
+            for side, used in enumerate(product.operands)
             if used == number and product.right is not None
         )
         return self._copied(value, dtype) if scattered or value.front else value
@@ -203,13 +203,14 @@ class Footprint:
         """The share of a gathered operand that a device holds at once: two chunks for each direction, or stripes."""
         ring, stripes = self.overlap.gathers[move], self.overlap.stripes
         if not ring.axes:
-            striped = stripes is not None and stripes.dim in self.routine.moves[move].spec.dims
-            return min(1.0, 2 * max(stripes.sizes) / sum(stripes.sizes)) if striped else 1.0
+            if stripes is None or stripes.dim not in self.routine.moves[move].spec.dims:
+                return 1.0
+            return min(1.0, 2 * max(stripes.sizes) / sum(stripes.sizes))
         both_ways = 2 if SCHEDULES[ring.schedule].both_ways else 1  # of halves, one direction has half a chunk
         return min(1.0, 2 * both_ways / prod(self.mesh[axis] for axis in ring.axes))
 
     def _order(self, product: Product) -> "_Order":
-        left, right = (self.routine.moves[move].spec.dims for move in (product.left, product.right))
+        left, right = (self.routine.moves[move].spec.dims for move in product.operands)
         return _Order(left, right, product.einsum.after.dims)
 
     def _given(self, move: int) -> str:

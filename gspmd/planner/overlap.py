@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from gspmd.annotate.spec import Spec
 from gspmd.frozen import FrozenDict
+from gspmd.planner.spans import ring_gather
 from gspmd.planner.steps import Routine
 
 
@@ -98,9 +99,6 @@ class Overlap:
 def kept(routine: Routine, overlap: Overlap) -> tuple[Spec, ...]:
     """The spec in which each moved operand is kept for the gradient: one that a ring gathers, as its shard."""
     specs = [move.spec for move in routine.moves]
-    if overlap.gathers:
-        from gspmd.planner.spans import gather_of  # here alone: without rings nobody needs it
-
-        for number in overlap.gathers:
-            specs[number] = gather_of(routine.moves[number]).shard
+    for number in overlap.gathers:
+        specs[number] = ring_gather(routine.moves[number]).shard
     return tuple(specs)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from gspmd.annotate.equation import Equation, Via
-from gspmd.annotate.errors import PlanError
+from gspmd.annotate.errors import PlanError, SpecError
 from gspmd.annotate.spec import Spec
 from gspmd.frozen import FrozenDict
 from gspmd.hardware.chips import Chip
@@ -167,9 +167,9 @@ class Plan:
             gradients: a list, one for each operand, each with all keys but those of the line above and this one; empty
                 without `gradients`.
         """
-        from gspmd.planner.record import record
-
-        return json.dumps(record(self, gradients=gradients), indent=2)
+        asked = {"mesh": self.mesh, "sizes": self.sizes, "chip": self.chip.name, "via": self.via}
+        parts = [_record(each) for each in self.gradients] if gradients else []
+        return json.dumps({**_record(self), **asked, "gradients": parts}, indent=2)
 
     def __repr__(self) -> str:
         from gspmd.planner.drawing import one_line
@@ -190,6 +190,33 @@ class Plan:
 def _chosen(asked: str, overlap: Overlap) -> str:
     """The lowering that was asked for; of `"auto"`, the one that it came to."""
     return ("looped" if overlap else "blocking") if asked == "auto" else asked
+
+
+_FIGURES = ("wire_bytes", "flops", "seconds", "hidden_seconds", "peak_bytes")
+
+
+def _record(plan: Plan) -> dict[str, object]:
+    """Return the figures and steps of one plan as plain data, under the keys that `Plan.to_json` documents."""
+    said = {"equation": str(plan.equation), "lowering": plan.lowering, "dtypes": plan.dtypes}
+    figures = {name: getattr(plan, name) for name in _FIGURES}
+    return {**said, **figures, "steps": [_step_record(step) for step in plan.steps]}
+
+
+def _step_record(step: Step) -> dict[str, object]:
+    return {
+        "kind": step.kind,
+        "axes": step.axes,
+        "operand": step.operand,
+        "before": str(step.before),
+        "other": None if step.other is None else str(step.other),
+        "after": str(step.after),
+        "wire_bytes": step.wire_bytes,
+        "flops": step.flops,
+        "seconds": step.seconds,
+    }
+
+
+# -- from a request to its plan ----------------------------------------------------------------------------------------
 
 
 def plan_equation(
@@ -215,11 +242,9 @@ def plan_equation(
     sizes = tuple((dim, size) for dim, size in sizes if any(dim in spec.dims for spec in equation.specs))
     inputs, outputs = tensors(equation, dict(mesh), dtypes, wire_dtype, result_dtype)
     environment = Environment.of(sizes, mesh, chip)
-    pinned: list[Spec | None] = [None] * len(inputs)
+    pinned: Sequence[Spec | None] = [None] * len(inputs)
     if via is not None:
-        from gspmd.planner.pins import pins
-
-        pinned = [*pins(equation, via, dict(sizes), dict(mesh))]
+        pinned = pinned_specs(equation, via, dict(sizes), dict(mesh))
     routine = plan_routine(equation, environment, inputs, outputs, pinned)
     overlap, hidden = overlapping(routine, inputs, outputs, environment)
     return Plan(
@@ -256,3 +281,37 @@ def tensors(
     wire = wire_dtype or wire_of(dtype, summed=sums)
     outputs = [Tensor(replace(s, reduced=()), dtype, wire, "result", s.reduced) for s in results]
     return inputs, outputs
+
+
+def pinned_specs(equation: Equation, via: Via, sizes: Mapping[str, int], mesh: Mapping[str, int]) -> list[Spec]:
+    """Return the spec that `via` brings each operand to, in the operand's order of dimensions.
+
+    Raises:
+        SpecError: the specs do not have the operands' dimensions, or do not fit the sizes.
+        PlanError: one leaves a dimension open.
+    """
+    flat = [spec for operand in equation.operands for spec in operand.specs]
+    pinned = spread_over_groups(equation, via.specs, flat)
+    if [set(spec.dims) for spec in pinned] != [set(spec.dims) for spec in flat]:
+        raise SpecError(
+            f"cannot plan '{equation}' via '{via.text}': the specs do not have the operands' dimensions.\n"
+            f"  Write one spec per operand, in their order: '{', '.join(''.join(spec.dims) for spec in flat)}'."
+        )
+    for spec in pinned:
+        if spec.is_open:
+            raise PlanError(
+                f"cannot plan '{equation}' via '{spec}', which leaves a dimension open.\n  Name its mesh axes."
+            )
+        spec.check(sizes, mesh)
+    return [_ordered_as(spec, like).without_trivial(mesh) for spec, like in zip(pinned, flat)]
+
+
+def spread_over_groups(equation: Equation, pinned: Sequence[Spec], flat: Sequence[Spec]) -> list[Spec]:
+    """Return one spec per operand: a via may write that of a group once, if its members have the same dimensions."""
+    if len(pinned) == len(flat) or len(pinned) != len(equation.operands):
+        return list(pinned)
+    return [spec for spec, operand in zip(pinned, equation.operands) for _ in operand.specs]
+
+
+def _ordered_as(spec: Spec, like: Spec) -> Spec:
+    return Spec(like.dims, tuple(spec.axes_of(dim) for dim in like.dims), spec.partial)

@@ -170,7 +170,9 @@ class RoutineBuilder:
         """Add the moves and products of a group as they were searched; the products' numbers."""
         left, first = self._move(group.left, result.left, result.left_steps), len(self.products)
         for source, choice in zip(group.rights, result.choices):
-            right = None if source is None else self._move(source, choice.right, choice.right_steps)
+            right = None
+            if source is not None and choice.right is not None:  # both or neither: an operand alone has no right one
+                right = self._move(source, choice.right, choice.right_steps)
             arrived = choice.settle_steps[-1].after if choice.settle_steps else choice.result
             self.products.append(Product(left, right, choice.einsum, choice.settle_steps, arrived))
         return list(range(first, len(self.products)))

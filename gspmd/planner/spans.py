@@ -52,7 +52,7 @@ def loopable(routine: Routine) -> tuple[dict[int, CollectiveSpan], dict[int, Col
     """
     gathers = {n: found for n, move in enumerate(routine.moves) if (found := gather_of(move))}
     scatters = {n: found for n in range(len(routine.outputs)) if (found := scatter_of(routine, n))}
-    used = {m for p in routine.products if not p.passes_through for m in (p.left, p.right)}
+    used = {m for p in routine.products if not p.passes_through for m in p.operands}
     products = {n: [routine.products[p] for p in routine.outputs[n].products] for n in scatters}
     made = {n for n in scatters if any(not p.passes_through for p in products[n])}
     return {n: gathers[n] for n in gathers if n in used}, {n: scatters[n] for n in scatters if n in made}
@@ -91,6 +91,20 @@ def scatter_of(routine: Routine, output: int) -> CollectiveSpan | None:
     steps = settling(routine, output)
     count = _run(steps, "reduce-scatter")
     return CollectiveSpan(steps[count - 1].after, steps[0].before, steps[:count]) if count else None
+
+
+def ring_gather(move: Move) -> CollectiveSpan:
+    """Return the gathers of a move that an `Overlap` has a ring for."""
+    span = gather_of(move)
+    assert span is not None, "rings are made of what `loopable` lists, so the move ends in gathers"
+    return span
+
+
+def ring_scatter(routine: Routine, output: int) -> CollectiveSpan:
+    """Return the reduce-scatters of an output that an `Overlap` has a ring for."""
+    span = scatter_of(routine, output)
+    assert span is not None, "rings are made of what `loopable` lists, so the output settles by reduce-scatters"
+    return span
 
 
 def settling(routine: Routine, output: int) -> tuple[Step, ...]:

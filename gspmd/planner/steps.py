@@ -51,9 +51,14 @@ class Step:
         return f"{self.kind} {axes_text(self.axes)}".rstrip()
 
     @property
+    def sources(self) -> tuple[Spec, ...]:
+        """The spec before it, or those of both operands of a product."""
+        return (self.before,) if self.other is None else (self.before, self.other)
+
+    @property
     def source(self) -> str:
-        """The source: one spec, or the two of a product."""
-        return str(self.before) if self.other is None else f"{self.before} · {self.other}"
+        """Its sources for a reader: `BE_x · E_xF`."""
+        return " · ".join(map(str, self.sources))
 
     @property
     def amount(self) -> str:
@@ -92,6 +97,11 @@ class Product:
     einsum: Step
     steps: tuple[Step, ...]
     spec: Spec
+
+    @property
+    def operands(self) -> tuple[int, ...]:
+        """The numbers of the moves of its one or two operands."""
+        return (self.left,) if self.right is None else (self.left, self.right)
 
     @property
     def passes_through(self) -> bool:
@@ -157,7 +167,10 @@ class Environment:
 
     @classmethod
     def of(cls, sizes: tuple[tuple[str, int], ...], mesh: tuple[tuple[str, int], ...], chip: Chip) -> "Environment":
-        """The environment of a mesh that may have axes of size 1."""
+        """Return the environment of a mesh, without its axes of size 1.
+
+        Whatever lies over them costs nothing, and each would multiply the placements to be searched.
+        """
         return cls(sizes, tuple((axis, size) for axis, size in mesh if size > 1), chip)
 
 
@@ -217,7 +230,7 @@ class RoutineChains:
 class NumberedSteps:
     """The steps of a program. Each gets its number here, which its scope, the trace and the ledger carry."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.steps: list[Step] = []
 
     def add(self, steps: Iterable[Step], share: float = 1.0) -> Chain:

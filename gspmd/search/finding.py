@@ -20,7 +20,7 @@ from gspmd.display.units import amount_of_bytes, amount_of_seconds, mesh_text
 from gspmd.hardware.chips import Chip
 from gspmd.hardware.chips import chip as chip_called
 from gspmd.layouts import Layout
-from gspmd.lowerings.default import lowering, planned_for
+from gspmd.lowerings.in_force import lowering, planned_for
 from gspmd.planner.graph.resharding import move
 from gspmd.planner.unknown import PREFIX, UnknownMove
 from gspmd.search.answer import NothingFits

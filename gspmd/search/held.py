@@ -355,7 +355,9 @@ def _most(jaxpr: Jaxpr, devices: int, moment: Moment | None = None) -> tuple[Cou
     last = {value: number for number, each in enumerate(straight.operations) for value in _memory(each.inputs)}
     elsewhere = outside | _only_fused(straight)
     alive: Counter = Counter()
-    best, most, when = Counter(), 0.0, ()
+    best: Counter[HeldArray] = Counter()
+    most: float = 0.0
+    when: Moment = ()
     for number, each in enumerate(straight.operations):
         asked = moment is not None and moment[:1] == (number,)
         deeper, program = (moment[2:], moment[1]) if moment and asked else (None, None)

@@ -14,10 +14,10 @@ import jax
 from jax.extend.core import Jaxpr, Literal
 from jax.sharding import AbstractMesh, AxisType
 
-import gspmd.lowerings.default as lowerings
 from gspmd.annotate import LayoutError, PlanError, Spec, SpecError
 from gspmd.annotate.errors import shown
 from gspmd.jax_internals import ShardingTypeError
+from gspmd.lowerings import in_force
 from gspmd.lowerings.program import program_of
 from gspmd.lowerings.unknown import made_alike, planned_steps
 from gspmd.planner.unknown import (
@@ -220,7 +220,7 @@ def _tied_where_they_lie(what: Unknown, lines: Lines) -> bool:
 def _traced(build: Build, lines: Lines) -> TracedProgram:
     axes = lines.mesh()
     mesh = AbstractMesh(tuple(axes.values()), tuple(axes), axis_types=(AxisType.Explicit,) * len(axes))
-    with jax.sharding.use_abstract_mesh(mesh), lowerings.lowering("blocking"):
+    with jax.sharding.use_abstract_mesh(mesh), in_force.lowering("blocking"):
         built = build(unknown_layout(lines), mesh)
         if not (isinstance(built, tuple) and built and callable(built[0])):
             remedy = "Return a function and its abstract arguments: return function, x, w."

@@ -12,7 +12,7 @@ from gspmd.display.tables import Column, Sheet, counted
 from gspmd.display.units import amount_of_bytes, amount_of_flops, amount_of_seconds, axes_text
 from gspmd.planner.drawing import COLORS
 from gspmd.planner.plan import Plan
-from gspmd.planner.spans import gather_of, scatter_of
+from gspmd.planner.spans import ring_gather, ring_scatter
 from gspmd.planner.steps import Step
 from gspmd.tracing.steps import hlo_name
 
@@ -105,7 +105,8 @@ class ProgramPlan(Printed):
 
     def by_kind_and_axes(self) -> dict[tuple[str, tuple[str, ...]], tuple[int, int]]:
         """For every collective kind and set of mesh axes: how often it runs, and the bytes sent."""
-        counts, sent = Counter(), Counter()
+        counts: Counter[tuple[str, tuple[str, ...]]] = Counter()
+        sent: Counter[tuple[str, tuple[str, ...]]] = Counter()
         for entry in self.entries:
             if entry.step.is_collective:
                 key = (entry.step.kind, tuple(sorted(entry.step.axes)))
@@ -138,9 +139,9 @@ _COLUMNS = (Column("kind"), Column("mesh axes"), Column("count", "right", goes=1
 def of_equation(plan: Plan) -> ProgramPlan:
     """The program plan of a single equation, forward, run once."""
     routine, loops = plan.routine, plan.loops
-    spans = [gather_of(routine.moves[number]) for number in loops.gathers]
-    spans += [scatter_of(routine, number) for number in loops.scatters]
-    looped = {id(step) for span in spans if span for step in span.steps}
+    spans = [ring_gather(routine.moves[number]) for number in loops.gathers]
+    spans += [ring_scatter(routine, number) for number in loops.scatters]
+    looped = {id(step) for span in spans for step in span.steps}
     title, dtypes = str(plan.equation), {*plan.dtypes}
     dtype = hlo_name(plan.dtypes[0]) if len(dtypes) == 1 else ""
     steps = [replace(s, kind="collective-permute") if id(s) in looped else s for s in plan.steps]

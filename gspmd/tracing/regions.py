@@ -299,6 +299,8 @@ class Region:
         needed, region = max((value.region.depth for value in operands), default=0), self
         all_loops = self.numbering.compiler.is_host
         while hoists and region.is_loop and region.depth > needed and (region is self or all_loops):
+            if region.parent is None:
+                break
             region = region.parent
         return region
 

@@ -9,7 +9,7 @@ from typing import Any
 from jax.extend.core import Literal
 
 from gspmd.hardware.links import wire_bytes
-from gspmd.lowerings import one_row
+from gspmd.lowerings.local_einsum import ONE_ROW
 from gspmd.lowerings.scopes import step_numbers
 from gspmd.planner.steps import Step
 from gspmd.tracing.jaxprs import inner_jaxprs
@@ -68,10 +68,11 @@ class TracedStep:
         Figures exceed the planned ones under vmap, where a plan is that of one example. A looped step is split into the
         permutes that only it sends, and those that each other step has sent before.
         """
-        permutes = {None: self.permuted, **self.again}
-        if any(permutes.values()):
+        permutes: list[tuple[int, StepKey | None]] = [(self.permuted, None)]
+        permutes += [(sent, first) for first, sent in self.again.items()]
+        if any(sent for sent, _ in permutes):
             permute = replace(step, kind="collective-permute")
-            yield from ((_with_bytes(permute, sent), first) for first, sent in permutes.items() if sent)
+            yield from ((_with_bytes(permute, sent), first) for sent, first in permutes if sent)
         elif step.kind == "einsum":
             yield _with_flops(step, self.flops), None if self.flops else self.first
         else:
@@ -153,4 +154,4 @@ def _dot_flops(equation: Any) -> int:
     (contracted, _), _ = equation.params["dimension_numbers"]
     shape = equation.invars[0].aval.shape
     operations = (2 if contracted else 1) * equation.outvars[0].aval.size * prod(shape[d] for d in contracted)
-    return operations // 2 if one_row.SCOPE in str(equation.source_info.name_stack).split("/") else operations
+    return operations // 2 if ONE_ROW in str(equation.source_info.name_stack).split("/") else operations

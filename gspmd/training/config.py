@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
 import tyro
 
-from gspmd.lowerings.default import LOWERINGS
+from gspmd.lowerings.in_force import LOWERINGS
 from gspmd.pipeline.schedule import SCHEDULES
 from gspmd.training.flags import layout_beside, parse_mesh, parse_processes, parse_profile, parse_relayout
 from gspmd.training.toml import ConfigError, Dataclass, load_toml, not_a_choice, not_negative, positive

@@ -97,7 +97,8 @@ def load(
         table = sources(checkpoint, config, layout)
         check_placed(f"cannot load the checkpoint {str(directory)!r}", parameters(config, layout), mesh, LayoutError)
         _check(checkpoint, config, table, files)
-        reader, values = _ShardReader(files, mesh, pool), {}
+        reader = _ShardReader(files, mesh, pool)
+        values: dict[str, jax.Array] = {}
         if int8:
             config = replace(config, int8=True)
             rows = parameters(config, layout)

@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from gspmd.layouts import Layout
-from gspmd.lowerings.default import current as current_lowering
+from gspmd.lowerings.in_force import current as current_lowering
 
 from ..shapes import abstract_tokens
 from ..transformer import Transformer, arrays, with_arrays

@@ -51,7 +51,8 @@ def shares(owners: Sequence[int | None], shards: int, each: int) -> Shares:
         >>> shares([0, 0, 0, 1, 1, 1], shards=2, each=1)
         Shares(prompts=(0, 1), sources=array([0, 0, 0, 0, 0, 0], dtype=int32))
     """
-    rows, sources = [], []
+    rows: list[int | None] = []
+    sources: list[int] = []
     for part in _parts(owners, shards):
         prompts = list(dict.fromkeys(part))
         rows += [*prompts, *[None] * (each - len(prompts))]

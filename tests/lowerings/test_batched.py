@@ -5,8 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gspmd.lowerings.batched import batched, einsum_in_tiles
-from gspmd.lowerings.local_einsum import local_einsum
+from gspmd.lowerings.local_einsum import batched, einsum_in_tiles, local_einsum
 
 LETTERS = [
     "GXCE,XEF->GXCF",

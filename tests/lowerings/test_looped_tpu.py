@@ -10,7 +10,7 @@ import gspmd
 from gspmd.annotate.equation import parse_equation
 from gspmd.audit import hlo, topology
 from gspmd.audit.hlo.flops import product_flops
-from gspmd.lowerings import target
+from gspmd.lowerings import in_force
 from gspmd.planner.overlap import SCHEDULES
 from tests.references.random_equations import Case, check
 
@@ -34,7 +34,7 @@ SIZES = {"B": 16, "L": 2048, "E": 2048, "F": 8192}
 )
 def test_wave_by_wave_it_gives_the_same_numbers(monkeypatch, equation, via, mesh, schedule):
     """On TPUs every wave is written out; here on host devices, with sizes that no other test has compiled."""
-    monkeypatch.setattr(target, "device_kind", lambda: "TPU v4")
+    monkeypatch.setattr(in_force, "device_kind", lambda: "TPU v4")
     dims = dict.fromkeys(c for c in equation if c.isupper())
     sizes = tuple((dim, 120 if "x" in mesh and mesh["x"] == 5 else 24 * mesh["x"]) for dim in dims)
     check(Case(equation, sizes, tuple(mesh.items()), "explicit", f"looped:{schedule}", via))

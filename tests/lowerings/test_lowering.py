@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import gspmd
-from gspmd.lowerings.default import current, resolve
+from gspmd.lowerings.in_force import current, resolve
 from tests.references import compiled
 
 EQUATION = "BE_x, E_xF -> BF_x"

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import gspmd
-from gspmd.lowerings import target
+from gspmd.lowerings import in_force
 from gspmd.lowerings.local_einsum import local_einsum
 
 LONE = ["BLE,EF->BLF", "BLE,VE->BLV", "FE,BLF->LEB", "BLHD,HDE->BLE", "XCE,XEF->XCF", "BE,EHD->BHD"]
@@ -16,7 +16,7 @@ SIZES = dict(zip("BLCEFVHDXMT", (1, 1, 1, 6, 4, 5, 2, 3, 2, 3, 4)))
 
 @pytest.fixture
 def on_a_tpu(monkeypatch):
-    monkeypatch.setattr(target, "device_kind", lambda: "TPU v4")
+    monkeypatch.setattr(in_force, "device_kind", lambda: "TPU v4")
     jax.clear_caches()
     yield
     jax.clear_caches()
@@ -74,7 +74,7 @@ def test_plan_value_and_gradient_of_one_token(make_mesh, place, monkeypatch, low
             return planned, jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(*given)
 
     elsewhere, _ = plan()
-    monkeypatch.setattr(target, "is_tpu", lambda: True)
+    monkeypatch.setattr(in_force, "is_tpu", lambda: True)
     planned, gradients = plan()
     assert (planned.flops, planned.wire_bytes) == (elsewhere.flops, elsewhere.wire_bytes)
     assert planned.seconds == pytest.approx(elsewhere.seconds)

@@ -10,7 +10,7 @@ from jax import lax
 
 import gspmd
 from gspmd.audit import topology
-from gspmd.lowerings import target
+from gspmd.lowerings import in_force
 from gspmd.lowerings.blocking import tpu
 
 MESHES = [
@@ -32,7 +32,7 @@ CASES = [(shape, dimension) for shape in SHAPES for dimension in range(len(shape
 def whole_rings(monkeypatch):
     """Splits every collective over a whole mesh, as on large slices, by a chip with the torus of v4."""
     monkeypatch.setattr(tpu, "_WHOLE", {"gather": 1, "scatter": 1})
-    monkeypatch.setattr(target, "device_kind", lambda: "TPU v4")
+    monkeypatch.setattr(in_force, "device_kind", lambda: "TPU v4")
 
 
 def spec(rank: int, dimension: int, axes: tuple[str, ...]) -> jax.P:
@@ -115,7 +115,7 @@ def test_slots_travel_as_other_rows_do(make_mesh, sizes, axes):
 def test_slots_alone_are_put_in_order_by_a_gather(monkeypatch, make_mesh, equation, gathered):
     with jax.set_mesh(make_mesh({"x": 2})):
         x = gspmd.annotate(drawn((4, 4, 2, 8), "float32"), equation.partition(" -> ")[0])
-        monkeypatch.setattr(target, "device_kind", lambda: "TPU v4")
+        monkeypatch.setattr(in_force, "device_kind", lambda: "TPU v4")
         jax.clear_caches()
         program = str(jax.make_jaxpr(lambda x: gspmd.reshard(x, equation))(x))
         jax.clear_caches()
@@ -144,7 +144,7 @@ def test_equations_and_their_gradients(monkeypatch, make_mesh, equation, shapes)
         arrays = [gspmd.annotate(drawn(shape, "float32"), spec) for shape, spec in zip(shapes, specs)]
         want = jax.jit(both)(*arrays)
         jax.clear_caches()
-        monkeypatch.setattr(target, "is_tpu", lambda: True)
+        monkeypatch.setattr(in_force, "is_tpu", lambda: True)
         monkeypatch.setattr(tpu, "_WHOLE", {"gather": 1, "scatter": 1})
         got = jax.jit(lambda *a: both(*a))(*arrays)
     jax.clear_caches()  # nothing that was traced for a TPU is left for other tests
@@ -175,8 +175,8 @@ def test_in_parts_the_bytes_are_those_of_the_whole(make_mesh):
 
 def test_a_host_is_no_target(make_mesh):
     with jax.set_mesh(make_mesh({"x": 4})):
-        assert not target.is_tpu()
-    assert not target.is_tpu()
+        assert not in_force.is_tpu()
+    assert not in_force.is_tpu()
 
 
 @pytest.fixture
@@ -189,7 +189,7 @@ def torus():
 def agreed(mesh, function, *arrays) -> dict:
     """Return what a program sends on a TPU, which is what was planned."""
     with jax.set_mesh(mesh):
-        assert target.is_tpu()
+        assert in_force.is_tpu()
         abstract = [gspmd.annotate(jax.ShapeDtypeStruct(shape, "bfloat16"), spec) for spec, shape in arrays]
         compared = gspmd.ledger(jax.jit(function).lower(*abstract).compile()).compare(gspmd.trace(function, *abstract))
     assert compared.agrees, compared

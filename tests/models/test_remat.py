@@ -44,7 +44,7 @@ def test_the_kernel_of_tpus_is_predicted(config, make_mesh, monkeypatch):
     found = []
     for kind in ("cpu", "TPU v5p"):
         jax.clear_caches()
-        monkeypatch.setattr("gspmd.lowerings.target.device_kind", lambda kind=kind: kind)
+        monkeypatch.setattr("gspmd.lowerings.in_force.device_kind", lambda kind=kind: kind)
         found.append({row.remat: row for row in predicted(config(**SIZES, layers=3), layout, mesh, BATCH, 128)})
     jax.clear_caches()
     in_blocks, by_kernel = found

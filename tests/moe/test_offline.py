@@ -8,8 +8,8 @@ import pytest
 
 import gspmd
 from gspmd.audit import compile_offline, topology
-from gspmd.lowerings.batched import Batched
 from gspmd.lowerings.blocking import tpu
+from gspmd.lowerings.local_einsum import Batched
 from gspmd.moe import MoEConfig, expert_layer
 
 needs_libtpu = pytest.mark.skipif(util.find_spec("libtpu") is None, reason="needs libtpu")

@@ -132,7 +132,7 @@ def test_a_gpu_runs_the_kernel_for_what_it_takes(dtype, options, expected, tiny_
         asked.append(implementation)
         return original(*arrays, **rest)
 
-    monkeypatch.setattr("gspmd.lowerings.target.device_kind", lambda: "NVIDIA H100 80GB HBM3")
+    monkeypatch.setattr("gspmd.lowerings.in_force.device_kind", lambda: "NVIDIA H100 80GB HBM3")
     monkeypatch.setattr(jax.nn, "dot_product_attention", record)
     q, k, v = (jnp.asarray(x, dtype) for x in _arrays(2, 16, 16, 4, 2, size=8))
     with jax.set_mesh(make_mesh({"x": 1}, "auto")):

@@ -26,7 +26,7 @@ def on_tpu(monkeypatch):
     jax.clear_caches()
     make = splash_attention_kernel.make_splash_mqa_single_device
     monkeypatch.setattr(splash_attention_kernel, "make_splash_mqa_single_device", partial(make, interpret=True))
-    monkeypatch.setattr("gspmd.lowerings.target.device_kind", lambda: "TPU v5p")
+    monkeypatch.setattr("gspmd.lowerings.in_force.device_kind", lambda: "TPU v5p")
     monkeypatch.setattr(splash, "_LONGEST", (128, 128))
     monkeypatch.setattr(blocks, "LARGEST", 64)
     yield
@@ -125,7 +125,7 @@ def test_second_derivatives_are_those_of_blocks(on_tpu, make_mesh, monkeypatch):
     with jax.set_mesh(make_mesh({"x": 1}, "auto")), gspmd.lowering("blocking"):
         found = jax.jit(curved)(*arrays)
     jax.clear_caches()
-    monkeypatch.setattr("gspmd.lowerings.target.device_kind", lambda: "cpu")
+    monkeypatch.setattr("gspmd.lowerings.in_force.device_kind", lambda: "cpu")
     with jax.set_mesh(make_mesh({"x": 1}, "auto")), gspmd.lowering("blocking"):
         np.testing.assert_allclose(found, jax.jit(curved)(*arrays), rtol=1e-4, atol=1e-4)
 

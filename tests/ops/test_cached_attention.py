@@ -82,7 +82,7 @@ def test_one_query_of_each_row_on_a_tpu(heads, key_heads, specs, products, int8,
         return original(letters, x, y, **more)
 
     monkeypatch.setattr(jnp, "einsum", record)
-    monkeypatch.setattr("gspmd.lowerings.target.device_kind", lambda: "TPU v4")
+    monkeypatch.setattr("gspmd.lowerings.in_force.device_kind", lambda: "TPU v4")
     sizes = SIZES | {"L": 1, "T": 16, "H": heads, "K": key_heads}
     case = Case(np.random.default_rng(0), sizes, specs, int8=int8)
     jax.clear_caches()

@@ -147,7 +147,7 @@ def test_rows_of_an_int8_table_are_scaled_where_they_are_found(make_mesh, place,
 @pytest.mark.parametrize("ids", [np.int32(5), np.array([[23]], np.int32), np.array([-1], np.int32)], ids=str)
 def test_one_row_of_an_int8_table_is_found_with_a_second_on_a_tpu(make_mesh, monkeypatch, ids):
     """For which the compiler does not copy the table, and which is dropped again."""
-    monkeypatch.setattr("gspmd.lowerings.target.is_tpu", lambda: True)
+    monkeypatch.setattr("gspmd.lowerings.in_force.is_tpu", lambda: True)
     table, scales = (40 * TABLE).astype(np.int8), np.linspace(0.5, 2.0, 24, dtype=np.float32)
     equation = ["", "L", "BL"][ids.ndim] + ", V_xE -> " + ["E", "LE", "BLE"][ids.ndim]
     with jax.set_mesh(make_mesh({"x": 2})):

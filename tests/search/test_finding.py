@@ -12,7 +12,7 @@ import gspmd
 import gspmd_models as models
 from gspmd.hardware.chips import chip
 from gspmd.layouts import Layout
-from gspmd.lowerings.default import planned_for
+from gspmd.lowerings.in_force import planned_for
 from gspmd.search import NothingFits
 from gspmd.search.answers.candidate import Candidate
 from gspmd.search.moves import placements

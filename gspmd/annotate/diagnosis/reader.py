@@ -39,7 +39,8 @@ class Reader:
     """A position in a text and the faults found so far."""
 
     def __init__(self, text: str):
-        self.text, self.at, self.faults = text, 0, []
+        self.text, self.at = text, 0
+        self.faults: list[Fault] = []
 
     # -- the smallest steps -------------------------------------------------------------------------------------------
 

@@ -55,7 +55,7 @@ def origin(
 
 def _producers(computation: Computation, instruction: Instruction) -> list[Instruction]:
     """Return the producer of an instruction's first operand, that of its own first operand, and a few more."""
-    producers = []
+    producers: list[Instruction] = []
     while instruction.operands and len(producers) < _NEAR:
         instruction = computation.by_name[instruction.operands[0]]
         producers.append(instruction)

@@ -105,7 +105,8 @@ def changes(before: Iterable[Entry], after: Iterable[Entry]) -> tuple[Change, ..
 
 
 def _sums(entries: Iterable[Entry]) -> dict[_Key, tuple[int, int]]:
-    counts, sent = Counter(), Counter()
+    counts: Counter[_Key] = Counter()
+    sent: Counter[_Key] = Counter()
     for entry in entries:
         key = entry.kind, tuple(sorted(entry.axes)), entry.dtype
         counts[key] += entry.count

@@ -73,7 +73,8 @@ def short(source: str) -> str:
 
 def by_kind_and_axes(entries: Iterable[Entry]) -> dict[Key, tuple[int, int]]:
     """For every kind of collective and set of mesh axes: how often it runs, and the bytes sent."""
-    counts, sent = Counter(), Counter()
+    counts: Counter[tuple[str, tuple[str, ...]]] = Counter()
+    sent: Counter[tuple[str, tuple[str, ...]]] = Counter()
     for entry in entries:
         key = (entry.kind, tuple(sorted(entry.axes)))
         counts[key] += entry.count * entry.arrays

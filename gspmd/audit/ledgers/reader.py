@@ -63,12 +63,14 @@ class _ModuleReader:
     """Read a module from its entry, times the trips of its loops."""
 
     def __init__(self, module: Module, mesh: Mapping[str, int]):
-        self.module, self.mesh, self.notes = module, mesh, []
+        self.module, self.mesh = module, mesh
+        self.notes: list[str] = []
         self.devices = prod(mesh.values())
 
     def read(self, computation: Computation, times: int) -> tuple[list[Entry], int]:
         """The entries of a computation that runs `times` times, and the operations of its products."""
-        entries, flops = [], 0
+        entries: list[Entry] = []
+        flops = 0
         for instruction in computation.instructions:
             flops += times * product_flops(self.module, computation, instruction)
             for name, target in uncounted(self.module, computation, instruction):

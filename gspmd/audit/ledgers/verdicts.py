@@ -66,7 +66,8 @@ def rows(plan: ProgramPlan, entries: Sequence[Entry]) -> Iterator[ComparedStep]:
 def _combined_in_full(planned: Steps, entries: Sequence[Entry]) -> set[tuple]:
     """The kinds and axes whose collectives the compiler combined, and whose bytes in all are those of their steps."""
     keys = {name: _kind_and_axes(steps[0].step) for name, steps in planned.items()}
-    wanted, found = defaultdict(int), defaultdict(list)
+    wanted: defaultdict[tuple, int] = defaultdict(int)
+    found: defaultdict[tuple, list[Entry]] = defaultdict(list)
     for name, steps in planned.items():
         wanted[keys[name]] += planned_total(steps)[1]
     for entry in entries:

@@ -73,7 +73,8 @@ def draw_row(
 
 def _overlapping(placed: list[tuple[Span, int]]) -> Iterator[list[tuple[Span, int]]]:
     """Spans in groups that overlap in time; a new group starts where all lanes are free again, in lane 0."""
-    group, end = [], 0.0
+    group: list[tuple[Span, int]] = []
+    end = 0.0
     for span, lane in placed:
         if group and lane == 0 and span.start >= end:
             yield group

@@ -22,7 +22,7 @@ from gspmd.layouts.rules.rows import rows_faults
 from gspmd.layouts.rules.sequence import keys_apart, uneven_chunks
 from gspmd.layouts.rules.stages import stages_faults
 from gspmd.layouts.rules.table import LayoutTable
-from gspmd.lowerings.default import LOWERINGS
+from gspmd.lowerings.in_force import LOWERINGS
 
 Specs = Mapping[str, Spec]
 
@@ -120,7 +120,8 @@ def _read(
     section: str, table: Mapping[str, Any], keys: Mapping[str, Key], sizes: GivenSizes
 ) -> tuple[Specs, list[Fault]]:
     """Return the specs that can be read and have their key's dimensions, and the faults of every line."""
-    specs, faults = {}, []
+    specs: dict[str, Spec] = {}
+    faults: list[Fault] = []
     for name, text in table.items():
         line = Line(name, str(text), section)
         if name not in keys:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from gspmd.annotate.spec import Spec
-from gspmd.lowerings import target
+from gspmd.lowerings import in_force
 from gspmd.lowerings.scopes import step_scope
 from gspmd.planner.steps import Chain, Step
 from gspmd.planner.unknown import UnknownStep
@@ -43,7 +43,7 @@ def _changed_dimension(step: Step) -> int:
 
 
 def _all_gather(step: Step, x: jax.Array, mesh: Mapping[str, int], reduce: str) -> jax.Array:
-    if target.is_tpu():
+    if in_force.is_tpu():
         from gspmd.lowerings.blocking import tpu
 
         return tpu.all_gather(x, step.axes, _changed_dimension(step), mesh)
@@ -51,7 +51,7 @@ def _all_gather(step: Step, x: jax.Array, mesh: Mapping[str, int], reduce: str) 
 
 
 def _reduce_scatter(step: Step, x: jax.Array, mesh: Mapping[str, int], reduce: str) -> jax.Array:
-    if target.is_tpu():
+    if in_force.is_tpu():
         from gspmd.lowerings.blocking import tpu
 
         return tpu.reduce_scatter(x, step.axes, _changed_dimension(step), mesh)
@@ -72,7 +72,7 @@ def _slice(step: Step, x: jax.Array, mesh: Mapping[str, int], reduce: str) -> ja
 def _all_to_all(step: Step, x: jax.Array, mesh: Mapping[str, int], reduce: str) -> jax.Array:
     change = [len(new) - len(old) for old, new in zip(step.before.axes, step.after.axes)]
     split, concat = change.index(max(change)), change.index(min(change))
-    if target.is_tpu():
+    if in_force.is_tpu():
         from gspmd.lowerings.blocking import tpu
 
         return tpu.all_to_all(x, step.axes, split, concat, mesh, step.before.dims)
@@ -88,6 +88,7 @@ def _unknown(step: Step, x: jax.Array, mesh: Mapping[str, int], reduce: str) -> 
 
 
 def _permute(step: Step, x: jax.Array, mesh: Mapping[str, int], reduce: str) -> jax.Array:
+    # Over all mesh axes, not `step.axes` alone: `permutation` numbers the devices of the whole mesh.
     axes = tuple(axis for axis in mesh if mesh[axis] > 1)
     return lax.ppermute(x, axes, permutation(step.before, step.after, {axis: mesh[axis] for axis in axes}))
 

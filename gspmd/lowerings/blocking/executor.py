@@ -68,8 +68,7 @@ class Executor:
     def product(self, number: int, moved: Pieces) -> jax.Array:
         """A product of moved operands, brought to where it is added."""
         product = self.routine.products[number]
-        operands = [moved[each] for each in (product.left, product.right) if each is not None]
-        return self.send_product(number, self.multiply(number, *operands))
+        return self.send_product(number, self.multiply(number, *(moved[each] for each in product.operands)))
 
     def multiply(self, number: int, *operands: jax.Array) -> jax.Array:
         """The local einsum of a product, or of parts of its operands."""
@@ -80,8 +79,7 @@ class Executor:
             return self._multiply(product.einsum, *operands)
 
     def _local_einsum(self, step: Step, *operands: jax.Array) -> jax.Array:
-        specs = [step.before, step.other][: len(operands)]
-        letters = ",".join("".join(spec.dims) for spec in specs) + "->" + "".join(step.after.dims)
+        letters = ",".join("".join(spec.dims) for spec in step.sources) + "->" + "".join(step.after.dims)
         return local_einsum(letters, *operands, precision=self.precision)
 
     def send_product(self, number: int, value: jax.Array) -> jax.Array:

@@ -21,7 +21,8 @@ def lower(call: Call) -> Passes:
 def passes(call: Call, executor: Callable) -> Passes:
     """Make both passes of a plan from what runs a routine on local pieces.
 
-    An operand that moved is kept for the backward pass as it was moved, so that it need not be moved again.
+    An operand that moved is kept for the backward pass as it was moved, so that it need not be moved again; one that
+    did not move, as the caller has it.
 
     Args:
         call: whose plan it is.

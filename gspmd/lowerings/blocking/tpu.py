@@ -33,7 +33,7 @@ from jax import lax
 
 from gspmd.hardware.chips import chip_of_device
 from gspmd.hardware.links import WHOLE_GATHER
-from gspmd.lowerings import target
+from gspmd.lowerings import in_force
 
 LANES = 128
 _TILE = 8  # rows; pieces that are no whole number of tiles are rewritten again
@@ -50,7 +50,7 @@ def zero_after(x: jax.Array) -> jax.Array | int:
 
     The compiler drops barriers before it puts instructions in order, and knows nothing of bits.
     """
-    if not target.is_tpu():
+    if not in_force.is_tpu():
         return 0
     x = lax.optimization_barrier(x)  # else a part of a product becomes a product of parts
     first = lax.slice(x, (0,) * x.ndim, (1,) * x.ndim).reshape(())
@@ -148,7 +148,7 @@ def _parts(axes: tuple[str, ...], mesh: Mapping[str, int], limit: int, size: int
 
 def _ring(devices: int) -> int:
     """The divisor that is most like the side of a cube, or a square, of so many devices: one ring of the torus."""
-    chip = chip_of_device(target.device_kind())
+    chip = chip_of_device(in_force.device_kind())
     side = log(devices) / (chip.torus if chip and chip.torus else 3)
     return min((n for n in range(1, devices + 1) if devices % n == 0), key=lambda n: abs(log(n) - side))
 

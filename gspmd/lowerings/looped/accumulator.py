@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from gspmd.lowerings import target
+from gspmd.lowerings import in_force
 from gspmd.lowerings.looped.chunks import Region, RingTransfer, blank, part_of, put
 
 
@@ -53,7 +53,7 @@ class Accumulator:
         """
         alike = not any(dim in self.other_dims for dim in self.cut)
         along = next((dim for dim in self.transfer.block({}) if dim in self.dims), None)
-        if len(chunks) > 1 and alike and along and not target.is_host():
+        if len(chunks) > 1 and alike and along and not in_force.is_host():
             at = self.transfer.dims.index(along)
             together = self.multiply(jnp.concatenate(chunks, at), self.other)
             values = jnp.split(together, len(chunks), self.dims.index(along))
@@ -88,7 +88,7 @@ class Accumulator:
 
     def value(self) -> jax.Array:
         """The product with the whole operand."""
-        if self.placed:
+        if self.result is not None:
             return self.result
         if len(self.parts) == 1:
             return next(iter(self.parts.values()))

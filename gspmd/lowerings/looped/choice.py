@@ -88,7 +88,7 @@ class _Chooser:
         return [self.routine.products[p] for p in self.routine.outputs[output].products]
 
     def _products_of(self, move: int) -> list[Product]:
-        return [p for p in self.routine.products if move in (p.left, p.right)]
+        return [p for p in self.routine.products if move in p.operands]
 
     def blocking(self) -> float:
         """Seconds of everything that may be looped, when nothing is."""
@@ -121,7 +121,7 @@ class _Chooser:
             yield rings
         if self.forced and not apart and not self._both():  # rings hold less at once
             return
-        if not self.forced and not all(is_short(span, (), span.axes, self.mesh) for span in spans):
+        if dim is None or (not self.forced and not all(is_short(span, (), span.axes, self.mesh) for span in spans)):
             return
         for sizes in stripes(size, thin=apart):
             yield from self._by_stripes(Stripes(dim, sizes))
@@ -134,11 +134,14 @@ class _Chooser:
     # -- rings ---------------------------------------------------------------------------------------------------------
 
     def _by_rings(self) -> OverlapChoice:
-        gathers, scatters, seconds, done = {}, {}, 0.0, []
+        gathers: dict[int, Ring] = {}
+        scatters: dict[int, Ring] = {}
+        done: list[Product] = []
+        seconds = 0.0
         # The most bytes first: of two operands of one product, a ring can bring only one.
         for number in sorted(self.gathers, key=lambda n: -sum(step.wire_bytes for step in self.gathers[n].steps)):
             span, products = self.gathers[number], self._products_of(number)
-            others = {move for p in products for move in (p.left, p.right) if move not in (number, None)}
+            others = {move for p in products for move in p.operands if move != number}
             blocked = any(move in gathers and gathers[move].axes for move in others)
             if blocked:
                 gathers |= {number: self._first(span)} if self.forced else {}

@@ -174,7 +174,7 @@ class Costs:
         amount = lambda dims: prod(sizes[dim] for dim in dims)  # noqa: E731
         free = amount((set(left.dims) & set(after.dims)) - both), amount(set(after.dims) - set(left.dims))
         batch, contracted = amount(both & set(after.dims)), amount(set(sizes) - set(after.dims))
-        dtypes = [self.inputs[self.routine.moves[n].source].dtype for n in (found.left, found.right) if n is not None]
+        dtypes = [self.inputs[self.routine.moves[n].source].dtype for n in found.operands]
         return self._seconds(batch, free[0], contracted, free[1], dtypes, adds)
 
     def _seconds(self, batch: int, left: int, contracted: int, right: int, dtypes: Sequence[str], adds: bool) -> float:
@@ -196,7 +196,9 @@ class Costs:
 
     def links(self, walks: Sequence[Sent]) -> float:
         """Seconds of concurrent walks: the busiest link's bytes, and the latency of its hops."""
-        chip, busy, hops = self.chip, {}, {}
+        chip = self.chip
+        busy: dict[Link, float] = {}
+        hops: dict[Link, int] = {}
         for amount, sent in walks:
             for (axis, by), count in sent.items():
                 closes = chip.is_switch or chip.wraps(self.mesh[axis])

@@ -1,8 +1,37 @@
-"""Lowering `looped`: a plan whose gathers and reduce-scatters run inside the einsums beside them."""
+"""Lowering `looped`: a plan whose gathers and reduce-scatters run inside its einsums, by permutes between neighbours.
 
+    all-gather, then einsum      the shards go round a ring; each chunk is multiplied while permutes bring the next
+    einsum, then reduce-scatter  partial sums go round; each device adds its product for the device that they are for
+
+Several products of one operand share its ring, and several products of one sum share its. Where a dimension is cut into
+stripes, one stripe is multiplied while the next is gathered and the one before it scattered.
+
+Source: Wang et al. 2023, *Overlap Communication with Dependent Computation via Decomposition* (ASPLOS), §5; Pope et al.
+2022 (arXiv 2211.05102), §3.5.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from gspmd.lowerings import in_force
+from gspmd.lowerings.blocking.executor import Executor
 from gspmd.lowerings.blocking.lowering import passes
 from gspmd.lowerings.call import Call, Passes
-from gspmd.lowerings.looped.executor import LoopedExecutor
+from gspmd.lowerings.looped.accumulator import Accumulator
+from gspmd.lowerings.looped.chunks import Region, RingTransfer, blank, part_of, put, reduce_back, spread
+from gspmd.lowerings.looped.ring_loop import RingLoop
+from gspmd.lowerings.looped.rings import ring_parts
+from gspmd.lowerings.looped.stream import ChunkStream, multiply_wave_by_wave
+from gspmd.planner.overlap import SCHEDULES, Overlap, Stripes
+from gspmd.planner.spans import LONGEST, local_shape, ring_gather, ring_scatter, settling
+from gspmd.planner.steps import Chain, Routine
+
+Value = Callable[[Region], jax.Array]
+"""A product by region: a part of one that is there already, or of one that is multiplied part by part."""
 
 
 def lower(call: Call) -> Passes:
@@ -13,3 +42,199 @@ def lower(call: Call) -> Passes:
         return LoopedExecutor(routine, inputs, outputs, plan.sizes, plan.mesh, call.precision, overlap)
 
     return passes(call, executor)
+
+
+class LoopedExecutor(Executor):
+    """Runs what `overlap` says inside the einsums, and the rest as lowering `blocking` does."""
+
+    def __init__(self, routine: Routine, inputs, outputs, sizes, mesh, precision, overlap: Overlap):
+        super().__init__(routine, inputs, outputs, sizes, mesh, precision=precision)
+        self.overlap, gathers = overlap, overlap.gathers
+        self.spans = {number: ring_gather(routine.moves[number]) for number in gathers}
+        self.scattered = {product for number in overlap.scatters for product in routine.outputs[number].products}
+        self.in_rings = {p for number, ring in gathers.items() if ring.axes for p in self._products_of(number)}
+        striped = overlap.stripes and overlap.stripes.dim
+        # Gathered once, before everything else: no ring brings them to their products, and no stripe cuts them.
+        self.gathered_first = {n for n, ring in gathers.items() if not ring.axes and striped not in self._dims_of(n)}
+
+    def __call__(self, *pieces: jax.Array) -> tuple[list[jax.Array], list[jax.Array]]:
+        """The outputs' pieces, and those of the operands as they are kept: of one that is gathered here, the shard."""
+        shards = [self.move(number, pieces, self._stop(number)) for number in range(len(self.routine.moves))]
+        held = [self._gathered(n, x) if n in self.gathered_first else x for n, x in enumerate(shards)]
+        if self.overlap.stripes is not None:
+            return self._by_stripes(self.overlap.stripes, held), shards
+        values = self._values(held)
+        return [self._settled(number, values, {}) for number in range(len(self.routine.outputs))], shards
+
+    def _values(self, shards: Sequence[jax.Array]) -> dict[int, Value]:
+        """Every product of what the operands have arrived as, or of a stripe of it."""
+        held, gathers = list(shards), self.overlap.gathers
+        values: dict[int, Value] = {}
+        for number in gathers:
+            if not gathers[number].axes and number not in self.gathered_first:
+                held[number] = self._gathered(number, shards[number])
+        for number in gathers:
+            if gathers[number].axes:
+                values |= self._in_ring(number, shards[number], held)
+        for number in range(len(self.routine.products)):
+            if number not in values:
+                values[number] = self._plain(number, held)
+        return values
+
+    def _stop(self, number: int) -> int | None:
+        """Return the step of a move at which its last gathers begin, which run here."""
+        return len(self.routine.moves[number].steps) - len(self.spans[number].steps) if number in self.spans else None
+
+    def _dims_of(self, move: int) -> tuple[str, ...]:
+        return self.routine.moves[move].spec.dims
+
+    def _products_of(self, move: int) -> list[int]:
+        return [number for number, product in enumerate(self.routine.products) if move in product.operands]
+
+    # -- stripes -------------------------------------------------------------------------------------------------------
+
+    def _by_stripes(self, stripes: Stripes, shards: Sequence[jax.Array]) -> list[jax.Array]:
+        """The outputs: settled stripe by stripe and put side by side, or added up and then settled.
+
+        Where nothing is scattered, a stripe is sent for when the one before the last is done: a compiler left to itself
+        sends for all at once. What is scattered keeps its own order.
+        """
+        done: list[list] = []  # by stripe and output
+        start = 0
+        for size in stripes.sizes:
+            stripe = [part_of(x, self._dims_of(n), {stripes.dim: (start, size)}) for n, x in enumerate(shards)]
+            if len(done) > 1 and not self.overlap.scatters:
+                before = jax.tree.leaves(done[-2])
+                for n in sorted(self.overlap.gathers.keys() - self.gathered_first):
+                    stripe[n] = lax.optimization_barrier((stripe[n], before))[0]
+            values = self._values(stripe)
+            done.append(
+                [
+                    self._settled(number, values, {stripes.dim: size})
+                    if stripes.dim in output.spec.dims
+                    else {product: values[product]({}) for product in output.products}
+                    for number, output in enumerate(self.routine.outputs)
+                ]
+            )
+            start += size
+        return [self._joined(stripes.dim, number, parts) for number, parts in enumerate(zip(*done))]
+
+    def _joined(self, dim: str, number: int, parts: Sequence) -> jax.Array:
+        spec = self.routine.outputs[number].spec
+        if dim in spec.dims:
+            return jnp.concatenate(parts, spec.dims.index(dim))
+        added = {p: self._whole(p, _added([each[p] for each in parts])) for p in parts[0]}
+        return self._settled(number, added, {})
+
+    # -- all-gather, then einsum ---------------------------------------------------------------------------------------
+
+    def _transfer(self, number: int, shard: jax.Array) -> RingTransfer:
+        """Return how the operand of a move is gathered; a shard may be a stripe of what a device holds."""
+        span, wire = self.spans[number], self.inputs[self.routine.moves[number].source].wire
+        before = len(self.routine.moves[number].steps) - len(span.steps)
+        first, shape = self.chains.moves[number].first + before, dict(zip(span.shard.dims, shard.shape))
+        return RingTransfer(span, self.overlap.gathers[number], self.mesh, shape, first, wire)
+
+    def _streams(self, transfer: RingTransfer, shard: jax.Array) -> list[ChunkStream]:
+        split = transfer.ring.split
+        parts = ring_parts(transfer.ring, transfer.shard[split] if split else 1)
+        return [ChunkStream(transfer, shard.astype(transfer.wire), shard.dtype, *part) for part in parts]
+
+    def _gathered(self, number: int, shard: jax.Array) -> jax.Array:
+        """An operand that is gathered by permutes before it is multiplied."""
+        transfer = self._transfer(number, shard)
+        streams = self._streams(transfer, shard)
+        whole = blank([transfer.whole(dim) for dim in transfer.dims], shard.dtype)  # every place is written
+        for stream in streams:
+            regions, chunks = stream.wave(0, [])
+            whole = put(whole, transfer.dims, regions[0], chunks[0])
+        return whole
+
+    def _in_ring(self, number: int, shard: jax.Array, held: Sequence[jax.Array]) -> dict[int, Value]:
+        """The products of an operand that goes round a ring while it is multiplied."""
+        transfer, products = self._transfer(number, shard), self._products_of(number)
+        accumulators = [self._accumulator(product, number, transfer, held) for product in products]
+        streams = self._streams(transfer, shard)
+        # The TPU compiler keeps the order that it is given and hides more where it sees every step; others hold fewer
+        # chunks at once in a loop, which can be had where the same wave comes again and again.
+        axes = self.overlap.gathers[number].axes
+        if len(axes) == 1 and (not in_force.is_tpu() or self.mesh[axes[0]] > LONGEST):
+            RingLoop(streams, accumulators).run()
+        else:
+            multiply_wave_by_wave(streams, accumulators)
+        return {product: self._whole(product, each.value()) for product, each in zip(products, accumulators)}
+
+    def _accumulator(self, number: int, move: int, transfer: RingTransfer, held: Sequence[jax.Array]) -> Accumulator:
+        product, einsum = self.routine.products[number], self.routine.products[number].einsum
+
+        def multiply(chunk: jax.Array, part: jax.Array | None) -> jax.Array:
+            if part is None:
+                return self.multiply(number, chunk)
+            return self.multiply(number, *((chunk, part) if product.left == move else (part, chunk)))
+
+        output = self.routine.outputs[self.output_of(number)]
+        finished = not (product.steps or output.steps) and len(output.products) == 1
+        stored = self.outputs[self.output_of(number)].dtype if finished else None
+        for other, spec in zip(product.operands, einsum.sources):
+            if other != move:
+                return Accumulator(transfer, held[other], spec.dims, einsum.after.dims, multiply, stored)
+        return Accumulator(transfer, None, (), einsum.after.dims, multiply, stored)
+
+    def _plain(self, number: int, held: Sequence[jax.Array]) -> Value:
+        """A product of operands that are there; one whose sum a ring scatters is multiplied part by part."""
+        product, einsum = self.routine.products[number], self.routine.products[number].einsum
+        if number not in self.scattered:
+            return self._whole(number, self.product(number, held))
+        operands = [held[move] for move in product.operands]
+        if product.passes_through:
+            return self._whole(number, self.multiply(number, *operands))
+        sides = [(x, spec.dims) for x, spec in zip(operands, einsum.sources)]
+        return lambda region: self.multiply(number, *(part_of(x, dims, region) for x, dims in sides))
+
+    def _whole(self, number: int, value: jax.Array) -> Value:
+        """A product that is there already."""
+        return partial(part_of, value, self.routine.products[number].einsum.after.dims)
+
+    # -- einsum, then reduce-scatter -----------------------------------------------------------------------------------
+
+    def _settled(self, number: int, values: dict[int, Value], stripe: Mapping[str, int]) -> jax.Array:
+        """An output, or a stripe of it: its dimension with its size, and nothing where there are no stripes."""
+        output = self.routine.outputs[number]
+        if number in self.overlap.scatters:
+            total = self._scattered(number, [values[product] for product in output.products], stripe)
+            dims = self.routine.products[output.products[0]].spec.dims
+            return self.arrange(total, dims, output.spec).astype(self.outputs[number].dtype)
+        whole = {product: values[product]({}) for product in output.products}
+        for product in output.products:
+            if product in self.in_rings:  # others have been sent to where they are added
+                whole[product] = self.send_product(product, whole[product])
+        return self.output(number, whole)
+
+    def _scattered(self, number: int, values: Sequence[Value], stripe: Mapping[str, int]) -> jax.Array:
+        """The sum of products over devices, each device its shard, and the steps behind that."""
+        span, ring, wire = ring_scatter(self.routine, number), self.overlap.scatters[number], self.outputs[number].wire
+        steps, products = settling(self.routine, number), self.routine.outputs[number].products
+        own = len(products) == 1 and self.routine.products[products[0]].steps
+        first = (self.chains.products[products[0]] if own else self.chains.outputs[number]).first
+        shard = {**local_shape(span.shard, self.sizes, self.mesh), **stripe}
+        transfer = RingTransfer(span, ring, self.mesh, shard, first, wire)
+        pieces = []
+        for part, start, size in ring_parts(ring, shard[ring.split] if ring.split else 1):
+
+            def summand(offset, zero, start=start, size=size) -> jax.Array:
+                region = transfer.divided(transfer.block(offset, zero), start, size)
+                return _added([value(region) for value in values])
+
+            # Stripes have other products to hide a sum's transfer behind, and need none to be made apart.
+            alone = None if stripe else SCHEDULES[ring.schedule]
+            chunk = reduce_back(transfer, transfer.hops(part), summand, wire, alone)
+            pieces.append(spread(transfer, part, chunk.astype(wire)))
+        at = span.shard.dims.index(ring.split) if ring.split else 0
+        total = pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces, at)
+        done = len(span.steps)
+        return self.send(Chain(steps[done:], first + done), total, wire)
+
+
+def _added(values: Sequence[jax.Array]) -> jax.Array:
+    first, *rest = values
+    return sum(rest, first)

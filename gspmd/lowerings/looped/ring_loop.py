@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import jax
 from jax import lax
 
-from gspmd.lowerings import target
+from gspmd.lowerings import in_force
 from gspmd.lowerings.looped.accumulator import Accumulator
 from gspmd.lowerings.looped.rings import Hop
 from gspmd.lowerings.looped.stream import ChunkStream
@@ -43,17 +43,17 @@ class RingLoop:
         chunks = self._send(own)
         for (stream, _), chunk in list(zip(self.streams, own))[: 1 if self.both_ways else None]:
             self._multiply([stream], [0], [chunk])
-        ahead = chunks[0] if self.waves == 0 else None
+        # The shard of the device opposite, which a ring of even size has, comes from one direction only.
         even = self.both_ways and self.size % 2 == 0
         if self.waves:
-            chunks = self._all_but_the_last(chunks)
-            ahead = self._send(chunks)[0] if even else None
-            self._wave(self.waves, chunks)
+            last = self._all_but_the_last(chunks)
+            chunks = self._send(last) if even else []
+            self._wave(self.waves, last)
         if even:
-            self._multiply([self.streams[0][0]], [self.waves + 1], [ahead])
+            self._multiply([self.streams[0][0]], [self.waves + 1], chunks[:1])
 
     def _all_but_the_last(self, chunks: Sequence[jax.Array]) -> Sequence[jax.Array]:
-        each = UNROLLED if self.waves > 2 * UNROLLED and not target.is_host() else 1
+        each = UNROLLED if self.waves > 2 * UNROLLED and not in_force.is_host() else 1
         count, left = divmod(self.waves - 1, each)
 
         def body(number, carry):

@@ -25,7 +25,7 @@ from gspmd.lowerings.xla.summands import (
     to_partial,
     with_summands,
 )
-from gspmd.planner.pins import pins
+from gspmd.planner.plan import pinned_specs
 from gspmd.planner.steps import Step
 
 
@@ -44,7 +44,7 @@ def lower(call: Call) -> Passes:
     if unknown is not None and may_abort(ctx.mesh):
         raise PlanError(open_where_it_may_abort(unknown, ctx.mesh))
     if unknown is not None:  # an open dimension has no forecast
-        pinned = [] if call.via is None else pins(equation, call.via, dict(call.sizes), ctx.mesh)
+        pinned = [] if call.via is None else pinned_specs(equation, call.via, dict(call.sizes), ctx.mesh)
         places = pinned_places(equation, pinned)
     else:
         plan = call.plan
@@ -103,7 +103,8 @@ def _plain(
         for pair, output in zip(members, outs):
             place = next(known)
             multiply = partial(_product, [ins[n] for n in pair], output, pair, place, lift, precision, dtype)
-            # Kept for the gradient are the operands as they came, and not as they were gathered.
+            # Kept for the gradient are the operands as they came, and not as they were gathered. The compiler may use
+            # a gather of the forward pass again where that is still held, so no barrier is put between the two.
             parts.append((jax.checkpoint(multiply, prevent_cse=False)(*(arrays[n] for n in pair)), place))
         sums.append(parts)
     results = []

@@ -89,7 +89,7 @@ def planned_places(plan: Plan) -> list[Places]:
     outputs = {number: output for output in routine.outputs for number in output.products}
     places = []
     for number, product_ in enumerate(routine.products):
-        moves = [routine.moves[n] for n in (product_.left, product_.right) if n is not None]
+        moves = [routine.moves[n] for n in product_.operands]
         left, output = product_.einsum.after, outputs[number]
         if every:
             brought = {move.source: (routine.inputs[move.source], *_after(move.steps)) for move in moves}

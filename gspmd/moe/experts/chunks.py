@@ -7,7 +7,7 @@ from math import prod
 import jax
 
 from gspmd.hardware.chips import chip_of_device
-from gspmd.lowerings.plan import make_plan
+from gspmd.lowerings.call import make_plan
 from gspmd.lowerings.program import Context
 from gspmd.moe.experts.work import ExpertWork, products
 from gspmd.planner.plan import Plan

@@ -211,7 +211,8 @@ class _Program:
         sizes = [len(specs) for specs in self.kept_specs]
         flat, rest = rest[: sum(sizes)], rest[sum(sizes) :]
         held, extras = rest[: len(self.held_specs)], rest[len(self.held_specs) :]
-        weights, exchange, sums = self._weights_back(held), self.exchange_back.start(cotangent), ({}, {})
+        weights, exchange = self._weights_back(held), self.exchange_back.start(cotangent)
+        sums: tuple[dict[int, jax.Array], ...] = ({}, {})
         for number in range(len(self.work.chunks)):
             kept = flat[sum(sizes[:number]) : sum(sizes[: number + 1])]
             x, more = self._chunk_back(number, exchange.dispatch(number), kept, weights, extras)

@@ -11,8 +11,8 @@ from functools import partial
 
 import jax
 
-from gspmd.lowerings.batched import as_compiled
 from gspmd.lowerings.blocking.executor import Executor
+from gspmd.lowerings.local_einsum import as_compiled
 from gspmd.moe.dropless.grouped import grouped_back, grouped_matmul, grouped_outer
 from gspmd.planner.steps import NumberedSteps, Routine, RoutineChains, Step, Tensor
 

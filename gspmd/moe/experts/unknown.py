@@ -11,14 +11,13 @@ from gspmd.annotate.errors import PlanError
 from gspmd.annotate.spec import Spec
 from gspmd.hardware.dtypes import itemsize
 from gspmd.lowerings.blocking.executor import Executor, Pieces
+from gspmd.lowerings.call import make_plan
 from gspmd.lowerings.marks import marked
-from gspmd.lowerings.plan import make_plan
 from gspmd.lowerings.program import Context
 from gspmd.lowerings.unknown import joint_of, lying, made_of
 from gspmd.moe.dropless.rows import RowSizes
 from gspmd.planner.graph.resharding import move
-from gspmd.planner.pins import spread_over_groups
-from gspmd.planner.plan import Plan
+from gspmd.planner.plan import Plan, spread_over_groups
 from gspmd.planner.steps import Step
 from gspmd.planner.unknown import Unknown, UnknownMove, UnknownSteps
 

@@ -11,7 +11,7 @@ from gspmd.annotate.equation import Equation, Via
 from gspmd.annotate.errors import Fault, LayoutError, report
 from gspmd.annotate.spec import Spec
 from gspmd.hardware.dtypes import itemsize
-from gspmd.lowerings.plan import make_plan
+from gspmd.lowerings.call import make_plan
 from gspmd.lowerings.program import Context
 from gspmd.moe.dropless.rows import RowSizes
 from gspmd.moe.experts.dropout import Dropout

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from gspmd.lowerings import target
+from gspmd.lowerings import in_force
 from gspmd.ops._attention.blocks import Blocks, Form, attended, attention_in_blocks, gradients
 from gspmd.ops._attention.online import Attended, attend, group, ungroup
 from gspmd.ops._attention.together import attend_together, suits
@@ -58,7 +58,7 @@ def _plain(q, k, v, seen, ahead, causal, scale) -> jax.Array:
         past = rows >= jax.lax.broadcasted_iota(jnp.int32, rows.shape, 3)
         mask, causal = past if mask is None else mask & past, False
     dtype = q.dtype
-    if target.is_host() and dtype == jnp.float16:  # JAX asks for a product that XLA has for no CPU
+    if in_force.is_host() and dtype == jnp.float16:  # JAX asks for a product that XLA has for no CPU
         q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
     found = jax.nn.dot_product_attention(q, k, v, mask=mask, scale=scale, is_causal=causal).astype(dtype)
     if mask is None:
@@ -85,7 +85,7 @@ def local_attended(
         shards: of whole arrays.
     """
     blocks = _blocks(q, k.shape[1], shards)
-    if q.shape[1] == 1 < k.shape[1] and not causal and target.is_tpu():
+    if q.shape[1] == 1 < k.shape[1] and not causal and in_force.is_tpu():
         if shards == ALONE and blocks is None and suits(q.shape[2], k.shape[2], bool(scales)):
             return attend_together(q, k, v, seen, scale, *scales)
         if q.shape[2] == k.shape[2]:
@@ -160,4 +160,4 @@ def _padded(q: jax.Array, blocks: Blocks) -> jax.Array:
 def _fits_cudnn(q: jax.Array, k: jax.Array) -> bool:
     """Whether the devices are GPUs, and cuDNN's fused attention takes such queries and keys. Untested on a GPU."""
     narrow = q.dtype == k.dtype and q.dtype in (jnp.float16, jnp.bfloat16)
-    return target.device_kind().startswith("NVIDIA") and narrow and q.shape[3] % 8 == 0 and q.shape[3] <= 128
+    return in_force.device_kind().startswith("NVIDIA") and narrow and q.shape[3] % 8 == 0 and q.shape[3] <= 128

@@ -69,10 +69,11 @@ def placement(
         if rows % many(*batch, axis) == 0:
             batch += (axis,)
     finer: tuple[str, ...] = ()
+    shared = Share()  # of heads that nothing splits once more
     for axis in free[2]:
-        if heads % many(*held, *finer, axis) == 0 and share((*finer, axis), key_heads // many(*held), mesh):
-            finer += (axis,)
-    shared = share(finer, key_heads // many(*held), mesh)
+        found = share((*finer, axis), key_heads // many(*held), mesh)
+        if heads % many(*held, *finer, axis) == 0 and found is not None:
+            finer, shared = (*finer, axis), found
     new = parts if length % many(*parts) == 0 else ()
     picked = (*held, *shared.sliced)
     return Placement(

@@ -89,7 +89,9 @@ def attention(
     query, key = read(doing, query_spec, q, ctx), read(doing, key_spec, k, ctx)
     _check_shapes(doing, query, key, q, k, v, mask)
     extras = _Extras(mask is not None, not (isinstance(offset, int) and offset == 0))
-    more = (mask,) * extras.masked + (_position(doing, offset),) * extras.shifted
+    more = () if mask is None else (mask,)
+    if extras.shifted:
+        more += (_position(doing, offset),)
     if key.without_trivial(ctx.mesh).axes[1]:
         from gspmd.ops._attention import ring  # here alone: most attention needs none of it
 

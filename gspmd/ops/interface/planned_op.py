@@ -15,8 +15,7 @@ from gspmd.annotate.arrays import refuse_elsewhere
 from gspmd.annotate.errors import Fault, PlanError, SpecError, report, shown
 from gspmd.annotate.spec import Spec
 from gspmd.lowerings.blocking.collectives import emit
-from gspmd.lowerings.manual import open_in_shard_map
-from gspmd.lowerings.partitioner import may_abort, open_where_it_may_abort
+from gspmd.lowerings.partitioner import may_abort, open_in_shard_map, open_where_it_may_abort
 from gspmd.lowerings.program import Context
 from gspmd.lowerings.transformations.gradient import with_gradient
 from gspmd.planner.graph.resharding import move
@@ -134,7 +133,8 @@ def steps_of(what: UnknownMove, ctx: Context, name: str) -> tuple[Step, ...]:
 def planned_op(forward: Callable, backward: Callable, title: Callable[[Any], str]) -> Callable:
     """Make an operation that JAX differentiates by its own planned gradient, in the context of its call.
 
-    All that either pass needs besides arrays is in the form, which is hashed: specs and options, nothing traced.
+    All that either pass needs besides arrays is in the form, which is hashed: specs and options, nothing traced. So each
+    pass can cache its steps and its body by the form, and `run` finds the program that it has compiled.
 
     Args:
         forward: (form, ctx, *arrays) to (results, residuals).

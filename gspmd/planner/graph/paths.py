@@ -17,7 +17,9 @@ from threading import Lock
 
 import numpy as np
 
+from gspmd.annotate.errors import PlanError
 from gspmd.annotate.spec import Spec
+from gspmd.display.units import amount_of_bytes
 from gspmd.hardware.chips import Chip
 from gspmd.hardware.links import collective_seconds, wire_bytes
 from gspmd.planner.graph.placements import fitting
@@ -25,7 +27,11 @@ from gspmd.planner.graph.transitions import Arcs, graph
 from gspmd.planner.steps import Step, picoseconds
 
 STEPS = 1 << 6
+"""Above the number of steps of any path, so that bytes times this leave room for them in one whole number."""
+
 LARGEST = 2**53 // 4
+"""The most that a part of one step's price may be: sums of a few such steps are whole numbers still (below 2⁵³)."""
+
 FAR = complex(np.inf, 0)
 
 
@@ -179,9 +185,12 @@ class ShortestPaths:
     def refuse_left_out(self, name: str) -> None:
         """Refuse a tensor that no path serves, if one with steps too large to be counted might."""
         if self.left_out:
-            from gspmd.planner.graph.refusals import too_large  # here alone: refusals are read when they happen
-
-            raise too_large(name, self.shape, self._whole, LARGEST // STEPS, LARGEST / 1e12)
+            lengths, most = "x".join(map(str, self.shape)), amount_of_bytes(LARGEST // STEPS)
+            raise PlanError(
+                f"cannot plan {name or 'a tensor'} of {lengths}, {amount_of_bytes(self._whole)}: on every way there a"
+                f" device\n  sends more than {most} at once, or for more than {LARGEST / 1e12:.0f} s. Check the sizes,"
+                " or use larger mesh axes."
+            )
 
 
 #: The latest last. An OrderedDict would make a KeyError of an interrupt that comes while it computes a key's hash.
@@ -196,7 +205,10 @@ def shortest_paths(
     """The `ShortestPaths` of these arguments; the latest are kept."""
     key = shape, mesh, itemsize, chip, partial, scatters
     with _lock:
-        made = _kept[key] = _kept.pop(key, None) or ShortestPaths(*key)
+        made = _kept.pop(key, None)
+        if made is None:
+            made = ShortestPaths(*key)
+        _kept[key] = made
         # Tensors that differ in size alone share a graph.
         arcs = lambda: sum({id(each.graph): each.graph.arcs for each in _kept.values()}.values())  # noqa: E731
         while len(_kept) > 1 and (len(_kept) > _MOST_KEPT or arcs() > _MOST_ARCS):

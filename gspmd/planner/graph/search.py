@@ -13,6 +13,7 @@ search is linear in their number (`contractions`). Nothing is estimated or left 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NoReturn
 
 import numpy as np
 
@@ -59,17 +60,18 @@ def search(
         PlanError: a tensor is too large to be planned.
     """
     tables = [ContractionTable(environment, left, contraction) for contraction in contractions]
-    paths, own = tables[0].left_paths, _left_costs(tables[0], pinned)
-    best = [_lowest(table.totals, table.left_nodes, len(own)) for table in tables]
+    paths, own = tables[0].left.paths, _left_costs(tables[0], pinned)
+    best = [_lowest(table.totals, table.left.nodes, len(own)) for table in tables]
     total = sum(best, own)
     least = total.min()
     if not np.isfinite(least.real):
         _refuse(left, contractions, pinned, tables)
+    # Of equal costs the first spec as text: a plan does not depend on how placements are numbered.
     number = min(np.flatnonzero(total == least).tolist(), key=lambda n: str(paths.spec(left.spec.dims, n)))
     held, path = paths.spec(left.spec.dims, number), paths.path_between(paths.number(left.spec), number)
     choices = []
     for table, each in zip(tables, best):
-        rows = np.flatnonzero((table.left_nodes == number) & (table.totals == each[number]))
+        rows = np.flatnonzero((table.left.nodes == number) & (table.totals == each[number]))
         choices.append(table.choice(held, rows.tolist()))
     return PlacedGroup(held, paths.steps(path, left.spec.dims, left.name), tuple(choices))
 
@@ -82,15 +84,15 @@ def result_costs(
     own = _left_costs(tables[0], pinned)
     for number, table in enumerate(tables):
         if number != aimed:
-            own = own + _lowest(table.totals, table.left_nodes, len(own))
-    table = tables[aimed]
-    made = _lowest(own[table.left_nodes] + table.costs, table.result_nodes, len(table.result_paths.nodes))
-    return ResultCosts(table.dims, table.result_paths, table.result_paths.onward(made))
+            own = own + _lowest(table.totals, table.left.nodes, len(own))
+    table, result = tables[aimed], tables[aimed].result
+    made = _lowest(own[table.left.nodes] + table.costs, result.nodes, len(result.paths.nodes))
+    return ResultCosts(table.dims, result.paths, result.paths.onward(made))
 
 
 def _left_costs(table: ContractionTable, pinned: Spec | None) -> np.ndarray:
-    paths = table.left_paths
-    costs = paths.costs_from(paths.number(table.left.spec))
+    paths = table.left.paths
+    costs = paths.costs_from(paths.number(table.left.tensor.spec))
     return costs if pinned is None else np.where(np.arange(len(costs)) == paths.number(pinned), costs, FAR)
 
 
@@ -103,12 +105,19 @@ def _lowest(costs: np.ndarray, at: np.ndarray, count: int) -> np.ndarray:
     return lowest
 
 
-def _refuse(left: Tensor, contractions: Sequence[Contraction], pinned: Spec | None, tables) -> None:
-    from gspmd.planner.graph.refusals import no_placement  # here alone: refusals are read when they happen
-
-    tables[0].left_paths.refuse_left_out(left.name)
+def _refuse(
+    left: Tensor, contractions: Sequence[Contraction], pinned: Spec | None, tables: Sequence[ContractionTable]
+) -> NoReturn:
+    """Raise the reason why no joint placement of the operands leads to the targets."""
+    tables[0].left.paths.refuse_left_out(left.name)
     for table in tables:
-        table.result_paths.refuse_left_out(table.target.name)
-        if table.right is not None:
-            table.right_paths.refuse_left_out(table.right.name)
-    raise NoPlacement(no_placement(left, contractions, pinned))
+        for placed in (table.result, table.right):
+            if placed is not None:
+                placed.paths.refuse_left_out(placed.tensor.name)
+    targets = ", ".join(f"'{contraction.target.spec}'" for contraction in contractions)
+    via = "" if pinned is None else f" via '{pinned}'"
+    raise NoPlacement(
+        f"no plan brings '{left.spec}'{via} to {targets}.\n"
+        "  A partial sum in the result comes from a mesh axis on a summed dimension, or from an operand that owes it;\n"
+        "  via specs must agree on every dimension that the operands share."
+    )

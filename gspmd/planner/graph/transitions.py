@@ -15,6 +15,7 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 
+from gspmd.annotate.errors import PlanError
 from gspmd.planner.graph.placements import Axes, Nodes, numbered
 
 KINDS = ("slice", "reduce-scatter", "all-reduce", "all-gather", "all-to-all", "collective-permute")
@@ -49,7 +50,9 @@ class Arcs:
         cost(head) = min(cost(head), min over arcs of cost(tail) + price)
         """
         lowered = np.zeros(len(costs), bool)
-        due = np.flatnonzero(np.logical_or.reduceat(changed[self.tail], self._starts)) if len(self._starts) else []
+        due = np.zeros(0, int)
+        if len(self._starts):  # reduceat refuses an empty list of starts
+            due = np.flatnonzero(np.logical_or.reduceat(changed[self.tail], self._starts))
         for rows in np.array_split(due, 1 + self._counts[due].sum() // _CHUNK) if len(due) else ():
             counts, heads = self._counts[rows], self._heads[rows]
             starts = np.cumsum(counts) - counts
@@ -136,10 +139,12 @@ class Graph:
         shape = numbered([nodes.partial, *self._level[sequences.mask[nodes.rows]].T])
         order = np.argsort(shape, kind="stable")  # those of one shape stand together
         _, first, counts = np.unique(shape[order], return_index=True, return_counts=True)
-        if (counts.astype(float) ** 2).sum() > _MOST:
-            from gspmd.planner.graph.refusals import too_many_permutes  # here alone: refusals are read when they happen
-
-            raise too_many_permutes(int((counts.astype(float) ** 2).sum()), _MOST, nodes.sizes)
+        if (permutes := (counts.astype(float) ** 2).sum()) > _MOST:
+            raise PlanError(
+                f"cannot plan on {len(nodes.sizes)} mesh axes (of sizes {', '.join(map(str, nodes.sizes))}): for this"
+                f" tensor {int(permutes):,} permutes\n  would have to be compared, and {_MOST:,} are the most.\n"
+                "  Make one mesh axis of two that are always used together."
+            )
         many = np.repeat(counts, counts)  # of a placement in order: how many have its shape
         head = np.repeat(order, many)
         within = np.arange(len(head)) - np.repeat(np.cumsum(many) - many, many)

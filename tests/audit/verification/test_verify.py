@@ -9,7 +9,7 @@ import pytest
 import gspmd
 from gspmd.audit import verify
 from gspmd.lowerings.blocking import collectives as lower
-from gspmd.lowerings.default import current
+from gspmd.lowerings.in_force import current
 
 EQUATION = "BE_x, E_xF_y -> BF_y"
 

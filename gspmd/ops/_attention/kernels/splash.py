@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from gspmd.lowerings import target
+from gspmd.lowerings import in_force
 from gspmd.ops._attention import blocks
 from gspmd.ops._attention.online import group, ungroup
 from gspmd.ops.interface.kernels import KernelWork
@@ -40,7 +40,7 @@ def fits(q: jax.ShapeDtypeStruct, k: jax.ShapeDtypeStruct, v: jax.ShapeDtypeStru
     They take causal self-attention of a device in bfloat16 or float32, in JAX's own precision of products, and are for
     logits that are too many for memory.
     """
-    if not target.is_tpu() or target.device_kind() in _WITHOUT:
+    if not in_force.is_tpu() or in_force.device_kind() in _WITHOUT:
         return False
     config: Any = jax.config  # the types of JAX 0.10 leave its options out
     if config.jax_default_matmul_precision not in _PRECISIONS:

@@ -1,0 +1,52 @@
+"""From a call to the function that runs it: the lowering is chosen, and its two passes become one JAX function.
+
+Only the lowering that is chosen is imported, so that an einsum needs nothing of the others.
+"""
+
+from collections.abc import Callable
+from functools import lru_cache, partial
+
+from gspmd.annotate.errors import PlanError
+from gspmd.lowerings.call import Call, Passes
+from gspmd.lowerings.partitioner import open_in_shard_map, open_under_explicit
+from gspmd.lowerings.program import partial_under_auto
+from gspmd.lowerings.transformations.gradient import with_gradient
+from gspmd.planner.unknown import is_unknown
+
+
+@lru_cache(maxsize=4096)
+def program_of_call(call: Call) -> Callable:
+    """Return the function of a flat list of arrays to a tuple of results; cached, so that jit finds it again.
+
+    Raises:
+        SpecError: sizes do not divide.
+        PlanError: there is no plan; or a spec leaves a dimension open, or is a partial sum, where that cannot be.
+    """
+    equation, ctx = call.equation, call.context
+    equation.check(dict(call.sizes), ctx.mesh)
+    for spec in equation.specs:
+        if spec.is_open and (ctx.in_shard_map or ctx.explicit):
+            raise PlanError((open_in_shard_map if ctx.in_shard_map else open_under_explicit)(spec))
+        if not ctx.explicit and (spec.partial or spec.reduced):
+            raise PlanError(partial_under_auto(spec))
+    forward, backward = lower(call)
+    if backward is None:
+        return forward
+    differentiated = with_gradient(
+        lambda _, *arrays: forward(*arrays), lambda _, residuals, cotangents: backward(residuals, cotangents)
+    )
+    return partial(differentiated, str(equation))
+
+
+def lower(call: Call) -> Passes:
+    """Make a program of a call. Each lowering is one such function."""
+    name = call.context.lowering
+    if is_unknown(call.context.mesh):
+        from gspmd.lowerings.unknown import lower
+    elif name == "xla":
+        from gspmd.lowerings.xla.lowering import lower
+    elif name == "blocking":
+        from gspmd.lowerings.blocking.lowering import lower
+    else:
+        from gspmd.lowerings.looped.lowering import lower
+    return lower(call)
