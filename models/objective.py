@@ -16,9 +16,8 @@ from gspmd.annotate import Spec
 from gspmd.annotate.equation import Equation
 from gspmd.annotate.errors import LayoutError, PlanError, report
 from gspmd.layouts import Layout
-from gspmd.layouts.rules.causes import one_for_each_cause
-from gspmd.layouts.rules.line import Line
-from gspmd.layouts.rules.stages import data_axes
+from gspmd.layouts.rules.faults import Line, one_for_each_cause
+from gspmd.layouts.variants import data_axes
 from gspmd.ops._attention.zigzag import ring_size, zigzag
 from gspmd.ops._cross_entropy import cross_entropy
 from gspmd.pipeline import Schedule, Stages, in_rounds, pipelined
