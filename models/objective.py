@@ -16,6 +16,7 @@ from gspmd.annotate import Spec
 from gspmd.annotate.equation import Equation
 from gspmd.annotate.errors import LayoutError, PlanError, report
 from gspmd.layouts import Layout
+from gspmd.layouts.initial import nested
 from gspmd.layouts.rules.faults import Line, one_for_each_cause
 from gspmd.layouts.variants import data_axes
 from gspmd.ops._attention.zigzag import ring_size, zigzag
@@ -26,7 +27,7 @@ from gspmd.pipeline.microbatches import cut_batch
 from .blocks import part
 from .config import ModelConfig
 from .experts import moved
-from .parameters import nested, parameters, stages_axes
+from .parameters import parameters, stages_axes
 from .transformer import Embedding, Output, Transformer, arrays, blocks, run_blocks, stream
 from .vectors import cast_matrices
 

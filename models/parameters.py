@@ -13,7 +13,6 @@ from gspmd.annotate import LayoutError, Spec
 from gspmd.annotate.errors import SpecError, listed, report
 from gspmd.layouts import Layout
 from gspmd.layouts.initial import Constant, Initialiser, Normal, drawer, folded
-from gspmd.layouts.initial import nested as nested
 from gspmd.layouts.rules.faults import one_for_each_cause
 from gspmd.layouts.rules.keys import DENSE, KEYS
 from gspmd.layouts.rules.sizes import Padded

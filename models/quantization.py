@@ -13,8 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from gspmd.layouts.initial import nested
+
 from .config import ModelConfig
-from .parameters import Parameter, nested, parameters, shares_scale
+from .parameters import Parameter, parameters, shares_scale
 from .transformer import Transformer, arrays, mesh_of
 from .vectors import SCALES
 
