@@ -67,8 +67,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> "Any":
-    # The packages annotate and search can be called as their functions; collectives is the name that ops had.
-    if name in _ROOMS or name in ("annotate", "collectives"):
+    # The packages annotate and search can be called as their functions.
+    if name in _ROOMS or name == "annotate":
         return import_module(f"gspmd.{name}")
     if name in _HOMES:
         found = getattr(import_module(_HOMES[name]), name)

@@ -7,12 +7,14 @@ This folder is installed as `gspmd_models`, since many projects have a `models` 
 relative, so that it is whole under either name.
 """
 
+from gspmd.layouts.initial import abstract_key
+
 from .config import ModelConfig
 from .decoding import Cache, Generator, Sampling, abstract_cache, decode_step, empty_cache, prefill_step
 from .objective import batch_spec, loss
 from .parameters import gradient_specs, optimizer_specs, parameter_specs
 from .quantization import quantize
-from .shapes import abstract, abstract_batch, abstract_key, abstract_tokens, activation_specs
+from .shapes import abstract, abstract_batch, abstract_tokens, activation_specs
 from .transformer import Transformer, arrays, build, with_arrays
 
 __all__ = [

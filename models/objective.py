@@ -16,9 +16,9 @@ from gspmd.annotate import Spec
 from gspmd.annotate.equation import Equation
 from gspmd.annotate.errors import LayoutError, PlanError, report
 from gspmd.layouts import Layout
-from gspmd.layouts.rules.causes import one_for_each_cause
-from gspmd.layouts.rules.line import Line
-from gspmd.layouts.rules.stages import data_axes
+from gspmd.layouts.initial import nested
+from gspmd.layouts.rules.faults import Line, one_for_each_cause
+from gspmd.layouts.variants import data_axes
 from gspmd.ops._attention.zigzag import ring_size, zigzag
 from gspmd.ops._cross_entropy import cross_entropy
 from gspmd.pipeline import Schedule, Stages, in_rounds, pipelined
@@ -27,7 +27,7 @@ from gspmd.pipeline.microbatches import cut_batch
 from .blocks import part
 from .config import ModelConfig
 from .experts import moved
-from .parameters import nested, parameters, stages_axes
+from .parameters import parameters, stages_axes
 from .transformer import Embedding, Output, Transformer, arrays, blocks, run_blocks, stream
 from .vectors import cast_matrices
 

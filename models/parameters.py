@@ -13,10 +13,9 @@ from gspmd.annotate import LayoutError, Spec
 from gspmd.annotate.errors import SpecError, listed, report
 from gspmd.layouts import Layout
 from gspmd.layouts.initial import Constant, Initialiser, Normal, drawer, folded
-from gspmd.layouts.initial import nested as nested
-from gspmd.layouts.rules.causes import one_for_each_cause
+from gspmd.layouts.rules.faults import one_for_each_cause
 from gspmd.layouts.rules.keys import DENSE, KEYS
-from gspmd.layouts.rules.padding import Padded
+from gspmd.layouts.rules.sizes import Padded
 
 from .config import ModelConfig
 from .finetuning.adapters import adapter_specs

@@ -13,8 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from gspmd.layouts.initial import nested
+
 from .config import ModelConfig
-from .parameters import ParameterRow, nested, parameters, shares_scale
+from .parameters import ParameterRow, parameters, shares_scale
 from .transformer import Transformer, arrays, mesh_of
 from .vectors import SCALES
 

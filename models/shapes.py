@@ -12,7 +12,6 @@ import jax.numpy as jnp
 from gspmd.annotate import Spec
 from gspmd.layouts import Layout
 from gspmd.layouts.initial import abstract as _placed
-from gspmd.layouts.initial import abstract_key as abstract_key
 from gspmd.layouts.initial import nested
 
 from .config import ModelConfig

@@ -16,6 +16,7 @@ import gspmd
 from gspmd.annotate import Spec
 from gspmd.annotate.equation import Equation
 from gspmd.layouts import Layout
+from gspmd.layouts.initial import nested
 from gspmd.ops._argmax import PADDING
 from gspmd.ops._attention.zigzag import in_order, ring_size, zigzag
 from gspmd.ops._embedding import embed
@@ -24,7 +25,7 @@ from .blocks import Block, ParallelBlock, part
 from .config import ModelConfig
 from .experts import moved
 from .layer import Layer
-from .parameters import check_placed, initialise, nested, parameters, stages_axes
+from .parameters import check_placed, initialise, parameters, stages_axes
 from .remat.names import recomputed
 from .vectors import along, cast_matrices, padded_dimensions, scaled
 

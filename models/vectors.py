@@ -14,7 +14,7 @@ import gspmd
 from gspmd.annotate import Spec
 from gspmd.annotate.equation import Equation
 from gspmd.layouts import Layout
-from gspmd.layouts.rules.padding import Padded, paddings
+from gspmd.layouts.rules.sizes import Padded, paddings
 
 from .config import ModelConfig
 

@@ -15,7 +15,7 @@ FLOORS = (
     {"gspmd.planner"},
     {"gspmd.lowerings"},
     {"gspmd.ops"},
-    {"gspmd.tracing", "gspmd.collectives"},
+    {"gspmd.tracing"},
     {"gspmd.layouts", "gspmd.audit", "gspmd.pipeline"},
     {"gspmd.moe", "gspmd.search"},
     {"gspmd.training"},

@@ -1,4 +1,4 @@
-"""The layout: a table of specs for a whole model, and the mesh for a number of devices."""
+"""The layout: a table of specs for a whole model, its variants, its checks, and the mesh for a number of devices."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -6,22 +6,26 @@ from os import PathLike
 from typing import Any
 
 from gspmd.annotate import LayoutError, Spec, report
+from gspmd.annotate.errors import shown
 from gspmd.display.plain import printable
+from gspmd.display.units import mesh_text
 from gspmd.layouts import printed, read
-from gspmd.layouts.fitting import circumstances, fitting_mesh
-from gspmd.layouts.keyed import KeyedTable, unknown
-from gspmd.layouts.mesh import complete, read_sizes
-from gspmd.layouts.overriding import overridden
+from gspmd.layouts.mesh import complete, factorise, nearest, read_sizes
 from gspmd.layouts.rules.check import faults_of, mesh_faults, resolved
+from gspmd.layouts.rules.gradients import loss_specs
 from gspmd.layouts.rules.keys import PHASES
-from gspmd.layouts.rules.padding import padded, padding_faults
+from gspmd.layouts.rules.sizes import padded, padding_faults
 from gspmd.layouts.section import Section
-from gspmd.layouts.storage import inner_specs, loss_specs, position_specs, stored_specs
+from gspmd.layouts.table import LayoutTable, unknown
+from gspmd.layouts.variants import inner_specs, overridden, position_specs, stored_specs
 from gspmd.lowerings.in_force import checked
+
+# Errors propose numbers of devices that divide the sizes, fewer than so many away: each is tried on all its meshes.
+_NEAR = 33
 
 
 @dataclass(frozen=True)
-class Layout(KeyedTable):
+class Layout(LayoutTable):
     """The spec of every tensor of a model, by key: `layout["ffn.w_in"]` is `"E_xF_yz"`.
 
     Attributes:
@@ -172,7 +176,25 @@ class Layout(KeyedTable):
           >>> Layout.load("weight-stationary-2d").mesh_for(12)
           {'x': 3, 'y': 2, 'z': 2}
         """
-        return fitting_mesh(self, devices, None if sizes is None else read_sizes(sizes))
+        first = factorise(devices, self.axes, self.factor)
+        if sizes is None:
+            return first
+        sizes = read_sizes(sizes)
+        mesh = self._dividing_mesh(devices, sizes)
+        if mesh is not None:
+            return mesh
+        faults = faults_of(self, sizes, first)
+        error = report(LayoutError, f"cannot use layout '{self.name}'{_circumstances(sizes, first)}", faults)
+        below, above = range(devices - 1, max(0, devices - _NEAR), -1), range(devices + 1, devices + _NEAR)
+        closest = (next((n for n in side if self._dividing_mesh(n, sizes)), 0) for side in (below, above))
+        numbers = [str(n) for n in closest if n]
+        others = f"\n  With {' or '.join(numbers)} device{'s' * (numbers != ['1'])} they divide." if numbers else ""
+        raise LayoutError(f"{error}{others}", error.faults)
+
+    def _dividing_mesh(self, devices: int, sizes: Mapping[str, int]) -> dict[str, int] | None:
+        """Return the mesh most similar to the default one that divides the sizes; None if none does."""
+        meshes = nearest(factorise(devices, self.axes, self.factor), self.factor)
+        return next((mesh for mesh in meshes if not faults_of(self, sizes, mesh)), None)
 
     def complete_mesh(self, mesh: Any) -> dict[str, int]:
         """Return the sizes of a mesh (by name, or a `jax.sharding.Mesh`), with size 1 for every declared axis it lacks.
@@ -210,7 +232,7 @@ class Layout(KeyedTable):
         """
         single, faults = resolved(self, read_sizes(sizes), mesh)
         if faults:
-            raise report(LayoutError, f"cannot use layout '{self.name}'{circumstances(sizes, mesh)}", faults)
+            raise report(LayoutError, f"cannot use layout '{self.name}'{_circumstances(sizes, mesh)}", faults)
         return single
 
     def padded(self, sizes: Mapping[str, int]) -> dict[str, int]:
@@ -266,10 +288,17 @@ class Layout(KeyedTable):
         """
         faults = faults_of(self, read_sizes(sizes), mesh, dropless, trained)
         if faults:
-            raise report(LayoutError, f"cannot use layout '{self.name}'{circumstances(sizes, mesh)}", faults)
+            raise report(LayoutError, f"cannot use layout '{self.name}'{_circumstances(sizes, mesh)}", faults)
         return self
 
 
+def _circumstances(sizes: Mapping[str, int] | None, mesh: Any) -> str:
+    """Return sizes and mesh as an error names them: " for the sizes B=8 on the mesh x=2"."""
+    given = f" for the sizes {', '.join(f'{d}={shown(n)}' for d, n in sizes.items())}" if sizes else ""
+    shape = mesh if mesh is None or isinstance(mesh, Mapping) else mesh.shape
+    return given + (f" on the mesh {mesh_text(shape)}" if shape else "")
+
+
 def presets() -> tuple[str, ...]:
-    """The names of the layouts that come with gspmd."""
+    """Return the names of the layouts that come with gspmd."""
     return read.preset_names()

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from gspmd.annotate import LayoutError, PlanError, Spec, SpecError
 from gspmd.annotate.equation import Equation, Via, parse_equation, parse_via
 from gspmd.annotate.errors import shown
-from gspmd.layouts.rules.keys import KEYS
+from gspmd.layouts.rules.keys import KEYS, UnresolvedError
 from gspmd.planner.unknown import unknowns_in
 
 Key = str
@@ -21,10 +21,6 @@ _REST = re.compile(r"(?:[\s,()+]|->)*")
 #: The line that pins a product with a weight, by the weight's line; of a tied table, that of the output.
 _VIAS = {key.dims[1]: key.name for key in KEYS.values() if key.kind == "via"}
 _VIAS["embedding.table"] = _VIAS["output.table"]
-
-
-class UnresolvedError(LayoutError):
-    """A key has alternatives, and none has been chosen yet."""
 
 
 def via_of(weight: Key) -> Key:

@@ -6,20 +6,18 @@ from itertools import groupby
 from typing import Any
 
 from gspmd.annotate.errors import listed
-from gspmd.layouts.rules.table import LayoutTable
-
-Line = tuple[str, str]
+from gspmd.layouts.table import LayoutTable
 
 
 def short(layout: LayoutTable) -> str:
-    """One line: the name, the number of specs, and the mesh axes."""
+    """Return one line: the name, the number of specs, and the mesh axes."""
     changed = sum(map(len, layout.overrides.values()))
     more = f", {changed} overridden" if changed else ""
     return f"<Layout {layout.name!r}: {len(layout.table)} specs over {listed(layout.axes)}{more}>"
 
 
 def plain(layout: LayoutTable) -> str:
-    """The table as text, section by section as in its file."""
+    """Return the table as text, section by section as in its file."""
     width = max((len(key) for _, lines in _sections(layout) for key, _ in lines), default=0)
     below = f"\n  {' ' * width}| "
     blocks = [
@@ -30,7 +28,7 @@ def plain(layout: LayoutTable) -> str:
 
 
 def html(layout: LayoutTable) -> str:
-    """The table as HTML."""
+    """Return the table as HTML."""
     rows = [(section, *line) for section, lines in _sections(layout) for line in lines]
     return table(layout.name, ("section", "key", "spec"), rows)
 
@@ -43,7 +41,7 @@ def table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> st
     return f"<table><caption>{escape(title)}</caption><tr>{head}</tr>{body}</table>"
 
 
-def _sections(layout: LayoutTable) -> Iterator[tuple[str, list[Line]]]:
+def _sections(layout: LayoutTable) -> Iterator[tuple[str, list[tuple[str, str]]]]:
     yield "mesh", [("axes", ", ".join(layout.axes)), ("factor", ", ".join(layout.factor))]
     parts = [(*name.partition(".")[::2], _text(spec)) for name, spec in layout.table.items()]
     for section, lines in groupby(sorted(parts, key=lambda line: _order(parts, line)), key=lambda line: line[0]):
@@ -59,5 +57,5 @@ def _text(text: Any) -> str:
 
 
 def _order(parts: Sequence[tuple[str, str, str]], line: tuple[str, str, str]) -> int:
-    """The position of the first line of the same section, so that lines added later join their section."""
+    """Return the position of the section's first line, so that lines added later join their section."""
     return next(at for at, other in enumerate(parts) if other[0] == line[0])

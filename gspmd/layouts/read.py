@@ -8,8 +8,8 @@ from typing import Any
 
 from gspmd.annotate import LayoutError
 from gspmd.annotate.errors import listed, shown, suggestion
-from gspmd.layouts.rules import own
 from gspmd.layouts.rules.keys import OVERRIDES, PHASES, SERVING
+from gspmd.layouts.rules.own import declared
 from gspmd.reading import LARGEST_TOML, ReadError, parse_toml, read_text
 
 _PRESETS = files(__package__).joinpath("presets")
@@ -124,7 +124,7 @@ def _merged(inherited: dict[str, Any], document: dict[str, Any]) -> dict[str, An
         else:
             inherited["table"].update({f"{section}.{key}": spec for key, spec in _flat(entries).items()})
     # The base's declaration of a user-defined key wins: a file on top may change its spec, not its dimensions.
-    return inherited | {"own": own.declared(inherited["table"]) | inherited["own"]}
+    return inherited | {"own": declared(inherited["table"]) | inherited["own"]}
 
 
 def _flat(entries: dict[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""One part of a layout: specs by attribute, equations by the names of lines, and the look-up behind both."""
+"""One part of a layout: specs by attribute, and equations by the names of lines."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -6,13 +6,9 @@ from typing import Any
 
 from gspmd.annotate import LayoutError, Spec
 from gspmd.annotate.equation import Equation, Via, parse_via
-from gspmd.annotate.errors import shown, suggestion
+from gspmd.annotate.errors import shown
 from gspmd.layouts import naming
-from gspmd.layouts.naming import UnresolvedError
-from gspmd.layouts.rules.keys import KEYS
-from gspmd.layouts.rules.table import Text
-
-Table = Mapping[str, Text]
+from gspmd.layouts.rules.keys import Text, UnresolvedError, look_up
 
 
 @dataclass(frozen=True)
@@ -32,7 +28,7 @@ class Section:
     """
 
     _part: str
-    _specs: Table
+    _specs: Mapping[str, Text]
     lowering: str | None = None
     _names: Mapping[str, str] = field(default_factory=dict)
 
@@ -253,38 +249,3 @@ class SectionSpecs:
         if text is None:
             return None
         return parse_via(text) if key.endswith("via") else Spec.parse(text)  # both remember what they have parsed
-
-
-def one_spec(text: Text, key: str) -> str:
-    """The text of a key that has one spec; raises UnresolvedError where it has alternatives."""
-    if isinstance(text, tuple):
-        raise UnresolvedError(
-            f"{key} has {len(text)} alternatives ({', '.join(text)}), and sizes and mesh decide which is taken.\n"
-            "  Call layout.resolved(sizes, mesh) first, with the sizes as for layout.check."
-        )
-    return text
-
-
-def look_up(table: Table, key: str) -> str | None:
-    """The text of a key, or of the key that stands in for it (the key's own dimensions); None if absent and optional.
-
-    Raises:
-      LayoutError: no layout has such a key, the table lacks it and nothing stands in for it, or it has alternatives.
-    """
-    if not isinstance(key, str):
-        raise LayoutError(f"no layout has a key {shown(key)}.\n  A key is a string, such as 'ffn.w_in'.")
-    if key in table:
-        return one_spec(table[key], key)
-    known = KEYS.get(key)
-    if known is None:
-        near = suggestion(key, (*KEYS, *table))
-        raise LayoutError(f"no layout has a key {shown(key)}.\n  {near}docs/layouts.md lists every key.")
-    if known.default is not None:
-        text = look_up(table, known.default)
-        more = set(KEYS[known.default].dims).difference(known.dims) if known.kind != "via" else ()
-        return str(Spec.parse(text).without(*more)) if more else text
-    if not known.optional:
-        section, _, short = key.partition(".")
-        remedy = f'Write {short} = "{known.dims}" in [{section}], with its mesh axes.'
-        raise LayoutError(f"the layout does not write {key}, and nothing stands in for it.\n  {remedy}")
-    return None

@@ -19,9 +19,10 @@ from jax.sharding import Mesh, NamedSharding
 from gspmd.annotate import LayoutError
 from gspmd.display.units import amount_of_bytes, amount_of_seconds
 from gspmd.layouts import Layout
+from gspmd.layouts.initial import nested
 
 from ..config import ModelConfig
-from ..parameters import check_placed, nested, parameters
+from ..parameters import check_placed, parameters
 from ..quantization import quantize_together, scale_groups
 from ..shapes import stored_dtype
 from ..transformer import Transformer

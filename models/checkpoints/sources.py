@@ -10,7 +10,7 @@ from functools import cached_property
 from itertools import product
 
 from gspmd.layouts import Layout
-from gspmd.layouts.rules.padding import Padded
+from gspmd.layouts.rules.sizes import Padded
 
 from ..config import ModelConfig
 from ..parameters import ParameterRow, parameters

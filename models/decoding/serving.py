@@ -11,9 +11,10 @@ import jax
 
 from gspmd.annotate import LayoutError, Spec
 from gspmd.layouts import Layout
+from gspmd.layouts.initial import nested
 
 from ..config import ModelConfig
-from ..parameters import nested, parameter_specs
+from ..parameters import parameter_specs
 from ..transformer import Transformer, arrays
 from .cache import cache_spec
 

@@ -10,8 +10,9 @@ import jax.numpy as jnp
 
 import gspmd
 from gspmd.annotate.equation import Equation
+from gspmd.layouts.initial import nested
 
-from ..parameters import initialise, nested, parameters
+from ..parameters import initialise, parameters
 from ..transformer import Transformer, arrays, mesh_of
 from .config import LoraConfig
 

@@ -18,6 +18,7 @@ from gspmd.display.tables import Column, Sheet
 from gspmd.display.units import amount_of_bytes, amount_of_flops, amount_of_seconds
 from gspmd.jax_internals import CLOSED_CALL, scan_operands
 from gspmd.layouts import Layout
+from gspmd.layouts.initial import abstract_key
 from gspmd.lowerings.program import context
 from gspmd.ops.interface.kernels import kernel_work
 from gspmd.tracing.jaxprs import inner_jaxprs, without_dead_code
@@ -25,7 +26,7 @@ from gspmd.tracing.jaxprs import inner_jaxprs, without_dead_code
 from ..config import REMATS, ModelConfig
 from ..objective import loss
 from ..parameters import stages_axes
-from ..shapes import abstract, abstract_batch, abstract_key
+from ..shapes import abstract, abstract_batch
 from ..transformer import arrays, with_arrays
 
 

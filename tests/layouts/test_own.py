@@ -6,7 +6,6 @@ import pytest
 
 from gspmd.annotate import LayoutError
 from gspmd.layouts import Layout
-from gspmd.layouts.document import markdown
 
 OWN = """
 base = "megatron-1d"
@@ -129,8 +128,9 @@ def test_lines_of_the_dimensions_are_checked(load, line, message):
     assert message in fault(load(f'base = "megatron-1d"\n[dimensions]\n{line}\n'))
 
 
-def test_the_example_of_the_page_is_a_layout(load):
-    (text,) = re.findall(r"```toml\n(base = .*?)```", markdown(), flags=re.DOTALL)
+def test_the_example_of_the_page_is_a_layout(load, pytestconfig):
+    page = (pytestconfig.rootpath / "docs" / "layouts.md").read_text()
+    (text,) = re.findall(r"```toml\n(base = .*?)```", page, flags=re.DOTALL)
     layout = load(text).check(SIZES, MESH)
     assert (layout.ssm.state, layout.dimensions) == ("B_xS_yzE", {"S": "state"})
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from gspmd.annotate import LayoutError
 from gspmd.layouts import Layout
-from gspmd.layouts.rules.padding import padded, paddings
+from gspmd.layouts.rules.sizes import padded, paddings
 
 MESH = {"x": 2, "y": 4, "z": 1}
 

@@ -6,9 +6,9 @@ import pytest
 
 from gspmd.annotate import Spec
 from gspmd.layouts import Layout, presets
-from gspmd.layouts.document import markdown
 from gspmd.layouts.read import text_of
 from gspmd.layouts.rules.keys import KEYS
+from scripts.document_layouts import renewed
 
 TINY = {"B": 8, "L": 32, "E": 64, "F": 128, "H": 8, "K": 8, "D": 8, "V": 256, "X": 8, "C": 10, "G": 8}
 
@@ -81,9 +81,14 @@ def test_prefill_and_decode_share_stored_weights():
 
 def test_documentation_lists_every_key_and_shows_every_preset(pytestconfig):
     page = (pytestconfig.rootpath / "docs" / "layouts.md").read_text()
-    assert page == markdown(), "run: python -m gspmd.layouts.document > docs/layouts.md"
+    assert page == renewed(page), "run: python scripts/document_layouts.py"
     assert all(f"`{key}`" in page for key in KEYS)
     assert all(text_of(name).strip() in page for name in presets())
+
+
+def test_a_page_without_a_place_for_a_table_is_refused():
+    with pytest.raises(ValueError, match=r"needs one <!-- begin dimensions --> \.\.\. <!-- end dimensions -->"):
+        renewed("# Layouts\n")
 
 
 def test_the_pages_example_runs(pytestconfig):

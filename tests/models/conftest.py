@@ -10,8 +10,8 @@ import pytest
 
 import gspmd_models as models
 from gspmd.layouts import Layout
+from gspmd.layouts.initial import nested
 from gspmd.training import load_toml
-from gspmd_models.parameters import nested
 from tests.references.models import TINY
 
 BATCH, LENGTH = 8, 16

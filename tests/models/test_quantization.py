@@ -10,9 +10,10 @@ import pytest
 import gspmd
 import gspmd_models as models
 from gspmd.layouts import Layout
+from gspmd.layouts.initial import nested
 from gspmd.moe import MoEConfig
 from gspmd_models.decoding import decode_step, for_serving, phases, prefill_step, served
-from gspmd_models.parameters import nested, parameters
+from gspmd_models.parameters import parameters
 
 ROWS, LENGTH, READ, ROOM = 8, 8, 6, 12
 SWITCH = MoEConfig(experts=8, router="top-k", k=2, shared=1, every=2)

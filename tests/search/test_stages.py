@@ -16,7 +16,7 @@ from gspmd.annotate import PlanError
 from gspmd.audit import topology
 from gspmd.hardware.chips import CHIPS
 from gspmd.layouts import Layout
-from gspmd.layouts.rules.stages import data_axes
+from gspmd.layouts.variants import data_axes
 from gspmd.moe import MoEConfig
 from gspmd.pipeline import Schedule
 from gspmd.planner.unknown import unknowns_in

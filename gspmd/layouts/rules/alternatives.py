@@ -6,9 +6,9 @@ from typing import Any, TypeVar
 
 from gspmd.annotate import Fault
 from gspmd.annotate.errors import listed
+from gspmd.layouts.rules.faults import Line
 from gspmd.layouts.rules.keys import ALIKE, PHASES
-from gspmd.layouts.rules.line import Line
-from gspmd.layouts.rules.table import ChosenAlternatives, LayoutTable
+from gspmd.layouts.table import ChosenAlternatives, LayoutTable
 
 Lists = Mapping[str, tuple[str, ...]]
 OfTable = TypeVar("OfTable", bound=LayoutTable)
@@ -32,7 +32,7 @@ def resolve(layout: OfTable, faults_of: Callable[[str, str, str], list[Fault]]) 
     faults, choices, single = [], [], {section: dict(table) for section, table in _tables(layout).items()}
     for section, table in _tables(layout).items():
         if section in PHASES:
-            continue
+            continue  # their sizes are not known yet
         for part, lists in _sections(table):
             at, wrong = _choose(section, f"[{section or part}]", lists, faults_of)
             faults += wrong
@@ -47,7 +47,7 @@ def resolve(layout: OfTable, faults_of: Callable[[str, str, str], list[Fault]]) 
 def singles(layout: OfTable) -> Iterator[OfTable]:
     """Yield the layout with the first spec of every list of a section, with the second, and so on, for every section.
 
-    Which alternatives of two sections meet is up to the sizes, so the lists of all other sections are left out, or, in
+    The sizes decide which alternatives of two sections meet, so the lists of all other sections are left out, or, in
     an overriding section, left as they are.
     """
     tables = _tables(layout)
@@ -92,7 +92,7 @@ def _sections(table: Mapping[str, Any]) -> Iterator[tuple[str, Lists]]:
 
 
 def _choose(section: str, name: str, lists: Lists, faults_of: Callable) -> tuple[int, list[Fault]]:
-    """The first place at which all lists divide, and the faults: of notation, or that there is no such place."""
+    """Return the first place at which all lists divide, and the faults: of notation, or that none does."""
     first, *others = lists
     unequal = [key for key in others if len(lists[key]) != len(lists[first])]
     if unequal:

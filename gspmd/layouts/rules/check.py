@@ -1,4 +1,4 @@
-"""All faults of a layout: each rule reads the whole table and yields every fault."""
+"""The check of a layout: every fault of its declarations, of single lines, and of lines that have to agree."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -7,21 +7,21 @@ from typing import Any, TypeVar
 
 from gspmd.annotate import Fault, Spec, SpecError, mesh_sizes, parse_via
 from gspmd.annotate.errors import listed, shown, suggestion
-from gspmd.layouts.keyed import KeyedTable
 from gspmd.layouts.rules import own
+from gspmd.layouts.rules.agreement import (
+    disagreements,
+    dropless_faults,
+    key_via_faults,
+    parted_groups,
+    stages_faults,
+    uneven_chunks,
+)
 from gspmd.layouts.rules.alternatives import resolve, singles, without_partner
-from gspmd.layouts.rules.causes import one_for_each_cause
-from gspmd.layouts.rules.given import GivenSizes, given_sizes
-from gspmd.layouts.rules.gradients import faults_of_rows, partial_faults
-from gspmd.layouts.rules.heads import parted_groups
-from gspmd.layouts.rules.keys import ALIKE, DENSE, KEYS, PARTS, PHASES, Key, keys_of_override
-from gspmd.layouts.rules.line import Line, over
-from gspmd.layouts.rules.microbatches import microbatch_faults
-from gspmd.layouts.rules.padding import padding_faults
-from gspmd.layouts.rules.rows import rows_faults
-from gspmd.layouts.rules.sequence import keys_apart, uneven_chunks
-from gspmd.layouts.rules.stages import stages_faults
-from gspmd.layouts.rules.table import LayoutTable
+from gspmd.layouts.rules.faults import Line, one_for_each_cause, over
+from gspmd.layouts.rules.gradients import partial_faults, row_faults
+from gspmd.layouts.rules.keys import DENSE, KEYS, PARTS, PHASES, Key, keys_of_override
+from gspmd.layouts.rules.sizes import GivenSizes, given_sizes, microbatch_faults, padding_faults
+from gspmd.layouts.table import LayoutTable
 from gspmd.lowerings.in_force import LOWERINGS
 
 Specs = Mapping[str, Spec]
@@ -30,7 +30,7 @@ OfTable = TypeVar("OfTable", bound=LayoutTable)
 
 
 def faults_of(
-    layout: KeyedTable, sizes: Mapping[str, int], mesh: Any, dropless: bool = False, trained: Collection[str] = ()
+    layout: LayoutTable, sizes: Mapping[str, int], mesh: Any, dropless: bool = False, trained: Collection[str] = ()
 ) -> list[Fault]:
     """Return a layout's faults for these sizes on this mesh (None: all axes have size 1), one for every cause.
 
@@ -41,21 +41,22 @@ def faults_of(
     given = given_sizes(layout, {} if of_lists else sizes, mesh)
     faults += [*padding_faults(layout.padding), *microbatch_faults(layout, sizes), *of_lists]
     faults += [*_faults(single, given), *_faults_of_alternatives(layout)]
-    if not (faults or layout.serves or layout.own):  # of a model of our own, whose equations are known
+    # These rules know the equations of the models that come with gspmd, and serving has no gradients.
+    if not (faults or layout.serves or layout.own):
         faults += partial_faults(single, given.mesh, given.microbatches)
-        faults += faults_of_rows(single, given.mesh, given.microbatches, trained)
-        faults += rows_faults(single, given.mesh) if dropless else ()
+        faults += row_faults(single, given.mesh, given.microbatches, trained)
+        faults += dropless_faults(single, given.mesh) if dropless else ()
     return one_for_each_cause(dict.fromkeys(faults))
 
 
 @lru_cache(maxsize=256)
 def _faults_of_alternatives(layout: LayoutTable) -> tuple[Fault, ...]:
-    """Faults that an alternative has for any sizes: it cannot be read, or does not agree with those it goes with."""
+    """Return the faults that alternatives have for any sizes: unreadable, or unlike all that they can meet."""
     anything = GivenSizes({}, dict.fromkeys(layout.axes, 1))
     faults = [fault for single in singles(layout) for fault in _faults_of_table(single, anything)]
 
     def of_pair(pair: Mapping[str, str]) -> list[Fault]:
-        return [*_disagreements("", pair, _read("", pair, KEYS, anything)[0], layout.serves)]
+        return [*disagreements("", pair, _read("", pair, KEYS, anything)[0], layout.serves)]
 
     return (*faults, *without_partner(layout, of_pair))
 
@@ -71,17 +72,17 @@ def resolved(layout: OfTable, sizes: Mapping[str, int], mesh: Any) -> tuple[OfTa
 
 
 def _faults(layout: LayoutTable, given: GivenSizes) -> Iterator[Fault]:
-    """Faults of a layout whose alternatives have been chosen, but for those of a phase."""
+    """Yield the faults of a layout whose alternatives have been chosen, but for those of a phase."""
     yield from (*_faults_of_table(layout, given), *_missing(layout, given.sizes))
     yield from own.naming_faults(layout.own, layout.dimensions, given.sizes)
     yield from _lowering_faults(layout.lowerings, own.sections(layout.own))
 
 
 def _faults_of_table(layout: LayoutTable, given: GivenSizes) -> Iterator[Fault]:
-    """Faults of single lines, and of lines that have to agree."""
+    """Yield the faults of single lines, and of lines that have to agree."""
     more = own.keys(layout.own)
     specs, wrong = _read("", layout.table, KEYS | more, given)
-    yield from (*wrong, *_disagreements("", layout.table, specs, layout.serves), *_key_via(layout.table))
+    yield from (*wrong, *disagreements("", layout.table, specs, layout.serves), *key_via_faults(layout.table))
     yield from uneven_chunks(layout.table.get("attention.key"), specs.get("attention.key"), given)
     query = layout.table.get("attention.query")
     # Serving moves both to the cache.
@@ -101,16 +102,13 @@ def mesh_faults(mesh: Any, axes: Sequence[str]) -> list[Fault]:
     """Return a fault for every mesh axis that a layout does not declare."""
     pieces = {axis: f"{axis}={size}" for axis, size in mesh_sizes(mesh).items()}
     text = ",".join(pieces.values())
-    return [
-        _undeclared(text, f",{text}".index(f",{piece}"), piece, axis, axes)
-        for axis, piece in pieces.items()
-        if axis not in axes
-    ]
-
-
-def _undeclared(text: str, at: int, piece: str, axis: str, axes: Sequence[str]) -> Fault:
-    remedy = f"{suggestion(axis, axes)}It declares {listed(axes)}."
-    return Fault(text, at, at + len(piece), f"the layout has no mesh axis {axis}.", remedy)
+    faults = []
+    for axis, piece in pieces.items():
+        if axis not in axes:
+            at = f",{text}".index(f",{piece}")
+            remedy = f"{suggestion(axis, axes)}It declares {listed(axes)}."
+            faults.append(Fault(text, at, at + len(piece), f"the layout has no mesh axis {axis}.", remedy))
+    return faults
 
 
 # -- line by line -----------------------------------------------------------------------------------------------------
@@ -158,11 +156,14 @@ def _wrong_dimensions(line: Line, spec: Spec, key: Key) -> Fault:
 
 def _whole_faults(line: Line, spec: Spec, key: Key) -> Iterator[Fault]:
     whole = spec.without_partial()
-    if spec.partial and line.section != "gradients":  # there a step adds gradients before it settles them
+    # Only [gradients] may owe a sum: a training step adds gradients before it settles them.
+    if spec.partial and line.section != "gradients":
         yield line.at_text(f"{key.name} owes a partial sum, and a layout places whole tensors.", f"Write '{whole}'.")
     if spec.reduced:
         fact = f"{key.name} says that its gradient is a partial sum, which stands with the gradient."
         yield line.at_text(fact, f"Write '{whole}' here, and '{spec.cotangent}' in [gradients].")
+    # Plain JAX code between einsums works on these: a head's scores and rotation take all of D, and a router all tokens
+    # of a group.
     for dim in key.local:
         if spec.axes_of(dim):
             fact = f"dimension {dim} of {key.name} stays whole on every device, and is {over(spec.axes_of(dim))}."
@@ -187,7 +188,7 @@ def _unknown_key(line: Line, keys: Mapping[str, Key]) -> Fault:
 
 
 def _via_faults(line: Line, key: Key, sizes: GivenSizes) -> Iterator[Fault]:
-    """A via has two specs, with the dimensions of the key's operands, that can be multiplied locally."""
+    """Yield the faults of a via: two specs, with the dimensions of its operands, that can be multiplied locally."""
     try:
         via = parse_via(line.text)
     except SpecError as error:
@@ -207,7 +208,7 @@ def _via_faults(line: Line, key: Key, sizes: GivenSizes) -> Iterator[Fault]:
 
 
 def _product_faults(line: Line, left: Spec, right: Spec) -> Iterator[Fault]:
-    """Operands agree on the axes of shared dimensions, and no axis shards two dimensions of their product."""
+    """Yield a fault where a shared dimension lies over other axes, or one axis shards two dimensions of the product."""
     for dim in left.dims:
         mine = left.axes_of(dim)
         if dim in right.dims and mine != right.axes_of(dim):
@@ -223,12 +224,12 @@ def _product_faults(line: Line, left: Spec, right: Spec) -> Iterator[Fault]:
 
 
 def _missing(layout: LayoutTable, sizes: Mapping[str, int]) -> Iterator[Fault]:
-    if layout.own:  # of a model of one's own, which says itself which of these lines it has
+    if layout.own:  # a model of one's own names a missing line where it asks for it
         return
     written = {part for name in layout.table for part in (name, name.partition(".")[0])}
     for key in KEYS.values():
         needed = key.section in written or key.section != "moe" or "X" in sizes
-        if key.name in DENSE and written.isdisjoint(DENSE):  # of a model with experts all layers may have them
+        if key.name in DENSE and written.isdisjoint(DENSE):  # all layers of a model may have experts
             needed = "moe" not in written or bool(sizes and "X" not in sizes)
         if needed and key.name not in layout.table and key.default is None and not key.optional:
             short = key.name.partition(".")[2]
@@ -239,56 +240,6 @@ def _missing(layout: LayoutTable, sizes: Mapping[str, int]) -> Iterator[Fault]:
             yield replace(fault, cause=("missing", key.section))
 
 
-def _disagreements(section: str, table: Mapping[str, Any], specs: Specs, serves: str) -> Iterator[Fault]:
-    for first, second, dims in ALIKE:
-        if first in specs and second in specs and not (serves and second == "attention.key"):
-            yield from _unlike(Line(second, table[second], section), first, specs[first], specs[second], dims)
-    query, key = specs.get("attention.query"), specs.get("attention.key")
-    if key:
-        yield from keys_apart(Line("attention.key", table["attention.key"], section), query, key, serves)
-    if serves or not (query and key):  # attention to a cache brings queries and keys to where the cache is
-        return
-    heads, held = query.axes_of("H"), key.axes_of("K")
-    if held != heads[: len(held)]:
-        line = Line("attention.key", table["attention.key"], section)
-        fact = f"key/value heads are {over(held)}, and query heads ('{query}') {over(heads)}."
-        yield line.at_dim(key, "K", fact, "Shard K over the same mesh axes, over the first of them, or leave it whole.")
-
-
-def _key_via(table: Mapping[str, Any]) -> Iterator[Fault]:
-    """key_via pins the residual to the same spec as in_via, because it is moved once for both."""
-    key, query = (table.get(f"attention.{name}") for name in ("key_via", "in_via"))
-    residual, wanted = _pinned_to(key), _pinned_to(query)
-    if residual and residual != wanted and (wanted or not query):
-        where = f"attention.in_via brings it to '{wanted}'" if wanted else "there is no attention.in_via"
-        fact = f"attention.key_via brings the residual to '{residual}', and {where}."
-        remedy = "The residual travels once, for queries and keys: write both, with the same residual."
-        yield Line("attention.key_via", key).at_text(fact, remedy)
-
-
-def _pinned_to(via: Any) -> Spec | None:
-    """The spec of the activation in a via; None if it is absent or unreadable, which is a fault already."""
-    try:
-        return parse_via(via).specs[0] if isinstance(via, str) else None
-    except SpecError:
-        return None
-
-
-def _unlike(line: Line, first: str, model: Spec, spec: Spec, dims: str) -> Iterator[Fault]:
-    apart = [dim for dim in dims if model.axes_of(dim) != spec.axes_of(dim)]
-    if not apart:
-        return
-    dim, fitting = apart[0], {d: (model if d in dims else spec).axes_of(d) for d in spec.dims}
-    axes = [axis for of_dim in fitting.values() for axis in of_dim]
-    fact = (
-        f"dimension {dim} of {line.name} is {over(spec.axes_of(dim))}, and of {first} ('{model}') "
-        f"{over(model.axes_of(dim))}; no equation stands between them."
-    )
-    fits = len(axes) == len(set(axes))
-    written = f"Write {line.name} = '{Spec(spec.dims, tuple(fitting.values()))}'" if fits else f"Change {line.name}"
-    yield line.at_dim(spec, dim, fact, f"{written}, or change {first}.")
-
-
 def _override_faults(
     section: str, whole: Mapping, table: Mapping, base: Specs, sizes: GivenSizes, more: Mapping[str, Key]
 ) -> list[Fault]:
@@ -296,8 +247,8 @@ def _override_faults(
     specs, faults = _read(section, table, {**keys_of_override(section), **more}, sizes)
     faults += stages_faults(section, table, specs, base)
     if section in PHASES:
-        before = {fault.fact for fault in _disagreements("", whole, base, section)}
-        faults += [f for f in _disagreements(section, whole, {**base, **specs}, section) if f.fact not in before]
+        before = {fault.fact for fault in disagreements("", whole, base, section)}
+        faults += [f for f in disagreements(section, whole, {**base, **specs}, section) if f.fact not in before]
     return faults
 
 

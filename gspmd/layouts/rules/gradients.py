@@ -1,14 +1,14 @@
-"""Check that gradients which stay partial sums until the end of a step are sums over the mesh axes of their rows."""
+"""Partial gradients: parameters as a step's loss takes them, and the rows over which a gradient is summed."""
 
 from collections.abc import Collection, Iterator, Mapping
 
 from gspmd.annotate import Fault, Spec, parse_via
 from gspmd.annotate.errors import listed
-from gspmd.layouts.keyed import KeyedTable
-from gspmd.layouts.rules.line import Line
-from gspmd.layouts.rules.stages import LAYERS
-from gspmd.layouts.storage import loss_specs
+from gspmd.layouts.rules.faults import Line
+from gspmd.layouts.rules.keys import KEYS
+from gspmd.layouts.table import LayoutTable, parameters_of
 
+#: By via, the parameters that meet an activation where it says; of the tables, a model uses one.
 WEIGHTS = {
     "attention.in_via": ("attention.w_q",),
     "attention.key_via": ("attention.w_k", "attention.w_v"),
@@ -21,8 +21,8 @@ WEIGHTS = {
     "moe.shared_out_via": ("moe.shared_out",),
     "output.in_via": ("embedding.table", "output.table"),
 }
-"""The parameters that meet an activation where a via says; of the tables, a model has tied ones or an own one."""
 
+#: For parameters that no einsum takes, the activations over whose rows, of either or both, the gradient is summed.
 ROWS = {
     "embedding.table": ("embedding.tokens", "attention.residual"),
     "attention.norm": ("attention.residual",),
@@ -42,10 +42,55 @@ ROWS = {
     "output.norm_bias": ("ffn.residual",),
     "output.bias": ("output.logits",),
 }
-"""For the parameters that no einsum takes: the activations over whose rows, of either or both, gradients are summed."""
+
+#: By tensor beside the residual stream, the parameters that make it, take it, or are added to it.
+_BESIDE = {
+    "attention.query": ("attention.w_q", "attention.b_q", "attention.q_norm", "attention.w_o"),
+    "attention.key": (
+        "attention.w_k", "attention.w_v", "attention.b_k", "attention.b_v", "attention.k_norm",
+    ),
+    "ffn.hidden": ("ffn.w_in", "ffn.w_gate", "ffn.b_in", "ffn.b_gate", "ffn.w_out"),
+    "moe.shared_hidden": ("moe.shared_in", "moe.shared_gate", "moe.shared_out"),
+}  # fmt: skip
 
 
-def partial_faults(layout: KeyedTable, mesh: Mapping[str, int], microbatches: int) -> Iterator[Fault]:
+def loss_specs(layout: LayoutTable, microbatches: int) -> dict[str, Spec]:
+    """Return the placement in which the loss of a training step takes each parameter; see `Layout.for_loss`."""
+    specs = {}
+    for key, text in parameters_of(layout):
+        own, gradient = Spec.parse(text), Spec.parse(layout.gradient(key))
+        at_once = key in layout.overrides.get("gradients", {}) and gradient == own
+        # An axis that shards the weight is no axis of the partial sum: a spec has an axis once, and a weight that is
+        # gathered over it has its gradient reduce-scattered over it in every microbatch, as for zero-3.
+        summed = _axes_of_rows(layout, key) - own.used if microbatches > 1 and not at_once else ()
+        specs[key] = (gradient if gradient.partial else own.with_partial(tuple(summed))).cotangent
+    return specs
+
+
+def _axes_of_rows(layout: LayoutTable, key: str) -> set[str]:
+    """Return the mesh axes that shard the rows, tokens or slots, over which a parameter's gradient is summed."""
+    beside = next((name for name, keys in _BESIDE.items() if key in keys), None)
+    if beside and not key.partition(".")[2].startswith(("w_", "shared_")):
+        # A vector: it is brought to its tensor, and all other dimensions there are rows, the heads of a norm too.
+        spec = layout.spec(beside)
+        return {axis for dim in spec.dims if dim not in KEYS[key].dims for axis in spec.axes_of(dim)}
+    of_section = {
+        "embedding": ["embedding.tokens", "output.logits"],  # of a tied table, both
+        "output": ["output.logits"],
+        "moe": ["moe.groups"] if key.startswith("moe.router") else ["moe.expert_input"],
+    }
+    of_blocks = ["attention.residual", "ffn.residual", *filter(None, [beside])]
+    # The last norm is over the residual stream, wherever the logits lie.
+    in_blocks = beside or key.startswith("output.norm")
+    names = of_blocks if in_blocks else of_section.get(key.partition(".")[0], of_blocks)
+    specs = [layout.spec(name) for name in names]
+    axes = [{axis for dim in spec.dims if dim in "BLG" for axis in spec.axes_of(dim)} for spec in specs]
+    # An axis that splits the rows of one tensor alone is left out: where a product meets at the other's place, or a
+    # tied table is used a second time, the gradient is no partial sum over it.
+    return set.intersection(*axes)
+
+
+def partial_faults(layout: LayoutTable, mesh: Mapping[str, int], microbatches: int) -> Iterator[Fault]:
     """Yield a fault for every via that keeps a gradient from being the partial sum that a training step adds up.
 
     The gradient of a weight is summed over the dimensions that only the activation has, its rows. It is a
@@ -57,7 +102,7 @@ def partial_faults(layout: KeyedTable, mesh: Mapping[str, int], microbatches: in
         mesh: sizes of its axes.
         microbatches: of a training step.
     """
-    if LAYERS in layout.table and layout.spec(LAYERS).used:  # settled by the stages: see `gspmd.pipeline`
+    if _in_stages(layout):
         return
     taken = loss_specs(layout, microbatches)
     for name, keys in WEIGHTS.items():
@@ -76,8 +121,8 @@ def partial_faults(layout: KeyedTable, mesh: Mapping[str, int], microbatches: in
             yield _fault(layout, Line(name, text), rows, wrong, owed[wrong[0]])
 
 
-def faults_of_rows(
-    layout: KeyedTable, mesh: Mapping[str, int], microbatches: int, trained: Collection[str]
+def row_faults(
+    layout: LayoutTable, mesh: Mapping[str, int], microbatches: int, trained: Collection[str]
 ) -> Iterator[Fault]:
     """Yield a fault for every gradient that is written as a sum over mesh axes which shard none of its rows.
 
@@ -87,7 +132,7 @@ def faults_of_rows(
         layout, mesh, microbatches: as of `partial_faults`.
         trained: keys of the parameters that have a gradient.
     """
-    if LAYERS in layout.table and layout.spec(LAYERS).used:
+    if _in_stages(layout):
         return
     taken = loss_specs(layout, microbatches)
     written = layout.overrides.get("gradients", {})
@@ -108,7 +153,13 @@ def faults_of_rows(
             )
 
 
-def _fault(layout: KeyedTable, line: Line, rows: list[str], keys: list[str], owed: list[str]) -> Fault:
+def _in_stages(layout: LayoutTable) -> bool:
+    """Return whether the stages of a pipeline settle the gradients (`gspmd.pipeline`), by rules of their own."""
+    layers = layout.get("pipeline.layers")
+    return layers is not None and bool(Spec.parse(layers).used)
+
+
+def _fault(layout: LayoutTable, line: Line, rows: list[str], keys: list[str], owed: list[str]) -> Fault:
     gradient = Spec.parse(layout.gradient(keys[0]))
     by = "[gradients] says so" if gradient.partial else "all microbatches add to it"
     fact = (

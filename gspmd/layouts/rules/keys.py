@@ -1,9 +1,16 @@
-"""The keys of a layout: the dimensions, kind and meaning of every tensor.
+"""The keys of a layout: the dimensions, kind and meaning of every tensor, and the key that stands in for an absent one.
 
-docs/layouts.md is generated from this table (`python -m gspmd.layouts.document`); `Layout.check` applies it.
+`Layout.check` applies this table, and `python scripts/document_layouts.py` copies it into docs/layouts.md.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+
+from gspmd.annotate import LayoutError, Spec
+from gspmd.annotate.errors import shown, suggestion
+
+Text = str | tuple[str, ...]
+"""A spec, or alternatives of which sizes and mesh choose one."""
 
 #: The meaning of the dimensions, in the order of docs/layouts.md.
 DIMENSIONS = {
@@ -205,7 +212,11 @@ CACHE = {
     )
 }
 
-#: Pairs of tensors whose specs must agree on some dimensions, because no equation moves one to the other.
+#: Lines that only feed-forward layers without experts need; norm and residual are those of the block.
+DENSE = ("ffn.w_in", "ffn.hidden", "ffn.w_out")
+
+#: Pairs of tensors whose specs must agree on some dimensions, because no equation moves one to the other: both blocks
+#: add to one residual stream, a device attends within the sequences that it has, and it dispatches its own groups.
 ALIKE = (
     ("attention.residual", "ffn.residual", "BLE"),
     ("attention.query", "attention.key", "B"),
@@ -235,5 +246,40 @@ def keys_of_override(section: str) -> dict[str, Key]:
     return KEYS
 
 
-DENSE = ("ffn.w_in", "ffn.hidden", "ffn.w_out")
-"""Lines that only feed-forward layers without experts need; norm and residual are those of the block."""
+class UnresolvedError(LayoutError):
+    """A key has alternatives, and none has been chosen yet."""
+
+
+def one_spec(text: Text, key: str) -> str:
+    """Return the text of a key that has one spec; raise UnresolvedError where it has alternatives."""
+    if isinstance(text, tuple):
+        raise UnresolvedError(
+            f"{key} has {len(text)} alternatives ({', '.join(text)}), and sizes and mesh decide which is taken.\n"
+            "  Call layout.resolved(sizes, mesh) first, with the sizes as for layout.check."
+        )
+    return text
+
+
+def look_up(table: Mapping[str, Text], key: str) -> str | None:
+    """Return the text of a key, or that of its default in the key's own dimensions; None if absent and optional.
+
+    Raises:
+      LayoutError: no layout has such a key, the table lacks it and nothing stands in for it, or it has alternatives.
+    """
+    if not isinstance(key, str):
+        raise LayoutError(f"no layout has a key {shown(key)}.\n  A key is a string, such as 'ffn.w_in'.")
+    if key in table:
+        return one_spec(table[key], key)
+    known = KEYS.get(key)
+    if known is None:
+        near = suggestion(key, (*KEYS, *table))
+        raise LayoutError(f"no layout has a key {shown(key)}.\n  {near}docs/layouts.md lists every key.")
+    if known.default is not None:
+        text = look_up(table, known.default)
+        more = set(KEYS[known.default].dims).difference(known.dims) if known.kind != "via" else ()
+        return str(Spec.parse(text).without(*more)) if text is not None and more else text
+    if not known.optional:
+        section, _, short = key.partition(".")
+        remedy = f'Write {short} = "{known.dims}" in [{section}], with its mesh axes.'
+        raise LayoutError(f"the layout does not write {key}, and nothing stands in for it.\n  {remedy}")
+    return None

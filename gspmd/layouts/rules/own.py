@@ -1,4 +1,4 @@
-"""User-defined sections, such as `[ssm]`: a key keeps the dimensions of its first spec."""
+"""Sections of a model of one's own, such as `[ssm]`: a key keeps the dimensions of its first spec."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from difflib import get_close_matches
@@ -6,8 +6,8 @@ from typing import Any
 
 from gspmd.annotate import Fault, Spec, SpecError, parse_via
 from gspmd.annotate.errors import shown
+from gspmd.layouts.rules.faults import Line
 from gspmd.layouts.rules.keys import DIMENSIONS, OVERRIDES, PARTS, PIPELINE, SERVING, Key, keys_of_override, of_part
-from gspmd.layouts.rules.line import Line
 
 #: Sections with a fixed meaning; every other section is user-defined.
 KNOWN = (*PARTS, PIPELINE, *OVERRIDES, SERVING, "mesh", "lowering", "dimensions", "padding")
@@ -59,13 +59,12 @@ def keys(own: Mapping[str, Dims]) -> dict[str, Key]:
     return {name: _key(name, dims) for name, dims in own.items()}
 
 
-_BLOCKS = {"attention", "ffn", "moe"}
-
-
 def misspelt(section: str, key: str, written: Iterable[str] = PARTS) -> str:
     """Return the known section of which this is a misspelling: similar in name, with a similar key; else empty.
 
-    A layout with none of the sections of a transformer's blocks is for another model, whose sections have any name.
+    Any name is a section of one's own, so that a slip, `[fnn]`, would declare one and leave [ffn] as the base has it,
+    without a word. A layout with none of the sections of a transformer's blocks is for another model, whose sections
+    have any name.
 
     Args:
       section, key: of the line.
@@ -78,7 +77,7 @@ def misspelt(section: str, key: str, written: Iterable[str] = PARTS) -> str:
     """
     for near in get_close_matches(section, KNOWN, n=1, cutoff=0.6):
         if near in PARTS:
-            if _BLOCKS.isdisjoint(written) or not _one_slip(section, near):
+            if {"attention", "ffn", "moe"}.isdisjoint(written) or not _one_slip(section, near):
                 return ""
             theirs = [known.name.partition(".")[2] for known in of_part(near)]
             return near if get_close_matches(key, theirs, n=1, cutoff=0.75) else ""
@@ -126,7 +125,7 @@ def _key(name: str, dims: Dims) -> Key:
 
 
 def _dims(text: Any, *, via: bool) -> Dims:
-    """The dimensions of a spec, or of the first spec of each operand of a via; empty where the text cannot be read.
+    """Return the dimensions of a spec, or of the first spec of each operand of a via; empty if the text is unreadable.
 
     Alternatives have those of the first.
     """

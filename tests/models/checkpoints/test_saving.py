@@ -10,10 +10,10 @@ from safetensors import safe_open
 
 import gspmd_models as models
 from gspmd.layouts import Layout
+from gspmd.layouts.initial import nested
 from gspmd.moe.config import MoEConfig
 from gspmd_models.checkpoints import CheckpointError, byte_tokenizer, load, model_config, save, tokenizer
 from gspmd_models.checkpoints.files import Files
-from gspmd_models.parameters import nested
 from tests.models.checkpoints.small import tensors, write
 
 SIZES = {

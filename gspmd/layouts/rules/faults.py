@@ -1,10 +1,13 @@
-"""One line of a layout, `ffn.w_in = E_xF_yz`, and faults that point into it."""
+"""Faults of a layout: they point into a line, `ffn.w_in = E_xF_yz`, and those with one cause are merged."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from gspmd.annotate import Fault, Spec
 from gspmd.annotate.errors import listed
+
+# Number of further tensors that a merged fault names; the others are counted.
+_NAMED = 3
 
 
 @dataclass(frozen=True)
@@ -23,19 +26,19 @@ class Line:
 
     @property
     def label(self) -> str:
-        """The key, with its overriding section in front, if any."""
+        """Key, with its overriding section in front, if any."""
         return f"[{self.section}] {self.name}" if self.section else self.name
 
     def at_key(self, fact: str, remedy: str = "") -> Fault:
-        """A fault that points at the key."""
+        """Return a fault that points at the key."""
         return Fault(f"{self.label} = {self.text}" if self.text else self.label, 0, len(self.label), fact, remedy)
 
     def at_text(self, fact: str, remedy: str = "") -> Fault:
-        """A fault that points at the whole text."""
+        """Return a fault that points at the whole text."""
         return self.moved(Fault(self.text, 0, len(self.text), fact, remedy)) if self.text else self.at_key(fact, remedy)
 
     def at_dim(self, spec: Spec, dim: str, fact: str, remedy: str = "") -> Fault:
-        """A fault that points at one dimension of the spec and its mesh axes.
+        """Return a fault that points at one dimension of the spec and its mesh axes.
 
         >>> print(Line("ffn.w_in", "E_xF_yz").at_dim(Spec.parse("E_xF_yz"), "F", "dimension F is a pity."))
             ffn.w_in = E_xF_yz
@@ -59,3 +62,32 @@ def over(axes: Sequence[str]) -> str:
     ('sharded over x and y', 'whole')
     """
     return f"sharded over {listed(axes)}" if axes else "whole"
+
+
+def one_for_each_cause(faults: Iterable[Fault]) -> list[Fault]:
+    """Return the first fault of every cause, in order; its remedy ends with the number and names of the others.
+
+    A batch that does not divide is one mistake, in however many tensors. Faults have one cause if their `Fault.cause`
+    is equal, or else their fact.
+
+    >>> several = [Fault(f"{name} = E_x", 0, 1, "the mesh has no axis x.") for name in ("a", "b", "c", "d", "e", "f")]
+    >>> print(*one_for_each_cause(several))
+        a = E_x
+        ^
+      the mesh has no axis x.
+      The same in 5 more: b, c, d and 2 others.
+    """
+    groups: dict[tuple, list[Fault]] = {}
+    for fault in faults:
+        groups.setdefault(fault.cause or (fault.fact,), []).append(fault)
+    return [_counted(first, more) for first, *more in groups.values()]
+
+
+def _counted(first: Fault, more: list[Fault]) -> Fault:
+    if not more:
+        return first
+    names = [fault.text.partition(" = ")[0] for fault in more]
+    rest = len(names) - _NAMED
+    named = names[:_NAMED] + ([f"{rest} other{'s' * (rest > 1)}"] if rest > 0 else [])
+    said = f"The same in {len(names)} more: {listed(named)}."
+    return replace(first, remedy=f"{first.remedy}\n  {said}" if first.remedy else said)

@@ -1,17 +1,56 @@
-"""A layout's answers for one tensor, by key, and for one part of the model."""
+"""The table of a layout: its fields, and its answers for one tensor and for one part of the model."""
 
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from gspmd.annotate import LayoutError, Spec
 from gspmd.annotate.errors import shown, suggestion
-from gspmd.layouts.rules import own
-from gspmd.layouts.rules.keys import PARTS
-from gspmd.layouts.rules.table import LayoutTable
-from gspmd.layouts.section import Section, look_up, one_spec
+from gspmd.layouts.rules.keys import KEYS, PARTS, Text, look_up, one_spec
+from gspmd.layouts.rules.own import Dims, declared, sections
+from gspmd.layouts.section import Section
 
 
-class KeyedTable(LayoutTable):
-    """A layout's table, asked by key: `layout["ffn.w_in"]`, and by part: `layout.ffn.w_in`."""
+@dataclass(frozen=True)
+class ChosenAlternatives:
+    """The alternatives that were taken in one section.
+
+    Attributes:
+      section: the overriding section, or empty.
+      name: as it is printed: the section, or the part of the model.
+      place, count: which of how many.
+      specs: key to what was taken.
+    """
+
+    section: str
+    name: str
+    place: int
+    count: int
+    specs: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class LayoutTable:
+    """The fields of a layout, asked by key, `layout["ffn.w_in"]`, and by part, `layout.section("ffn")`.
+
+    `gspmd.layouts.Layout` describes the fields.
+    """
+
+    name: str
+    axes: tuple[str, ...] = ()
+    factor: tuple[str, ...] = ()
+    table: Mapping[str, Text] = field(default_factory=dict)
+    overrides: Mapping[str, Mapping[str, Text]] = field(default_factory=dict)
+    lowerings: Mapping[str, str] = field(default_factory=dict)
+    dimensions: Mapping[str, str] = field(default_factory=dict)
+    own: Mapping[str, Dims] = None  # type: ignore[assignment]  # left out, it is read off the table below
+    padding: Mapping[str, int] = field(default_factory=dict)
+    choices: tuple[ChosenAlternatives, ...] = ()
+    serves: str = ""
+
+    def __post_init__(self) -> None:
+        if self.own is None:
+            object.__setattr__(self, "own", declared(self.table))
 
     def __getitem__(self, key: str) -> str:
         """Return the spec of a tensor.
@@ -46,7 +85,7 @@ class KeyedTable(LayoutTable):
 
     @property
     def _parts(self) -> tuple[str, ...]:
-        return (*PARTS, *own.sections(self.own))
+        return (*PARTS, *sections(self.own))
 
     def gradient(self, key: str) -> str:
         """Return the spec of a parameter's gradient: the parameter's own unless [gradients] overrides it."""
@@ -76,7 +115,7 @@ class KeyedTable(LayoutTable):
 
     @property
     def lowering(self) -> str | None:
-        """The default of [lowering]; None leaves it to the caller."""
+        """Default of [lowering]; None leaves it to the caller."""
         return self.lowerings.get("default")
 
     def lowering_of(self, part: str) -> str | None:
@@ -85,9 +124,32 @@ class KeyedTable(LayoutTable):
             raise unknown("part", part, self._parts)
         return self.lowerings.get(part, self.lowering)
 
+    @property
+    def chosen(self) -> tuple[str, ...]:
+        """Alternatives that `resolved` took, a line for each section that has some; none that were overridden since."""
+        lines = []
+        for choice in self.choices:
+            table = self.overrides.get(choice.section, {}) if choice.section else self.table
+            kept = {key: text for key, text in choice.specs.items() if table.get(key) == text}
+            texts = ", ".join(f"{key if choice.section else key.partition('.')[2]} {kept[key]}" for key in kept)
+            lines += [f"[{choice.name}] {choice.place + 1} of {choice.count}: {texts}"] if kept else []
+        return tuple(lines)
+
+
+def parameters_of(layout: LayoutTable) -> Iterator[tuple[str, str]]:
+    """Yield every parameter's key with its spec; a section or a key that the layout does not have is left out."""
+    written = set(sections(layout.table))
+
+    def is_written(name: str | None) -> bool:
+        return name is not None and (name in layout.table or is_written(KEYS[name].default))
+
+    for key in KEYS.values():
+        if key.kind == "parameter" and key.section in written and is_written(key.name):
+            yield key.name, layout[key.name]
+
 
 def unknown(what: str, name: Any, known: tuple[str, ...]) -> LayoutError:
-    """The error for a part or a phase that no layout has."""
+    """Return the error for a part or a phase that no layout has."""
     near = suggestion(name, known) if isinstance(name, str) else ""
     known = f"{what.capitalize()}s: {', '.join(known)}."
     return LayoutError(f"no {what} of a layout is called {shown(name)}.\n  {near}{known}")

@@ -1,0 +1,218 @@
+"""Rules across lines: tensors that no equation stands between lie alike, and one mesh axis has one purpose."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from math import prod
+from typing import Any
+
+from gspmd.annotate import Fault, Spec, SpecError, parse_via
+from gspmd.annotate.errors import listed
+from gspmd.layouts.rules.faults import Line, over
+from gspmd.layouts.rules.keys import ALIKE
+from gspmd.layouts.rules.sizes import GivenSizes
+from gspmd.layouts.table import LayoutTable
+from gspmd.ops._attention.heads import share
+
+_LAYERS = "pipeline.layers"
+_INPUT = "moe.expert_input"
+
+# -- tensors without an equation between them ------------------------------------------------------------------------
+
+
+def disagreements(section: str, table: Mapping[str, Any], specs: Mapping[str, Spec], serves: str) -> Iterator[Fault]:
+    """Yield a fault for every two tensors that have to lie alike and do not.
+
+    Args:
+      section: the overriding section of the table; empty for the layout's own.
+      table: key to text.
+      specs: key to spec, of those that could be read.
+      serves: the phase that the layout is of; empty for training.
+    """
+    for first, second, dims in ALIKE:
+        if first in specs and second in specs and not (serves and second == "attention.key"):
+            yield from _unlike(Line(second, table[second], section), first, specs[first], specs[second], dims)
+    query, key = specs.get("attention.query"), specs.get("attention.key")
+    if key:
+        yield from _keys_apart(Line("attention.key", table["attention.key"], section), query, key, serves)
+    if serves or not (query and key):  # attention to a cache brings queries and keys to where the cache is
+        return
+    # A device attends with the key heads that it has. Query head h has key head h // (H/K), and axes that stand
+    # first cut into runs: over the first axes of H, a device's key heads are those of its query heads.
+    heads, held = query.axes_of("H"), key.axes_of("K")
+    if held != heads[: len(held)]:
+        line = Line("attention.key", table["attention.key"], section)
+        fact = f"key/value heads are {over(held)}, and query heads ('{query}') {over(heads)}."
+        yield line.at_dim(key, "K", fact, "Shard K over the same mesh axes, over the first of them, or leave it whole.")
+
+
+def _unlike(line: Line, first: str, model: Spec, spec: Spec, dims: str) -> Iterator[Fault]:
+    apart = [dim for dim in dims if model.axes_of(dim) != spec.axes_of(dim)]
+    if not apart:
+        return
+    dim, fitting = apart[0], {d: (model if d in dims else spec).axes_of(d) for d in spec.dims}
+    axes = [axis for of_dim in fitting.values() for axis in of_dim]
+    fact = (
+        f"dimension {dim} of {line.name} is {over(spec.axes_of(dim))}, and of {first} ('{model}') "
+        f"{over(model.axes_of(dim))}; no equation stands between them."
+    )
+    fits = len(axes) == len(set(axes))
+    written = f"Write {line.name} = '{Spec(spec.dims, tuple(fitting.values()))}'" if fits else f"Change {line.name}"
+    yield line.at_dim(spec, dim, fact, f"{written}, or change {first}.")
+
+
+def _keys_apart(line: Line, query: Spec | None, key: Spec, serves: str) -> Iterator[Fault]:
+    """Yield a fault for keys that are cut along the sequence, and not as the queries that they go round to.
+
+    Args:
+      line: that of attention.key.
+      query, key: the specs, None if there is none.
+      serves: the phase that the layout is of; empty for training.
+    """
+    # A device attends with the queries of its own chunk, while chunks of keys go round the ring of these devices.
+    axes, whole = key.axes_of("L"), str(key.with_axes("L", ()))
+    if axes and serves:
+        fact = f"dimension L of {line.name} is {over(axes)}, and stays whole in serving: one position cannot be cut."
+        yield line.at_dim(key, "L", fact, f"Write '{whole}' in [serving]; [cache] may shard the cached length T.")
+    elif axes and query and query.axes_of("L") != axes:
+        fact = f"dimension L of {line.name} is {over(axes)}, and of queries ('{query}') {over(query.axes_of('L'))}."
+        yield line.at_dim(key, "L", fact, f"Cut both alike, or leave the keys whole: '{whole}'.")
+
+
+def uneven_chunks(text: Any, key: Spec | None, given: GivenSizes) -> Iterator[Fault]:
+    """Yield a fault for a length that zigzag order does not cut into two chunks for each device of a ring.
+
+    The first tokens attend to few keys and the last to all, so device i of n has chunks i and 2n - 1 - i of the 2n.
+    """
+    if key is None:
+        return
+    devices = prod(given.mesh.get(axis, 1) for axis in key.axes_of("L"))
+    length = given.sizes.get("L", 0)
+    if devices > 1 and length % devices == 0 and length % (2 * devices):
+        line = Line("attention.key", text)
+        fact = f"dimension L has size {length}, and zigzag order cuts it into {2 * devices} chunks, two for a device."
+        yield line.at_dim(key, "L", fact, f"Use a multiple of {2 * devices}.")
+
+
+def parted_groups(line: Line, query: Spec, key: Spec, given: GivenSizes) -> Iterator[Fault]:
+    """Yield a fault where query heads are split so that a device has parts of two groups, each with its own key head.
+
+    A device has whole groups, or a part of one: its attention is one product of query heads, in groups of one size,
+    with their key heads.
+
+    Args:
+      line: that of attention.query.
+      query, key: the specs; K lies over the first of the mesh axes of H.
+      given: sizes and mesh; nothing is known to be wrong without H and K.
+    """
+    heads, key_heads = given.sizes.get("H", 0), given.sizes.get("K", 0)
+    wanted, held = (spec.without_trivial(given.mesh).axes_of(dim) for spec, dim in ((query, "H"), (key, "K")))
+    parts, key_parts = (prod(given.mesh.get(axis, 1) for axis in axes) for axes in (wanted, held))
+    if (
+        not {*wanted, *held} <= given.mesh.keys()
+        or not key_heads
+        or heads % key_heads
+        or heads % parts
+        or key_heads % key_parts
+        or wanted[: len(held)] != held
+    ):
+        return  # no sizes, or a fault of another rule
+    if share(wanted[len(held) :], key_heads // key_parts, given.mesh) is None:
+        fact = (
+            f"a device has {heads // parts} of {heads} query heads, and {heads // key_heads} share each of the "
+            f"{key_heads} key heads ('{key}' in attention.key): some device would need parts of two groups."
+        )
+        remedy = f"Shard H over mesh axes whose size divides {key_heads}, or is a multiple of it, or leave it whole."
+        yield line.at_dim(query, "H", fact, remedy)
+
+
+# -- one move of the residual ----------------------------------------------------------------------------------------
+
+
+def key_via_faults(table: Mapping[str, Any]) -> Iterator[Fault]:
+    """Yield a fault where key_via and in_via pin the residual to two specs: it is moved once, for both."""
+    key, query = (table.get(f"attention.{name}") for name in ("key_via", "in_via"))
+    residual, wanted = _pinned_to(key), _pinned_to(query)
+    if isinstance(key, str) and residual and residual != wanted and (wanted or not query):
+        where = f"attention.in_via brings it to '{wanted}'" if wanted else "there is no attention.in_via"
+        fact = f"attention.key_via brings the residual to '{residual}', and {where}."
+        remedy = "The residual travels once, for queries and keys: write both, with the same residual."
+        yield Line("attention.key_via", key).at_text(fact, remedy)
+
+
+def _pinned_to(via: Any) -> Spec | None:
+    """Return the spec of the activation in a via; None if it is absent or unreadable, which is a fault already."""
+    try:
+        return parse_via(via).specs[0] if isinstance(via, str) else None
+    except SpecError:
+        return None
+
+
+# -- the stages of a pipeline ----------------------------------------------------------------------------------------
+
+
+def stages_faults(
+    section: str, table: Mapping[str, Any], specs: Mapping[str, Spec], base: Mapping[str, Spec]
+) -> Iterator[Fault]:
+    """Yield a fault for every tensor that lies over the mesh axis of the stages, and one for stages over several axes.
+
+    Devices along this axis hold other layers, so none of them has another piece of a layer's tensor.
+
+    Args:
+        section: the overriding section of the table; empty for the layout's own.
+        table: key to text.
+        specs: key to spec, of those that could be read.
+        base: those of the layout, which may have `pipeline.layers`.
+    """
+    layers = base.get(_LAYERS, Spec(("N",), ((),)))
+    axes = layers.axes_of("N")
+    if len(axes) > 1 and not section:
+        fact = f"stages follow one another along one mesh axis, and dimension N is sharded over {len(axes)}."
+        yield Line(_LAYERS, table[_LAYERS]).at_dim(layers, "N", fact, f"Write 'N_{axes[0]}'.")
+    for key, spec in specs.items():
+        for dim in spec.dims if key != _LAYERS and key in table else ():
+            if shared := [axis for axis in spec.axes_of(dim) if axis in axes]:
+                kept = spec.with_axes(dim, tuple(axis for axis in spec.axes_of(dim) if axis not in axes))
+                fact = f"mesh axis {shared[0]} has the stages of a pipeline, and dimension {dim} lies over it too."
+                yield Line(key, table[key], section).at_dim(spec, dim, fact, f"Write '{kept}'.")
+
+
+# -- experts without capacity ----------------------------------------------------------------------------------------
+
+
+def dropless_faults(layout: LayoutTable, mesh: Mapping[str, int]) -> Iterator[Fault]:
+    """Yield a fault for every line of [moe] by which a product would move the rows of dispatch `dropless`.
+
+    Rows are sorted by expert. An expert's rows are as many as the router sends it, so no collective of a fixed size
+    exchanges them, and C, the room that they have, is whole on every device.
+
+    Args:
+        layout: without alternatives or faults.
+        mesh: sizes of its axes.
+    """
+    lines = {name: text for name, text in layout.table.items() if isinstance(text, str)}
+    if _INPUT not in lines:
+        return
+    there = Spec.parse(lines[_INPUT])
+    wanted = {"G": there.axes_of("G"), "X": there.axes_of("X"), "C": ()}
+    for name in (_INPUT, "moe.hidden", "moe.in_via", "moe.out_via"):
+        if name in lines:
+            specs = parse_via(lines[name]).specs if name.endswith("_via") else (Spec.parse(lines[name]),)
+            stay = [_staying(spec, wanted) for spec in specs]
+            moved = _moved(specs, stay, mesh)
+            if moved:
+                do = "does" if len(moved) == 1 else "do"
+                fact = f"rows of dispatch 'dropless' stay where they arrive, and {listed(moved)} {do} not lie as there."
+                remedy = f"Write '{', '.join(map(str, stay))}', as moe.expert_input has them, or take dispatch 'sort'."
+                yield Line(name, lines[name]).at_text(fact, remedy)
+
+
+def _staying(spec: Spec, wanted: Mapping[str, tuple[str, ...]]) -> Spec:
+    """Return a spec with its rows where they arrive; what lies over the same mesh axes otherwise gives way."""
+    taken = {axis for dim in spec.dims for axis in wanted.get(dim, ())}
+    rest = (tuple(axis for axis in axes if axis not in taken) for axes in spec.axes)
+    return Spec(spec.dims, tuple(wanted.get(dim, axes) for dim, axes in zip(spec.dims, rest)))
+
+
+def _moved(specs: Sequence[Spec], stay: Sequence[Spec], mesh: Mapping[str, int]) -> list[str]:
+    """Return the dimensions of rows that lie elsewhere, but for mesh axes of size 1."""
+    pairs = [(a.without_trivial(mesh), b.without_trivial(mesh)) for a, b in zip(specs, stay)]
+    return [d for d in "GXC" if any(d in a.dims and a.axes_of(d) != b.axes_of(d) for a, b in pairs)]

@@ -1,0 +1,198 @@
+"""The sizes that specs are checked for: padded to a multiple, of one microbatch, and cut over a mesh."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from math import lcm
+from typing import Any
+
+import numpy as np
+
+from gspmd.annotate import Fault, Spec
+from gspmd.annotate.errors import shown
+from gspmd.annotate.validation import whole
+from gspmd.layouts.mesh import complete
+from gspmd.layouts.rules.faults import Line
+from gspmd.layouts.rules.keys import DIMENSIONS
+from gspmd.layouts.table import LayoutTable
+
+# -- padding ----------------------------------------------------------------------------------------------------------
+
+#: The dimensions that may be padded, and how the padding is kept from having an effect: `gspmd_models` masks it.
+#: PaLM's 48 heads, on 64 chips, are why heads may be (Pope et al. 2022, section 4).
+PADDED = {
+    "H": "the attention core's result is 0 there; every key/value head has as many query heads as before, or more",
+    "K": "as H, which is padded along, so that the query heads of each real one stay",
+    "F": "the hidden layer is 0 there, or the rows of an expert's second matrix are",
+    "V": "logits are -1e30 there",
+    "T": "room in the cache that no position reaches",
+}
+
+#: The reasons why others may not.
+_REFUSED = {
+    "B": "sequences are the caller's: give alternatives, a list of specs, and a smaller batch takes fewer mesh axes",
+    "L": "the text is padded where it is made, by whoever knows which tokens are real",
+    "E": "norms take their mean over it",
+    "D": "attention scales by it, and positions rotate it",
+    "X": "a router would choose among experts that are not there",
+    "G": "groups are made of the batch",
+    "C": "the capacity is a number of slots, of which some are empty anyway: raise the capacity factor",
+}
+
+
+def padded(sizes: Mapping[str, int], padding: Mapping[str, int]) -> dict[str, int]:
+    """Return the sizes with every dimension of `padding` rounded up to its multiple.
+
+    Heads: K is rounded up alone; H to a multiple of both its own and K, with H/K never less than before.
+
+    >>> padded({"H": 48, "K": 1, "F": 10}, {"H": 64, "F": 8})
+    {'H': 64, 'K': 1, 'F': 16}
+    >>> padded({"H": 12, "K": 3}, {"H": 8, "K": 4}), padded({"H": 12, "K": 4}, {"H": 16})
+    ({'H': 16, 'K': 4}, {'H': 16, 'K': 4})
+    """
+    result = {dim: _up(size, padding.get(dim, 1)) for dim, size in sizes.items()}
+    if "H" in sizes and "K" in sizes and {"H", "K"} & set(padding) and sizes["K"]:
+        # As many query heads per key/value head as there are real ones, or more: no query head changes its group.
+        enough = sizes["H"] // sizes["K"] * result["K"]
+        result["H"] = _up(enough, lcm(padding.get("H", 1), result["K"]))
+    return result
+
+
+@dataclass(frozen=True)
+class Padded:
+    """A dimension that is longer than what is real in it: runs of real entries, each at the start of a longer run.
+
+    Attributes:
+      runs: of real entries; one for each key/value head in H, one in every other dimension.
+      length: real entries in each.
+      wide_runs, wide_length: with the padding.
+
+    Example:
+      >>> Padded(2, 2, 2, 3).origins.tolist()
+      [0, 1, -1, 2, 3, -1]
+    """
+
+    runs: int
+    length: int
+    wide_runs: int
+    wide_length: int
+
+    @property
+    def size(self) -> int:
+        """Number of entries, padding and all."""
+        return self.wide_runs * self.wide_length
+
+    @property
+    def real(self) -> int:
+        """Number of real entries."""
+        return self.runs * self.length
+
+    @property
+    def origins(self) -> np.ndarray:
+        """Return the real entry that stands at each place; -1 for padding."""
+        places = np.full((self.wide_runs, self.wide_length), -1)
+        places[: self.runs, : self.length] = np.arange(self.real).reshape(self.runs, self.length)
+        return places.reshape(-1)
+
+
+def paddings(sizes: Mapping[str, int], wide: Mapping[str, int]) -> dict[str, Padded]:
+    """Return every dimension that is longer in `wide`; query heads stay with their key/value head.
+
+    >>> paddings({"H": 4, "K": 2, "V": 3}, {"H": 6, "K": 2, "V": 3})
+    {'H': Padded(runs=2, length=2, wide_runs=2, wide_length=3)}
+    """
+    result = {}
+    for dim in (dim for dim in sizes if wide[dim] != sizes[dim]):
+        runs, wide_runs = (sizes["K"], wide["K"]) if dim == "H" and "K" in sizes else (1, 1)
+        result[dim] = Padded(runs, sizes[dim] // runs, wide_runs, wide[dim] // wide_runs)
+    return result
+
+
+def padding_faults(padding: Mapping[str, Any]) -> Iterator[Fault]:
+    """Yield a fault for every line of [padding] that cannot be."""
+    for dim, multiple in padding.items():
+        line = Line(dim, str(multiple), "padding")
+        known = f"It holds {', '.join(PADDED)}."
+        if dim in _REFUSED:
+            yield line.at_key(f"dimension {dim} ({DIMENSIONS[dim]}) cannot be padded: {_REFUSED[dim]}.", known)
+        elif dim not in PADDED:
+            yield line.at_key(f"{dim!r} is no dimension that can be padded.", known)
+        elif (whole(multiple) or 0) < 1:
+            yield line.at_text(
+                f"{dim} is padded to a multiple of {shown(multiple)}.", "Write a whole number, 1 or more."
+            )
+
+
+def proposal(dim: str, size: int, parts: int) -> str:
+    """Return a sentence that proposes the line of [padding] for so many shards; empty where half would be waste."""
+    fits = dim in PADDED and _up(size, parts) <= 2 * size
+    return f"Or pad it: {dim} = {parts} in [padding]." if fits else ""
+
+
+def _up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
+
+
+# -- microbatches -----------------------------------------------------------------------------------------------------
+
+
+def microbatches(layout: LayoutTable, sizes: Mapping[str, int]) -> int:
+    """Return the number of microbatches that sizes have: M, unless M is a dimension of one's own; 1 if left out."""
+    return 1 if "M" in layout.dimensions else sizes.get("M", 1)
+
+
+def of_microbatch(layout: LayoutTable, sizes: Mapping[str, int]) -> dict[str, int]:
+    """Return the sizes of the tensors of one microbatch: its part of B, and of G if every sequence is a group."""
+    count, batch = microbatches(layout, sizes), sizes.get("B")
+    if count < 2 or batch is None:
+        return dict(sizes)
+    groups = {"G": batch // count} if sizes.get("G") == batch else {}
+    return {**sizes, "B": batch // count, **groups}
+
+
+def microbatch_faults(layout: LayoutTable, sizes: Mapping[str, int]) -> list[Fault]:
+    """Return a fault if a batch cannot be cut into so many microbatches."""
+    count, batch = microbatches(layout, sizes), sizes.get("B")
+    if batch is None or (count > 0 and batch % count == 0):
+        return []
+    text = f"B={batch}, M={count}"
+    return [Fault(text, text.index("M"), len(text), f"a batch of {batch} cannot be cut into {count} microbatches.",
+                  "Use a number that divides the batch.")]  # fmt: skip
+
+
+# -- sizes and mesh ---------------------------------------------------------------------------------------------------
+
+
+class GivenSizes:
+    """Sizes and mesh to check specs against; dimensions without a size are assumed to divide."""
+
+    def __init__(self, sizes: Mapping[str, int], mesh: Mapping[str, int], microbatches: int = 1, *, pads: bool = True):
+        # Groups are the sequences by default, and a model without experts has none.
+        self.sizes = {**({"G": sizes["B"]} if {"B", "X"} <= set(sizes) else {}), **sizes}
+        self.mesh, self.microbatches, self.pads = dict(mesh), microbatches, pads
+
+    def faults(self, spec: Spec) -> list[Fault]:
+        """Return the faults of a spec for these sizes on this mesh."""
+        # 0 is divided by any number of shards.
+        wrong = spec.faults({**dict.fromkeys(spec.dims, 0), **self.sizes}, self.mesh)
+        return [self._of_size(fault, *fault.cause) if fault.cause else fault for fault in wrong]
+
+    def _of_size(self, fault: Fault, dim: str, size: int, parts: int) -> Fault:
+        """Return the fault of a size that does not divide, with its cause, and with padding among the remedies."""
+        # G is the batch unless it is given, so that one batch which does not divide is one cause of both.
+        caused_by = "B" if dim == "G" and size == self.sizes.get("B") else dim
+        remedies = [fault.remedy, proposal(dim, size, parts) if self.pads else ""]
+        if self.microbatches > 1 and caused_by == "B":
+            remedies.append(f"That is the size of a microbatch, of which there are M={self.microbatches}.")
+        return replace(fault, remedy=" ".join(filter(None, remedies)), cause=(caused_by, size, parts))
+
+
+def given_sizes(layout: LayoutTable, sizes: Mapping[str, int], mesh: Any) -> GivenSizes:
+    """Return the sizes, padded where the layout pads them, and the mesh with every axis of the layout (None: all 1).
+
+    Where they say how many microbatches M there are, they are those of one microbatch.
+    """
+    # An axis that the layout does not declare is one fault, that of the mesh, and none of every spec.
+    axes = {axis: size for axis, size in complete(mesh or {}, layout.axes).items() if axis in layout.axes}
+    sizes, count = of_microbatch(layout, sizes), microbatches(layout, sizes)
+    wide = {} if any(padding_faults(layout.padding)) else padded(sizes, layout.padding)
+    return GivenSizes(wide, axes, count, pads=not layout.own)  # the models that come with gspmd alone can pad

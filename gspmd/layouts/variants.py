@@ -1,0 +1,154 @@
+"""Variants of a layout: with other specs, stored as another one, for single positions, and inside a shard_map."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from gspmd.annotate import LayoutError, Spec, parse_via
+from gspmd.annotate.equation import Via
+from gspmd.annotate.errors import shown
+from gspmd.annotate.validation import whole
+from gspmd.layouts.rules.keys import KEYS, OVERRIDES, PHASES, SERVING, Text
+from gspmd.layouts.table import LayoutTable, parameters_of
+from gspmd.reading import WHOLE, whole_number
+
+OfTable = TypeVar("OfTable", bound=LayoutTable)
+
+
+def overridden(layout: OfTable, specs: Any) -> OfTable:
+    """Return a layout with the specs, lowerings and multiples of padding of `specs`, which are not checked here.
+
+    Raises:
+      LayoutError: it is no mapping, or a value is of the wrong type.
+    """
+    if not isinstance(specs, Mapping):
+        raise LayoutError(f'cannot override with {shown(specs)}.\n  Write {{"ffn.w_in": "E_xF_y"}}, keys to specs.')
+    # As in a file: what is said of both phases of serving comes before what is said of one.
+    for key, value in sorted(specs.items(), key=lambda entry: not str(entry[0]).startswith(f"{SERVING}.")):
+        section, _, rest = key.partition(".") if isinstance(key, str) else ("", "", "")
+        text, multiple = _text(value), whole_number(value) if isinstance(value, str) else whole(value)
+        if section == "padding" and multiple is not None:
+            layout = replace(layout, padding={**layout.padding, rest: multiple})
+        elif not isinstance(key, str) or text is None or (section == "padding"):
+            remedy = f"The multiple of a padding is {WHOLE}." * (section == "padding")
+            doing = f"cannot override {shown(key)} with {shown(value)}"
+            raise LayoutError(f"{doing}.\n  {remedy or 'A key and its spec are strings.'}")
+        elif section == "lowering":
+            layout = replace(layout, lowerings={**layout.lowerings, rest: str(value)})
+        elif section in OVERRIDES or section == SERVING:
+            named = PHASES if section == SERVING else (section,)
+            tables = {each: {**layout.overrides.get(each, {}), rest: text} for each in named}
+            layout = replace(layout, overrides={**layout.overrides, **tables})
+        else:
+            layout = replace(layout, table={**layout.table, key: text})
+    return layout
+
+
+def _text(value: Any) -> Text | None:
+    """Return a spec, or alternatives, as text; None for anything else."""
+    if isinstance(value, str) and "|" in value:
+        return tuple(each.strip() for each in value.split("|"))
+    if isinstance(value, str | Spec):
+        return str(value)
+    alternatives = isinstance(value, list | tuple) and value and all(isinstance(each, str | Spec) for each in value)
+    return tuple(map(str, value)) if alternatives else None
+
+
+def stored_specs(layout: LayoutTable, other: LayoutTable) -> dict[str, str]:
+    """Return what a layout has to write to store parameters and cache as another one does: key to spec.
+
+    Args:
+      layout, other: a `Layout`.
+
+    Raises:
+      LayoutError: they are not of the same mesh axes.
+    """
+    if set(layout.axes) != set(other.axes):
+        of = [f"'{each.name}' has {', '.join(each.axes)}" for each in (layout, other)]
+        raise LayoutError(
+            f"layout '{layout.name}' cannot use what layout '{other.name}' stores: they are of other mesh axes.\n"
+            f"  {of[0]}, and {of[1]}; give both the same, unused ones with size 1."
+        )
+    return {**dict(parameters_of(other)), "cache.attention.key": other.cache()}
+
+
+def position_specs(table: Mapping[str, Text]) -> dict[str, Text]:
+    """Return the specs of a table in which L is sharded, with L whole: one position cannot be divided.
+
+    >>> position_specs({"ffn.residual": "B_xL_yE", "ffn.hidden": "B_xLF_y", "ffn.in_via": "B_xL_yE, EF"})
+    {'ffn.residual': 'B_xLE', 'ffn.in_via': 'B_xLE, EF'}
+    >>> position_specs({"ffn.residual": ("B_xL_yE", "B_xyLE")})
+    {'ffn.residual': ('B_xLE', 'B_xyLE')}
+    """
+    return _changed(table, ("via", "activation"), _one_position)
+
+
+def inner_specs(table: Mapping[str, Text], axes: Sequence[str]) -> dict[str, Text]:
+    """Return the specs of a table that have some mesh axes, without them.
+
+    >>> inner_specs({"ffn.residual": "B_xLE", "ffn.w_in": "EF_y reduced-x", "ffn.in_via": "B_xLE, EF_y"}, ["x"])
+    {'ffn.residual': 'BLE', 'ffn.w_in': 'EF_y', 'ffn.in_via': 'BLE, EF_y'}
+    """
+
+    def rest(names: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(axis for axis in names if axis not in axes)
+
+    def inner(text: str, kind: str) -> str:
+        specs = parse_via(text).specs if kind == "via" else (Spec.parse(text),)
+        return ", ".join(
+            str(Spec(spec.dims, tuple(map(rest, spec.axes)), rest(spec.partial), rest(spec.reduced))) for spec in specs
+        )
+
+    return _changed(table, ("via", "activation", "parameter"), inner)
+
+
+def data_axes(layout: LayoutTable) -> tuple[str, ...]:
+    """Return the mesh axes along which pipelines run side by side, each on sequences of its own.
+
+    They split the batch and nothing else, and stand first there in every spec: a device of the stages has one run of
+    sequences, which the axes that stand behind them split on.
+
+    Args:
+        layout: a `Layout` without alternatives. Its experts are not looked at.
+
+    Example:
+        >>> from gspmd.layouts import Layout
+        >>> [data_axes(Layout.load(name)) for name in ("pipeline", "context-parallel", "zero-1", "zero-3")]
+        [('x',), ('x',), ('x', 'y', 'z'), ()]
+    """
+    specs: list[Spec] = []
+    for key in (KEYS[name] for name in layout.table if name in KEYS):
+        if key.kind in ("parameter", "activation", "via") and key.section != "moe":
+            text = layout[key.name]
+            specs += parse_via(text).specs if key.kind == "via" else [Spec.parse(text)]
+    batches = [spec.axes_of("B") if "B" in spec.dims else () for spec in specs]
+    elsewhere = {axis for spec, batch in zip(specs, batches) for axis in spec.used if axis not in batch}
+    first: tuple[str, ...] = ()
+    for axis in layout.spec("embedding.tokens").axes_of("B"):
+        wanted = (*first, axis)
+        alike = all(batch[: len(wanted)] == wanted for spec, batch in zip(specs, batches) if "B" in spec.dims)
+        if axis in elsewhere or not alike:
+            break
+        first = wanted
+    return first
+
+
+def _changed(table: Mapping[str, Text], kinds: Sequence[str], change: Callable[[str, str], str]) -> dict[str, Text]:
+    """Return the specs that (text, kind) -> text changes, in every alternative, of some kinds of keys."""
+    changed: dict[str, Text] = {}
+    for name, kind in ((name, KEYS[name].kind) for name in table if name in KEYS):
+        if kind in kinds:
+            text = table[name]
+            found = tuple(change(each, kind) for each in (text if isinstance(text, tuple) else (text,)))
+            changed[name] = found if isinstance(text, tuple) else found[0]
+    return {name: text for name, text in changed.items() if text != table[name]}
+
+
+def _one_position(text: str, kind: str) -> str:
+    """Return a spec or a via with L whole; the text as it stands where L is whole already."""
+    if kind == "via":
+        activation, weight = parse_via(text).specs
+        sharded = "L" in activation.dims and activation.axes_of("L")
+        return str(Via.of(activation.with_axes("L", ()), weight)) if sharded else text
+    spec = Spec.parse(text)
+    return str(spec.with_axes("L", ())) if "L" in spec.dims and spec.axes_of("L") else text
