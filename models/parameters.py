@@ -14,7 +14,7 @@ from gspmd.annotate.errors import SpecError, listed, report
 from gspmd.layouts import Layout
 from gspmd.layouts.initial import Constant, Initialiser, Normal, drawer, folded
 from gspmd.layouts.rules.faults import one_for_each_cause
-from gspmd.layouts.rules.keys import DENSE, KEYS
+from gspmd.layouts.rules.keys import DENSE, dims_of
 from gspmd.layouts.rules.sizes import Padded
 
 from .config import ModelConfig
@@ -69,7 +69,7 @@ def _check_dense(config: ModelConfig, layout: Layout) -> None:
     # `Layout.check` does not know the model, and lets a layout with experts lack them.
     missing = [key for key in DENSE if key not in layout.table] if config.moe else []
     if missing and config.expert_layers < config.layers:
-        lines = (f'{key.partition(".")[2]} = "{KEYS[key].dims}"' for key in missing)
+        lines = (f'{key.partition(".")[2]} = "{dims_of(key)}"' for key in missing)
         raise LayoutError(
             f"cannot use layout '{layout.name}': {config.layers - config.expert_layers} of the model's {config.layers} "
             f"layers have no experts, and {listed(missing)} are not written.\n"
@@ -161,19 +161,19 @@ class _WithPadding:
 def _rows(config: ModelConfig, layout: Layout, spec_of: Callable[[str], str]) -> Iterator[tuple[str, ParameterRow]]:
     sizes, wide = config.sizes(batch=1, length=1), wide_sizes(config, layout)
 
-    def row(path: str, key: str, dims: str, begin: Initialiser, stack: int = 0) -> tuple[str, ParameterRow]:
-        shared = key in SHARED
+    def row(path: str, key: str, begin: Initialiser, stack: int = 0) -> tuple[str, ParameterRow]:
+        dims, shared = dims_of(key), key in SHARED
         of, padded = shared_sizes(config, wide) if shared else wide, padded_dimensions(config, layout, shared=shared)
-        spec, shape, padding = _spec(spec_of, key, dims), tuple(of[d] for d in dims), tuple(map(padded.get, dims))
+        spec, shape, padding = _spec(spec_of, key), tuple(of[d] for d in dims), tuple(map(padded.get, dims))
         if stack:
             spec, shape, padding = _stacked(spec, stages_axes(layout)), (stack, *shape), (None, *padding)
         return path, ParameterRow(key, spec, shape, begin, padding)
 
-    def adapters(path: str, key: str, dims: str, stack: int) -> Iterator[tuple[str, ParameterRow]]:
+    def adapters(path: str, key: str, stack: int) -> Iterator[tuple[str, ParameterRow]]:
         """A and B of a weight, whose product begins as 0."""
-        _, weight = row(path, key, dims, zeros)
+        _, weight = row(path, key, zeros)
         assert config.lora is not None
-        along = {**dict(zip(dims, zip(weight.shape, weight.padding))), "R": (config.lora.rank, None)}
+        along = {**dict(zip(dims_of(key), zip(weight.shape, weight.padding))), "R": (config.lora.rank, None)}
         begin: dict[str, Initialiser] = {"a": scaled(TARGETS[key][0], sizes), "b": zeros}
         for side, spec in zip("ab", adapter_specs(key, weight.spec)):
             shape, padding = zip(*(along[dim] for dim in spec.dims))
@@ -181,47 +181,45 @@ def _rows(config: ModelConfig, layout: Layout, spec_of: Callable[[str], str]) ->
                 spec, shape, padding = _stacked(spec, stages_axes(layout)), (stack, *shape), (None, *padding)
             yield f"{path}_{side}", ParameterRow(key, spec, shape, begin[side], padding)
 
-    def matrix(
-        path: str, key: str, dims: str, begin: Initialiser, stack: int = 0
-    ) -> Iterator[tuple[str, ParameterRow]]:
-        yield row(path, key, dims, begin, stack)
+    def matrix(path: str, key: str, begin: Initialiser, stack: int = 0) -> Iterator[tuple[str, ParameterRow]]:
+        yield row(path, key, begin, stack)
         if config.lora and key in config.lora.targets:
-            yield from adapters(path, key, dims, stack)
+            yield from adapters(path, key, stack)
         if config.int8 and key in SCALES and not shares_scale(config, path):
-            name, at, of = SCALES[key]
-            yield row(f"{path.rpartition('.')[0]}.{name}", at, of, ones, stack)
+            name, at = SCALES[key]
+            yield row(f"{path.rpartition('.')[0]}.{name}", at, ones, stack)
 
     # Rows of unit length; the look-up multiplies by √E (Vaswani et al. 2017, section 3.4).
-    yield from matrix("embedding.table", "embedding.table", "VE", scaled("E", sizes))
+    yield from matrix("embedding.table", "embedding.table", scaled("E", sizes))
     for place in range(config.period):
-        for path, key, dims, begin in _block(config, place, sizes):
-            yield from matrix(f"blocks.{place}.{path}", key, dims, begin, config.layers // config.period)
+        for path, key, begin in _block(config, place, sizes):
+            yield from matrix(f"blocks.{place}.{path}", key, begin, config.layers // config.period)
     # With a tied table, the token's own row in the residual stream would give a logit of √E. Chowdhery et al. 2022,
     # section 5, scale tied logits by 1/√E; here the last norm starts at 1/√E and may grow, which learns faster, and the
     # initial loss is that of a uniform guess.
-    yield row("output.norm", "output.norm", "E", Constant(sizes["E"] ** -0.5) if config.tied else ones)
+    yield row("output.norm", "output.norm", Constant(sizes["E"] ** -0.5) if config.tied else ones)
     if config.norm_bias:
-        yield row("output.norm_bias", "output.norm_bias", "E", zeros)
+        yield row("output.norm_bias", "output.norm_bias", zeros)
     if not config.tied:
-        yield from matrix("output.table", "output.table", "VE", scaled("E", sizes))
+        yield from matrix("output.table", "output.table", scaled("E", sizes))
     if config.output_bias:
-        yield row("output.bias", "output.bias", "V", zeros)
+        yield row("output.bias", "output.bias", zeros)
 
 
-def _block(config: ModelConfig, place: int, sizes: Mapping[str, int]) -> Iterator[tuple[str, str, str, Initialiser]]:
+def _block(config: ModelConfig, place: int, sizes: Mapping[str, int]) -> Iterator[tuple[str, str, Initialiser]]:
     serial = config.block == "serial"
     yield from _norm(config, *("attention.", "attention") if serial else ("", "ffn"))
-    for name, dims in (("q", "EHD"), ("k", "EKD"), ("v", "EKD")):
-        yield f"attention.w_{name}", f"attention.w_{name}", dims, scaled("E", sizes)
+    for name in "qkv":
+        yield f"attention.w_{name}", f"attention.w_{name}", scaled("E", sizes)
         if config.qkv_bias:
-            yield f"attention.b_{name}", f"attention.b_{name}", dims[1:], zeros
+            yield f"attention.b_{name}", f"attention.b_{name}", zeros
     for name in ("q_norm", "k_norm") if config.qk_norm else ():
-        yield f"attention.{name}", f"attention.{name}", "D", ones
-    yield "attention.w_o", "attention.w_o", "HDE", scaled("HD", sizes, depth=config.layers)
+        yield f"attention.{name}", f"attention.{name}", ones
+    yield "attention.w_o", "attention.w_o", scaled("HD", sizes, depth=config.layers)
     if config.out_bias:
-        yield "attention.b_o", "attention.b_o", "E", zeros
+        yield "attention.b_o", "attention.b_o", zeros
     experts = config.moe if place == config.period - 1 else None
-    section, lead = ("moe", "X") if experts else ("ffn", "")
+    section = "moe" if experts else "ffn"
     if serial:
         yield from _norm(config, f"{section}.", "ffn")
     if experts:
@@ -229,25 +227,25 @@ def _block(config: ModelConfig, place: int, sizes: Mapping[str, int]) -> Iterato
         # matrices to 0.1; here only the router's, and matrices at the end of a branch are scaled by depth.
         # Noisy gating starts with logits 0 and equal noise (Shazeer et al. 2017, appendix A).
         begin = zeros if experts.noisy else scaled("E", sizes, variance=experts.router_scale)
-        yield "moe.router", "moe.router", "EX", begin
+        yield "moe.router", "moe.router", begin
         if experts.noisy:
-            yield "moe.router_noise", "moe.router_noise", "EX", zeros
+            yield "moe.router_noise", "moe.router_noise", zeros
     for name in ("w_in", "w_gate") if config.gated else ("w_in",):
-        yield f"{section}.{name}", f"{section}.{name}", f"{lead}EF", scaled("E", sizes)
+        yield f"{section}.{name}", f"{section}.{name}", scaled("E", sizes)
     for name in ("b_in", "b_gate") if config.gated else ("b_in",):
         if config.ffn_bias:
-            yield f"ffn.{name}", f"ffn.{name}", "F", zeros
-    yield f"{section}.w_out", f"{section}.w_out", f"{lead}FE", scaled("F", sizes, depth=config.layers)
+            yield f"ffn.{name}", f"ffn.{name}", zeros
+    yield f"{section}.w_out", f"{section}.w_out", scaled("F", sizes, depth=config.layers)
     if config.ffn_bias:
-        yield "ffn.b_out", "ffn.b_out", "E", zeros
+        yield "ffn.b_out", "ffn.b_out", zeros
     if experts and experts.shared:
         yield from _shared(config, shared_sizes(config, sizes))
 
 
-def _norm(config: ModelConfig, path: str, section: str) -> Iterator[tuple[str, str, str, Initialiser]]:
-    yield f"{path}norm", f"{section}.norm", "E", ones
+def _norm(config: ModelConfig, path: str, section: str) -> Iterator[tuple[str, str, Initialiser]]:
+    yield f"{path}norm", f"{section}.norm", ones
     if config.norm_bias:
-        yield f"{path}norm_bias", f"{section}.norm_bias", "E", zeros
+        yield f"{path}norm_bias", f"{section}.norm_bias", zeros
 
 
 def shares_scale(config: ModelConfig, path: str) -> bool:
@@ -257,10 +255,10 @@ def shares_scale(config: ModelConfig, path: str) -> bool:
     return config.moe is None or int(path.split(".")[1]) != config.period - 1  # experts reduce their sum separately
 
 
-def _shared(config: ModelConfig, sizes: Mapping[str, int]) -> Iterator[tuple[str, str, str, Initialiser]]:
+def _shared(config: ModelConfig, sizes: Mapping[str, int]) -> Iterator[tuple[str, str, Initialiser]]:
     for name in ("in", "gate") if config.gated else ("in",):
-        yield f"moe.shared.w_{name}", f"moe.shared_{name}", "EF", scaled("E", sizes)
-    yield "moe.shared.w_out", "moe.shared_out", "FE", scaled("F", sizes, depth=config.layers)
+        yield f"moe.shared.w_{name}", f"moe.shared_{name}", scaled("E", sizes)
+    yield "moe.shared.w_out", "moe.shared_out", scaled("F", sizes, depth=config.layers)
 
 
 def scaled(summed: str, sizes: Mapping[str, int], variance: float = 1.0, depth: int = 0) -> Normal:
@@ -279,8 +277,8 @@ def _stacked(spec: Spec, stages: tuple[str, ...]) -> Spec:
     return Spec(("N", *spec.dims), (stages, *spec.axes), spec.partial, spec.reduced)
 
 
-def _spec(spec_of: Callable[[str], str], key: str, dims: str) -> Spec:
+def _spec(spec_of: Callable[[str], str], key: str) -> Spec:
     spec = Spec.parse(spec_of(key))
-    if "".join(spec.dims) != dims:
-        raise ValueError(f"layout key {key} is '{spec}', where the model has the dimensions {dims}")
+    if "".join(spec.dims) != dims_of(key):
+        raise ValueError(f"layout key {key} is '{spec}', where the model has the dimensions {dims_of(key)}")
     return spec

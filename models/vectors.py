@@ -19,23 +19,23 @@ from gspmd.layouts.rules.sizes import Padded, paddings
 from .config import ModelConfig
 
 SCALES = {
-    "embedding.table": ("scale", "output.bias", "V"),
-    "attention.w_q": ("s_q", "attention.b_q", "HD"),
-    "attention.w_k": ("s_k", "attention.b_k", "KD"),
-    "attention.w_v": ("s_v", "attention.b_v", "KD"),
-    "attention.w_o": ("s_o", "attention.b_o", "E"),
-    "ffn.w_in": ("s_in", "ffn.b_in", "F"),
-    "ffn.w_gate": ("s_gate", "ffn.b_gate", "F"),
-    "ffn.w_out": ("s_out", "ffn.b_out", "E"),
-    "moe.w_in": ("s_in", "moe.scale_in", "XF"),
-    "moe.w_gate": ("s_gate", "moe.scale_in", "XF"),
-    "moe.w_out": ("s_out", "moe.scale_out", "XE"),
-    "moe.shared_in": ("s_in", "moe.shared_scale", "F"),
-    "moe.shared_gate": ("s_gate", "moe.shared_scale", "F"),
-    "moe.shared_out": ("s_out", "ffn.b_out", "E"),
-    "output.table": ("scale", "output.bias", "V"),
+    "embedding.table": ("scale", "output.bias"),
+    "attention.w_q": ("s_q", "attention.b_q"),
+    "attention.w_k": ("s_k", "attention.b_k"),
+    "attention.w_v": ("s_v", "attention.b_v"),
+    "attention.w_o": ("s_o", "attention.b_o"),
+    "ffn.w_in": ("s_in", "ffn.b_in"),
+    "ffn.w_gate": ("s_gate", "ffn.b_gate"),
+    "ffn.w_out": ("s_out", "ffn.b_out"),
+    "moe.w_in": ("s_in", "moe.scale_in"),
+    "moe.w_gate": ("s_gate", "moe.scale_in"),
+    "moe.w_out": ("s_out", "moe.scale_out"),
+    "moe.shared_in": ("s_in", "moe.shared_scale"),
+    "moe.shared_gate": ("s_gate", "moe.shared_scale"),
+    "moe.shared_out": ("s_out", "ffn.b_out"),
+    "output.table": ("scale", "output.bias"),
 }
-"""For the layout's key of every matrix: of its scales, where it is int8, name, key and dimensions."""
+"""By the layout's key of a matrix, the name and the key of its scales, which it has where it is int8."""
 
 
 def matrix(weight: nnx.Param, dtype: Any) -> jax.Array:

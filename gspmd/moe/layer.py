@@ -12,6 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 from gspmd.annotate.equation import Equation
 from gspmd.annotate.errors import PlanError, SpecError
 from gspmd.layouts import Section
+from gspmd.layouts.rules.keys import dims_of
 from gspmd.layouts.section import SectionSpecs
 from gspmd.moe import inputs
 from gspmd.moe.config import MoEConfig
@@ -104,8 +105,8 @@ def expert_layer(
     return y, *figures(summary, places, padded=mask is not None)
 
 
-_DIMS = {"router": "EX", "router_noise": "EX", "w_in": "XEF", "w_gate": "XEF", "w_out": "XFE"}
-_DIMS |= {"s_in": "XF", "s_gate": "XF", "s_out": "XE"}
+_DIMS = {name: dims_of(f"moe.{name}") for name in ("router", "router_noise", "w_in", "w_gate", "w_out")}
+_DIMS |= {name: dims_of("moe.scale_in") for name in ("s_in", "s_gate")} | {"s_out": dims_of("moe.scale_out")}
 _KEYS = ("router", "groups", "dispatched", "expert_input", "w_in", "hidden", "w_out")
 _DOING = "run experts"
 

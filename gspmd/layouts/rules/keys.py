@@ -233,6 +233,17 @@ def of_part(section: str) -> tuple[Key, ...]:
     return tuple(key for key in KEYS.values() if key.section == section)
 
 
+def dims_of(key: str) -> str:
+    """Return the dimensions of a tensor's key.
+
+    >>> dims_of("attention.w_q")
+    'EHD'
+    """
+    dims = KEYS[key].dims
+    assert isinstance(dims, str), f"{key} is a via"
+    return dims
+
+
 def keys_of_override(section: str) -> dict[str, Key]:
     """Return the keys that an overriding section may have: parameters for gradients and optimizer, the cache's, or all.
 
