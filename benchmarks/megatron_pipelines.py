@@ -38,7 +38,7 @@ class Pipeline:
         return CHIPS // (self.model.tensor * self.model.stages)
 
     @property
-    def settings(self) -> command.Settings:
+    def settings(self) -> command.CompileSettings:
         """Return the settings of `gspmd compile`."""
         model = self.model
         sharding = ShardingConfig(
@@ -46,7 +46,7 @@ class Pipeline:
             mesh=f"p={model.stages},x={self.data},y={model.tensor},z=1",
             set=tuple(f"{key}={spec}" for key, spec in RESIDUAL.items()),
         )  # fmt: skip
-        return command.Settings(
+        return command.CompileSettings(
             topology=TOPOLOGY, phase="train", batch=self.microbatches * self.data, length=LENGTH,
             microbatches=self.microbatches, model=model.config, sharding=sharding,
         )  # fmt: skip
@@ -94,7 +94,7 @@ def compiled(each: Pipeline) -> dict[str, Any]:
     return took | {"bytes": report.bytes_per_device} | simulated(report.timeline, each)
 
 
-def flops(settings: command.Settings) -> float:
+def flops(settings: command.CompileSettings) -> float:
     """Model FLOPs of a step."""
     return settings.batch * settings.length * settings.model.flops_per_token(settings.length)
 

@@ -187,7 +187,7 @@ def config_of(run: Run) -> ModelConfig:
     return settings_of(run).model
 
 
-def settings_of(run: Run) -> command.Settings:
+def settings_of(run: Run) -> command.CompileSettings:
     """The settings that `gspmd compile` has from a run's flags."""
     return command.parse(run.command.split()[2:])
 

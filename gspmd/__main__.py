@@ -7,7 +7,7 @@ else imports this file: a program that uses gspmd as a library keeps its own han
 
 import sys
 
-from gspmd.commands.interrupts import end_at_once
+from gspmd.interruption import end_at_once
 
 end_at_once()
 

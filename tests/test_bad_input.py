@@ -17,15 +17,17 @@ import pytest
 
 import gspmd
 import gspmd_models as models
-from gspmd.commands import configs, train
+from gspmd.commands import configs
 from gspmd.commands.automatic import kept
 from gspmd.commands.automatic.found import FoundLayout
 from gspmd.commands.file import File
+from gspmd.commands.flags import EarlyFlags, _carried_over
+from gspmd.commands.settings import RunSettings
 from gspmd.layouts import Layout, presets
 from gspmd.layouts.read import text_of
 from gspmd.moe import MoEConfig
-from gspmd.training import ConfigError, command, data
-from gspmd.training.checkpoints import load_settings, restore
+from gspmd.training import ConfigError, data
+from gspmd.training.checkpoints import kept_settings, load_settings, restore
 from gspmd.training.data.sources import Faults, records
 from gspmd.training.reporting import metrics
 from gspmd.training.toml import from_mapping, load_toml
@@ -56,8 +58,7 @@ def as_layout(path: Path) -> None:
 
 
 def as_settings_of_a_run(path: Path) -> None:
-    given = dict.fromkeys(("devices", "mesh", "platform", "layout", "set", "relayout"))
-    from_mapping(train.Settings, command._carried_over(load_settings(path.parent), given))
+    from_mapping(RunSettings, _carried_over(load_settings(path.parent), EarlyFlags()))
 
 
 def as_json_lines(path: Path) -> None:
@@ -95,7 +96,7 @@ def as_kept_layout(path: Path) -> None:
         str(found)
 
 
-SETTINGS = command.kept_settings(train.Settings(model=models.ModelConfig(moe=MoEConfig(experts=4))))
+SETTINGS = kept_settings(RunSettings(model=models.ModelConfig(moe=MoEConfig(experts=4))))
 ROPE = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 TENSOR = {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]}
 LINE = {"step": 3, "loss": 2.5, "val_bits_per_byte": 1.0, "load": [[1, 2]]}
@@ -121,7 +122,7 @@ def files_of(folder: Path, public: Path) -> dict[str, tuple[Path, object, Callab
     shipped = {path.stem: path.read_text() for path in configs.FOLDER.glob("*.toml")}
     cases = {f"layout {name}": (folder / "layout.toml", text_of(name), as_layout) for name in presets()}
     for name, text in sorted(shipped.items()):
-        settings = train.Settings if name in ("default", "finetune", "tiny") else File
+        settings = RunSettings if name in ("default", "finetune", "tiny") else File
         cases[f"config {name}"] = folder / "config.toml", text, lambda path, of=settings: load_toml(of, path)
     return cases | {
         "settings of a run": (folder / "run" / "config.json", SETTINGS, as_settings_of_a_run),

@@ -21,12 +21,12 @@ import gspmd
 import gspmd_models as models
 from gspmd import host
 from gspmd.audit import Report, Topology, compile_offline, gantt, perfetto, slices, topology
-from gspmd.commands import configs, own
+from gspmd.commands import configs, flags, own, runner
 from gspmd.commands.file import file_of
 from gspmd.display import console as printing
 from gspmd.display.progress import Progress
 from gspmd.layouts import Layout
-from gspmd.training import OptimizerConfig, ShardingConfig, command
+from gspmd.training import OptimizerConfig, ShardingConfig
 from gspmd.training.config import ConfigError, parse_mesh
 from gspmd.training.model import Own, finding
 from gspmd.training.step import Update, abstract_program
@@ -39,11 +39,11 @@ from gspmd_models.remat.prediction import show_remat
 
 DEFAULT = configs.find("palm-8b")
 TRAINED = ("microbatches", "parameter_dtype", "frozen")
-"""Settings of [training] for a training step alone."""
+"""CompileSettings of [training] for a training step alone."""
 
 
 @dataclass(frozen=True)
-class Settings:
+class CompileSettings:
     """A program to compile, the slice, and the files for the results."""
 
     config: str = DEFAULT
@@ -99,7 +99,7 @@ def run(argv: Sequence[str], script: str = "") -> int:
         argv: the flags.
         script: the file in scripts/ that runs it instead, for the help.
     """
-    return command.guarded(partial(main, script=script), argv, called="" if script else "gspmd compile")
+    return runner.guarded(partial(main, script=script), argv, called="" if script else "gspmd compile")
 
 
 def main(argv: Sequence[str], script: str = "") -> int:
@@ -119,15 +119,15 @@ def main(argv: Sequence[str], script: str = "") -> int:
     return 0 if report.fits else 1
 
 
-def parse(argv: Sequence[str], script: str = "") -> Settings:
+def parse(argv: Sequence[str], script: str = "") -> CompileSettings:
     """The settings: those of the file, replaced by flags."""
     file, name = file_of(argv, DEFAULT)
     said = {name: getattr(file.training, name) for name in ("batch", "length", *TRAINED)}
     said |= {name: getattr(file, name) for name in ("model_class", "model", "lora", "optimizer", "sharding")}
-    typed = finding.typed_with(Settings, type(file.model)) if own.is_own(file) else Settings
+    typed = finding.typed_with(CompileSettings, type(file.model)) if own.is_own(file) else CompileSettings
     default = typed(name, **said, phase="train" if own.is_own(file) else "forward")
     prog, description = configs.called(__doc__, "gspmd compile", script)
-    settings = command.parse_flags(typed, argv, default, description, prog)
+    settings = flags.parse_flags(typed, argv, default, description, prog)
     faults: list[str] = []
     if own.is_own(settings):
         own.refuse(settings, "cannot compile a model of one's own:")
@@ -166,7 +166,7 @@ def parse(argv: Sequence[str], script: str = "") -> Settings:
     return replace(settings, model=replace(settings.model, lora=lora))
 
 
-def for_training(settings: Settings, default: Settings) -> list[str]:
+def for_training(settings: CompileSettings, default: CompileSettings) -> list[str]:
     """The flags given that say something of a training step alone; what a file says of one counts for that."""
     changed = lambda of, by, names: [name for name in names if getattr(of, name) != getattr(by, name)]  # noqa: E731
     names = lambda table: [each.name for each in fields(table)]  # noqa: E731
@@ -176,7 +176,7 @@ def for_training(settings: Settings, default: Settings) -> list[str]:
     return [f"--{name.replace('_', '-')}" for name in given]
 
 
-def smallest(settings: Settings, asked: Topology) -> Report:
+def smallest(settings: CompileSettings, asked: Topology) -> Report:
     """The report for the smallest slice that the model fits on, or for the largest that there is."""
     report, reason = None, ""
     layout = phase_layout(settings)  # what is wrong with the layout itself is wrong on every slice
@@ -196,14 +196,14 @@ def smallest(settings: Settings, asked: Topology) -> Report:
     return report
 
 
-def layout_of(settings: Settings) -> Layout:
+def layout_of(settings: CompileSettings) -> Layout:
     """The layout that the flags name, with their changes."""
     sharding = settings.sharding
     layout = Layout.load(sharding.layout).override(sharding.overrides)
     return layout.lowered(sharding.lowering) if sharding.lowering else layout
 
 
-def phase_layout(settings: Settings) -> Layout:
+def phase_layout(settings: CompileSettings) -> Layout:
     """The layout as the phase that is compiled has it."""
     layout = layout_of(settings)
     if settings.phase == "prefill" and settings.prefill_layout:
@@ -216,7 +216,7 @@ def phase_layout(settings: Settings) -> Layout:
     return layout.one_position()  # L is whole in what decodes, whatever prompts have: one position cannot be divided
 
 
-def mesh_of(settings: Settings, target: Topology) -> jax.sharding.Mesh:
+def mesh_of(settings: CompileSettings, target: Topology) -> jax.sharding.Mesh:
     """The mesh of a slice, which divides the sizes in the layout of the phase that is compiled."""
     sharding, layout, config = settings.sharding, phase_layout(settings), settings.model
     served = {"T": settings.room or settings.length} if settings.phase in ("prefill", "decode") else {}
@@ -241,7 +241,7 @@ def mesh_of(settings: Settings, target: Topology) -> jax.sharding.Mesh:
     return target.mesh(shape, sharding.axis_types)
 
 
-def compiled(settings: Settings, target: Topology, called: str = "") -> Report:
+def compiled(settings: CompileSettings, target: Topology, called: str = "") -> Report:
     """The report for one slice; `called` is what progress calls the program, by default its model and layout."""
     config, layout, mesh = settings.model, layout_of(settings), mesh_of(settings, target)
     program, args, options = program_of(settings, layout, mesh)
@@ -269,7 +269,7 @@ def compiled(settings: Settings, target: Topology, called: str = "") -> Report:
         )
 
 
-def program_of(settings: Settings, layout: Layout, mesh) -> tuple[Callable, tuple, dict[str, Any]]:
+def program_of(settings: CompileSettings, layout: Layout, mesh) -> tuple[Callable, tuple, dict[str, Any]]:
     """Return the program to compile, its abstract arguments, and which of them it overwrites or may reorder."""
     train, config = settings.phase == "train", settings.model
     if settings.phase in ("prefill", "decode"):
@@ -300,7 +300,7 @@ def say_chosen(layout: Layout) -> None:
     print(*layout.chosen, sep="\n", end="\n" * bool(layout.chosen), file=sys.stderr)
 
 
-def save(settings: Settings, report: Report) -> None:
+def save(settings: CompileSettings, report: Report) -> None:
     """Write the files that were asked for; of a program that does not fit there are figures only."""
     if settings.json:
         Path(settings.json).write_text(report.to_json())

@@ -15,11 +15,11 @@ from typing import Literal
 
 import tyro
 
-from gspmd.commands import configs
+from gspmd.commands import configs, flags, runner
 from gspmd.commands.source import Source
 from gspmd.display import console as printing
 from gspmd.display.progress import Progress
-from gspmd.training import ShardingConfig, command
+from gspmd.training import ShardingConfig
 from gspmd.training.arrangement import make_mesh
 from gspmd.training.checkpoints import newest
 from gspmd.training.config import ConfigError
@@ -30,7 +30,7 @@ _DOING = "cannot export:"
 
 
 @dataclass(frozen=True)
-class Settings:
+class ExportSettings:
     """A checkpoint to write, its place, and its format."""
 
     folder: tyro.conf.Positional[str] = ""
@@ -48,13 +48,13 @@ def run(argv: Sequence[str], script: str = "") -> int:
         argv: the flags.
         script: the file in scripts/ that runs it instead, for the help.
     """
-    return command.guarded(partial(main, script=script), argv, called="" if script else "gspmd export")
+    return runner.guarded(partial(main, script=script), argv, called="" if script else "gspmd export")
 
 
 def main(argv: Sequence[str], script: str = "") -> int:
     """Read the run's newest checkpoint on one device of this machine, and write it."""
     prog, description = configs.called(__doc__, "gspmd export", script)
-    settings = command.parse_flags(Settings, argv, Settings(), description, prog)
+    settings = flags.parse_flags(ExportSettings, argv, ExportSettings(), description, prog)
     folder = Path(settings.folder)
     if not (settings.folder and settings.out):
         raise ConfigError(_DOING, ["write the folder of a run, and a new folder: gspmd export runs/001 exported."])

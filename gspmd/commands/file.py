@@ -1,12 +1,12 @@
 """The settings file of a command that plans or compiles a step: its tables, and a model of one's own that it names."""
 
-import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
 from gspmd.commands import configs
+from gspmd.commands.flags import EarlyFlags
 from gspmd.training import OptimizerConfig, ShardingConfig, TrainingConfig
 from gspmd.training.config import load_toml
 from gspmd.training.model import finding
@@ -38,13 +38,19 @@ def file_of(argv: Sequence[str], default: str) -> tuple[File, str]:
         argv: the flags, of which --config and --model are read: their defaults come from the file.
         default: the config of a command without flags.
     """
-    early = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    early.add_argument("--config", default="")
-    early.add_argument("--model", default="")
-    known = early.parse_known_args(list(argv))[0]
-    if known.model and not known.config:
-        cls, values = finding.with_model(File, {}, known.model)
+    early = EarlyFlags.of(argv)
+    if early.model and not early.config:
+        cls, values = finding.with_model(File, {}, early.model)
         return from_mapping(cls, values), ""
-    path = configs.find(known.config or default)
-    read = partial(finding.with_model, given=known.model, folder=Path(path).parent)
-    return load_toml(File, path, read), known.config or default
+    path = configs.find(early.config or default)
+    read = partial(finding.with_model, given=early.model or "", folder=Path(path).parent)
+    return load_toml(File, path, read), early.config or default
+
+
+def group_faults(model: ModelConfig, batch: int, length: int) -> list[str]:
+    """Return the faults of the groups of a model's experts for batches of these sizes."""
+    groups, tokens = model.moe and model.moe.groups, batch * length
+    if not groups or tokens % groups == 0:
+        return []
+    product = f"{batch} × {length} = {tokens}"
+    return [f"model.moe.groups must divide the tokens of a batch, {product}, but is {groups}."]

@@ -25,7 +25,8 @@ from rich.console import Console
 import gspmd
 import gspmd_models as models
 from gspmd import host
-from gspmd.commands import automatic, configs, overview, train
+from gspmd.commands import automatic, configs, flags, overview, runner
+from gspmd.commands.settings import RunSettings
 from gspmd.commands.source import Source, layout_of, own_run, tokenizer_of
 from gspmd.display import console as printing
 from gspmd.display.progress import Progress
@@ -33,7 +34,7 @@ from gspmd.display.units import amount_of_seconds
 from gspmd.interruption import number_of
 from gspmd.layouts import Layout
 from gspmd.reading import ReadError, read_text
-from gspmd.training import ShardingConfig, command
+from gspmd.training import ShardingConfig
 from gspmd.training.arrangement import make_mesh, start
 from gspmd.training.checkpoints import load_parameters, newest_intact
 from gspmd.training.config import ConfigError
@@ -47,7 +48,7 @@ _DOING = "cannot generate text:"
 
 @dataclass(frozen=True)
 class SamplingFlags:
-    """Settings of sampling; the filters apply in this order."""
+    """GenerateSettings of sampling; the filters apply in this order."""
 
     temperature: float = 1.0
     """Divides the logits; 0 takes the likeliest token."""
@@ -60,7 +61,7 @@ class SamplingFlags:
 
 
 @dataclass(frozen=True)
-class Sharding(ShardingConfig):
+class ServingSharding(ShardingConfig):
     """The devices, the mesh over them, and the layout on it."""
 
     devices: int | None = None
@@ -72,7 +73,7 @@ class Sharding(ShardingConfig):
 
 
 @dataclass(frozen=True)
-class Settings:
+class GenerateSettings:
     """The prompts to continue, the model, and where it runs."""
 
     checkpoint: str = ""
@@ -110,7 +111,7 @@ class Settings:
     explain: bool = False
     """Print what a chunk of the prefill and a step of decoding send, and what weights and cache take; load nothing."""
     sampling: tyro.conf.OmitArgPrefixes[SamplingFlags] = field(default_factory=SamplingFlags)
-    sharding: tyro.conf.OmitArgPrefixes[Sharding] = field(default_factory=lambda: Sharding(layout=""))
+    sharding: tyro.conf.OmitArgPrefixes[ServingSharding] = field(default_factory=lambda: ServingSharding(layout=""))
 
 
 def run(argv: Sequence[str], script: str = "") -> int:
@@ -120,13 +121,13 @@ def run(argv: Sequence[str], script: str = "") -> int:
         argv: the flags.
         script: the file in scripts/ that runs it instead, for the help.
     """
-    return command.guarded(partial(main, script=script), argv, called="" if script else "gspmd generate")
+    return runner.guarded(partial(main, script=script), argv, called="" if script else "gspmd generate")
 
 
 def main(argv: Sequence[str], script: str = "") -> int:
     """Read the settings, load the model, and write the texts."""
     prog, description = configs.called(__doc__, "gspmd generate", script)
-    settings = command.parse_flags(Settings, argv, Settings(), description, prog)
+    settings = flags.parse_flags(GenerateSettings, argv, GenerateSettings(), description, prog)
     try:
         return generate(settings)
     except (checkpoints.CheckpointError, decoding.GenerationError) as error:
@@ -137,7 +138,7 @@ def main(argv: Sequence[str], script: str = "") -> int:
         return 128 + number_of(stopped)
 
 
-def generate(settings: Settings) -> int:
+def generate(settings: GenerateSettings) -> int:
     """Continue the prompts, or explain what that would take."""
     prompts, sampling = prompts_of(settings), decoding.Sampling(**vars(settings.sampling))
     if not settings.checkpoint:
@@ -188,9 +189,9 @@ def generate(settings: Settings) -> int:
 
 def generate_own(
     console: Console,
-    settings: Settings,
+    settings: GenerateSettings,
     folder: Path,
-    run: train.Settings,
+    run: RunSettings,
     prompts: Sequence[str],
     sampling: decoding.Sampling,
 ) -> int:
@@ -242,7 +243,7 @@ def generate_own(
     return 0
 
 
-def refuse_for_own(settings: Settings, subject: Own) -> None:
+def refuse_for_own(settings: GenerateSettings, subject: Own) -> None:
     """Refuse what a model of one's own does not have.
 
     Raises:
@@ -267,8 +268,8 @@ def refuse_for_own(settings: Settings, subject: Own) -> None:
 
 
 def arranged(
-    console: Console, settings: Settings, config: models.ModelConfig, ids: Sequence[Sequence[int]]
-) -> tuple[Sharding, str | Layout]:
+    console: Console, settings: GenerateSettings, config: models.ModelConfig, ids: Sequence[Sequence[int]]
+) -> tuple[ServingSharding, str | Layout]:
     """The sharding and the layout of --layout: with `auto` one that is found, on its mesh."""
     sharding = settings.sharding
     if sharding.layout != automatic.NAME:
@@ -288,7 +289,7 @@ def arranged(
     return replace(sharding, mesh=found.mesh), found.layout
 
 
-def dtype_on(devices: Sequence[jax.Device], settings: Settings) -> str:
+def dtype_on(devices: Sequence[jax.Device], settings: GenerateSettings) -> str:
     """Return the dtype that the model computes in on these devices."""
     return settings.dtype or ("float32" if devices[0].platform == "cpu" else "bfloat16")
 
@@ -303,7 +304,7 @@ def unless_stopped(bursts: Iterator[decoding.Burst], stop: Stop) -> Iterator[dec
     stop.interrupt()
 
 
-def prompts_of(settings: Settings) -> list[str]:
+def prompts_of(settings: GenerateSettings) -> list[str]:
     """The prompts: those of the flags, then that of the file."""
     prompts, name = list(settings.prompt), settings.prompt_file
     if name:

@@ -17,9 +17,8 @@ from threading import current_thread, main_thread
 from typing import Any, TextIO
 
 import gspmd
-from gspmd.commands.interrupts import end, end_as_usual, end_at_once
 from gspmd.display import terminal
-from gspmd.interruption import number_of
+from gspmd.interruption import end, end_as_usual, end_at_once, number_of
 
 #: Command -> what it does. Each is a module of this package with `run(argv, script) -> exit code`.
 COMMANDS = {

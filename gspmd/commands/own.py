@@ -12,9 +12,9 @@ from rich.console import Console
 from gspmd.annotate.spec import Spec
 from gspmd.display.units import amount_of_flops
 from gspmd.layouts import Layout
-from gspmd.training.flags import parse_relayout
 from gspmd.training.model import Own, Trainable
 from gspmd.training.reporting import report
+from gspmd.training.syntax import parse_relayout
 from gspmd.training.toml import ConfigError
 from gspmd_models import ModelConfig
 from gspmd_models.step import Language

@@ -8,7 +8,8 @@ from pathlib import Path
 from jax.sharding import Mesh
 
 import gspmd_models as models
-from gspmd.commands import automatic, own, train
+from gspmd.commands import automatic, own
+from gspmd.commands.settings import RunSettings
 from gspmd.layouts import Layout
 from gspmd.training import ShardingConfig
 from gspmd.training.checkpoints import checksums, load_parameters, load_settings, newest, newest_intact
@@ -25,7 +26,7 @@ class Source:
     folder: Path
     config: models.ModelConfig
     tokenizer: checkpoints.Tokenizer
-    run: train.Settings | None = None
+    run: RunSettings | None = None
 
     @classmethod
     def at(cls, folder: Path) -> "Source":
@@ -34,7 +35,7 @@ class Source:
             return cls(folder, checkpoints.model_config(folder), checkpoints.tokenizer(folder))
         kept_settings = load_settings(folder)
         own.refuse_named(kept_settings, f"cannot use the run in {str(folder)!r}:")
-        run = from_mapping(train.Settings, kept_settings, source=str(folder / "config.json"))
+        run = from_mapping(RunSettings, kept_settings, source=str(folder / "config.json"))
         return cls(folder, replace(run.model, lora=None), tokenizer_of(folder), run)
 
     def layout(self, name: str | Layout, sharding: ShardingConfig) -> Layout:
@@ -65,7 +66,7 @@ def tokenizer_of(folder: Path) -> checkpoints.Tokenizer:
     return checkpoints.tokenizer(kept) if kept.is_dir() else checkpoints.byte_tokenizer()
 
 
-def layout_of(folder: Path, run: train.Settings | None, name: str | Layout, sharding: ShardingConfig) -> Layout:
+def layout_of(folder: Path, run: RunSettings | None, name: str | Layout, sharding: ShardingConfig) -> Layout:
     """Return a layout with the changes of `--set` and `--lowering`; without a name the run's own, or megatron-1d."""
     own = Layout.load("megatron-1d")
     if run is not None and not name:
@@ -75,7 +76,7 @@ def layout_of(folder: Path, run: train.Settings | None, name: str | Layout, shar
     return layout.lowered(sharding.lowering) if sharding.lowering else layout
 
 
-def own_run(folder: Path) -> train.Settings | None:
+def own_run(folder: Path) -> RunSettings | None:
     """Return the settings of a run whose model is one's own; None of other folders.
 
     Raises:
@@ -83,5 +84,5 @@ def own_run(folder: Path) -> train.Settings | None:
     """
     if newest(folder) is None:
         return None
-    typed, values = with_model(train.Settings, load_settings(folder), folder=folder)
-    return None if typed is train.Settings else from_mapping(typed, values, source=str(folder / "config.json"))
+    typed, values = with_model(RunSettings, load_settings(folder), folder=folder)
+    return None if typed is RunSettings else from_mapping(typed, values, source=str(folder / "config.json"))

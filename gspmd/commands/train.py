@@ -10,87 +10,37 @@
 Figures, events, checkpoints and pictures go to --out.
 """
 
-import os
 import shutil
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
 
-import jax
-import tyro
 from rich.console import Console
 
-import gspmd
-import gspmd_models as models
 from gspmd import host
-from gspmd.commands import automatic, configs, own
-from gspmd.commands.file import File
-from gspmd.commands.header import in_short, show_run, show_tensors
+from gspmd.commands import automatic, configs, flags, own, runner
+from gspmd.commands.automatic import FoundLayout
+from gspmd.commands.file import File, group_faults
+from gspmd.commands.header import in_short, show_run
+from gspmd.commands.programs import abstract_state, check_traced, explain, make_program, sample
+from gspmd.commands.settings import RunSettings, adapted, facts_of, of_checkpoint
 from gspmd.display import console as printing
 from gspmd.display.progress import Progress
-from gspmd.training import (
-    ConfigError,
-    OptimizerConfig,
-    Program,
-    ShardingConfig,
-    TrainingConfig,
-    command,
-    data,
-    fit,
-    processes,
-)
-from gspmd.training.arrangement import Arrangement, arrange, start
-from gspmd.training.checkpoints import checksums, load_settings
-from gspmd.training.flags import parse_relayout
-from gspmd.training.model import Own, finding
-from gspmd.training.reporting import memory, report, speed
+from gspmd.training import ConfigError, TrainingConfig, data, fit, processes
+from gspmd.training.arrangement import Arrangement, arrange, check_same_form, start
+from gspmd.training.checkpoints import checksums, kept_settings
+from gspmd.training.reporting import memory, report
 from gspmd.training.reporting.metrics import Metrics
 from gspmd.training.reporting.weights_and_biases import check_installed
-from gspmd.training.run.folder import choose_out, held, newest_run
-from gspmd.training.run.relayout import check_same_form
-from gspmd.training.state import TrainState, shardings
-from gspmd.training.step import Step, Update, building, jit_step
-from gspmd.training.toml import to_mapping
+from gspmd.training.run.folder import choose_out, held
+from gspmd.training.state import TrainState
 from gspmd_models import ModelConfig, checkpoints
 from gspmd_models.decoding import GenerationError, check_length
-from gspmd_models.finetuning.config import LoraConfig
-from gspmd_models.finetuning.merging import merge, with_adapters
 from gspmd_models.objective import check_lowering_of_stages, check_stages
-from gspmd_models.remat.prediction import show_remat
 
 CALLED = "gspmd train"
-
-
-@dataclass(frozen=True)
-class Settings:
-    """Everything a run is told, by file and by flag."""
-
-    config: str = ""
-    """TOML file with tables [model], [training], [optimizer] and [sharding]; configs/default.toml if not given, or
-    configs/finetune.toml with --from."""
-    explain: bool = False
-    """Compile the training step, print what it sends beside what was planned, and stop."""
-    compile_cache: bool = True
-    """Whether compiled programs are kept on disk, where the next start finds them."""
-    checkpoint: Annotated[str, tyro.conf.arg(name="from")] = ""
-    """Folder of a public checkpoint, whose model, weights and tokenizer the run begins with; of [model] only remat
-    counts."""
-    model_class: Annotated[str, tyro.conf.arg(name="model", metavar="MODULE:NAME")] = ""
-    """A model of one's own, such as mixer:Mixer for the class Mixer of mixer.py, whose fields the flags of [model] then
-    are; in a file, class in [model]. docs/your-model.md builds one."""
-    model: ModelConfig = field(default_factory=ModelConfig)
-    training: tyro.conf.OmitArgPrefixes[TrainingConfig] = field(default_factory=TrainingConfig)
-    lora: LoraConfig = field(default_factory=LoraConfig)
-    optimizer: tyro.conf.OmitArgPrefixes[OptimizerConfig] = field(default_factory=OptimizerConfig)
-    sharding: tyro.conf.OmitArgPrefixes[ShardingConfig] = field(default_factory=ShardingConfig)
-
-    def beside(self, folder: Path) -> "Settings":
-        """Return these settings with what they name relatively taken from `folder`, that of their file."""
-        checkpoint = os.path.join(folder, self.checkpoint) if self.checkpoint else ""
-        return replace(self, checkpoint=checkpoint, model_class=finding.beside(self.model_class, folder))
 
 
 def run(argv: Sequence[str], script: str = "") -> int:
@@ -101,42 +51,74 @@ def run(argv: Sequence[str], script: str = "") -> int:
         script: the file in scripts/ that runs it instead, for the help and for what resumes a run.
     """
     called, errors = "" if script else CALLED, (checkpoints.CheckpointError,)
-    return command.guarded(partial(main, script=script), argv, called, errors)
+    return runner.guarded(partial(main, script=script), argv, called, errors)
 
 
 def main(argv: Sequence[str], script: str = "") -> int:
     """Read the settings, and train."""
     prog, description = configs.called(__doc__, "gspmd train", script)
     # A checkpoint is trained further at other rates than random weights.
-    default = "finetune" if any(flag.split("=")[0] == "--from" for flag in argv) else "default"
-    processes.expect(command.distributed(argv))
-    settings = command.parse(Settings, argv, default=default, find=configs.find, prog=prog, description=description)
+    default = "default" if flags.EarlyFlags.of(argv).checkpoint is None else "finetune"
+    # Before the flags are read: the others wait for this process, and are told what is wrong with its flags.
+    processes.expect(flags.distributed(argv))
+    settings = flags.parse(RunSettings, argv, default=default, find=configs.find, prog=prog, description=description)
+    # Before anything starts a backend, which fixes the devices that a process sees.
     processes.join(settings.sharding.distributed)
     if not own.is_own(settings):
         settings = adapted(of_checkpoint(settings, argv))
+    # Processes that were told different things would compile different programs, and wait in them for one another.
     processes.compare(partial(facts_of, settings))
     train(settings, "" if script else CALLED)
     return 0
 
 
-def facts_of(settings: Settings) -> dict[str, Any]:
-    """Return what the processes of a run must agree about before they start their devices, by name."""
-    facts = to_mapping(settings)
-    del facts["config"], facts["sharding"]["distributed"]  # which file the settings are from, and which process this is
-    named = {"layout": settings.sharding.layout}
-    named |= {
-        f"layout after {change.after}": change.layout for change in map(parse_relayout, settings.training.relayout)
-    }
-    # A file of one name may have other lines on another machine.
-    layouts = {at: gspmd.Layout.load(name) for at, name in named.items() if name != automatic.NAME}
-    tables = {at: {each.name: getattr(layout, each.name) for each in fields(layout)} for at, layout in layouts.items()}
-    lines = {at: parts.pop("table") | parts for at, parts in tables.items()}
-    return facts | lines | processes.environment(models, *own.module_of(settings))
+def train(settings: RunSettings, called: str = CALLED) -> None:
+    """Check all that can be refused, arrange what the loop needs, and run it.
+
+    Args:
+        settings: of the run.
+        called: the command line of the program, for what resumes the run; as of `runner.guarded`.
+    """
+    began = time.monotonic()
+    console = printing.console(120) if processes.first() else Console(quiet=True)  # one process speaks for all
+    checked = check(console, settings)
+    if settings.explain:
+        for arrangement, state in checked.arranged:
+            explain(console, checked.settings, arrangement, state)
+        return
+    arranged = arrange_run(console, checked)
+    run_loop(console, checked, arranged, called, began)
 
 
-def train(settings: Settings, called: str = CALLED) -> None:
-    """Check everything that can be checked without compiling, and train."""
-    training, sharding, began = settings.training, settings.sharding, time.monotonic()
+@dataclass(frozen=True)
+class Checked:
+    """A run against which nothing is known, before anything is compiled and before any array is made.
+
+    Attributes:
+        settings: with the mesh, where that was searched.
+        arranged: every layout and mesh of the run in their order, with the shapes of the state in it.
+        tokenizer: of the text; None if tokens are bytes.
+        found: the layout of `--layout auto`; None for any other.
+    """
+
+    settings: RunSettings
+    arranged: list[tuple[Arrangement, TrainState]]
+    tokenizer: checkpoints.Tokenizer | None
+    found: FoundLayout | None
+
+
+def check(console: Console, settings: RunSettings) -> Checked:
+    """Refuse all that can be refused before anything is compiled: settings, layouts, sizes, memory, and the programs.
+
+    What takes longer comes later: first what the settings alone say, then what layouts say of their sizes, once the
+    devices are started, and last, by tracing, what only the program itself knows. Of a run that changes its layout all
+    of them are checked here, not when a change comes, hours later. The header is shown on the way; of a run that is
+    only explained, memory and programs are left to the explanation, which is there to show why they do not fit.
+
+    Raises:
+        ConfigError, LayoutError, PlanError, SpecError, HostError: with what is wrong.
+    """
+    training, sharding = settings.training, settings.sharding
     if training.log:
         check_installed()
     tokenizer = checkpoints.tokenizer(training.tokenizer) if training.tokenizer else None
@@ -148,7 +130,6 @@ def train(settings: Settings, called: str = CALLED) -> None:
     else:
         check_ours(settings, tokenizer, ids)
     subject = own.trainable(settings)
-    console = printing.console(120) if processes.first() else Console(quiet=True)
     with Progress(console, "Starting the devices") as progress:
         kept = host.keep_compiled(settings.compile_cache)
         found = None
@@ -162,47 +143,128 @@ def train(settings: Settings, called: str = CALLED) -> None:
             settings = replace(settings, sharding=sharding)
         sizes = subject.sizes(training.batch, training.length)
         arrangements = arrange(training, sharding, sizes, found.layout if found else None)
-        for arrangement in arrangements:
-            at = arrangement.layout, arrangement.mesh
-            sizes_of_step = training.batch, training.length, training.microbatches
-            subject.check(*at, *sizes_of_step, training.frozen)
+        for each in arrangements:
+            of_step = training.batch, training.length, training.microbatches
+            subject.check(each.layout, each.mesh, *of_step, training.frozen)
             if not own.is_own(settings):
-                check_lowering_of_stages(settings.model, *at, sharding.schedule)
+                check_lowering_of_stages(settings.model, each.layout, each.mesh, sharding.schedule)
         if sharding.compiled_with:
-            from gspmd.audit import check_compiler_options
+            from gspmd.audit import check_compiler_options  # the audit, which only these options need here
 
             check_compiler_options(sharding.compiled_with)
         progress.begin("Reading the settings")
-        check_stages(sharding.rounds, sharding.schedule, *(arrangement.layout for arrangement in arrangements))
-        states = [abstract_state(settings, arrangement) for arrangement in arrangements]
+        check_stages(sharding.rounds, sharding.schedule, *(each.layout for each in arrangements))
+        states = [abstract_state(settings, each) for each in arrangements]
         check_same_form([*zip(map(str, arrangements), states)])
     show_run(console, settings, arrangements, kept)
-    if settings.explain:
-        for arrangement, state in zip(arrangements, states):
-            explain(console, settings, arrangement, state)
-        return
-    for arrangement, state in zip(arrangements, states):
+    arranged = [*zip(arrangements, states)]
+    for arrangement, state in [] if settings.explain else arranged:
         parts = {"parameters": state.params, "optimizer state": state.optimizer}
         remedy = "Take a smaller model, or a layout that shards more; --explain allocates nothing."
         memory.check("cannot hold this model:", parts, arrangement.mesh.local_devices, remedy)
         with Progress(console, f"Checking {arrangement}"):
             check_traced(settings, arrangement, state)
+    return Checked(settings, arranged, tokenizer, found)
+
+
+def check_ours(settings: RunSettings, tokenizer: checkpoints.Tokenizer | None, ids: int | None) -> None:
+    """Refuse one of our models that does not fit the data, or the text that is asked for.
+
+    Raises:
+        ConfigError: so.
+    """
+    training = settings.training
+    check_model(training, settings.model, ids)
+    if fault := settings.model.length_fault(training.length):
+        raise ConfigError("cannot train this model:", [f"{fault}; take a smaller --length."])
+    if not training.sample_bytes:
+        return
+    doing = "cannot begin the generated text:"
+    prompt = (tokenizer or checkpoints.byte_tokenizer()).encode(training.prompt)
+    if tokenizer and not prompt:
+        fault = f"the tokenizer has no token for {training.prompt!r}; give another --prompt, or --sample-bytes 0."
+        raise ConfigError(doing, [fault])
+    try:
+        check_length(settings.model, len(prompt), training.sample_bytes)
+    except GenerationError as error:
+        raise ConfigError(doing, [f"{error}, with a smaller --sample-bytes."]) from None
+
+
+def check_model(training: TrainingConfig, model: ModelConfig, tokens: int | None = None) -> None:
+    """Refuse a model that does not fit the data, or that cannot generate the requested sample.
+
+    Args:
+        training: the settings of training.
+        model: a model's settings, with `vocabulary`, `int8`, and `moe`: None, or with `groups`, `causal` and `router`.
+        tokens: number of ids of the tokenizer; None if tokens are bytes.
+
+    Raises:
+        ConfigError: with every fault.
+    """
+    faults = []
+    if tokens is None and model.vocabulary != 256:
+        larger = " Give the file of its tokenizer with --tokenizer." if model.vocabulary > 256 else ""
+        faults.append(f"model.vocabulary must be 256, since the data is bytes, but is {model.vocabulary}.{larger}")
+    if tokens is not None and tokens > model.vocabulary:
+        fault = f"the tokenizer {training.tokenizer!r} has {tokens:,} tokens, but model.vocabulary is "
+        faults.append(f"{fault}{model.vocabulary:,}; it must be at least as large.")
+    faults += group_faults(model, training.batch, training.length)
+    if model.int8:
+        faults.append("model.int8 is to serve: leave it out, and sample with 'gspmd generate --weights int8'.")
+    if training.sample_bytes and model.moe and not model.moe.causal:
+        fault = f"model.moe.router {model.moe.router} cannot generate text, since its experts read later tokens; "
+        faults.append(fault + "set sample_bytes to 0, or take another router.")
+    if faults:
+        raise ConfigError("cannot train this model:", faults)
+
+
+@dataclass(frozen=True)
+class Arranged:
+    """The text that a run learns from, and its folder, which is held against other runs."""
+
+    corpus: data.Corpus
+    out: Path
+
+
+def arrange_run(console: Console, checked: Checked) -> Arranged:
+    """Read the text, and choose and hold the folder.
+
+    Only now: text may take minutes to read, and a run that is refused leaves no folder behind. The arrays of the state
+    come later still, in the loop: it first looks for the checkpoint that they may be restored from.
+
+    Raises:
+        ConfigError: the text cannot be read, is too short, or another one in another process; the folder cannot be
+            written, or is another run's.
+    """
+    training = checked.settings.training
     corpus = data.load(
-        training.data, fraction=training.validation_fraction, tokenizer=tokenizer, field=training.data_field,
+        training.data, fraction=training.validation_fraction, tokenizer=checked.tokenizer, field=training.data_field,
         cache=training.data_cache, console=console,
     )  # fmt: skip
     data.check_size(corpus, training.batch, training.length)
     text = partial(data.stream, corpus, training)
     processes.compare(text, "cannot train: the processes have read different texts.")
     out = processes.agreed(lambda: choose_out(training.out, resume=training.resume, step=training.resume_step))
-    with held(out), command.interrupts(out, called):
+    return Arranged(corpus, out)
+
+
+def run_loop(console: Console, checked: Checked, arranged: Arranged, called: str, began: float) -> None:
+    """Train, draw and sample at the end, and say how to go on.
+
+    Raises:
+        Interrupted, Unwritable, Diverged: as of `fit`, and as of `runner.interrupts` outside of it.
+    """
+    settings, tokenizer, corpus, out = checked.settings, checked.tokenizer, arranged.corpus, arranged.out
+    training, last = settings.training, checked.arranged[-1][0]
+    with held(out), runner.interrupts(out, called):
         console.print(f"Text: {corpus.describe()}.\nOut: {out}", soft_wrap=True, markup=False)
-        if found and processes.first():
-            found.write(out)
-        programs = {each.after: partial(make_program, console, settings, each) for each in arrangements}
+        # What a resume, and `gspmd generate`, read beside the checkpoints is there before the first checkpoint is.
+        if checked.found and processes.first():
+            checked.found.write(out)
         if tokenizer and processes.first():
             keep_tokenizer(console, out / "tokenizer", tokenizer, settings.checkpoint)
-        last, kept_settings = arrangements[-1], command.kept_settings(settings)
+        # Functions that make them: devices hold the state of one arrangement at a time.
+        programs = {each.after: partial(make_program, console, settings, each) for each, _ in checked.arranged}
 
         def finish(state: TrainState, metrics: Metrics | None) -> None:
             with last.context():
@@ -213,12 +275,12 @@ def train(settings: Settings, called: str = CALLED) -> None:
                 elif text:
                     text()  # a program of all processes
 
-        reached = int(fit(training, programs, corpus, out, console, kept_settings, finish).step)
+        reached = int(fit(training, programs, corpus, out, console, kept_settings(settings), finish).step)
         if processes.first():
             moe = None if own.is_own(settings) else settings.model.moe
             generates = not own.is_own(settings) and (moe is None or moe.causal)
             prompt = training.prompt if generates else None
-            report.closing(console, out, time.monotonic() - began, command.next_commands(out, reached, prompt, called))
+            report.closing(console, out, time.monotonic() - began, runner.next_commands(out, reached, prompt, called))
 
 
 def keep_tokenizer(console: Console, folder: Path, tokenizer: checkpoints.Tokenizer, checkpoint: str) -> None:
@@ -228,232 +290,3 @@ def keep_tokenizer(console: Console, folder: Path, tokenizer: checkpoints.Tokeni
         shutil.rmtree(folder)
     checkpoints.keep_tokenizer(folder, tokenizer, checkpoint)
     checksums.write(folder)
-
-
-def check_ours(settings: Settings, tokenizer: checkpoints.Tokenizer | None, ids: int | None) -> None:
-    """Refuse one of our models that does not fit the data, or the text that is asked for.
-
-    Raises:
-        ConfigError: so.
-    """
-    training = settings.training
-    command.check_model(training, settings.model, ids)
-    if fault := settings.model.length_fault(training.length):
-        raise ConfigError("cannot train this model:", [f"{fault}; take a smaller --length."])
-    if training.sample_bytes:
-        check_sample(training, settings.model, tokenizer)
-
-
-def check_sample(training: TrainingConfig, model: models.ModelConfig, tokenizer: checkpoints.Tokenizer | None) -> None:
-    """Refuse a text that cannot be generated behind the last step.
-
-    Raises:
-        ConfigError: the prompt has no token, or the text is longer than the model was made for.
-    """
-    doing, ids = "cannot begin the generated text:", (tokenizer or checkpoints.byte_tokenizer()).encode(training.prompt)
-    if tokenizer and not ids:
-        fault = f"the tokenizer has no token for {training.prompt!r}; give another --prompt, or --sample-bytes 0."
-        raise ConfigError(doing, [fault])
-    try:
-        check_length(model, len(ids), training.sample_bytes)
-    except GenerationError as error:
-        raise ConfigError(doing, [f"{error}, with a smaller --sample-bytes."]) from None
-
-
-def check_traced(settings: Settings, arrangement: Arrangement, state: TrainState) -> None:
-    """Trace one update and one evaluation, which raises what no other check knows.
-
-    It is said before the text is read and the model is built, and not at the step from which on an arrangement is in
-    force. It takes about a second, and a third of that on top of a run, which finds what is planned here.
-    """
-    with arrangement.context():
-        update, *args = step_of(settings, arrangement, state)
-        jax.eval_shape(update, *args)
-        jax.eval_shape(evaluation_of(settings, arrangement), state.params, args[1])
-
-
-def of_checkpoint(settings: Settings, argv: Sequence[str]) -> Settings:
-    """Return the settings with model and tokenizer of the checkpoint that a run begins with, or has begun with.
-
-    A resume by folder has both in the settings of the run. One with the flags that began it, `--from` among them, is
-    the same run, unless it names another checkpoint.
-
-    Raises:
-        ConfigError: flags say what model it is, which the checkpoint does; or the run began with something else.
-        CheckpointError: the checkpoint cannot be read.
-    """
-    resumed, named = settings.training.resume, {flag.split("=")[0].replace("_", "-") for flag in argv}
-    if not settings.checkpoint:
-        return settings
-    if resumed and (fault := _another_beginning(settings)):
-        raise ConfigError("cannot resume:", [fault])
-    if resumed and "--config" not in named:
-        return settings
-    fixed = sorted(flag for flag in named if flag.startswith("--model.") and flag != "--model.remat")
-    if fixed:
-        fault = f"the checkpoint {settings.checkpoint!r} says what model it is; leave out {', '.join(fixed)}."
-        raise ConfigError("cannot begin with this checkpoint:", [fault])
-    model = replace(checkpoints.model_config(settings.checkpoint), remat=settings.model.remat)
-    if model.context_length is not None:  # trained at longer sequences, it writes as long ones
-        model = replace(model, context_length=max(model.context_length, settings.training.length))
-    training = replace(settings.training, tokenizer=settings.training.tokenizer or settings.checkpoint)
-    return replace(settings, model=model, training=training)
-
-
-def _another_beginning(settings: Settings) -> str:
-    """Say that a run did not begin with the checkpoint that its resume names; empty if it did, or cannot be asked."""
-    out = Path(settings.training.out) if settings.training.out else newest_run()
-    try:
-        begun = str(load_settings(out).get("checkpoint") or "")
-    except ConfigError:  # the remedy for a config.json that is lost is to give all settings again, as here
-        return ""
-    if begun and os.path.realpath(begun) == os.path.realpath(settings.checkpoint):
-        return ""
-    kept = f"with the checkpoint {begun!r}" if begun else "with random weights"
-    remedy = "Leave --from out, or begin another run in another --out."
-    return f"the run in {str(out)!r} began {kept}, and not with {settings.checkpoint!r}. {remedy}"
-
-
-def adapted(settings: Settings) -> Settings:
-    """The settings with the adapters of [lora] in the model, or with none; a resumed run's model still has its own."""
-    lora = settings.lora if settings.lora.rank else None
-    if settings.model.lora not in (None, lora) and not settings.training.resume:
-        fault = "adapters stand in a table of their own: write [lora] in place of [model.lora]."
-        raise ConfigError("cannot train this model:", [fault])
-    return replace(settings, model=replace(settings.model, lora=lora))
-
-
-def begin(console: Console, settings: Settings, arrangement: Arrangement) -> models.Transformer:
-    """The model as training begins: with the weights of the checkpoint, or with random ones."""
-    training, layout, mesh = settings.training, arrangement.layout, arrangement.mesh
-    if not settings.checkpoint:
-        return models.build(settings.model, layout, mesh, jax.random.key(training.seed), training.dtype)
-    loaded, taken = checkpoints.load(settings.checkpoint, layout, mesh, "float32")
-    console.print(f"Begun with {settings.checkpoint}: {taken}.", soft_wrap=True, markup=False)
-    loaded = with_adapters(loaded, settings.model.lora, jax.random.key(training.seed))
-    return models.with_arrays(abstract_model(settings, arrangement), models.arrays(loaded))
-
-
-def abstract_model(settings: Settings, arrangement: Arrangement) -> models.Transformer:
-    """The model with shapes in place of weights."""
-    return models.abstract(settings.model, arrangement.layout, arrangement.mesh, settings.training.dtype)
-
-
-def abstract_state(settings: Settings, arrangement: Arrangement) -> TrainState:
-    """Shapes, dtypes and shardings of the state."""
-    subject, layout, mesh = own.trainable(settings), arrangement.layout, arrangement.mesh
-    if own.is_own(settings):
-        values = building.abstract_parameters(subject, layout, mesh)
-    else:
-        values = models.arrays(abstract_model(settings, arrangement))
-    with arrangement.context():
-        return building.abstract_state(subject, layout, values, update_of(settings), mesh)
-
-
-def update_of(settings: Settings) -> Update:
-    """Return the update of a step, whatever the layout."""
-    training = settings.training
-    return Update(settings.optimizer, training.steps, training.microbatches, **of_state(training))
-
-
-def of_state(training: TrainingConfig) -> dict[str, Any]:
-    """Return what [training] says of the state: which parameters are frozen, and the dtype they are stored in."""
-    return {"frozen": training.frozen, "parameter_dtype": training.parameter_dtype}
-
-
-def initial_values(console: Console, settings: Settings, arrangement: Arrangement) -> dict[str, jax.Array]:
-    """The parameters as training begins."""
-    if not own.is_own(settings):
-        return models.arrays(begin(console, settings, arrangement))
-    key = jax.random.key(settings.training.seed)
-    return Own(settings.model).initial(arrangement.layout, arrangement.mesh, key)
-
-
-def evaluation_of(settings: Settings, arrangement: Arrangement) -> Callable:
-    """(parameters, tokens) -> mean cross-entropy, not compiled."""
-    return building.evaluation_step(own.trainable(settings), arrangement.layout, settings.training.microbatches)
-
-
-def make_program(console: Console, settings: Settings, arrangement: Arrangement) -> Program:
-    """The model's programs in an arrangement, with the state where a run begins: elsewhere it is restored, or moved."""
-    training, layout, mesh = settings.training, arrangement.layout, arrangement.mesh
-    if arrangement.after:
-        console.print(f"After step {arrangement.after}: {arrangement}.", markup=False)
-    show_tensors(console, settings, layout, mesh)
-    with arrangement.context():
-        with Progress(console, "Building the model") as progress:
-            subject, state = own.trainable(settings), abstract_state(settings, arrangement)
-            if not (arrangement.after or training.resume):
-                values = initial_values(console, settings, arrangement)
-                state = building.initial_state(subject, layout, values, update_of(settings), mesh)
-            update = jit_step(build_step(settings, layout), state, settings.sharding.compiled_with)
-            batch, key = shardings(subject.batch_spec(layout), mesh), jax.random.key(training.seed + 1)
-            place, part = processes.placer(batch, training.batch), processes.part_of(batch, training.batch)
-            evaluate = jax.jit(evaluation_of(settings, arrangement))
-            tokens = building.abstract_batch(subject, layout, mesh, training.batch, training.length)
-            progress.begin("Planning the training step")
-            plan = gspmd.trace(update, state, tokens, key)
-        console.print(plan.table())
-    flops = training.batch * training.length * flops_per_token(settings, layout)
-    gradients, peak = gradients_of(settings, arrangement, state), speed.peak_flops([*mesh.devices.flat], training.dtype)
-    return Program(state, update, evaluate, place, key, part, arrangement.context, gradients, flops, peak)
-
-
-def flops_per_token(settings: Settings, layout: gspmd.Layout) -> float:
-    """FLOPs of forward and backward pass for one token."""
-    length = settings.training.length
-    own_model = own.is_own(settings)
-    return Own(settings.model).flops_per_token(layout, length) if own_model else settings.model.flops_per_token(length)
-
-
-def build_step(settings: Settings, layout: gspmd.Layout) -> Step:
-    """One update, as the settings ask for it."""
-    return building.training_step(own.trainable(settings), layout, update_of(settings))
-
-
-def step_of(settings: Settings, arrangement: Arrangement, state: TrainState) -> tuple[Any, TrainState, Any, Any]:
-    """One update in an arrangement, jitted, and its abstract arguments."""
-    training, layout, mesh, subject = settings.training, arrangement.layout, arrangement.mesh, own.trainable(settings)
-    update = jit_step(build_step(settings, layout), state, settings.sharding.compiled_with)
-    tokens = building.abstract_batch(subject, layout, mesh, training.batch, training.length)
-    return update, state, tokens, models.abstract_key(mesh)
-
-
-def gradients_of(settings: Settings, arrangement: Arrangement, state: TrainState) -> Any:
-    """Shapes, dtypes and shardings of the gradients, for the table of bytes."""
-    layout, mesh, frozen = arrangement.layout, arrangement.mesh, settings.training.frozen
-    return building.abstract_gradients(own.trainable(settings), layout, state.params, mesh, frozen)
-
-
-def explain(console: Console, settings: Settings, arrangement: Arrangement, state: TrainState) -> None:
-    """Show what one training step really sends, and what was planned; nothing is allocated and nothing runs."""
-    training, layout, mesh = settings.training, arrangement.layout, arrangement.mesh
-    with arrangement.context():
-        update, *args = step_of(settings, arrangement, state)
-        show_tensors(console, settings, layout, mesh)
-        with Progress(console, "Planning the training step") as progress:
-            plan = gspmd.trace(update, *args)
-            progress.begin("Compiling the training step")
-            compiled = update.lower(*args).compile()
-            ledger = gspmd.ledger(compiled)
-        gradients = gradients_of(settings, arrangement, state)
-        held = memory.table(state, gradients, compiled)
-    comparison = ledger.compare(plan)
-    console.print(held, ledger.table(), "", comparison.table(), sep="\n")
-    if not own.is_own(settings):
-        show_remat(console, settings.model, layout, mesh, training.batch, training.length, training.dtype)
-    if comparison.differing:
-        console.print(comparison.steps_table())
-
-
-def sample(
-    settings: Settings, arrangement: Arrangement, params: Any, tokenizer: checkpoints.Tokenizer | None = None
-) -> str:
-    """Text that the trained model continues the prompt with."""
-    training, tokenizer = settings.training, tokenizer or checkpoints.byte_tokenizer()
-    model = merge(models.with_arrays(abstract_model(settings, arrangement), params))
-    prompt, how = tokenizer.encode(training.prompt), models.Sampling(temperature=0.8)
-    together = partial(processes.meet, "generating text")
-    generate, ends = models.Generator(model, compiled=together), sorted(tokenizer.ends)
-    texts = generate([prompt], training.sample_bytes, sampling=how, seed=training.seed, stop=ends).texts
-    return tokenizer.decode([*prompt, *texts[0]])

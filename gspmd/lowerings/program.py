@@ -133,8 +133,8 @@ def run(
     """Run a shard_map over the whole mesh whose collectives are the planned `steps`.
 
     Never differentiate through it: JAX would transpose the body, and all-reduce whole the cotangent of each operand
-    that is replicated over mesh axes, even if it is scattered afterwards. `gradient.with_gradient` stands outside, whose
-    backward pass is another `run`.
+    that is replicated over mesh axes, even if it is scattered afterwards. `gradient.with_gradient` stands outside,
+    whose backward pass is another `run`.
 
     Args:
         ctx: of the call.

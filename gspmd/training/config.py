@@ -12,7 +12,7 @@ import tyro
 
 from gspmd.lowerings.in_force import LOWERINGS
 from gspmd.pipeline.schedule import SCHEDULES
-from gspmd.training.flags import layout_beside, parse_mesh, parse_processes, parse_profile, parse_relayout
+from gspmd.training.syntax import layout_beside, parse_mesh, parse_processes, parse_profile, parse_relayout
 from gspmd.training.toml import ConfigError, Dataclass, load_toml, not_a_choice, not_negative, positive
 
 if TYPE_CHECKING:  # a type checker reads no names that are computed

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gspmd.layouts import Layout
-from gspmd.training.model.freezing import trained_paths as of_patterns
+from gspmd.training.model.trainable import trained_paths as of_patterns
 
 from ..config import ModelConfig
 from ..parameters import parameters, stages_axes

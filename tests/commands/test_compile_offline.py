@@ -12,7 +12,8 @@ import pytest
 
 import gspmd
 from gspmd.audit import topology
-from gspmd.training import ConfigError, command
+from gspmd.commands import runner
+from gspmd.training import ConfigError
 
 ROOT = Path(__file__).parents[2]
 TINY = ["--config", str(ROOT / "configs" / "tiny.toml"), "--layout", "weight-stationary-2d", "--length", "16"]
@@ -35,7 +36,7 @@ def run(script, capfd, monkeypatch):
 
     def call(*flags):
         try:
-            code = command.guarded(script.main, [*TINY, *flags])
+            code = runner.guarded(script.main, [*TINY, *flags])
         except SystemExit as stop:
             code = stop.code
         out, err = capfd.readouterr()

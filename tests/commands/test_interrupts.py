@@ -58,8 +58,8 @@ def test_a_command_begins_without_a_library():
     known = {name for name in imported("gspmd.__main__") if name.partition(".")[0] not in sys.stdlib_module_names}
     assert {name.partition(".")[0] for name in known} == {"gspmd"}
     # 5 ms with these; each of typing, pathlib, tempfile and hashlib takes as long again.
-    mine = {"gspmd", "gspmd.host", "gspmd.commands", "gspmd.commands.interrupts"}
-    assert imported("gspmd.commands.interrupts") - imported("__future__, atexit, importlib, os, signal") == mine
+    mine = {"gspmd", "gspmd.host", "gspmd.interruption"}
+    assert imported("gspmd.interruption") - imported("__future__, atexit, importlib, os, signal") == mine
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 import gspmd
-from gspmd.commands import configs, main
-from gspmd.training import ConfigError, command
+from gspmd.commands import configs, main, runner
+from gspmd.training import ConfigError, Interrupted
 
 ROOT = Path(__file__).parents[2]
 EXPLAIN = ["BLE_xyz, E_xF_yz -> BLF_yzx", "--mesh", "x=4,y=4,z=4", "--sizes", "B=512,L=1,E=18432,F=73728"]
@@ -91,9 +91,9 @@ def test_the_help_is_the_commands_or_the_scripts(capsys, monkeypatch, name):
 
 def test_what_resumes_a_run_is_the_command_that_began_it(capsys, tmp_path):
     def stopped(_):
-        raise command.Interrupted(3, tmp_path)
+        raise Interrupted(3, tmp_path)
 
-    assert command.guarded(stopped, [], called="gspmd train") == 130
+    assert runner.guarded(stopped, [], called="gspmd train") == 130
     assert f"To go on: gspmd train --resume --out {tmp_path}" in capsys.readouterr().err
 
 

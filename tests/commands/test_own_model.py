@@ -9,8 +9,11 @@ import pytest
 from gspmd import host
 from gspmd.commands import compile as compiling
 from gspmd.commands import configs, generate, train
+from gspmd.commands.flags import parse
+from gspmd.commands.settings import RunSettings
 from gspmd.commands.source import Source
-from gspmd.training import ConfigError, command
+from gspmd.training import ConfigError
+from gspmd.training.checkpoints import kept_settings
 from gspmd.training.model import finding
 from tests.house import ROOT
 from tests.training.model.test_own import LAYOUT
@@ -121,22 +124,22 @@ def test_a_settings_file_names_a_class_beside_it(folder, monkeypatch):
     (here / "run.toml").write_text(f'[model]\nclass = "{name}:Tiny"\nembed = 4\n[sharding]\nlayout = "tiny.toml"\n')
     (here / "elsewhere").mkdir()
     monkeypatch.chdir(here / "elsewhere")
-    found = command.parse(train.Settings, ["--config", "../run.toml", "--model.layers", "3"])
+    found = parse(RunSettings, ["--config", "../run.toml", "--model.layers", "3"])
     assert (found.model.embed, found.model.layers, found.training.sample_bytes) == (4, 3, 0)
-    kept = command.kept_settings(found)
+    kept = kept_settings(found)
     assert kept["model"]["class"] == f"{here}/elsewhere/../{name}:Tiny"
     (here / "runs").mkdir()
     (here / "runs/config.json").write_text(json.dumps(kept))
-    again = command.parse(train.Settings, ["--resume", "--out", "../runs"])
+    again = parse(RunSettings, ["--resume", "--out", "../runs"])
     assert (again.model, type(again.model)) == (found.model, type(found.model))
     asked = compiling.parse(["--config", "../run.toml", "--topology", "tpu-v4:2x2x1"])
     assert (asked.phase, asked.model.embed) == ("train", 4)
 
 
 def test_our_own_models_are_read_as_before():
-    found = command.parse(train.Settings, [], default="default", find=configs.find)
-    assert type(found) is train.Settings
-    assert "model_class" not in command.kept_settings(found)
+    found = parse(RunSettings, [], default="default", find=configs.find)
+    assert type(found) is RunSettings
+    assert "model_class" not in kept_settings(found)
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
-from gspmd.commands import configs, train
-from gspmd.training import command
+from gspmd.commands import configs
+from gspmd.commands.flags import parse
+from gspmd.commands.settings import RunSettings, adapted
+from gspmd.training.checkpoints import kept_settings
 from gspmd.training.toml import load_toml
 
 #: Flags that say which run is resumed, or what is asked of it, and the checkpoint
@@ -61,7 +63,7 @@ def _fields(of: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
             yield f"{prefix}{field.name}", hints[field.name], value
 
 
-BEGUN = load_toml(train.Settings, configs.find("default"))
+BEGUN = load_toml(RunSettings, configs.find("default"))
 FIELDS = {path: (hint, value) for path, hint, value in _fields(BEGUN) if path.rpartition(".")[2] not in _OTHER}
 
 
@@ -92,23 +94,23 @@ def _flags(path: str) -> list[list[str]]:
 def test_the_flags_that_began_a_run_resume_it(tmp_path, path):
     file = ["--config", _FILES.get(path, "default")]
     for flags in _flags(path):
-        begun = train.adapted(_parse(*file, *flags))
+        begun = adapted(_parse(*file, *flags))
         _, before = FIELDS[path]
         changed = {name: value for name, _, value in _fields(begun)}[path]
         assert changed != before or isinstance(before, bool)
-        (tmp_path / "config.json").write_text(json.dumps(command.kept_settings(begun)))
+        (tmp_path / "config.json").write_text(json.dumps(kept_settings(begun)))
         for again in ([], file):
-            resumed = train.adapted(_parse(*again, *flags, "--resume", "--out", str(tmp_path)))
+            resumed = adapted(_parse(*again, *flags, "--resume", "--out", str(tmp_path)))
             assert resumed.training.resume
             assert _said(resumed) == _said(begun)
 
 
-def _parse(*flags: str) -> train.Settings:
-    return command.parse(train.Settings, flags, default="default", find=configs.find)
+def _parse(*flags: str) -> RunSettings:
+    return parse(RunSettings, flags, default="default", find=configs.find)
 
 
-def _said(settings: train.Settings) -> dict[str, Any]:
+def _said(settings: RunSettings) -> dict[str, Any]:
     """The settings of a start, whether it is a resume left out; of a repeated compiler option, the last counts."""
-    said = command.kept_settings(settings)
+    said = kept_settings(settings)
     del said["training"]["out"], said["sharding"]["compiler_options"]
     return said | {"compiled_with": settings.sharding.compiled_with, "profile": settings.training.profile}

@@ -17,6 +17,7 @@ import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from gspmd.annotate import Spec
+from gspmd.commands import runner
 from gspmd.commands.search.slice import Slice
 from gspmd.layouts import Layout, presets
 from gspmd.moe import MoEConfig
@@ -25,7 +26,6 @@ from gspmd.search.answers import Candidate, SearchResult, Space
 from gspmd.search.answers.frontier import frontier
 from gspmd.search.answers.options import Options
 from gspmd.search.answers.presets import placed_presets
-from gspmd.training import command as commands
 from gspmd_models import ModelConfig
 from gspmd_models.parameters import parameters
 from gspmd_models.search.phases import problem_of
@@ -68,7 +68,7 @@ def run(script, capfd, monkeypatch, tmp_path):
 
     def call(*flags):
         try:
-            code = commands.guarded(script.main, [*flags_of_all, *flags])
+            code = runner.guarded(script.main, [*flags_of_all, *flags])
         except SystemExit as stop:
             code = stop.code
         out, err = capfd.readouterr()
@@ -722,7 +722,7 @@ def test_what_auto_loops_is_compiled_so_too(script, tmp_path, monkeypatch, phase
     flags = ["--config", "palm-540b", "--topology", "tpu-v4:4x4x4", "--mesh", "x=4,y=4,z=4", "--length", "2048"]
     files = ["--out", str(tmp_path / "found.toml"), "--json", str(tmp_path / "found.json")]
     asked = [*flags, "--phase", phase, "--batch", str(batch), "--compile", "1", *files]
-    assert commands.guarded(script.main, asked) == 0
+    assert runner.guarded(script.main, asked) == 0
     figures = json.loads((tmp_path / "found.json").read_text())["compiled"]
     programs = {(each["preset"], each["lowering"]) for each in figures}
     assert {(False, "blocking"), (True, "blocking")} <= programs
@@ -760,7 +760,7 @@ def test_the_shortlist_is_compiled(script, capfd, tmp_path, monkeypatch):
     config.write_text(MODEL)
     monkeypatch.setattr(script.compiling.host, "start", lambda *_: None)
     flags = ["--config", str(config), "--topology", "tpu-v5p:2x2x1", "--batch", "8", "--length", "16"]
-    code = commands.guarded(script.main, [*flags, "--mesh", "x=4", "--compile", "2", "--json", str(path)])
+    code = runner.guarded(script.main, [*flags, "--mesh", "x=4", "--compile", "2", "--json", str(path)])
     assert code == 0
     figures = json.loads(path.read_text())
     assert len(figures["compiled"]) == 3

@@ -16,11 +16,14 @@ import gspmd_models as models
 from gspmd import host
 from gspmd.annotate import PlanError
 from gspmd.commands import configs, header, main, train
+from gspmd.commands.flags import parse
+from gspmd.commands.programs import begin
+from gspmd.commands.settings import RunSettings, adapted, of_checkpoint
 from gspmd.commands.source import Source
 from gspmd.layouts import Layout
-from gspmd.training import TrainingConfig, command
+from gspmd.training import TrainingConfig
 from gspmd.training.arrangement import Arrangement, arrange
-from gspmd.training.checkpoints import save_settings
+from gspmd.training.checkpoints import kept_settings, save_settings
 from gspmd.training.reporting import metrics
 from gspmd.training.toml import ConfigError
 from gspmd_models import checkpoints
@@ -65,12 +68,12 @@ def files(tmp_path_factory):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_run_begins_with_the_weights_of_the_checkpoint_in_any_layout(files, make_mesh, dtype):
-    given = train.Settings(checkpoint=str(files / "public"), training=TrainingConfig(dtype=dtype))
-    settings = train.of_checkpoint(given, [])
+    given = RunSettings(checkpoint=str(files / "public"), training=TrainingConfig(dtype=dtype))
+    settings = of_checkpoint(given, [])
     assert settings.model == dataclasses.replace(CONFIG, context_length=512)
     assert settings.training.tokenizer == str(files / "public")
     layout = Layout.load("zero-3")
-    model = train.begin(Console(), settings, Arrangement(0, layout, make_mesh(layout.mesh_for(8))))
+    model = begin(Console(), settings, Arrangement(0, layout, make_mesh(layout.mesh_for(8))))
     whole, _ = checkpoints.load(files / "public", layout, make_mesh(layout.mesh_for(8)), "float32")
     for (path, value), wanted in zip(models.arrays(model).items(), models.arrays(whole).values(), strict=True):
         assert value.dtype == np.float32
@@ -79,8 +82,8 @@ def test_a_run_begins_with_the_weights_of_the_checkpoint_in_any_layout(files, ma
 
 
 def test_a_run_at_longer_sequences_writes_as_long_texts(files):
-    given = train.Settings(checkpoint=str(files / "public"), training=TrainingConfig(length=1024))
-    assert train.of_checkpoint(given, []).model.context_length == 1024
+    given = RunSettings(checkpoint=str(files / "public"), training=TrainingConfig(length=1024))
+    assert of_checkpoint(given, []).model.context_length == 1024
 
 
 @pytest.mark.parametrize(
@@ -101,15 +104,13 @@ def test_a_run_at_longer_sequences_writes_as_long_texts(files):
 def test_what_a_model_is_not_right_for_is_refused_before_training(changes, flags, words):
     model = dataclasses.replace(models.ModelConfig(), **changes)
     with pytest.raises(ConfigError, match=words):
-        train.train(train.Settings(model=model, training=TrainingConfig(**flags)))
+        train.train(RunSettings(model=model, training=TrainingConfig(**flags)))
 
 
 def test_what_cannot_begin_with_a_checkpoint_is_one_message(files):
-    given = train.Settings(checkpoint="DIR")
+    given = RunSettings(checkpoint="DIR")
     with pytest.raises(ConfigError) as error:
-        train.of_checkpoint(
-            given, ["--from", "DIR", "--model.remat", "False", "--model.layers=3", "--model.moe.k", "2"]
-        )
+        of_checkpoint(given, ["--from", "DIR", "--model.remat", "False", "--model.layers=3", "--model.moe.k", "2"])
     assert error.value.faults == (
         "the checkpoint 'DIR' says what model it is; leave out --model.layers, --model.moe.k.",
     )
@@ -118,26 +119,26 @@ def test_what_cannot_begin_with_a_checkpoint_is_one_message(files):
 def test_a_resume_may_name_the_checkpoint_that_its_run_began_with(files, monkeypatch, tmp_path):
     monkeypatch.chdir(files)
     out = TrainingConfig(resume=True, out=str(tmp_path))
-    begun = train.of_checkpoint(train.Settings(checkpoint="public"), ["--from", "public"])
-    (tmp_path / "config.json").write_text(json.dumps(command.kept_settings(begun)))
+    begun = of_checkpoint(RunSettings(checkpoint="public"), ["--from", "public"])
+    (tmp_path / "config.json").write_text(json.dumps(kept_settings(begun)))
     by_folder = dataclasses.replace(begun, training=out)
-    assert train.of_checkpoint(by_folder, ["--resume", "--from", "public", "--model.remat", "none"]) is by_folder
-    file = train.Settings(checkpoint="public", training=out)  # which has a model of its own, that does not count
-    by_file = train.of_checkpoint(file, ["--config", "finetune", "--from", "public", "--resume"])
+    assert of_checkpoint(by_folder, ["--resume", "--from", "public", "--model.remat", "none"]) is by_folder
+    file = RunSettings(checkpoint="public", training=out)  # which has a model of its own, that does not count
+    by_file = of_checkpoint(file, ["--config", "finetune", "--from", "public", "--resume"])
     assert (by_file.model, by_file.training.tokenizer) == (begun.model, "public")
     for settings, began in (
         (begun, f"with the checkpoint '{files}/public'"),
-        (train.Settings(), "with random weights"),
+        (RunSettings(), "with random weights"),
     ):
-        (tmp_path / "config.json").write_text(json.dumps(command.kept_settings(settings)))
+        (tmp_path / "config.json").write_text(json.dumps(kept_settings(settings)))
         with pytest.raises(ConfigError, match=f"began {began}, and not with 'other'. Leave --from out, or begin"):
-            train.of_checkpoint(dataclasses.replace(file, checkpoint="other"), ["--resume", "--from", "other"])
+            of_checkpoint(dataclasses.replace(file, checkpoint="other"), ["--resume", "--from", "other"])
 
 
 def test_no_damage_of_the_tokenizer_that_a_run_keeps_is_believed(files, tmp_path):
     (tmp_path / "checkpoints" / "3").mkdir(parents=True)
-    settings = train.of_checkpoint(train.Settings(checkpoint=str(files / "public")), [])
-    save_settings(tmp_path, command.kept_settings(settings))
+    settings = of_checkpoint(RunSettings(checkpoint=str(files / "public")), [])
+    save_settings(tmp_path, kept_settings(settings))
     kept, tokenizer = tmp_path / "tokenizer", checkpoints.tokenizer(files / "public")
     said = io.StringIO()
     for _ in range(2):  # at the start, and at a resume
@@ -161,13 +162,13 @@ def test_no_damage_of_the_tokenizer_that_a_run_keeps_is_believed(files, tmp_path
 
 def test_a_resumed_run_has_the_adapters_that_it_is_told_of():
     asked, other = LoraConfig(rank=2), LoraConfig(rank=4)
-    begun = train.adapted(train.Settings(lora=asked))
+    begun = adapted(RunSettings(lora=asked))
     assert begun.model.lora == asked
     again = dataclasses.replace(begun, training=TrainingConfig(resume=True))
     for lora, wanted in ((asked, asked), (other, other), (LoraConfig(), None)):
-        assert train.adapted(dataclasses.replace(again, lora=lora)).model.lora == wanted
+        assert adapted(dataclasses.replace(again, lora=lora)).model.lora == wanted
     with pytest.raises(ConfigError, match=r"write \[lora\] in place of \[model.lora\]"):
-        train.adapted(train.Settings(model=models.ModelConfig(lora=asked)))
+        adapted(RunSettings(model=models.ModelConfig(lora=asked)))
 
 
 IN_STAGES = ["--config", "tiny", "--layout", "pipeline", "--mesh", "p=2,x=4"]
@@ -288,7 +289,7 @@ def test_what_only_tracing_knows_is_said_before_the_text_is_read(monkeypatch, ca
 def test_the_header_has_the_schedule_of_every_layout():
     flags = ["--layout", "zero-2", "--model.layers", "16", "--microbatches", "4", "--rounds", "2", "--batch", "16"]
     changes = ["--relayout", "1=pipeline:p=2,x=4", "--relayout", "2=pipeline:p=4,x=2"]
-    settings = command.parse(train.Settings, [*flags, *changes], default="tiny", find=configs.find)
+    settings = parse(RunSettings, [*flags, *changes], default="tiny", find=configs.find)
     sizes = settings.model.sizes(settings.training.batch, settings.training.length)
     console = Console(width=160, record=True, file=io.StringIO())
     header.show_run(console, settings, arrange(settings.training, settings.sharding, sizes), "")

@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from gspmd.commands import train
-from gspmd.training import command
+from gspmd.commands import runner, train
 from gspmd.training.reporting import metrics
 
 ROOT = Path(__file__).parents[2]
@@ -34,7 +33,7 @@ def run(script, capfd, monkeypatch, tmp_path):
         monkeypatch.chdir(tmp_path)
         monkeypatch.setattr(script.models, "build", _must_not_be_reached)
         try:
-            code = command.guarded(script.main, [*TINY, *flags])
+            code = runner.guarded(script.main, [*TINY, *flags])
         except SystemExit as stop:
             code = stop.code
         return code, " ".join(re.sub("[│╭╮╰╯─]", " ", capfd.readouterr().err).split())
@@ -112,7 +111,7 @@ def test_bad_input_is_one_message(run, tmp_path, flags, message):
     ],
 )
 def test_one_mistake_is_a_few_lines(script, capfd, flags, lines, near):
-    assert command.guarded(script.main, [*TINY[:2], *flags]) == 2
+    assert runner.guarded(script.main, [*TINY[:2], *flags]) == 2
     said = capfd.readouterr().err.rstrip().splitlines()
     assert len(said) == lines
     assert said[-1].endswith(near)
@@ -129,7 +128,7 @@ def test_the_run_is_told_before_anything_is_built(script, capfd, monkeypatch, tm
         raise KeyboardInterrupt
 
     monkeypatch.setattr(script.models, "build", build)
-    assert command.guarded(script.main, [*TINY, "--data", "a.txt", "--out", "run"]) == 130
+    assert runner.guarded(script.main, [*TINY, "--data", "a.txt", "--out", "run"]) == 130
     lines = told[0].splitlines()
     assert lines[0].startswith("╭─ gspmd ")
     assert len(lines) <= 48
@@ -157,7 +156,7 @@ def test_help_without_unicode(script, monkeypatch):
     out = TextIOWrapper(BytesIO(), encoding="ascii")
     monkeypatch.setattr(sys, "stdout", out)
     with pytest.raises(SystemExit, match="0"):
-        command.guarded(script.main, ["--help"])
+        runner.guarded(script.main, ["--help"])
     out.flush()
     assert b"--model.embed" in out.buffer.getvalue()
 

@@ -10,8 +10,7 @@ from gspmd import plan
 from gspmd.annotate import PlanError
 from gspmd.hardware.chips import CHIPS, Chip, chip
 from gspmd.hardware.dtypes import dtype_name
-from gspmd.hardware.links import collective_seconds, sharing_node
-from gspmd.hardware.rings import neighbour
+from gspmd.hardware.links import collective_seconds, neighbour, sharing_node
 
 pytestmark = pytest.mark.usefixtures("every_schedule")
 

@@ -336,15 +336,17 @@ def check(written: Written) -> Verdict:
 
     from gspmd import host
     from gspmd.commands import train
-    from gspmd.training import command
+    from gspmd.commands.flags import parse
+    from gspmd.commands.programs import check_traced
+    from gspmd.commands.settings import RunSettings, adapted
 
     results: dict[str, object] = {}
 
     def measured(console, settings, arrangement, state) -> None:
         """In place of what `--explain` prints, which comes where all checks are done."""
-        train.check_traced(settings, arrangement, state)  # as training does before it builds a model
+        check_traced(settings, arrangement, state)  # as training does before it builds a model
         try:
-            results.update(_on_mesh(train, settings, arrangement, state))
+            results.update(_on_mesh(settings, arrangement, state))
         except Exception as error:
             raise Compiled(f"{type(error).__name__}: {error}\n{_where(error)}") from error
 
@@ -353,12 +355,12 @@ def check(written: Written) -> Verdict:
             Path(folder, f"{name}.toml").write_text(text)
         try:
             flags = ["--config", str(Path(folder, "settings.toml")), "--explain", "--no-compile-cache"]
-            settings = command.parse(train.Settings, flags)
+            settings = parse(RunSettings, flags)
             # The devices are started once for all steps.
             start = mock.patch.object(host, "start", lambda count, *_, **__: jax.devices()[:count])
             explain = mock.patch.object(train, "explain", measured)
             with start, explain, redirect_stdout(StringIO()):
-                train.train(train.adapted(settings))
+                train.train(adapted(settings))
         except REFUSALS as error:
             return _refusal(written, error)
         except Compiled as error:
@@ -386,22 +388,24 @@ def _where(error: BaseException) -> str:
     return "".join(traceback.format_tb(error.__traceback__)[-3:])
 
 
-def _on_mesh(train, settings, arrangement, state) -> dict[str, object]:
+def _on_mesh(settings, arrangement, state) -> dict[str, object]:
     """The compiled step's comparison with the plan, and what two steps compute."""
     import jax
 
     import gspmd
+    from gspmd.commands.programs import begin, step_of
     from gspmd.training.state import shardings
     from gspmd_models import batch_spec, step
 
     training, mesh = settings.training, arrangement.mesh
     with arrangement.context():
-        update, *arguments = train.step_of(settings, arrangement, state)
+        update, *arguments = step_of(settings, arrangement, state)
         plan = gspmd.trace(update, *arguments)
         compiled = update.lower(*arguments).compile()
         comparison = gspmd.ledger(compiled).compare(plan)
-        begun = train.begin(None, settings, arrangement)
-        start = step.initial_state(begun, settings.optimizer, training.steps, mesh, **train.of_state(training))
+        begun = begin(None, settings, arrangement)
+        stored = {"frozen": training.frozen, "parameter_dtype": training.parameter_dtype}
+        start = step.initial_state(begun, settings.optimizer, training.steps, mesh, **stored)
         tokens = jax.device_put(_text(training), shardings(batch_spec(arrangement.layout), mesh))
         key = jax.device_put(jax.random.key(training.seed + 1), jax.NamedSharding(mesh, jax.P()))
         values = _two_steps(compiled, start, tokens, key)

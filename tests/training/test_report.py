@@ -16,7 +16,7 @@ from rich.console import Console
 
 from gspmd import host
 from gspmd.annotate import Spec
-from gspmd.training import command
+from gspmd.commands import runner
 from gspmd.training.reporting import memory, plots, report, tables
 from gspmd.training.reporting.metrics import Metrics
 from gspmd.training.toml import ConfigError
@@ -256,7 +256,7 @@ def test_the_closing_box_has_commands_that_can_be_copied(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "sample.txt").touch()
     narrow = Console(file=io.StringIO(), width=40)
-    commands = command.next_commands(Path("my [runs]/001"), 3, "it's ", "gspmd train")
+    commands = runner.next_commands(Path("my [runs]/001"), 3, "it's ", "gspmd train")
     report.closing(narrow, tmp_path, 272.0, commands)
     shown = narrow.file.getvalue()
     lines = [line.strip() for line in shown.splitlines()]
@@ -273,8 +273,8 @@ def test_the_closing_box_has_commands_that_can_be_copied(tmp_path):
 
 def test_a_script_is_sampled_from_by_the_one_beside_it(monkeypatch):
     monkeypatch.setattr("sys.argv", ["scripts/train_moe.py"])
-    assert command.next_commands(Path("runs/001"), 3, "def ") == {
+    assert runner.next_commands(Path("runs/001"), 3, "def ") == {
         "to train on": "python scripts/train_moe.py --resume --out runs/001 --steps 6",
         "to sample from it": "python scripts/generate.py --checkpoint runs/001 --prompt 'def '",
     }
-    assert list(command.next_commands(Path("runs/001"), 3, None)) == ["to train on"]
+    assert list(runner.next_commands(Path("runs/001"), 3, None)) == ["to train on"]

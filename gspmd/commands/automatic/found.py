@@ -10,6 +10,7 @@ from gspmd.display.units import amount_of_seconds
 from gspmd.layouts import Layout
 from gspmd.reading import ReadError, read_text
 from gspmd.training import ConfigError
+from gspmd.training.disk import write_whole
 from gspmd.training.run.folder import newest_run
 
 NAME = "auto"
@@ -50,9 +51,7 @@ class FoundLayout:
 
     def write(self, folder: Path) -> None:
         """Write the file into the folder of a run, whole or not at all."""
-        beside = folder / f"{FILE}.tmp"
-        beside.write_text(self.text, encoding="utf-8")
-        beside.replace(folder / FILE)
+        write_whole(folder / FILE, self.text)
 
     def __str__(self) -> str:
         if not self.seconds:

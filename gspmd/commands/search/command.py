@@ -20,6 +20,7 @@ from rich.markup import escape
 
 from gspmd import host
 from gspmd.annotate import LayoutError
+from gspmd.commands import runner
 from gspmd.commands.own import is_own
 from gspmd.commands.search import compiling, figures, own, picture, shortlist, shown
 from gspmd.commands.search.missing import nothing_fits
@@ -36,7 +37,6 @@ from gspmd.search.answers.document import LineCost, of_lines, remarks
 from gspmd.search.answers.frontier import Point, frontier
 from gspmd.search.answers.presets import Placed, placed_presets
 from gspmd.search.answers.why import Why, why
-from gspmd.training import command
 from gspmd.training.config import parse_mesh
 from gspmd_models import ModelConfig
 from gspmd_models.search import stages as pipelines
@@ -61,7 +61,7 @@ def run(argv: Sequence[str], script: str = "") -> int:
         return main(argv, script)
 
     said = "Interrupted before a layout was found that fits."
-    return command.guarded(begin, argv, called="" if script else "gspmd search", interrupted=said)
+    return runner.guarded(begin, argv, called="" if script else "gspmd search", interrupted=said)
 
 
 def parse(argv: Sequence[str], script: str = "") -> SearchSettings:

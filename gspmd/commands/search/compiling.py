@@ -134,7 +134,7 @@ def _traced(settings: SearchSettings, listed: Listed, target: Topology, folder: 
         return gspmd.trace(program, *args)
 
 
-def _settings(settings: SearchSettings, listed: Listed, folder: Path) -> offline.Settings:
+def _settings(settings: SearchSettings, listed: Listed, folder: Path) -> offline.CompileSettings:
     """Return the settings of `gspmd compile` for a layout."""
     name = listed.name
     if not listed.preset:
@@ -147,7 +147,7 @@ def _settings(settings: SearchSettings, listed: Listed, folder: Path) -> offline
         compiler_options=settings.compiler_options,
     )
     update = settings.update
-    return offline.Settings(
+    return offline.CompileSettings(
         settings.config, settings.topology, settings.phase, settings.batch, settings.length, dtype=settings.dtype,
         weights=settings.weights, cache=settings.cache, microbatches=listed.candidate.microbatches,
         parameter_dtype=update.parameter_dtype, frozen=update.frozen, optimizer=update.optimizer,

@@ -11,15 +11,15 @@ from typing import Annotated, Any, Literal
 import jax.numpy as jnp
 import tyro
 
-from gspmd.commands import configs
-from gspmd.commands.file import File, file_of
+from gspmd.commands import configs, flags
+from gspmd.commands.file import File, file_of, group_faults
 from gspmd.commands.own import is_own
 from gspmd.commands.search.slice import Slice
 from gspmd.commands.search.unpriced import unpriced
 from gspmd.display.tables import counted
 from gspmd.layouts import Layout
 from gspmd.search.answers.microbatches import several
-from gspmd.training import OptimizerConfig, ShardingConfig, command
+from gspmd.training import OptimizerConfig, ShardingConfig
 from gspmd.training.config import ConfigError, parse_mesh
 from gspmd.training.model import Own
 from gspmd.training.model.finding import typed_with
@@ -153,7 +153,7 @@ def parse(argv: Sequence[str], script: str, documentation: str) -> SearchSetting
         said["model"] = replace(file.model, lora=lora)
     prog, description = configs.called(documentation, "gspmd search", script)
     default = cls(name, **said, model_class=file.model_class)
-    settings = command.parse_flags(cls, argv, default, description, prog)
+    settings = flags.parse_flags(cls, argv, default, description, prog)
     if own:
         faults = [*_faults_of_own(file, settings)]
     else:
@@ -223,7 +223,7 @@ def _faults(settings: SearchSettings):
         if not numbers and settings.batch % (settings.microbatches or 1):
             yield f"a batch of {settings.batch} is not cut into {settings.microbatches} microbatches; choose a divisor."
     elif settings.phase == "train" and not numbers:
-        yield from command.group_faults(settings.model, settings.batch, settings.length)
+        yield from group_faults(settings.model, settings.batch, settings.length)
     if settings.compile < 0:
         yield f"--compile is a number of layouts, 0 or more, not {settings.compile}."
     if settings.phase == "train" and not is_own(settings):

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from math import prod
 
 from gspmd.hardware.dtypes import itemsize
+from gspmd.hardware.links import neighbour
 from gspmd.hardware.matmul import product_seconds
-from gspmd.hardware.rings import neighbour
 from gspmd.lowerings.looped.rings import Link, hops_by_link, shard_parts
 from gspmd.planner.overlap import SCHEDULES, Ring, Stripes
 from gspmd.planner.spans import CollectiveSpan, local_shape

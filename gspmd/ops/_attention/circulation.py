@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from gspmd.hardware.links import neighbour
 from gspmd.hardware.matmul import product_seconds
-from gspmd.hardware.rings import neighbour
 from gspmd.lowerings.program import Context
 from gspmd.lowerings.scopes import step_scope
 from gspmd.ops.interface.planned_op import Chains, float32, shard_index

@@ -9,7 +9,7 @@ import hashlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from gspmd.training.disk import sync
+from gspmd.training.disk import sync, write_whole
 
 #: The file with the checksums.
 FILE = "checksums"
@@ -18,16 +18,13 @@ _THREADS = 8
 
 def write(folder: Path) -> None:
     """Write the size and checksum of every other file of a folder, once all of them are on disk."""
-    beside = folder / f"{FILE}.tmp"  # a write that was killed may have left it
-    own = {folder / FILE, beside}
+    own = {folder / FILE, folder / f"{FILE}.tmp"}  # a write that was killed may have left the second
     paths = sorted(path for path in folder.rglob("*") if path.is_file() and path not in own)
     with ThreadPoolExecutor(_THREADS) as threads:
         sums = threads.map(_synced_checksum, paths)
         lines = [f"{found} {path.relative_to(folder)}\n" for path, found in zip(paths, sums, strict=True)]
     text = "".join(lines).encode()
-    beside.write_bytes(hashlib.sha256(text).hexdigest().encode() + b"\n" + text)
-    sync(beside)
-    beside.replace(folder / FILE)
+    write_whole(folder / FILE, hashlib.sha256(text).hexdigest().encode() + b"\n" + text)
     for below in (folder, *(path for path in folder.rglob("*") if path.is_dir())):
         sync(below)
 

@@ -7,20 +7,27 @@ from pathlib import Path
 from typing import Any
 
 from gspmd.reading import MissingError, ReadError, read_json
-from gspmd.training.disk import sync
-from gspmd.training.toml import ConfigError
+from gspmd.training.disk import write_whole
+from gspmd.training.toml import ConfigError, Dataclass, beside, to_mapping
 
 _CHECKSUM = "checksum"
 
 
+def kept_settings(settings: Dataclass) -> dict[str, Any]:
+    """Return the settings to save for a resume, with absolute paths, without those of one start only."""
+    kept = to_mapping(beside(settings, Path.cwd()))
+    kept.pop("config", None)
+    if name := kept.pop("model_class", ""):
+        kept["model"] = {"class": name, **kept["model"]}
+    for name in ("resume", "resume_step", "profile"):
+        kept.get("training", {}).pop(name, None)
+    return kept
+
+
 def save_settings(out: str | Path, settings: Mapping[str, Any]) -> None:
     """Write the run's settings to `<out>/config.json`, for a resume by folder."""
-    path = Path(out) / "config.json"
-    beside = path.with_suffix(".tmp")
     kept = {_CHECKSUM: _checksum(settings), **settings}
-    beside.write_text(json.dumps(kept, indent=2) + "\n", encoding="utf-8")
-    sync(beside)
-    beside.replace(path)
+    write_whole(Path(out) / "config.json", json.dumps(kept, indent=2) + "\n")
 
 
 def load_settings(out: str | Path) -> dict[str, Any]:

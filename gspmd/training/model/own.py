@@ -12,9 +12,8 @@ from gspmd.annotate.errors import LayoutError, listed
 from gspmd.annotate.spec import Spec
 from gspmd.layouts import Layout
 from gspmd.layouts.initial import drawer, folded, nested
-from gspmd.training.model.freezing import trained_paths
 from gspmd.training.model.protocol import Kept, Model, Parameter
-from gspmd.training.model.trainable import Figures, Row
+from gspmd.training.model.trainable import Figures, Row, trained_paths
 from gspmd.training.toml import ConfigError
 
 _BATCH, _LOGITS = "embedding.tokens", "output.logits"

@@ -12,7 +12,7 @@ import sys
 import time
 
 from gspmd.reading import whole_number
-from gspmd.training.flags import Processes
+from gspmd.training.syntax import Processes
 from gspmd.training.toml import ConfigError
 
 LIMIT = 300.0

@@ -17,10 +17,10 @@ import jax
 from gspmd import host
 from gspmd.jax_internals import detected_processes
 from gspmd.jax_internals import distributed_runtime as _runtime
-from gspmd.training.flags import Processes, parse_processes
 from gspmd.training.processes import arrival
 from gspmd.training.processes.native import keep_apart
 from gspmd.training.processes.watch import Watch
+from gspmd.training.syntax import Processes, parse_processes
 from gspmd.training.toml import ConfigError
 
 # Seconds for JAX to join processes that are all there, and for all of them to go: the first one draws its pictures

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from gspmd.reading import ReadError, parse_json
+from gspmd.training.disk import write_whole
 from gspmd.training.reporting.events import Events
 from gspmd.training.reporting.weights_and_biases import WeightsAndBiases, check_installed
 from gspmd.training.toml import ConfigError
@@ -98,9 +99,7 @@ class Metrics:
 
     def _replace(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Write the file anew, complete before it replaces the old one, so that a full disk loses no figures."""
-        beside = self._path.with_name(f"{_FILE}.tmp")
-        beside.write_text(_lines(rows), encoding="utf-8")
-        beside.replace(self._path)
+        write_whole(self._path, _lines(rows))
         self._file = self._path.open("a", encoding="utf-8")
 
     def __enter__(self) -> "Metrics":

@@ -19,6 +19,7 @@ from rich.console import Console
 from gspmd.display.progress import Progress
 from gspmd.display.units import duration
 from gspmd.training import data, processes
+from gspmd.training.arrangement import move
 from gspmd.training.checkpoints import Checkpoints, newest, save_settings
 from gspmd.training.config import TrainingConfig
 from gspmd.training.data.split import count_of
@@ -30,7 +31,6 @@ from gspmd.training.reporting.speed import Speed
 from gspmd.training.run.guard import Diverged, Guard
 from gspmd.training.run.profile import Profile
 from gspmd.training.run.program import Program
-from gspmd.training.run.relayout import move
 from gspmd.training.run.signals import Interrupted, Stop
 from gspmd.training.state import TrainState
 

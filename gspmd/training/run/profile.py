@@ -5,7 +5,7 @@ from pathlib import Path
 
 import jax
 
-from gspmd.training.flags import parse_profile
+from gspmd.training.syntax import parse_profile
 
 _FOLDER = "profile"
 

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from gspmd.training import Checkpoints, ConfigError, command
+from gspmd.commands import runner
+from gspmd.training import Checkpoints, ConfigError
 from gspmd.training.checkpoints import checksums, newest_intact, restore, saved_steps
 from gspmd.training.run.folder import choose_out
 
@@ -91,7 +92,7 @@ def test_none_that_is_intact_is_bad_input(saved, make_program, capsys):
         with Checkpoints(saved) as checkpoints:
             checkpoints.restore(make_program()[0].state)
 
-    assert command.guarded(resume, []) == 2
+    assert runner.guarded(resume, []) == 2
     first, second, third, last = capsys.readouterr().err.splitlines()
     assert first == "ConfigError: cannot resume:"
     assert "/7' is damaged: state/" in second

@@ -26,13 +26,13 @@ from pathlib import Path
 
 import jax
 
-from gspmd.commands import main, train
-from gspmd.training import checkpoints, command, processes
+from gspmd.commands import flags, main, runner, train
+from gspmd.training import checkpoints, processes
 from gspmd.training.checkpoints import newest
-from gspmd.training.flags import Processes
 from gspmd.training.processes import arrival, watch
 from gspmd.training.reporting import metrics
 from gspmd.training.run import loop
+from gspmd.training.syntax import Processes
 
 SIZES = "[model]\nembed = 16\nlayers = 1\nheads = 8\nkv_heads = 8\nhead_size = 4\nfeed_forward = 32\n"
 FLAGS = ["--config", "small.toml", "--platform", "cpu", "--devices", "8", "--data", "a.txt", "--length", "16"]
@@ -178,7 +178,7 @@ def in_the_second_step(fault: Callable[..., None]) -> None:
 
 #: Stage of a run -> what makes it raise.
 STAGES = {
-    "reading": lambda fault: setattr(command, "parse", fault),
+    "reading": lambda fault: setattr(flags, "parse", fault),
     "building": lambda fault: setattr(train, "make_program", fault),
     "compiling": lambda fault: setattr(loop._Run, "_compile", fault),
     "stepping": in_the_second_step,
@@ -310,7 +310,7 @@ def call(folder: Path, name: str) -> list[End]:
             processes.join(f"{where},processes=2,process={which}")
             globals()[name]()
 
-        return command.guarded(joined, [])
+        return runner.guarded(joined, [])
 
     return Pair(folder, [lambda: task(0), lambda: task(1)]).ends()
 
@@ -359,7 +359,7 @@ def arrivals(folder: Path, name: str) -> list[End]:
             processes.join(f"{where},{given[which]}")
 
         watch.Watch.start = started
-        return command.guarded(join, [])
+        return runner.guarded(join, [])
 
     pair = Pair(folder, [lambda: task(0), lambda: task(1)])
     if name == "two-second":

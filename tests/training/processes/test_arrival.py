@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from gspmd.training.flags import Processes
 from gspmd.training.processes import arrival, joining
+from gspmd.training.syntax import Processes
 from gspmd.training.toml import ConfigError
 
 

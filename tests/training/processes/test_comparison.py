@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from gspmd.commands import train
+from gspmd.commands.settings import RunSettings, facts_of
 from gspmd.training import processes
 from gspmd.training.processes import comparison
 from gspmd.training.processes.comparison import differences
@@ -58,8 +58,8 @@ def refused(facts):
 
 
 def test_every_setting_of_a_run_is_compared(as_first, tmp_path):
-    settings = train.Settings()
-    facts = train.facts_of(settings)
+    settings = RunSettings()
+    facts = facts_of(settings)
     as_first(facts)
     processes.compare(lambda: facts)
     changed = {
@@ -74,14 +74,14 @@ def test_every_setting_of_a_run_is_compared(as_first, tmp_path):
         "compile_cache": replace(settings, compile_cache=False),
     }
     for name, other in changed.items():
-        as_first(train.facts_of(other))
+        as_first(facts_of(other))
         assert [line.split(" is ")[0] for line in refused(facts)] == [name]
 
 
 def test_what_each_process_is_told_for_itself_is_not_compared():
-    settings = train.Settings()
+    settings = RunSettings()
     one, two = (
-        train.facts_of(replace(settings, config=f"{which}.toml", sharding=replace(
+        facts_of(replace(settings, config=f"{which}.toml", sharding=replace(
             settings.sharding, distributed=f"host:1,processes=2,process={which}"
         )))
         for which in (0, 1)
@@ -91,12 +91,12 @@ def test_what_each_process_is_told_for_itself_is_not_compared():
 
 def test_a_layout_file_of_one_name_and_other_lines_is_refused(as_first, tmp_path):
     file = tmp_path / "own.toml"
-    settings = replace(train.Settings(), sharding=replace(train.Settings().sharding, layout=str(file)))
+    settings = replace(RunSettings(), sharding=replace(RunSettings().sharding, layout=str(file)))
     settings = replace(settings, training=replace(settings.training, relayout=(f"20={file}",)))
     found = []
     for spec in ("E_xF_y", "E_yF_x"):
         file.write_text(f'base = "zero-3"\n[ffn]\nw_in = "{spec}"\n')
-        found.append(train.facts_of(settings))
+        found.append(facts_of(settings))
     as_first(found[1])
     assert refused(found[0]) == (
         "layout.ffn.w_in is E_xF_y in process 0, but E_yF_x in process 1 (on other).",

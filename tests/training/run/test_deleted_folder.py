@@ -8,7 +8,8 @@ import shutil
 import pytest
 from rich.console import Console
 
-from gspmd.training import command, fit
+from gspmd.commands import runner
+from gspmd.training import fit
 from gspmd.training.config import TrainingConfig
 from gspmd.training.reporting import plots
 
@@ -49,18 +50,18 @@ def test_a_folder_that_is_gone_ends_the_run_with_one_message(make_program, corpu
     config = dataclasses.replace(CONFIG, save_every=save_every, steps=12)
 
     def run(argv):
-        with command.interrupts(out):
+        with runner.interrupts(out):
             program = disturbed(make_program(steps=12)[0], 6, lambda: what(out))
             fit(config, program, corpus, out, Console(quiet=True))
 
-    code = command.guarded(run, [])
+    code = runner.guarded(run, [])
     said = capfd.readouterr().err
     assert code == 1, said
     assert said.startswith(f"The run failed: cannot write to '{out}': "), said
     assert len(said.splitlines()) == 1, said
 
 
-@pytest.mark.parametrize("name", ["metrics.jsonl", "metrics.jsonl.tmp", "config.json", "config.tmp", "loss.png"])
+@pytest.mark.parametrize("name", ["metrics.jsonl", "metrics.jsonl.tmp", "config.json", "config.json.tmp", "loss.png"])
 def test_a_folder_in_the_place_of_a_file_is_to_be_moved_away(make_program, corpus, tmp_path, capfd, name):
     config = dataclasses.replace(CONFIG, steps=2)
     fit(config, make_program(steps=4)[0], corpus, tmp_path, Console(quiet=True))
@@ -71,11 +72,11 @@ def test_a_folder_in_the_place_of_a_file_is_to_be_moved_away(make_program, corpu
         plots.loss_curve([{"step": 1, "bits_per_byte": 3.0}], tmp_path / "loss.png")
 
     def run(argv):
-        with command.interrupts(tmp_path):
+        with runner.interrupts(tmp_path):
             program = make_program(steps=4)[0]
             fit(dataclasses.replace(config, resume=True), program, corpus, tmp_path, Console(quiet=True), {}, draw)
 
-    code = command.guarded(run, [], "gspmd train")
+    code = runner.guarded(run, [], "gspmd train")
     said = capfd.readouterr().err
     fault = f"The run failed: cannot write to '{tmp_path}': {name}: Is a directory; step 2 is saved."
     assert said == f"{fault} To go on, once that is moved away: gspmd train --resume --out {tmp_path}\n"
@@ -100,9 +101,9 @@ def test_the_remedy_is_that_of_the_fault(tmp_path, capsys, number, when):
     (tmp_path / "checkpoints" / "2").mkdir(parents=True)
 
     def run(argv):
-        with command.interrupts(tmp_path):
+        with runner.interrupts(tmp_path):
             raise OSError(number, os.strerror(number), str(tmp_path / "sample.txt"))
 
-    assert command.guarded(run, [], "gspmd train") == 1
+    assert runner.guarded(run, [], "gspmd train") == 1
     fault = f"The run failed: cannot write to '{tmp_path}': sample.txt: {os.strerror(number)}; step 2 is saved."
     assert capsys.readouterr().err == f"{fault} {when}: gspmd train --resume --out {tmp_path}\n"

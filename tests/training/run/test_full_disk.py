@@ -12,7 +12,8 @@ from contextlib import suppress
 import pytest
 from rich.console import Console
 
-from gspmd.training import Checkpoints, command, fit
+from gspmd.commands import runner
+from gspmd.training import Checkpoints, fit
 from gspmd.training.checkpoints import checksums, newest, saved_steps
 from gspmd.training.config import TrainingConfig
 from gspmd.training.reporting import metrics
@@ -57,10 +58,10 @@ def test_a_save_that_fails_ends_the_run_there(make_program, corpus, small_disk, 
     config, program = dataclasses.replace(CONFIG, steps=steps), make_program(steps=steps)[0]
 
     def run(argv):
-        with command.interrupts(small_disk):
+        with runner.interrupts(small_disk):
             fit(config, filling(program, small_disk, at), corpus, small_disk, Console(quiet=True))
 
-    assert command.guarded(run, []) == 1
+    assert runner.guarded(run, []) == 1
     said = capfd.readouterr().err
     # On the way a line of figures may be what the disk has no room for, once the save has taken the rest.
     saving = "(?: while saving step 8)" + "?" * (steps > 8)
@@ -82,10 +83,10 @@ def test_a_run_whose_disk_is_full_says_what_is_saved_and_can_go_on(make_program,
 
     def run(argv):
         # Room for eight steps or so: an object and its line end take about 400 bytes.
-        with command.interrupts(tmp_path), small_files(4096):
+        with runner.interrupts(tmp_path), small_files(4096):
             fit(config, program, corpus, tmp_path, Console(quiet=True))
 
-    assert command.guarded(run, []) == 1
+    assert runner.guarded(run, []) == 1
     said = capsys.readouterr().err
     step = newest(tmp_path)
     assert step >= 4
@@ -98,10 +99,10 @@ def test_a_run_whose_disk_is_full_says_what_is_saved_and_can_go_on(make_program,
 
 def test_settings_that_cannot_be_written_are_one_message(make_program, corpus, tmp_path, small_files, capsys):
     def run(argv):
-        with command.interrupts(tmp_path), small_files(100):
+        with runner.interrupts(tmp_path), small_files(100):
             fit(CONFIG, make_program()[0], corpus, tmp_path, Console(quiet=True), {"text": "x" * 1000})
 
-    assert command.guarded(run, []) == 1
+    assert runner.guarded(run, []) == 1
     assert (
         capsys.readouterr().err == f"The run failed: cannot write to '{tmp_path}': File too large; no step is saved.\n"
     )

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from gspmd.training import Checkpoints, Diverged, command, fit
+from gspmd.commands import runner
+from gspmd.training import Checkpoints, Diverged, fit
 from gspmd.training.checkpoints import saved_steps
 from gspmd.training.config import TrainingConfig
 from gspmd.training.reporting import metrics
@@ -91,7 +92,7 @@ def test_too_many_end_the_run(make_poisoned, corpus, tmp_path, allowed, poisoned
     program = make_poisoned(dict.fromkeys(poisoned, "loss"))
 
     def run(argv):
-        with command.interrupts(tmp_path):
+        with runner.interrupts(tmp_path):
             fit(dataclasses.replace(CONFIG, non_finite=allowed), program, corpus, tmp_path, Console(quiet=True))
 
     with pytest.raises(Diverged) as error:
@@ -112,7 +113,7 @@ def test_the_exit_code_is_one_and_the_resume_is_told(tmp_path, capsys, monkeypat
     def run(argv):
         raise Diverged("the loss is nan at step 6: lower it.", 4, tmp_path)
 
-    assert command.guarded(run, []) == 1
+    assert runner.guarded(run, []) == 1
     assert capsys.readouterr().err == (
         "The run failed: the loss is nan at step 6: lower it. Step 4 is saved. "
         f"To go on: python train.py --resume --out {tmp_path}\n"

@@ -14,10 +14,9 @@ from gspmd import host
 from gspmd.annotate import Spec
 from gspmd.commands import main
 from gspmd.training import ConfigError, ShardingConfig, TrainingConfig, fit
-from gspmd.training.arrangement import arrange
+from gspmd.training.arrangement import arrange, check_same_form
 from gspmd.training.reporting import metrics
 from gspmd.training.run import loop
-from gspmd.training.run.relayout import check_same_form
 
 CONFIG = TrainingConfig(steps=12, batch=4, length=16, validation_every=5, validation_batches=2, save_every=4, keep=9)
 TINY = str(Path(__file__).parents[3] / "configs" / "tiny.toml")

@@ -14,8 +14,9 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
+from gspmd.commands import runner
 from gspmd.interruption import Terminated
-from gspmd.training import command, fit
+from gspmd.training import fit
 from gspmd.training.checkpoints import newest
 from gspmd.training.config import TrainingConfig
 from gspmd.training.run.signals import Stop, terminable
@@ -44,10 +45,10 @@ def test_a_signal_in_the_middle_of_a_step_saves_at_its_end(make_program, corpus,
         return program.place(batch)
 
     def run(argv):
-        with command.interrupts(tmp_path):
+        with runner.interrupts(tmp_path):
             fit(CONFIG, dataclasses.replace(program, place=place), corpus, tmp_path, Console(quiet=True))
 
-    assert command.guarded(run, []) == code
+    assert runner.guarded(run, []) == code
     assert newest(tmp_path) == 9
     said = capsys.readouterr().err
     assert said.startswith("\nInterrupted after step 9. To go on: python ")
@@ -64,11 +65,11 @@ def test_a_signal_outside_the_loop_loses_nothing_that_is_saved(tmp_path, saved, 
         (tmp_path / "checkpoints" / step).mkdir(parents=True)
 
     def run(argv):
-        with command.interrupts(tmp_path):
+        with runner.interrupts(tmp_path):
             os.kill(os.getpid(), number)
 
     before = signal.getsignal(signal.SIGTERM)
-    assert command.guarded(run, []) == code
+    assert runner.guarded(run, []) == code
     assert signal.getsignal(signal.SIGTERM) is before
 
 
@@ -77,7 +78,7 @@ def test_a_signal_before_the_run_has_a_folder_is_one_line(number, capfd):
     """While the settings or the text are read, or the devices are started."""
     before = signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     try:
-        assert command.guarded(lambda argv: os.kill(os.getpid(), number), []) == 128 + number
+        assert runner.guarded(lambda argv: os.kill(os.getpid(), number), []) == 128 + number
         assert capfd.readouterr().err == "\nInterrupted before the run began.\n"
     finally:
         signal.signal(number, before)
@@ -100,12 +101,12 @@ def test_a_second_signal_before_the_first_save_is_one_line(make_program, corpus,
             return super().write(text)
 
     def run(argv):
-        with command.interrupts(tmp_path):
+        with runner.interrupts(tmp_path):
             fit(CONFIG, dataclasses.replace(program, place=place), corpus, tmp_path, Console(quiet=True))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("sys.stderr", said := Impatient())
-        assert command.guarded(run, []) == 128 + number
+        assert runner.guarded(run, []) == 128 + number
     assert said.getvalue() == "\nInterrupted before a step was saved.\n"
     assert newest(tmp_path) is None
 
@@ -128,13 +129,13 @@ def test_what_is_ignored_stays_so(number, monkeypatch):
 _IN_A_TERMINAL = """
 import fcntl, signal, sys, termios, time
 from pathlib import Path
+from gspmd.commands import runner
 from gspmd.display.console import console
-from gspmd.training import command
 from gspmd.training.run.signals import Interrupted, Stop
 
 def run(argv):
     out, shown = Path(sys.argv[1]), console()
-    with command.interrupts(out), Stop() as stop, stop.closed(shown):
+    with runner.interrupts(out), Stop() as stop, stop.closed(shown):
         shown.print("begun")
         while not stop.asked:
             shown.print("a step")
@@ -145,7 +146,7 @@ def run(argv):
 
 if sys.argv[2] == "its own":
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-sys.exit(command.guarded(run, [], "gspmd train"))
+sys.exit(runner.guarded(run, [], "gspmd train"))
 """
 
 
@@ -196,10 +197,10 @@ def test_an_output_that_is_closed_saves_at_the_end_of_a_step(make_program, corpu
             return super().write(text)
 
     def run(argv):
-        with command.interrupts(tmp_path):
+        with runner.interrupts(tmp_path):
             fit(CONFIG, make_program()[0], corpus, tmp_path, Console(file=Closed()))
 
-    assert command.guarded(run, []) == 128 + signal.SIGPIPE
+    assert runner.guarded(run, []) == 128 + signal.SIGPIPE
     said = capfd.readouterr().err
     assert said.startswith("\nStandard output is closed: stopping at the end of this step.\n")
     assert "\nInterrupted after step 1. To go on: python " in said

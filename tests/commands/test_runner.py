@@ -1,4 +1,4 @@
-"""The command line: what a resume takes over, what a model must fit, and what an interrupt says."""
+"""A command: its flags, what a resume takes over, what a model must fit, and what an interrupt says."""
 
 import json
 import os
@@ -12,8 +12,12 @@ import pytest
 import tyro
 
 from gspmd.annotate import LayoutError
+from gspmd.commands import runner
+from gspmd.commands.flags import FlagError, distributed, parse
+from gspmd.commands.train import check_model
 from gspmd.layouts import Layout
-from gspmd.training import arrangement, command
+from gspmd.training import arrangement
+from gspmd.training.checkpoints import kept_settings
 from gspmd.training.config import ShardingConfig, TrainingConfig
 from gspmd.training.run.folder import choose_out
 from gspmd.training.toml import ConfigError
@@ -36,8 +40,8 @@ STARTED = Settings(
 @pytest.fixture
 def resumed(tmp_path):
     """A function of flags that gives the settings of a resume with them."""
-    (tmp_path / "config.json").write_text(json.dumps(command.kept_settings(STARTED)))
-    return lambda *flags: command.parse(Settings, ["--resume", "--out", str(tmp_path), *flags])
+    (tmp_path / "config.json").write_text(json.dumps(kept_settings(STARTED)))
+    return lambda *flags: parse(Settings, ["--resume", "--out", str(tmp_path), *flags])
 
 
 def test_a_resume_leaves_the_platform_open(resumed):
@@ -56,14 +60,14 @@ def test_a_resume_may_be_taken_back(resumed):
 
 @pytest.mark.parametrize("flags", [["--resume", "300"], ["--resume=300"], ["--resume", "--resume-step", "300"]])
 def test_a_resume_may_name_its_step(resumed, tmp_path, flags):
-    found = command.parse(Settings, [*flags, "--steps", "9", "--out", str(tmp_path)]).training
+    found = parse(Settings, [*flags, "--steps", "9", "--out", str(tmp_path)]).training
     assert (found.resume, found.resume_step, found.steps) == (True, 300, 9)
     assert resumed("--steps", "9").training.resume_step is None
 
 
 def test_a_step_to_resume_from_needs_a_resume(capsys):
     with pytest.raises(SystemExit):
-        command.parse(Settings, ["--resume-step", "300"])
+        parse(Settings, ["--resume-step", "300"])
     assert "resume_step needs resume; write --resume 300." in capsys.readouterr().err
 
 
@@ -78,7 +82,7 @@ def test_a_step_to_resume_from_needs_a_resume(capsys):
 )
 def test_a_step_to_resume_from_is_said_once(flags):
     with pytest.raises(ConfigError) as error:
-        command.parse(Settings, flags)
+        parse(Settings, flags)
     fault = "flags name the step to resume from more than once; write --resume STEP, once."
     assert str(error.value) == f"cannot read the flags:\n  {fault}"
 
@@ -105,10 +109,10 @@ def test_changes_replace_those_of_the_start(resumed):
 def test_a_resume_keeps_the_changes_of_layout_that_its_flags_do_not_replace(tmp_path):
     training = TrainingConfig(relayout=("20=own.toml", "40=zero-3:x=8"))
     begun = Settings(training, ShardingConfig(distributed="node1:1234,processes=2,process=0"))
-    (tmp_path / "config.json").write_text(json.dumps(command.kept_settings(begun)))
+    (tmp_path / "config.json").write_text(json.dumps(kept_settings(begun)))
 
     def resumed(*flags):
-        return command.parse(Settings, ["--resume", "--out", str(tmp_path), *flags])
+        return parse(Settings, ["--resume", "--out", str(tmp_path), *flags])
 
     own = f"20={Path.cwd()}/own.toml"
     assert resumed().training.relayout == (own, "40=zero-3:x=8")
@@ -122,9 +126,9 @@ def test_a_resume_finds_its_files_from_another_folder(tmp_path, monkeypatch):
     (tmp_path / "begun").mkdir()
     monkeypatch.chdir(tmp_path / "begun")
     begun = Settings(TrainingConfig(data=("text/*.txt",)), ShardingConfig(layout="own.toml"))
-    (tmp_path / "config.json").write_text(json.dumps(command.kept_settings(begun)))
+    (tmp_path / "config.json").write_text(json.dumps(kept_settings(begun)))
     monkeypatch.chdir("/")
-    found = command.parse(Settings, ["--resume", "--out", str(tmp_path)])
+    found = parse(Settings, ["--resume", "--out", str(tmp_path)])
     assert found.training.data == (f"{tmp_path}/begun/text/*.txt",)
     assert found.sharding.layout == f"{tmp_path}/begun/own.toml"
 
@@ -136,7 +140,7 @@ def test_a_resume_finds_its_files_from_another_folder(tmp_path, monkeypatch):
 )  # fmt: skip
 def test_a_choice_that_there_is_none_of_is_told_with_the_nearest(capsys, flag, wrong, near):
     with pytest.raises(SystemExit) as stop:
-        command.parse(Settings, [flag, wrong])
+        parse(Settings, [flag, wrong])
     assert stop.value.code == 2
     said = " ".join(re.sub("[│╭╮╰╯─]", " ", capsys.readouterr().err).split())
     assert f"Error parsing {flag}: it must be one of" in said
@@ -144,8 +148,8 @@ def test_a_choice_that_there_is_none_of_is_told_with_the_nearest(capsys, flag, w
 
 
 def test_a_choice_may_be_taken_back():
-    assert command.parse(Settings, ["--lowering", "None"]).sharding.lowering is None
-    assert command.parse(Settings, ["--lowering", "looped:halves"]).sharding.lowering == "looped:halves"
+    assert parse(Settings, ["--lowering", "None"]).sharding.lowering is None
+    assert parse(Settings, ["--lowering", "looped:halves"]).sharding.lowering == "looped:halves"
 
 
 def test_devices_that_do_not_divide_are_refused_before_they_are_made(monkeypatch):
@@ -168,16 +172,14 @@ def model(vocabulary=256, groups=None, causal=True, int8=False):
 
 def test_a_model_that_fits():
     training = TrainingConfig(batch=8, length=16)
-    command.check_model(training, model(groups=32))
-    command.check_model(training, SimpleNamespace(vocabulary=256, moe=None, int8=False))
-    command.check_model(replace(training, sample_bytes=0), model(causal=False))
+    check_model(training, model(groups=32))
+    check_model(training, SimpleNamespace(vocabulary=256, moe=None, int8=False))
+    check_model(replace(training, sample_bytes=0), model(causal=False))
 
 
 def test_a_model_that_does_not_fit_is_one_message():
     with pytest.raises(ConfigError) as error:
-        command.check_model(
-            TrainingConfig(batch=8, length=16), model(vocabulary=100, groups=24, causal=False, int8=True)
-        )
+        check_model(TrainingConfig(batch=8, length=16), model(vocabulary=100, groups=24, causal=False, int8=True))
     assert error.value.faults == (
         "model.vocabulary must be 256, since the data is bytes, but is 100.",
         "model.moe.groups must divide the tokens of a batch, 8 × 16 = 128, but is 24.",
@@ -190,15 +192,15 @@ def test_a_model_that_does_not_fit_is_one_message():
 def test_a_tokenizer_needs_a_vocabulary_at_least_as_large():
     training = TrainingConfig(batch=8, length=16, tokenizer="words/tokenizer.json")
     for vocabulary in (1000, 256_128):
-        command.check_model(training, model(vocabulary), 1000)
+        check_model(training, model(vocabulary), 1000)
     with pytest.raises(ConfigError) as error:
-        command.check_model(training, model(999), 1000)
+        check_model(training, model(999), 1000)
     assert error.value.faults == (
         "the tokenizer 'words/tokenizer.json' has 1,000 tokens, but model.vocabulary is 999; it must be at least as "
         "large.",
     )
     with pytest.raises(ConfigError, match=r"but is 1000\. Give the file of its tokenizer with --tokenizer\."):
-        command.check_model(replace(training, tokenizer=""), model(1000))
+        check_model(replace(training, tokenizer=""), model(1000))
 
 
 @pytest.mark.parametrize(
@@ -216,10 +218,10 @@ def test_an_interrupt_says_what_is_saved(tmp_path, monkeypatch, capsys, steps, s
 
     def run(argv):
         out = choose_out("my run", resume=bool(steps))
-        with command.interrupts(out):
+        with runner.interrupts(out):
             raise KeyboardInterrupt
 
-    assert command.guarded(run, []) == 130
+    assert runner.guarded(run, []) == 130
     assert capsys.readouterr().err == f"\n{said}\n"
 
 
@@ -227,7 +229,7 @@ def test_an_interrupt_before_the_run(capsys):
     def run(argv):
         raise KeyboardInterrupt
 
-    assert command.guarded(run, []) == 130
+    assert runner.guarded(run, []) == 130
     assert capsys.readouterr().err == "\nInterrupted before the run began.\n"
 
 
@@ -237,20 +239,20 @@ def test_a_signal_while_the_newest_checkpoint_is_looked_for_changes_nothing(caps
         return 7
 
     def run(argv):
-        with command.interrupts(tmp_path):
+        with runner.interrupts(tmp_path):
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(command, "newest", newest)
-    assert command.guarded(run, []) == 130
+    monkeypatch.setattr(runner, "newest", newest)
+    assert runner.guarded(run, []) == 130
     assert capsys.readouterr().err.startswith("\nInterrupted after step 7.")
 
 
 def test_a_file_of_others_that_fails_is_not_blamed_on_the_runs_folder(capsys, tmp_path):
     def run(argv):
-        with command.interrupts(tmp_path):
+        with runner.interrupts(tmp_path):
             (tmp_path.parent / "absent" / "tokens.npy").read_bytes()
 
-    assert command.guarded(run, []) == 1
+    assert runner.guarded(run, []) == 1
     named = str(tmp_path.parent / "absent" / "tokens.npy")
     assert capsys.readouterr().err == (
         f"The run failed: cannot use {named!r}: No such file or directory; no step is saved.\n"
@@ -261,14 +263,14 @@ def test_a_file_of_others_that_fails_is_not_blamed_on_the_runs_folder(capsys, tm
 def test_settings_of_a_run_of_wrong_types_are_one_message(tmp_path, damage):
     (tmp_path / "config.json").write_text(json.dumps(damage))
     with pytest.raises(ConfigError, match=f"{next(iter(damage))}.* must be "):
-        command.parse(Settings, ["--resume", "--out", str(tmp_path)])
+        parse(Settings, ["--resume", "--out", str(tmp_path)])
 
 
 def test_what_the_system_says_of_a_named_file_is_one_message(capsys, tmp_path):
     def run(argv):
         (tmp_path / ("n" * 5000)).read_bytes()
 
-    assert command.guarded(run, []) == 2
+    assert runner.guarded(run, []) == 2
     said = capsys.readouterr().err
     assert said.startswith(f"ConfigError: cannot use '{tmp_path}/nnn")
     assert said.endswith("nnn':\n  File name too long.\n")
@@ -276,7 +278,7 @@ def test_what_the_system_says_of_a_named_file_is_one_message(capsys, tmp_path):
 
 @pytest.mark.parametrize(("error", "code", "sure"), [
     (ConfigError("cannot do it:", ["a fault."]), 2, True),
-    (command.FlagError("the flags cannot be read"), 2, True),
+    (FlagError("the flags cannot be read"), 2, True),
     (RuntimeError("nobody expects it"), 1, False),
     (MemoryError("nor that"), 1, False),
     (KeyboardInterrupt(), 130, True),
@@ -290,44 +292,41 @@ def test_any_error_of_one_of_several_processes_reaches_the_others(monkeypatch, c
         raise Over
 
     told = []
-    monkeypatch.setattr(command.processes, "several", lambda: True)
-    monkeypatch.setattr(command.processes, "fail", fail)
+    monkeypatch.setattr(runner.processes, "several", lambda: True)
+    monkeypatch.setattr(runner.processes, "fail", fail)
 
     def failing(_):
         raise error
 
     with pytest.raises(Over):
-        command.guarded(failing, [])
+        runner.guarded(failing, [])
     assert told == [(code, True, sure)]
 
 
 def test_flags_that_one_of_several_processes_cannot_read_are_an_error_with_the_text(monkeypatch, capsys):
-    monkeypatch.setattr(command.processes, "several", lambda: True)
-    with pytest.raises(command.FlagError, match=r"(?s)the flags cannot be read:.*--batch.*'many'"):
-        command.parse(Settings, ["--batch", "many"])
+    monkeypatch.setattr(runner.processes, "several", lambda: True)
+    with pytest.raises(FlagError, match=r"(?s)the flags cannot be read:.*--batch.*'many'"):
+        parse(Settings, ["--batch", "many"])
     assert capsys.readouterr().err == ""
 
 
-def test_a_value_of_a_flag_that_takes_none_is_one_message(capsys):
-    assert command.distributed(["--help=3", "--distributed", "auto"]) == "auto"
-
-    def run(argv):
-        command.parse(Settings, argv)
-
-    assert command.guarded(run, ["--no-resume=3"]) == 2
-    said = capsys.readouterr().err
-    assert said == "the flags cannot be read: argument --resume/--no-resume: ignored explicit argument '3'.\n"
+def test_a_value_of_a_flag_that_takes_none_is_refused(capsys):
+    assert distributed(["--help=3", "--no-resume=3", "--distributed", "auto"]) == "auto"
+    with pytest.raises(SystemExit) as stop:
+        parse(Settings, ["--no-resume=3"])
+    assert stop.value.code == 2
+    assert "Unrecognized options: 3" in capsys.readouterr().err
 
 
 def test_where_processes_are_joined_is_known_before_the_flags_are_read():
     at = "node1:1234,processes=2,process=1"
-    assert command.distributed(["--distributed", at, "--steps", "many", "--nonsense"]) == at
-    assert command.distributed([f"--distributed={at}"]) == at
-    assert command.distributed(["--distributed", at, "--help"]) == ""
-    assert command.distributed(["--steps", "4"]) == ""
+    assert distributed(["--distributed", at, "--steps", "many", "--nonsense"]) == at
+    assert distributed([f"--distributed={at}"]) == at
+    assert distributed(["--distributed", at, "--help"]) == ""
+    assert distributed(["--steps", "4"]) == ""
 
 
 def test_a_flag_that_is_not_utf8_is_refused_before_anything_runs(capsys):
     """Such as a name in another encoding, which Python hands on with half of surrogate pairs."""
-    assert command.guarded(lambda argv: pytest.fail("it ran"), ["--out", "caf\udce9"]) == 2
+    assert runner.guarded(lambda argv: pytest.fail("it ran"), ["--out", "caf\udce9"]) == 2
     assert capsys.readouterr().err == "ConfigError: cannot read the flags:\n  'caf\\udce9' is not UTF-8.\n"

@@ -3,7 +3,7 @@
 import pytest
 
 from gspmd.training import ConfigError
-from gspmd.training.flags import parse_mesh, parse_processes, parse_profile, parse_relayout
+from gspmd.training.syntax import parse_mesh, parse_processes, parse_profile, parse_relayout
 from tests.references.random_texts import faults, texts
 from tests.references.volume import scaled
 

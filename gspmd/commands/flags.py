@@ -1,0 +1,246 @@
+"""The flags of a command: a first look at those that decide how the others are read, and the parser of them all."""
+
+import argparse
+import io
+import types
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext, redirect_stderr
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, TypeVar
+
+import tyro
+from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
+
+from gspmd.training import processes
+from gspmd.training.checkpoints import load_settings
+from gspmd.training.model.finding import with_model
+from gspmd.training.run.folder import newest_run
+from gspmd.training.syntax import parse_relayout
+from gspmd.training.toml import ConfigError, Dataclass, from_mapping, load_toml, not_a_choice
+
+T = TypeVar("T", bound=Dataclass)
+
+# Booleans are pairs, --tied and --no-tied: with one of them, the one that changes the default, which flags there are
+# would depend on the file that the defaults come from, and a run could not be resumed with the flags that began it.
+_STYLE = (tyro.conf.AvoidSubcommands,)
+_REGISTRY = ConstructorRegistry()
+"""How `Literal`s and optional `Literal`s are parsed."""
+
+
+class FlagError(ValueError):
+    """Flags that cannot be read, with what the parser has to say of them."""
+
+
+@dataclass(frozen=True)
+class EarlyFlags:
+    """The flags that have to be known before all of them can be read, as they were given.
+
+    The defaults of a command's flags come from a file or from a run's folder, which are named by flags; with a model of
+    one's own, which flags there are does too. So these few are looked up first. A value is None for a flag that is not
+    given, and "" for one without a value, which the parser of all flags then refuses.
+    """
+
+    config: str | None = None
+    out: str | None = None
+    resume: bool = False
+    devices: str | None = None
+    mesh: str | None = None
+    layout: str | None = None
+    set: str | None = None
+    relayout: str | None = None
+    model: str | None = None
+    distributed: str | None = None
+    checkpoint: str | None = None
+    """Of --from."""
+
+    @classmethod
+    def of(cls, argv: Sequence[str]) -> "EarlyFlags":
+        """Look up these flags, whatever is right or wrong about them and about the others.
+
+        Nothing is refused here: one of several processes has to know where to join the others before it can tell them
+        what is wrong with its flags.
+
+        >>> EarlyFlags.of(["--steps", "many", "--resume", "300", "--distributed=auto"])
+        EarlyFlags(..., resume=True, ..., distributed='auto', ...)
+        """
+        # argparse, as tyro uses it, so that both take the same word for the value of a flag; and with values optional,
+        # so that it has nothing to refuse.
+        parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+        for field in fields(cls):
+            if field.name == "resume":
+                parser.add_argument("--resume", nargs="?", type=lambda _: True, const=True, default=False)
+                parser.add_argument("--no-resume", nargs="?", type=lambda _: False, const=False, dest="resume")
+            else:
+                name = "from" if field.name == "checkpoint" else field.name
+                parser.add_argument(f"--{name}", nargs="?", const="", dest=field.name)
+        return cls(**vars(parser.parse_known_args(list(argv))[0]))
+
+
+def parse(
+    cls: type[T],
+    argv: Sequence[str],
+    *,
+    default: str | None = None,
+    find: Callable[[str], str] = str,
+    description: str = "",
+    prog: str | None = None,
+) -> T:
+    """Read settings from a TOML file and from flags, which take precedence.
+
+    Args:
+        cls: a dataclass of settings. If it has a field `model_class`, `--model` or `class` in [model] names a model of
+            one's own, whose fields then are those of [model] (`gspmd.training.model.finding`); of such a model without
+            `--config`, `default` is not read.
+        argv: the flags. `--config FILE` names the TOML file. `--resume` without it starts from the settings of the run,
+            without its platform, its number of devices if `--devices` or `--mesh` is given, its meshes if `--devices`
+            is, its `--set` if `--layout` or `--set` is, and its changes of layout if `--layout` or `--relayout` is.
+            `--resume STEP` is `--resume --resume-step STEP`, and excludes another step.
+        default: the TOML file if neither is given.
+        find: from the name in --config or `default` to the path of the TOML file.
+        description: for --help.
+        prog: the program name in --help; `sys.argv[0]` if not given.
+
+    Raises:
+        ConfigError: from `load_toml`, or from the dataclasses; the step to resume from is said more than once.
+        FlagError: as of `parse_flags`.
+    """
+    argv = _spelled_out(argv)
+    early = EarlyFlags.of(argv)
+    may_be_own = any(field.name == "model_class" for field in fields(cls))
+    own = (early.model or "") if may_be_own else ""
+
+    def typed(cls: type[T], values: Mapping[str, Any], folder: Path) -> tuple[type[T], Mapping[str, Any]]:
+        again = early.resume and not early.config
+        return with_model(cls, values, own, folder, again=again) if may_be_own else (cls, values)
+
+    if early.config:
+        path = find(early.config)
+        base = load_toml(cls, path, partial(typed, folder=Path(path).parent))
+    elif early.resume:
+        out = Path(early.out) if early.out else newest_run()
+        cls, settings = typed(cls, _carried_over(load_settings(out), early), folder=out)
+        base = from_mapping(cls, settings, source=str(out / "config.json"))
+    elif own:
+        cls, settings = typed(cls, {}, folder=Path())
+        base = from_mapping(cls, settings)
+    else:
+        base = load_toml(cls, find(default)) if default else cls()
+    return parse_flags(type(base), argv, base, description, prog)
+
+
+def distributed(argv: Sequence[str]) -> str:
+    """Return what the flags give as `--distributed`, whatever else is right or wrong about them; "" for --help.
+
+    >>> distributed(["--steps", "many", "--distributed=auto"])
+    'auto'
+    """
+    return "" if {"-h", "--help"} & {*argv} else EarlyFlags.of(argv).distributed or ""
+
+
+def parse_flags(cls: type[T], argv: Sequence[str], base: T, description: str = "", prog: str | None = None) -> T:
+    """Read settings from flags, with defaults from `base`.
+
+    Raises:
+        FlagError: in one of several processes, what is wrong with the flags; elsewhere it is printed, and the process
+            ends.
+    """
+    said = io.StringIO()
+    try:
+        with redirect_stderr(said) if processes.several() else nullcontext():
+            return tyro.cli(
+                cls, prog=prog, args=list(argv), default=base, description=description, config=_STYLE,
+                registry=_REGISTRY,
+            )  # fmt: skip
+    except SystemExit as ended:
+        if not ended.code or not processes.several():
+            raise
+        raise FlagError(f"the flags cannot be read:\n{said.getvalue().strip()}") from None
+
+
+def _spelled_out(argv: Sequence[str]) -> list[str]:
+    """Return flags with `--resume STEP` as the two settings that it is, and names with hyphens, as tyro reads them.
+
+    >>> _spelled_out(["--resume", "300", "--steps", "400"])
+    ['--resume', '--resume-step', '300', '--steps', '400']
+
+    Raises:
+        ConfigError: the step to resume from is said more than once.
+    """
+    hyphened = [_hyphened(flag) for flag in argv]
+    words = [word for flag in hyphened for word in (flag.split("=") if flag.startswith("--resume=") else [flag])]
+    steps = [here for here, (flag, value) in enumerate(pairwise(words), 1) if flag == "--resume" and value.isdecimal()]
+    others = [flag for flag in words if flag.split("=")[0] == "--resume-step"]
+    if steps and len(steps) + len(others) > 1:
+        fault = "flags name the step to resume from more than once; write --resume STEP, once."
+        raise ConfigError("cannot read the flags:", [fault])
+    for here in reversed(steps):
+        words.insert(here, "--resume-step")
+    return words
+
+
+def _hyphened(flag: str) -> str:
+    name, equals, value = flag.partition("=")
+    return f"{name.replace('_', '-')}{equals}{value}" if name.startswith("--") else flag
+
+
+def _carried_over(settings: dict[str, Any], given: EarlyFlags) -> dict[str, Any]:
+    """Return the settings of a run for a resume, without those of a machine and those that a flag replaces."""
+    dropped = {"platform", "distributed"}
+    if given.devices is not None or given.mesh is not None:
+        dropped.add("devices")
+    if given.devices is not None:
+        dropped.add("mesh")
+    if given.layout is not None or given.set is not None:
+        dropped.add("set")
+    if given.layout is not None:
+        dropped |= {"rounds", "schedule"}  # of the stages of the layout before
+    training, sharding = settings.get("training", {}), settings.get("sharding", {})
+    changed = training.get("relayout", ()) if isinstance(training, dict) and isinstance(sharding, dict) else None
+    if not isinstance(changed, list | tuple) or not all(isinstance(change, str) for change in changed):
+        return settings  # damaged, as `from_mapping` will say
+    training = dict(training)
+    changes = [parse_relayout(change) for change in training.pop("relayout", ())]
+    if given.layout is None and given.relayout is None:
+        training["relayout"] = [str(each if given.devices is None else replace(each, mesh="")) for each in changes]
+    kept = {name: value for name, value in sharding.items() if name not in dropped}
+    return settings | {"training": training, "sharding": kept}
+
+
+@_REGISTRY.primitive_rule
+def _literal(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec | None:
+    """Parse a flag with a few choices; the error names the nearest choice, which tyro's own does not."""
+    choices = choices_of(info.type)
+    if not choices:
+        return None
+    named = {str(choice): choice for choice in choices}
+
+    def read(words: list[str]) -> Any:
+        if words[0] not in named:
+            raise ValueError(not_a_choice("it", words[0], tuple(named)))
+        return named[words[0]]
+
+    return PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="{" + ",".join(named) + "}",
+        instance_from_str=read,
+        is_instance=lambda value: value in choices,
+        str_from_instance=lambda value: [str(value)],
+    )
+
+
+def choices_of(hint: Any) -> tuple:
+    """Return the choices of a `Literal`, with None if it is optional; empty for any other type.
+
+    >>> choices_of(typing.Literal["cpu", "gpu"] | None)
+    (None, 'cpu', 'gpu')
+    """
+    arms = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+    literals = [arm for arm in arms if typing.get_origin(arm) is typing.Literal]
+    if not literals or any(arm not in (*literals, types.NoneType) for arm in arms):
+        return ()
+    choices = [choice for arm in literals for choice in typing.get_args(arm)]
+    return (None, *choices) if types.NoneType in arms else tuple(choices)

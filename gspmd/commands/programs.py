@@ -1,0 +1,170 @@
+"""The programs of a run in one of its arrangements: its update and its evaluation, and the state that they take.
+
+Each stands beside its abstract form (shapes, dtypes and shardings in place of arrays), by which a program is checked,
+planned and explained without an array.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+from jax.stages import Wrapped
+from rich.console import Console
+
+import gspmd
+import gspmd_models as models
+from gspmd.commands import own
+from gspmd.commands.header import show_tensors
+from gspmd.commands.settings import RunSettings
+from gspmd.display.progress import Progress
+from gspmd.training import Program, processes
+from gspmd.training.arrangement import Arrangement
+from gspmd.training.model import Own
+from gspmd.training.reporting import memory, speed
+from gspmd.training.state import TrainState, shardings
+from gspmd.training.step import Update, building, jit_step
+from gspmd_models import checkpoints
+from gspmd_models.finetuning.merging import merge, with_adapters
+from gspmd_models.remat.prediction import show_remat
+
+Tree = Any
+
+
+def make_program(console: Console, settings: RunSettings, arrangement: Arrangement) -> Program:
+    """Make the programs of an arrangement, with the state where a run begins: elsewhere it is restored, or moved."""
+    training, layout, mesh = settings.training, arrangement.layout, arrangement.mesh
+    if arrangement.after:
+        console.print(f"After step {arrangement.after}: {arrangement}.", markup=False)
+    show_tensors(console, settings, layout, mesh)
+    with arrangement.context():
+        with Progress(console, "Building the model") as progress:
+            subject, state = own.trainable(settings), abstract_state(settings, arrangement)
+            # Where the state is restored or moved, its shapes are enough; arrays would be made to be thrown away.
+            if not (arrangement.after or training.resume):
+                values = initial_values(console, settings, arrangement)
+                state = building.initial_state(subject, layout, values, update_of(settings), mesh)
+            update, _, tokens, _ = step_of(settings, arrangement, state)
+            batch, key = shardings(subject.batch_spec(layout), mesh), jax.random.key(training.seed + 1)
+            place, part = processes.placer(batch, training.batch), processes.part_of(batch, training.batch)
+            evaluate = jax.jit(evaluation_of(settings, arrangement))
+            progress.begin("Planning the training step")
+            plan = gspmd.trace(update, state, tokens, key)
+        console.print(plan.table())
+    flops = training.batch * training.length * flops_per_token(settings, layout)
+    gradients, peak = gradients_of(settings, arrangement, state), speed.peak_flops([*mesh.devices.flat], training.dtype)
+    return Program(state, update, evaluate, place, key, part, arrangement.context, gradients, flops, peak)
+
+
+def initial_values(console: Console, settings: RunSettings, arrangement: Arrangement) -> dict[str, jax.Array]:
+    """Return the parameters as training begins."""
+    if not own.is_own(settings):
+        return models.arrays(begin(console, settings, arrangement))
+    key = jax.random.key(settings.training.seed)
+    return Own(settings.model).initial(arrangement.layout, arrangement.mesh, key)
+
+
+def begin(console: Console, settings: RunSettings, arrangement: Arrangement) -> models.Transformer:
+    """Return the model as training begins: with the weights of the checkpoint, or with random ones."""
+    training, layout, mesh = settings.training, arrangement.layout, arrangement.mesh
+    if not settings.checkpoint:
+        return models.build(settings.model, layout, mesh, jax.random.key(training.seed), training.dtype)
+    loaded, taken = checkpoints.load(settings.checkpoint, layout, mesh, "float32")
+    console.print(f"Begun with {settings.checkpoint}: {taken}.", soft_wrap=True, markup=False)
+    loaded = with_adapters(loaded, settings.model.lora, jax.random.key(training.seed))
+    return models.with_arrays(abstract_model(settings, arrangement), models.arrays(loaded))
+
+
+def abstract_model(settings: RunSettings, arrangement: Arrangement) -> models.Transformer:
+    """Return the model with shapes in place of weights."""
+    return models.abstract(settings.model, arrangement.layout, arrangement.mesh, settings.training.dtype)
+
+
+def abstract_state(settings: RunSettings, arrangement: Arrangement) -> TrainState:
+    """Return shapes, dtypes and shardings of the state."""
+    subject, layout, mesh = own.trainable(settings), arrangement.layout, arrangement.mesh
+    if own.is_own(settings):
+        values = building.abstract_parameters(subject, layout, mesh)
+    else:
+        values = models.arrays(abstract_model(settings, arrangement))
+    with arrangement.context():
+        return building.abstract_state(subject, layout, values, update_of(settings), mesh)
+
+
+def update_of(settings: RunSettings) -> Update:
+    """Return the update of a step, whatever the layout."""
+    training = settings.training
+    return Update(settings.optimizer, training.steps, training.microbatches, training.frozen, training.parameter_dtype)
+
+
+def step_of(
+    settings: RunSettings, arrangement: Arrangement, state: TrainState
+) -> tuple[Wrapped, TrainState, jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+    """Return one update in an arrangement, jitted, and its arguments: the state, and an abstract batch and key."""
+    training, layout, mesh, subject = settings.training, arrangement.layout, arrangement.mesh, own.trainable(settings)
+    step = building.training_step(subject, layout, update_of(settings))
+    tokens = building.abstract_batch(subject, layout, mesh, training.batch, training.length)
+    return jit_step(step, state, settings.sharding.compiled_with), state, tokens, models.abstract_key(mesh)
+
+
+def evaluation_of(settings: RunSettings, arrangement: Arrangement) -> Callable[[Tree, jax.Array], jax.Array]:
+    """Return (parameters, tokens) -> mean cross-entropy, not compiled."""
+    return building.evaluation_step(own.trainable(settings), arrangement.layout, settings.training.microbatches)
+
+
+def gradients_of(settings: RunSettings, arrangement: Arrangement, state: TrainState) -> dict[str, jax.ShapeDtypeStruct]:
+    """Return shapes, dtypes and shardings of the gradients, for the table of bytes."""
+    layout, mesh, frozen = arrangement.layout, arrangement.mesh, settings.training.frozen
+    return building.abstract_gradients(own.trainable(settings), layout, state.params, mesh, frozen)
+
+
+def flops_per_token(settings: RunSettings, layout: gspmd.Layout) -> float:
+    """Return FLOPs of forward and backward pass for one token."""
+    length = settings.training.length
+    own_model = own.is_own(settings)
+    return Own(settings.model).flops_per_token(layout, length) if own_model else settings.model.flops_per_token(length)
+
+
+def check_traced(settings: RunSettings, arrangement: Arrangement, state: TrainState) -> None:
+    """Trace one update and one evaluation, which raises what no other check knows.
+
+    It is said before the text is read and the model is built, and not at the step from which on an arrangement is in
+    force. It takes about a second, and a third of that on top of a run, which finds what is planned here.
+    """
+    with arrangement.context():
+        update, *args = step_of(settings, arrangement, state)
+        jax.eval_shape(update, *args)
+        jax.eval_shape(evaluation_of(settings, arrangement), state.params, args[1])
+
+
+def explain(console: Console, settings: RunSettings, arrangement: Arrangement, state: TrainState) -> None:
+    """Show what one training step really sends, and what was planned; nothing is allocated and nothing runs."""
+    training, layout, mesh = settings.training, arrangement.layout, arrangement.mesh
+    with arrangement.context():
+        update, *args = step_of(settings, arrangement, state)
+        show_tensors(console, settings, layout, mesh)
+        with Progress(console, "Planning the training step") as progress:
+            plan = gspmd.trace(update, *args)
+            progress.begin("Compiling the training step")
+            compiled = update.lower(*args).compile()
+            ledger = gspmd.ledger(compiled)
+        held = memory.table(state, gradients_of(settings, arrangement, state), compiled)
+    comparison = ledger.compare(plan)
+    console.print(held, ledger.table(), "", comparison.table(), sep="\n")
+    if not own.is_own(settings):
+        show_remat(console, settings.model, layout, mesh, training.batch, training.length, training.dtype)
+    if comparison.differing:
+        console.print(comparison.steps_table())
+
+
+def sample(
+    settings: RunSettings, arrangement: Arrangement, params: Tree, tokenizer: checkpoints.Tokenizer | None = None
+) -> str:
+    """Return text that the trained model continues the prompt with."""
+    training, tokenizer = settings.training, tokenizer or checkpoints.byte_tokenizer()
+    model = merge(models.with_arrays(abstract_model(settings, arrangement), params))
+    prompt, how = tokenizer.encode(training.prompt), models.Sampling(temperature=0.8)
+    together = partial(processes.meet, "generating text")
+    generate, ends = models.Generator(model, compiled=together), sorted(tokenizer.ends)
+    texts = generate([prompt], training.sample_bytes, sampling=how, seed=training.seed, stop=ends).texts
+    return tokenizer.decode([*prompt, *texts[0]])

@@ -1,0 +1,173 @@
+"""The runner of a command: its errors in one message, its exit code, and how a run that was interrupted goes on."""
+
+import logging
+import shlex
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from gspmd import host
+from gspmd.annotate.errors import LayoutError, PlanError, SpecError
+from gspmd.commands.flags import FlagError
+from gspmd.display import console as printing
+from gspmd.display import terminal
+from gspmd.interruption import number_of
+from gspmd.training import processes
+from gspmd.training.checkpoints import newest
+from gspmd.training.run.guard import Diverged
+from gspmd.training.run.loop import Unwritable
+from gspmd.training.run.signals import Interrupted, terminable, unheard
+from gspmd.training.toml import ConfigError
+
+_USER_ERRORS = (ConfigError, host.HostError, SpecError, PlanError, LayoutError)
+
+
+def guarded(
+    command: Callable[[Sequence[str]], int | None],
+    argv: Sequence[str],
+    called: str = "",
+    errors: tuple[type[Exception], ...] = (),
+    interrupted: str = "Interrupted before the run began.",
+) -> int:
+    """Run a command and return its exit code: its own, or 1 for a failed run, 2 for bad input, 130 for an interrupt.
+
+    A run that SIGTERM ends returns 0 if it has a checkpoint to resume from, else 143.
+
+    Errors of the user are one message on stderr; any other exception is a bug and keeps its traceback. Of several
+    processes the first one says it, and all of them end.
+
+    Args:
+        command: takes the flags, and returns an exit code or None.
+        argv: the flags.
+        called: the command line of the program, for the advice how to resume; `python sys.argv[0]` if not given.
+        errors: further types of errors of the user.
+        interrupted: what is said of an interrupt that the command does not answer itself.
+    """
+    for stream in (sys.stdout, sys.stderr):  # --help and messages do not go through a console
+        printing.never_fail(stream)
+    # The checkpoint writer logs the traceback of every error several times, in addition to raising it; the writer of
+    # events warns of each loss that is not finite.
+    for name in ("absl", "asyncio", "tensorboardX"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    refused: tuple[type[Exception], ...] = (*_USER_ERRORS, *errors)
+    together = False  # whether all processes come to this end
+    sure = True  # whether the fault is this process's own, and not perhaps a consequence of the loss of another one
+    try:
+        with terminable(), _naming_files():
+            _check_encoding(argv)
+            code = command(argv) or 0
+        processes.leave()
+        return code
+    except FlagError as error:
+        message, code = str(error), 2
+    except refused as error:
+        message, code = f"{type(error).__name__}: {error}", 2
+    except Diverged as error:
+        message, code, together = f"The run failed: {error}{_advice(error.step, error.out, called)}", 1, True
+    except Unwritable as error:
+        go_on = _advice(error.step, error.out, called, ", ".join(filter(None, ("To go on", error.once))))
+        message, code = f"The run failed: {error}{go_on}", 1
+    except Interrupted as stopped:
+        message = f"\n{str(stopped).capitalize()}.{_advice(stopped.step, stopped.out, called)}"
+        # Schedulers end jobs with SIGTERM, and count one that has saved its work as done.
+        code = 0 if stopped.number == signal.SIGTERM and stopped.step is not None else 128 + stopped.number
+        together = stopped.agreed
+    except KeyboardInterrupt as stopped:
+        message, code = f"\n{interrupted}", 128 + number_of(stopped)
+    except Exception as error:
+        if not processes.several():
+            raise
+        message, code, sure = "".join(traceback.format_exception(error)).rstrip(), 1, False
+    terminal.leave()
+    if processes.several() and not together:
+        processes.fail(code, message, sure=sure)  # which may wait for processes that are still to come
+    with unheard():
+        if processes.first():
+            print(message, file=sys.stderr)
+        processes.leave()
+    return code
+
+
+def _check_encoding(argv: Sequence[str]) -> None:
+    """Refuse flags that are not UTF-8: libraries cannot open such names, and a run's config.json cannot hold them.
+
+    Raises:
+        ConfigError: with each of them.
+    """
+    faults = [f"{flag!r:.200} is not UTF-8." for flag in argv if any("\ud800" <= each <= "\udfff" for each in flag)]
+    if faults:
+        raise ConfigError("cannot read the flags:", faults)
+
+
+@contextmanager
+def _naming_files() -> Iterator[None]:
+    """Convert what the system says of a named file, such as that its name is too long, to an error of the user."""
+    try:
+        yield
+    except OSError as error:
+        if not isinstance(error.filename, str):  # such as a closed standard output
+            raise
+        raise ConfigError(f"cannot use {error.filename!r}:", [f"{error.strerror or error}."]) from None
+
+
+def _advice(step: int | None, out: Path, called: str, when: str = "To go on") -> str:
+    """Return how to resume a run, if a step is saved."""
+    return "" if step is None else f" {when}: {_resume_command(out, called)}"
+
+
+@contextmanager
+def interrupts(out: Path, called: str = "") -> Iterator[None]:
+    """Convert a signal or a full disk, at any point of a run, to an error that names the newest checkpoint.
+
+    Where another process is lost, its message names the checkpoint likewise.
+
+    Raises:
+        Interrupted: in place of KeyboardInterrupt, at SIGTERM and SIGHUP, and where standard output is closed.
+        Unwritable: in place of OSError.
+    """
+    try:
+        with terminable(), processes.watching(lambda: _saved(out, called)):
+            yield
+    except KeyboardInterrupt as stopped:
+        with unheard():
+            step = newest(out)
+        raise Interrupted(step, out, number_of(stopped)) from None
+    except BrokenPipeError:
+        raise Interrupted(newest(out), out, signal.SIGPIPE) from None
+    except OSError as error:
+        raise Unwritable(error, newest(out), out) from None
+
+
+def _saved(out: Path, called: str) -> str:
+    step = newest(out)
+    return f" {'No step' if step is None else f'Step {step}'} is saved.{_advice(step, out, called)}"
+
+
+def next_commands(out: Path, steps: int, prompt: str | None, called: str = "") -> dict[str, str]:
+    """The commands that train a run on, and that sample from it, by what they do.
+
+    Args:
+        out: the run's folder.
+        steps: that it has done.
+        prompt: the beginning of the text; None if the model cannot generate any.
+        called: as of `guarded`; if not given, the file beside `sys.argv[0]` samples.
+
+    Example:
+        >>> next_commands(Path("runs/001"), 800, "def ", "gspmd train")["to sample from it"]
+        "gspmd generate --checkpoint runs/001 --prompt 'def '"
+    """
+    commands = {"to train on": f"{_resume_command(out, called)} --steps {2 * steps}"}
+    if prompt is not None:
+        script = shlex.quote(str(Path(sys.argv[0]).with_name("generate.py")))
+        generate = f"{called.split()[0]} generate" if called else f"python {script}"
+        commands["to sample from it"] = f"{generate} {shlex.join(['--checkpoint', str(out), '--prompt', prompt])}"
+    return commands
+
+
+def _resume_command(out: Path, called: str) -> str:
+    """The command that resumes this run; its settings are in its folder."""
+    program = f"python {shlex.quote(sys.argv[0])}"
+    return f"{called or program} --resume --out {shlex.quote(str(out))}{processes.flag()}"

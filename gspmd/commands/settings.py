@@ -1,0 +1,118 @@
+"""The settings of a run of `gspmd train`: tables and flags, and what the checkpoint that it begins with says of it."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+import gspmd
+import gspmd_models as models
+from gspmd.commands import automatic, own
+from gspmd.commands.flags import EarlyFlags
+from gspmd.training import ConfigError, OptimizerConfig, ShardingConfig, TrainingConfig, processes
+from gspmd.training.checkpoints import load_settings
+from gspmd.training.model import finding
+from gspmd.training.run.folder import newest_run
+from gspmd.training.syntax import parse_relayout
+from gspmd.training.toml import to_mapping
+from gspmd_models import ModelConfig, checkpoints
+from gspmd_models.finetuning.config import LoraConfig
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """Everything a run is told, by file and by flag."""
+
+    config: str = ""
+    """TOML file with tables [model], [training], [optimizer] and [sharding]; configs/default.toml if not given, or
+    configs/finetune.toml with --from."""
+    explain: bool = False
+    """Compile the training step, print what it sends beside what was planned, and stop."""
+    compile_cache: bool = True
+    """Whether compiled programs are kept on disk, where the next start finds them."""
+    checkpoint: Annotated[str, tyro.conf.arg(name="from")] = ""
+    """Folder of a public checkpoint, whose model, weights and tokenizer the run begins with; of [model] only remat
+    counts."""
+    model_class: Annotated[str, tyro.conf.arg(name="model", metavar="MODULE:NAME")] = ""
+    """A model of one's own, such as mixer:Mixer for the class Mixer of mixer.py, whose fields the flags of [model] then
+    are; in a file, class in [model]. docs/your-model.md builds one."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    training: tyro.conf.OmitArgPrefixes[TrainingConfig] = field(default_factory=TrainingConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    optimizer: tyro.conf.OmitArgPrefixes[OptimizerConfig] = field(default_factory=OptimizerConfig)
+    sharding: tyro.conf.OmitArgPrefixes[ShardingConfig] = field(default_factory=ShardingConfig)
+
+    def beside(self, folder: Path) -> "RunSettings":
+        """Return these settings with what they name relatively taken from `folder`, that of their file."""
+        checkpoint = os.path.join(folder, self.checkpoint) if self.checkpoint else ""
+        return replace(self, checkpoint=checkpoint, model_class=finding.beside(self.model_class, folder))
+
+
+def of_checkpoint(settings: RunSettings, argv: Sequence[str]) -> RunSettings:
+    """Return the settings with model and tokenizer of the checkpoint that a run begins with, or has begun with.
+
+    A resume by folder has both in the settings of the run. One with the flags that began it, `--from` among them, is
+    the same run, unless it names another checkpoint.
+
+    Raises:
+        ConfigError: flags say what model it is, which the checkpoint does; or the run began with something else.
+        CheckpointError: the checkpoint cannot be read.
+    """
+    resumed = settings.training.resume
+    if not settings.checkpoint:
+        return settings
+    if resumed and (fault := _another_beginning(settings)):
+        raise ConfigError("cannot resume:", [fault])
+    if resumed and EarlyFlags.of(argv).config is None:
+        return settings
+    named = {flag.split("=")[0].replace("_", "-") for flag in argv}
+    fixed = sorted(flag for flag in named if flag.startswith("--model.") and flag != "--model.remat")
+    if fixed:
+        fault = f"the checkpoint {settings.checkpoint!r} says what model it is; leave out {', '.join(fixed)}."
+        raise ConfigError("cannot begin with this checkpoint:", [fault])
+    model = replace(checkpoints.model_config(settings.checkpoint), remat=settings.model.remat)
+    if model.context_length is not None:  # trained at longer sequences, it writes as long ones
+        model = replace(model, context_length=max(model.context_length, settings.training.length))
+    training = replace(settings.training, tokenizer=settings.training.tokenizer or settings.checkpoint)
+    return replace(settings, model=model, training=training)
+
+
+def _another_beginning(settings: RunSettings) -> str:
+    """Say that a run did not begin with the checkpoint that its resume names; empty if it did, or cannot be asked."""
+    out = Path(settings.training.out) if settings.training.out else newest_run()
+    try:
+        begun = str(load_settings(out).get("checkpoint") or "")
+    except ConfigError:  # the remedy for a config.json that is lost is to give all settings again, as here
+        return ""
+    if begun and os.path.realpath(begun) == os.path.realpath(settings.checkpoint):
+        return ""
+    kept = f"with the checkpoint {begun!r}" if begun else "with random weights"
+    remedy = "Leave --from out, or begin another run in another --out."
+    return f"the run in {str(out)!r} began {kept}, and not with {settings.checkpoint!r}. {remedy}"
+
+
+def adapted(settings: RunSettings) -> RunSettings:
+    """Return the settings with the adapters of [lora] in the model, if any; a resumed model still has its own."""
+    lora = settings.lora if settings.lora.rank else None
+    if settings.model.lora not in (None, lora) and not settings.training.resume:
+        fault = "adapters stand in a table of their own: write [lora] in place of [model.lora]."
+        raise ConfigError("cannot train this model:", [fault])
+    return replace(settings, model=replace(settings.model, lora=lora))
+
+
+def facts_of(settings: RunSettings) -> dict[str, Any]:
+    """Return what the processes of a run must agree about before they start their devices, by name."""
+    facts = to_mapping(settings)
+    del facts["config"], facts["sharding"]["distributed"]  # which file the settings are from, and which process this is
+    named = {"layout": settings.sharding.layout}
+    named |= {
+        f"layout after {change.after}": change.layout for change in map(parse_relayout, settings.training.relayout)
+    }
+    # A file of one name may have other lines on another machine.
+    layouts = {at: gspmd.Layout.load(name) for at, name in named.items() if name != automatic.NAME}
+    tables = {at: {each.name: getattr(layout, each.name) for each in fields(layout)} for at, layout in layouts.items()}
+    lines = {at: parts.pop("table") | parts for at, parts in tables.items()}
+    return facts | lines | processes.environment(models, *own.module_of(settings))
