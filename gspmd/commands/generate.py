@@ -41,6 +41,7 @@ from gspmd.training.config import ConfigError
 from gspmd.training.model import Own
 from gspmd.training.reporting import report
 from gspmd.training.run.signals import Stop
+from gspmd.training.syntax import lines_searched
 from gspmd_models import checkpoints, decoding
 
 _DOING = "cannot generate text:"
@@ -261,7 +262,7 @@ def refuse_for_own(settings: GenerateSettings, subject: Own) -> None:
     for flag in ("prefill-layout", "decode-layout"):
         if getattr(settings, flag.replace("-", "_")):
             faults.append(f"--{flag}: a model of one's own has one layout to read and to decode; give it as --layout.")
-    if settings.sharding.layout == automatic.NAME:
+    if lines_searched(settings.sharding.layout) is not None:
         faults.append("no layout is searched for it here; leave --layout out for that of the run, or name a file.")
     if faults:
         raise ConfigError(_DOING, faults)
@@ -272,7 +273,7 @@ def arranged(
 ) -> tuple[ServingSharding, str | Layout]:
     """The sharding and the layout of --layout: with `auto` one that is found, on its mesh."""
     sharding = settings.sharding
-    if sharding.layout != automatic.NAME:
+    if not automatic.asks_for_search(sharding.layout, _DOING):
         return sharding, sharding.layout
     if settings.prefill_layout or settings.decode_layout:
         fault = "--layout auto finds the layout of both phases; leave out --prefill-layout and --decode-layout."

@@ -14,7 +14,7 @@ from gspmd.display.units import amount_of_flops
 from gspmd.layouts import Layout
 from gspmd.training.model import Own, Trainable
 from gspmd.training.reporting import report
-from gspmd.training.syntax import parse_relayout
+from gspmd.training.syntax import lines_searched, parse_relayout
 from gspmd.training.toml import ConfigError
 from gspmd_models import ModelConfig
 from gspmd_models.step import Language
@@ -32,14 +32,13 @@ def module_of(settings: Any) -> list[ModuleType]:
     return [sys.modules[type(settings.model).__module__]] if is_own(settings) else []
 
 
-def refuse(settings: Any, doing: str, tokens: int | None = None, searched: str = "") -> None:
+def refuse(settings: Any, doing: str, tokens: int | None = None) -> None:
     """Refuse what is only for the models that come with gspmd.
 
     Args:
         settings: of a command, with `lora` and `sharding`; of a run, with `checkpoint` and `training` too.
         doing: the beginning of the message.
         tokens: number of ids of a run's tokenizer; None for bytes.
-        searched: the name in place of a layout's that asks for a search.
 
     Raises:
         ConfigError: with every fault.
@@ -49,17 +48,17 @@ def refuse(settings: Any, doing: str, tokens: int | None = None, searched: str =
         faults.append("no public checkpoint has its weights; leave --from out.")
     if settings.lora.rank:
         faults.append("adapters are for the matrices of our own models; leave [lora] out, or freeze parameters.")
-    layouts = [settings.sharding.layout]
+    if lines_searched(settings.sharding.layout) == "":
+        faults.append("its lines are those of a file; search them with --layout auto:FILE.")
     if training is not None:
-        layouts += [parse_relayout(change).layout for change in training.relayout]
+        if any(lines_searched(parse_relayout(change).layout) is not None for change in training.relayout):
+            faults.append("no layout is searched in the middle of a run; use gspmd search --model, then a file.")
         if training.sample_bytes:
             faults.append("no text is sampled from it; leave --sample-bytes out.")
         vocabulary, ids = Own(settings.model).fixed_sizes().get("V"), 256 if tokens is None else tokens
         if vocabulary is not None and vocabulary < ids:
             of = "bytes are" if tokens is None else f"the tokenizer {training.tokenizer!r} has"
             faults.append(f"dimension V has size {vocabulary}, and {of} {ids:,} tokens; it must be at least as large.")
-    if searched in layouts:
-        faults.append("no layout is searched for it here; use gspmd search --model, then --layout FILE.")
     if faults:
         raise ConfigError(doing, faults)
 

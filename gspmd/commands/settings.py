@@ -10,13 +10,13 @@ import tyro
 
 import gspmd
 import gspmd_models as models
-from gspmd.commands import automatic, own
+from gspmd.commands import own
 from gspmd.commands.flags import EarlyFlags
 from gspmd.training import ConfigError, OptimizerConfig, ShardingConfig, TrainingConfig, processes
 from gspmd.training.checkpoints import load_settings
 from gspmd.training.model import finding
 from gspmd.training.run.folder import newest_run
-from gspmd.training.syntax import parse_relayout
+from gspmd.training.syntax import lines_searched, parse_relayout
 from gspmd.training.toml import to_mapping
 from gspmd_models import ModelConfig, checkpoints
 from gspmd_models.finetuning.config import LoraConfig
@@ -112,7 +112,8 @@ def facts_of(settings: RunSettings) -> dict[str, Any]:
         f"layout after {change.after}": change.layout for change in map(parse_relayout, settings.training.relayout)
     }
     # A file of one name may have other lines on another machine.
-    layouts = {at: gspmd.Layout.load(name) for at, name in named.items() if name != automatic.NAME}
+    files = {at: name if (lines := lines_searched(name)) is None else lines for at, name in named.items()}
+    layouts = {at: gspmd.Layout.load(file) for at, file in files.items() if file}
     tables = {at: {each.name: getattr(layout, each.name) for each in fields(layout)} for at, layout in layouts.items()}
     lines = {at: parts.pop("table") | parts for at, parts in tables.items()}
     return facts | lines | processes.environment(models, *own.module_of(settings))

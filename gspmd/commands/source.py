@@ -14,6 +14,7 @@ from gspmd.layouts import Layout
 from gspmd.training import ShardingConfig
 from gspmd.training.checkpoints import checksums, load_parameters, load_settings, newest, newest_intact
 from gspmd.training.model.finding import with_model
+from gspmd.training.syntax import lines_searched
 from gspmd.training.toml import ConfigError, from_mapping
 from gspmd_models import checkpoints
 from gspmd_models.finetuning.merging import merge
@@ -70,7 +71,7 @@ def layout_of(folder: Path, run: RunSettings | None, name: str | Layout, shardin
     """Return a layout with the changes of `--set` and `--lowering`; without a name the run's own, or megatron-1d."""
     own = Layout.load("megatron-1d")
     if run is not None and not name:
-        found = run.sharding.layout == automatic.NAME
+        found = lines_searched(run.sharding.layout) is not None
         own = Layout.load(folder / automatic.FILE if found else run.sharding.layout).override(run.sharding.overrides)
     layout = (Layout.load(name) if name else own).override(sharding.overrides)
     return layout.lowered(sharding.lowering) if sharding.lowering else layout

@@ -36,6 +36,7 @@ from gspmd.training.reporting.metrics import Metrics
 from gspmd.training.reporting.weights_and_biases import check_installed
 from gspmd.training.run.folder import choose_out, held
 from gspmd.training.state import TrainState
+from gspmd.training.syntax import lines_searched
 from gspmd_models import ModelConfig, checkpoints
 from gspmd_models.decoding import GenerationError, check_length
 from gspmd_models.objective import check_lowering_of_stages, check_stages
@@ -126,14 +127,14 @@ def check(console: Console, settings: RunSettings) -> Checked:
         tokenizer.ends = tokenizer.ends or data.usual_ends(tokenizer.backend)
     ids = data.number_of_ids(tokenizer.backend) if tokenizer else None
     if own.is_own(settings):
-        own.refuse(settings, "cannot train a model of one's own:", ids, automatic.NAME)
+        own.refuse(settings, "cannot train a model of one's own:", ids)
     else:
         check_ours(settings, tokenizer, ids)
     subject = own.trainable(settings)
     with Progress(console, "Starting the devices") as progress:
         kept = host.keep_compiled(settings.compile_cache)
         found = None
-        if sharding.layout == automatic.NAME:
+        if lines_searched(sharding.layout) is not None:
             from gspmd.commands.automatic.searched import for_training  # the search, which no other run needs
 
             devices = start(sharding)
@@ -175,6 +176,7 @@ def check_ours(settings: RunSettings, tokenizer: checkpoints.Tokenizer | None, i
     """
     training = settings.training
     check_model(training, settings.model, ids)
+    automatic.asks_for_search(settings.sharding.layout, "cannot train this model:")
     if fault := settings.model.length_fault(training.length):
         raise ConfigError("cannot train this model:", [f"{fault}; take a smaller --length."])
     if not training.sample_bytes:

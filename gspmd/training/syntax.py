@@ -99,8 +99,28 @@ def parse_relayout(text: str) -> Relayout:
     return Relayout(after, layout.strip(), mesh.strip())
 
 
+AUTO = "auto"
+"""The value of `--layout` that asks for a search; `auto:FILE` for one of the lines of a file."""
+
+
+def lines_searched(layout: str) -> str | None:
+    """Return the file whose lines `--layout` asks to search: none, `""`, for a model whose lines are known.
+
+    Example:
+        >>> lines_searched("auto"), lines_searched("auto:mixer.toml"), lines_searched("zero-3")
+        ('', 'mixer.toml', None)
+
+    Returns:
+        None if it names a layout.
+    """
+    name, _, file = layout.partition(":")
+    return file if name == AUTO else None
+
+
 def layout_beside(layout: str, folder: Path) -> str:
     """Take the relative path of a layout file from a folder; the name of a preset is left as it is."""
+    if searched := lines_searched(layout):
+        return f"{AUTO}:{os.path.join(folder, searched)}"
     return os.path.join(folder, layout) if is_path(layout) else layout
 
 

@@ -28,12 +28,16 @@ class OwnStep:
         fixed: lines that are not searched, with their specs.
 
     Raises:
-        LayoutError: there are no such lines.
+        LayoutError: there are no such lines, or the layout lacks lines of the model.
     """
 
     def __init__(
         self, subject: Own, update: Update, batch: int, length: int, layout: Layout, fixed: Mapping[str, str] = {}
     ):
+        # Before a program is read, which would say the same of one line and late.
+        subject.rows(layout)
+        subject.batch_spec(layout)
+        subject.trained(layout, update.frozen)
         self.subject, self.update, self.batch, self.length = subject, update, batch, length
         self._lines = Lines.of(layout, dict(fixed))
         self._read: dict[int, tuple[Build, Lines, TracedProgram]] = {}

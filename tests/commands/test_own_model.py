@@ -6,6 +6,7 @@ import sys
 import jax
 import pytest
 
+import gspmd
 from gspmd import host
 from gspmd.commands import compile as compiling
 from gspmd.commands import configs, generate, train
@@ -142,6 +143,22 @@ def test_our_own_models_are_read_as_before():
     assert "model_class" not in kept_settings(found)
 
 
+def test_its_layout_is_searched_for_the_devices_and_stays_with_the_run(folder, capsys):
+    here, name = folder
+    searched = ["--layout", "auto:tiny.toml", "--devices", "4"]
+    assert train.run([*flags(name, "--out", "runs/found"), *searched]) == 0
+    assert "Predicted are" in capsys.readouterr().out
+    found = gspmd.Layout.load(here / "runs/found/layout.toml")
+    given = gspmd.Layout.load("tiny.toml")
+    assert found.table.keys() >= given.table.keys()
+    assert train.run([*flags(name, "--out", "runs/one"), "--mesh", "x=1,y=1"]) == 0
+    first, second = ([row["loss"] for row in rows(here / out) if "loss" in row] for out in ("runs/found", "runs/one"))
+    assert first == pytest.approx(second, rel=1e-4)
+    assert train.run(["--resume", "--out", "runs/found", "--steps", "6", "--no-compile-cache"]) == 0
+    assert "Layout: the run's own, runs/found/layout.toml." in capsys.readouterr().out
+    assert rows(here / "runs/found")[-1]["step"] == 6
+
+
 @pytest.mark.parametrize(
     ("text", "name", "message"),
     [
@@ -184,8 +201,9 @@ def test_a_module_of_another_folder_is_not_taken_for_it(folder):
         (["--from", "DIR"], "no public checkpoint has its weights; leave --from out."),
         (["--lora.rank", "4"], "adapters are for the matrices of our own models; leave [lora] out"),
         (["--sample-bytes", "8"], "no text is sampled from it; leave --sample-bytes out."),
-        (["--layout", "auto"], "no layout is searched for it here; use gspmd search --model, then --layout FILE."),
-        (["--relayout", "2=auto"], "no layout is searched for it here; use gspmd search --model, then --layout FILE."),
+        (["--layout", "auto"], "its lines are those of a file; search them with --layout auto:FILE."),
+        (["--layout", "auto:none.toml"], "none.toml"),
+        (["--relayout", "2=auto"], "no layout is searched in the middle of a run; use gspmd search --model"),
         (["--rounds", "2"], "rounds is 2, and no layout here has stages to go round; set rounds to 1."),
         (["--layout", "megatron-1d"], "parameter 'blocks.w_in' has no line 'mixer.w_in'"),
         (["--set", "mixer.w_in=FE"], "mixer.w_in must have dimensions E and F, in this order"),

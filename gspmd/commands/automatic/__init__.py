@@ -3,6 +3,6 @@
 Reading order: found, kept, searched. The last, which imports the search, is imported where a layout is searched.
 """
 
-from gspmd.commands.automatic.found import FILE, NAME, FoundLayout, own
+from gspmd.commands.automatic.found import FILE, FoundLayout, asks_for_search, own
 
-__all__ = ["FILE", "NAME", "FoundLayout", "own"]
+__all__ = ["FILE", "FoundLayout", "asks_for_search", "own"]

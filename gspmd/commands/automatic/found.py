@@ -12,9 +12,8 @@ from gspmd.reading import ReadError, read_text
 from gspmd.training import ConfigError
 from gspmd.training.disk import write_whole
 from gspmd.training.run.folder import newest_run
+from gspmd.training.syntax import AUTO, lines_searched
 
-NAME = "auto"
-"""The value of `--layout` that asks for a search."""
 FILE = "layout.toml"
 """The name of its file in the folder of a run."""
 
@@ -47,7 +46,7 @@ class FoundLayout:
         with TemporaryDirectory() as folder:
             path = Path(folder) / FILE
             path.write_text(self.text, encoding="utf-8")
-            return replace(Layout.load(path), name=NAME)
+            return replace(Layout.load(path), name=AUTO)
 
     def write(self, folder: Path) -> None:
         """Write the file into the folder of a run, whole or not at all."""
@@ -59,6 +58,22 @@ class FoundLayout:
         times = " and ".join(f"{amount_of_seconds(each)} for a {what}" for what, each in self.seconds.items())
         how = f"found {'by an earlier run, ' if self.before else ''}in {amount_of_seconds(self.took)}"
         return f"Layout: {how}, for mesh {self.mesh}. Predicted are {times} on {self.chip}. It is {self.place}."
+
+
+def asks_for_search(layout: str, doing: str) -> bool:
+    """Return whether `--layout` asks for a search for one of our models, whose lines are known.
+
+    Args:
+        layout: the flag.
+        doing: the beginning of the message.
+
+    Raises:
+        ConfigError: it names a file of lines.
+    """
+    if lines_searched(layout):
+        fault = f"--layout {layout} is for a model of one's own; the lines of this one are known."
+        raise ConfigError(doing, [f"{fault} Write --layout {AUTO}."])
+    return layout == AUTO
 
 
 def own(folder: Path) -> FoundLayout | None:

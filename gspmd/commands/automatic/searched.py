@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from rich.console import Console
 
 import gspmd
@@ -20,20 +21,25 @@ from gspmd.annotate import Spec
 from gspmd.commands.automatic import kept
 from gspmd.commands.automatic.found import FoundLayout, own_of
 from gspmd.commands.file import File
+from gspmd.commands.own import is_own
 from gspmd.commands.search.unpriced import remedied, unpriced
 from gspmd.display.progress import Progress
 from gspmd.display.units import amount_of_bytes, amount_of_seconds
 from gspmd.hardware.chips import Chip, chip, chip_of_device
+from gspmd.layouts import Layout
 from gspmd.lowerings.program import DEFAULT_CHIP
 from gspmd.search.answers import NoneFits, SearchResult, Space, document, find
 from gspmd.search.answers.together import read_beside
 from gspmd.search.pricing import forget
 from gspmd.training import ConfigError, processes
 from gspmd.training.config import parse_mesh
+from gspmd.training.model import Own
 from gspmd.training.step import Update
+from gspmd.training.syntax import lines_searched
 from gspmd_models import ModelConfig
 from gspmd_models.decoding.batch import checked, coarse
 from gspmd_models.decoding.prefix import most_prompts
+from gspmd_models.search.own import OwnProblem, OwnStep
 from gspmd_models.search.phases import problem_of, searched
 from gspmd_models.search.workload import STEPS, Stored, Workload
 
@@ -50,14 +56,16 @@ class LayoutQuestion:
     """The question that a search for a layout answers.
 
     Attributes:
-        model: its configuration.
+        model: its configuration; of a model of one's own, the model.
+        parameters: how many it has.
         chip: whose seconds and bytes.
         meshes: those that are tried.
         sizes: batch, length, dtype and whatever else the answer depends on.
         listed: whether the devices are such chips; if not, the chip stands in for them.
     """
 
-    model: ModelConfig
+    model: Any
+    parameters: int
     chip: Chip
     meshes: Sequence[Mapping[str, int]]
     sizes: Mapping[str, Any]
@@ -111,25 +119,43 @@ def for_training(console: Console, file: File, devices: Sequence[jax.Device]) ->
     if training.resume and (found := own_of(training.out)):
         _say(console, found)
         return replace(found, mesh=file.sharding.mesh)
-    if faults := [*unpriced(file, True, ".")]:
-        raise ConfigError("cannot search for a layout:", [*faults, _OWN])
     names = ("batch", "length", "dtype", "microbatches")
     sizes: dict[str, Any] = {name: getattr(training, name) for name in names}
     frozen, dtype = tuple(training.frozen), training.parameter_dtype
     sizes["update"] = Update(file.optimizer, STEPS, frozen=frozen, parameter_dtype=dtype)
     remedy = "Take more devices, or a smaller batch."
+    if is_own(file):
+        sizes["lines"] = lines_searched(file.sharding.layout)
+        count = Own(model).num_parameters(Layout.load(sizes["lines"]))
+        return _answered(console, _question(model, count, file.sharding.mesh, devices, sizes), _train_own, remedy)
+    if faults := [*unpriced(file, True, ".")]:
+        raise ConfigError("cannot search for a layout:", [*faults, _OWN])
     if model.remat != "full":
         remedy = "Take more devices, a smaller batch, or --model.remat full."
-    return _answered(console, _question(model, file.sharding.mesh, devices, sizes), _train, remedy)
+    count = model.num_parameters
+    return _answered(console, _question(model, count, file.sharding.mesh, devices, sizes), _train, remedy)
+
+
+def _train_own(question: LayoutQuestion, tell: Tell) -> FoundLayout:
+    sizes = question.sizes
+    subject, layout = Own(question.model, jnp.dtype(sizes["dtype"])), Layout.load(sizes["lines"])
+    step = OwnStep(subject, sizes["update"], sizes["batch"], sizes["length"], layout)
+    spaces = (Space(partial(OwnProblem, step, mesh, question.chip, sizes["microbatches"])) for mesh in question.meshes)
+    return _found(question, _complete(find(spaces, question.limit, tell)))
 
 
 def _train(question: LayoutQuestion, tell: Tell) -> FoundLayout:
     sizes = question.sizes
     workload = Workload(question.model, question.chip, **sizes)
     spaces = (Space(partial(problem_of, workload, mesh)) for mesh in question.meshes)
-    finding = _complete(find(spaces, question.limit, tell))
+    return _found(question, _complete(find(spaces, question.limit, tell)), f", remat {question.model.remat}")
+
+
+def _found(question: LayoutQuestion, finding: SearchResult, more: str = "") -> FoundLayout:
+    """The layout of a training step that was found; `more` is what else is said of the step."""
+    sizes = question.sizes
     parts = f" in {sizes['microbatches']} microbatches" if sizes["microbatches"] > 1 else ""
-    step = f"batch {sizes['batch']}, length {sizes['length']}{parts}, {sizes['dtype']}, remat {question.model.remat}"
+    step = f"batch {sizes['batch']}, length {sizes['length']}{parts}, {sizes['dtype']}{more}"
     seconds = {"training step": finding.answer.seconds}
     text = document(finding.best, finding.answer, header("training", question, finding, seconds, {"step": step}), {})
     return FoundLayout(text, finding.best.named, seconds, question.devices)
@@ -172,7 +198,7 @@ def for_serving(
         "chunk": min(chunk, coarse(longest - 1)), "weights": weights, "cache": cache,
     }  # fmt: skip
     remedy = "Take more devices, fewer texts, or a shorter cache."
-    return _answered(console, _question(model, mesh, devices, sizes), _serve, remedy)
+    return _answered(console, _question(model, model.num_parameters, mesh, devices, sizes), _serve, remedy)
 
 
 def _serve(question: LayoutQuestion, tell: Tell) -> FoundLayout:
@@ -216,7 +242,7 @@ def header(
     best = finding.best
     held = f"{amount_of_bytes(finding.answer.bytes)} of {amount_of_bytes(question.chip.hbm_bytes)} on each device"
     lines = {
-        "model": f"{question.model.num_parameters:,} parameters",
+        "model": f"{question.parameters:,} parameters",
         "mesh": f"{best.named}: {best.devices} devices",
         **facts,
         "predicted": f"{', '.join(f'{amount_of_seconds(each)} for a {what}' for what, each in seconds.items())}",
@@ -232,15 +258,18 @@ def header(
     yield f"To be used with --layout FILE --mesh {best.named}"
 
 
-def _question(model: ModelConfig, mesh: str, devices: Sequence[jax.Device], sizes: Mapping[str, Any]) -> LayoutQuestion:
+def _question(
+    model: Any, parameters: int, mesh: str, devices: Sequence[jax.Device], sizes: Mapping[str, Any]
+) -> LayoutQuestion:
     listed = chip_of_device(devices[0].device_kind)
     used = listed or chip(DEFAULT_CHIP)
     if mesh:
         given = parse_mesh(mesh)
         tried = [{axis: size for axis, size in given.items() if size > 1} or given]
     else:
-        tried = [*searched(meshes(len(devices), used), model)]
-    return LayoutQuestion(model, used, tried, sizes, listed is not None)
+        every = meshes(len(devices), used)
+        tried = [*searched(every, model)] if isinstance(model, ModelConfig) else every
+    return LayoutQuestion(model, parameters, used, tried, sizes, listed is not None)
 
 
 def meshes(devices: int, of: Chip) -> list[dict[str, int]]:
@@ -293,9 +322,13 @@ def _answered(
                 raise ConfigError("cannot find a layout:", [_nothing_fits(fault, question), remedy]) from None
             finally:
                 forget()
-        return kept.save(question.key, replace(found, took=time.monotonic() - began))
+        found = replace(found, took=time.monotonic() - began)
+        return kept.save(question.key, found) if is_kept else replace(found, place="in the folder of the run")
 
-    found = FoundLayout(**json.loads(processes.told(lambda: json.dumps(asdict(kept.load(question.key) or searched())))))
+    # The code of a model of one's own may change, and with it what is cheapest; a key knows of our code alone.
+    is_kept = isinstance(question.model, ModelConfig)
+    told = processes.told(lambda: json.dumps(asdict((kept.load(question.key) if is_kept else None) or searched())))
+    found = FoundLayout(**json.loads(told))
     _say(console, found)
     return found
 

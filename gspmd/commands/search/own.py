@@ -20,11 +20,8 @@ def spaces(settings: SearchSettings) -> Callable[[Slice], Iterator[Space]]:
     Raises:
         LayoutError: the layout lacks lines of the model, or has no line that is fixed.
     """
-    layout, subject = Layout.load(settings.layout), settings.subject
-    subject.rows(layout)
-    subject.batch_spec(layout)
-    subject.trained(layout, settings.update.frozen)
-    step = OwnStep(subject, settings.update, settings.batch, settings.length, layout, settings.given)
+    layout = Layout.load(settings.layout)
+    step = OwnStep(settings.subject, settings.update, settings.batch, settings.length, layout, settings.given)
     counts = (1, *several(settings.batch)) if settings.microbatches is None else (settings.microbatches,)
 
     def of(target: Slice) -> Iterator[Space]:
