@@ -1,11 +1,16 @@
-"""Dead experts: those that get no token for a whole interval."""
+"""Idle experts: those that get no token, or few, in a whole interval."""
 
 from typing import Any
 
 import numpy as np
 
+from gspmd.annotate.errors import listed
 
-class DeadExperts:
+FEW = 0.25
+"""The share of an even load below which an expert has few tokens: it learns little, and its slots stand empty."""
+
+
+class IdleExperts:
     """Watch which experts get tokens, interval by interval.
 
     Args:
@@ -14,8 +19,8 @@ class DeadExperts:
 
     def __init__(self, interval: int):
         self._interval, self._steps = interval, 0
-        self._alive: np.ndarray | None = None
-        self._dead: dict[int, tuple[int, ...]] = {}
+        self._sum: np.ndarray | float = 0.0
+        self._known: dict[int, dict[int, float]] = {}
 
     def add(self, step: int, load: Any) -> list[str]:
         """Take the loads of a step. Return, at the end of an interval, a sentence for each layer that has changed.
@@ -25,30 +30,40 @@ class DeadExperts:
             load: [layers, X], the share of choices sent to each expert; None for a model without experts.
 
         Example:
-            >>> watch = DeadExperts(2)
+            >>> watch = IdleExperts(2)
             >>> watch.add(1, [[0.5, 0.5, 0.0]]), watch.add(2, [[1.0, 0.0, 0.0]])
             ([], ['expert layer 1: expert 2 has had no token in steps 1 to 2'])
-            >>> watch.add(3, [[0.0, 0.0, 1.0]]), watch.add(4, [[0.0, 1.0, 0.0]])
-            ([], ['expert layer 1: expert 0 has had no token in steps 3 to 4'])
+            >>> watch.add(3, [[0.1, 0.4, 0.5]]), watch.add(4, [[0.0, 0.5, 0.5]])
+            ([], ['expert layer 1: expert 0 has had 15% of an even share in steps 3 to 4'])
             >>> watch.add(5, [[0.5, 0.0, 0.5]]), watch.add(6, [[0.0, 1.0, 0.0]])
-            ([], ['expert layer 1: every expert has had tokens again in steps 5 to 6'])
+            ([], ['expert layer 1: no expert has had less than 25% of an even share in steps 5 to 6'])
         """
         if np.ndim(load) != 2:
             return []
-        alive = np.asarray(load) > 0
-        self._alive = alive if self._alive is None else self._alive | alive
-        self._steps += 1
+        self._sum, self._steps = self._sum + np.asarray(load, np.float64), self._steps + 1
         if self._steps < self._interval:
             return []
-        dead = {layer: tuple(np.flatnonzero(~row).tolist()) for layer, row in enumerate(self._alive, 1)}
-        changed = [layer for layer in dead if dead[layer] != self._dead.get(layer, ())]
+        shares = self._sum / self._steps * np.shape(load)[1]
+        idle = {layer: _idle(row) for layer, row in enumerate(shares, 1)}
+        # Which experts are idle is news, and not that a share went from 15% to 14%.
+        changed = [layer for layer in idle if {*idle[layer]} != {*self._known.get(layer, ())}]
         span = f"in steps {step - self._steps + 1} to {step}"
-        self._alive, self._steps, self._dead = None, 0, dead
-        return [f"expert layer {layer}: {_named(dead[layer])} {span}" for layer in changed]
+        self._sum, self._steps, self._known = 0.0, 0, idle
+        return [f"expert layer {layer}: {_said(idle[layer])} {span}" for layer in changed]
 
 
-def _named(dead: tuple[int, ...]) -> str:
-    if not dead:
-        return "every expert has had tokens again"
-    names = ", ".join(map(str, dead))
-    return f"experts {names} have had no token" if len(dead) > 1 else f"expert {names} has had no token"
+def _idle(shares: np.ndarray) -> dict[int, float]:
+    """The experts with few tokens, and their shares of an even load."""
+    return {expert: share for expert, share in enumerate(shares.tolist()) if share < FEW}
+
+
+def _said(idle: dict[int, float]) -> str:
+    if not idle:
+        return f"no expert has had less than {FEW:.0%} of an even share"
+    none = [str(expert) for expert, share in idle.items() if not share]
+    said = [f"expert {expert} has had {share:.0%} of an even share" for expert, share in idle.items() if share]
+    if none:
+        said.insert(
+            0, f"expert{'s' * (len(none) > 1)} {listed(none)} {'have' if len(none) > 1 else 'has'} had no token"
+        )
+    return listed(said)

@@ -25,7 +25,7 @@ from gspmd.training.config import TrainingConfig
 from gspmd.training.data.split import count_of
 from gspmd.training.reporting import memory
 from gspmd.training.reporting.display import Display
-from gspmd.training.reporting.experts import DeadExperts
+from gspmd.training.reporting.experts import IdleExperts
 from gspmd.training.reporting.metrics import Metrics, best_validation, lost
 from gspmd.training.reporting.speed import Speed
 from gspmd.training.run.guard import Diverged, Guard
@@ -43,7 +43,7 @@ _ONCE = {
     **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "once it may be written"),
     errno.ENOENT: "",  # it is made anew
 }
-# Steps after which dead experts are looked for where there is no validation on the way.
+# Steps after which idle experts are looked for where there is no validation on the way.
 _INTERVAL = 100
 
 
@@ -136,10 +136,10 @@ def fit(
                 metrics = opened.enter_context(Metrics(out, resumed_at=resumed_at, settings=settings, log=config.log))
                 best, _ = best_validation(out, of_updates=True)
             guard = Guard(config.non_finite, skipped, console)
-            dead = DeadExperts(min(config.validation_every or _INTERVAL, config.steps))
+            idle = IdleExperts(min(config.validation_every or _INTERVAL, config.steps))
             run = _Run(
                 config, program, corpus, stream, out, console, checkpoints, metrics, stop, guard, position, profile,
-                dead, best,
+                idle, best,
             )  # fmt: skip
             processes.meet("training")  # each has restored its own part of the state
             state = run.train(state, programs)
@@ -164,7 +164,7 @@ class _Run:
     guard: Guard
     position: dict[str, Any] | None
     profile: Profile
-    dead: DeadExperts
+    idle: IdleExperts
     best: float | None
     evaluate: Callable | None = None
 
@@ -237,7 +237,7 @@ class _Run:
             self.best = score if best else self.best
             beside = "the best so far" if best else f"the best is {self.best:.3f}"
             self.console.print(f"step {step}: held-out text [bold green]{score:.3f}[/] bits per byte, {beside}")
-        for sentence in self.dead.add(step, row.get("load")):
+        for sentence in self.idle.add(step, row.get("load")):
             self.console.print(f"step {step}: [yellow]{sentence}[/]")
 
     def finish(self, state: TrainState) -> None:
