@@ -132,8 +132,8 @@ def run(
 ) -> Any:  # fmt: skip
     """Run a shard_map over the whole mesh whose collectives are the planned `steps`.
 
-    Never differentiate through it: JAX would transpose the body, and all-reduce whole the cotangent of each operand that
-    is replicated over mesh axes, even if it is scattered afterwards. `gradient.with_gradient` stands outside, whose
+    Never differentiate through it: JAX would transpose the body, and all-reduce the cotangent of each operand that is
+    replicated over mesh axes, even if it is scattered afterwards. `gradient.with_gradient` stands outside, and its
     backward pass is another `run`.
 
     Args:

@@ -317,6 +317,7 @@ def _gradient(form: _Embed, shape: tuple[int, ...], id_bytes: int, ctx: Context)
     def body(ids, g):
         here = _wide(chains.send("ids", ids)) - shard_index(found.lookup.table.axes[0]) * part[0]
         here = jnp.where((here >= 0) & (here < part[0]), here, part[0])  # one past the end is dropped
+        # Summed in float32, for a token may stand in the text thousands of times.
         rows = float32(chains.send("rows", g))
         total = jnp.zeros(part, jnp.float32).at[here].add(rows, mode="drop")
         return chains.send("table", total.astype(form.dtype))

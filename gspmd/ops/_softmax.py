@@ -169,6 +169,7 @@ def _logsumexp_value(form: Normaliser, shape: tuple[int, ...], ctx: Context):
 
 @lru_cache(maxsize=1024)
 def _logsumexp_gradient(form: Normaliser):
+    # dx = g · exp(x − m) / Σ, by the m and Σ that the value kept: so nothing is sent.
     def body(x, top, total, g):
         return (form.along(g / total) * jnp.exp(float32(x) - form.along(top))).astype(x.dtype)
 
@@ -205,6 +206,7 @@ def _softmax_value(form: Normaliser, shape: tuple[int, ...], ctx: Context):
 def _softmax_gradient(form: Normaliser, shape: tuple[int, ...], ctx: Context):
     chains = Chains(ctx.mesh, along=form.over(sizes_of(form.x, shape), ctx, "projection"))
 
+    # dx = y · g − y · Σ y · g: one sum crosses the wire, where that of the value needed a maximum and a sum.
     def body(y, g):
         share = float32(y) * float32(g)
         mean = chains.send("along", jnp.sum(share, axis=form.at))

@@ -133,8 +133,8 @@ def steps_of(what: UnknownMove, ctx: Context, name: str) -> tuple[Step, ...]:
 def planned_op(forward: Callable, backward: Callable, title: Callable[[Any], str]) -> Callable:
     """Make an operation that JAX differentiates by its own planned gradient, in the context of its call.
 
-    All that either pass needs besides arrays is in the form, which is hashed: specs and options, nothing traced. So each
-    pass can cache its steps and its body by the form, and `run` finds the program that it has compiled.
+    All that either pass needs besides arrays is in the form, which is hashed: specs and options, nothing traced. So
+    each pass can cache its steps and its body by the form, and `run` finds the program that it has compiled.
 
     Args:
         forward: (form, ctx, *arrays) to (results, residuals).
