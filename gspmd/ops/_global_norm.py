@@ -19,7 +19,7 @@ _SCALAR = Spec((), ())
 
 
 def global_norm(tree: Any, specs: Any) -> jax.Array:
-    """The square root of the sum of the squares of every number in a tree of arrays: sqrt(Σ x²).
+    """Compute the square root of the sum of the squares of every number in a tree of arrays: sqrt(Σ x²).
 
     One all-reduce of a single float32, over every mesh axis that shards any of the arrays. A tensor that is replicated
     over one of them is counted by the first device along it alone.

@@ -78,7 +78,7 @@ class Footprint:
         self.output_of = {number: n for n, output in enumerate(routine.outputs) for number in output.products}
 
     def peak(self) -> int:
-        """Bytes of operands, results, and what there is between them at the fullest time."""
+        """Return the bytes of operands, results, and what there is between them at the fullest time."""
         routine = self.routine
         moved = [self._ready(number, move) for number, move in enumerate(routine.moves)]
         products = [
@@ -91,7 +91,7 @@ class Footprint:
         return given + sum(buffer.size for buffer in results) + self._between(results)
 
     def _between(self, results: Sequence[Buffer]) -> int:
-        """Bytes at the fullest time of what finds no place in a result's memory, the largest looking first."""
+        """Return the most bytes at a time that find no place in a result's memory, the largest looking first."""
         self._schedule(results)
         tenants = {id(result): [result] for result in results}
         buffers = [buffer for value in self.made for buffer in value.buffers if id(buffer) not in tenants]
@@ -157,7 +157,7 @@ class Footprint:
         return self._fuse(step.after, dtype, arrived)
 
     def _with_front(self, value: Value, dim: str, dtype: str) -> Value:
-        """The value with a dimension in front of all others that are longer than 1."""
+        """Put a dimension in front of all others that are longer than 1."""
         leads = next((d for d in value.spec.dims if self._local(value.spec, d) > 1), dim)
         front = "" if leads == dim else dim
         return value if front == value.front else self._copied(value, dtype, front)
@@ -181,7 +181,7 @@ class Footprint:
         return made if after.dims in self._order(product).results else self._fuse(after, dtype, made)
 
     def _ready(self, number: int, move: Move) -> Value:
-        """An operand as the products that use it take it."""
+        """Make an operand as the products that use it take it."""
         dtype, given = self._given(number), Value(move.steps[0].before if move.steps else move.spec)
         if number in self.overlap.gathers:
             span = ring_gather(move)
@@ -200,7 +200,7 @@ class Footprint:
         return self._copied(value, dtype) if scattered or value.front else value
 
     def _share_held(self, move: int) -> float:
-        """The share of a gathered operand that a device holds at once: two chunks for each direction, or stripes."""
+        """Return the share of a gathered operand that a device holds at once: two chunks each way, or stripes."""
         ring, stripes = self.overlap.gathers[move], self.overlap.stripes
         if not ring.axes:
             if stripes is None or stripes.dim not in self.routine.moves[move].spec.dims:
@@ -231,7 +231,7 @@ class Footprint:
         return value.buffers[0]
 
     def _ordered(self, value: Value, dims: tuple[str, ...], dtype: str) -> Value:
-        """The value transposed."""
+        """Transpose the value."""
         if value.spec.dims == dims:
             return value
         spec = Spec(dims, tuple(value.spec.axes_of(dim) for dim in dims), value.spec.partial)

@@ -97,7 +97,7 @@ class Overlap:
 
 
 def kept(routine: Routine, overlap: Overlap) -> tuple[Spec, ...]:
-    """The spec in which each moved operand is kept for the gradient: one that a ring gathers, as its shard."""
+    """Return the spec in which each moved operand is kept for the gradient: one that a ring gathers, as its shard."""
     specs = [move.spec for move in routine.moves]
     for number in overlap.gathers:
         specs[number] = ring_gather(routine.moves[number]).shard

@@ -77,11 +77,11 @@ class RingTransfer:
         return self.span.shard.dims
 
     def whole(self, dim: str) -> int:
-        """The local size of a dimension of the whole tensor."""
+        """Return the local size of a dimension of the whole tensor."""
         return self.shard[dim] * prod(self.mesh[axis] for axis in self.span.changed_axes.get(dim, ()))
 
     def chunk(self, dim: str) -> int:
-        """The local size of a dimension of a chunk of the loop."""
+        """Return the local size of a dimension of a chunk of the loop."""
         return self.shard[dim] * prod(self.mesh[axis] for axis in self._over(dim, self.ring.within))
 
     def block(self, offset: Offset, zero: jax.Array | int = 0) -> Region:
@@ -98,15 +98,15 @@ class RingTransfer:
         return {self.dim(axis): (self.place(axis, offset) * size, size)}
 
     def place(self, axis: str, offset: Offset) -> jax.Array:
-        """The coordinate, along one axis, of the device `offset` behind."""
+        """Return the coordinate, along one axis, of the device `offset` behind."""
         return (lax.axis_index(axis) - offset.get(axis, 0)) % self.mesh[axis]
 
     def dim(self, axis: str) -> str:
-        """The dimension that an axis shards."""
+        """Return the dimension that an axis shards."""
         return next(dim for dim, axes in self.span.changed_axes.items() if axis in axes)
 
     def divided(self, region: Region, start: int, size: int) -> Region:
-        """The part of a region along the dimension that shards are cut along."""
+        """Return the part of a region along the dimension that shards are cut along."""
         split = self.ring.split
         if split is None:
             return region
@@ -124,7 +124,7 @@ class RingTransfer:
         return index
 
     def hops(self, part: Part) -> tuple[Hop, ...]:
-        """The hops of one part of the chunks round the loop's axes."""
+        """Return the hops of one part of the chunks round the loop's axes."""
         return walk(part.axes, self.mesh, part.schedule, part.sign)
 
     def send(self, x: jax.Array, hop: Hop, *, back: bool = False) -> jax.Array:

@@ -83,7 +83,7 @@ class RingLoop:
         return sent
 
     def _send(self, chunks: Sequence[jax.Array]) -> list[jax.Array]:
-        """Everything one place on."""
+        """Send everything one place on."""
         hops = [Hop(0, self.axis, sign, (), 0) for _, sign in self.streams]
         return [self.transfer.send(chunk, hop) for hop, chunk in zip(hops, chunks)]
 

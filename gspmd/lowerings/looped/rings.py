@@ -111,7 +111,7 @@ class _Tree:
 
 
 def _waves(size: int, schedule: str, sign: int) -> Iterator[tuple[int, ...]]:
-    """Places behind from which shards arrive along one ring, wave by wave; `RingLoop` sends the same."""
+    """Yield the places behind from which shards arrive along one ring, by wave; `RingLoop` sends the same."""
     if not SCHEDULES[schedule].both_ways:
         yield from ((sign * place,) for place in range(1, size))
         return
@@ -146,6 +146,6 @@ def shard_parts(axes: Sequence[str], schedule: str, orders: int = 1) -> tuple[Pa
 
 
 def ring_parts(ring: Ring, size: int) -> list[tuple[Part, int, int]]:
-    """The parts of a shard that has `size` along the ring's `split`: each with its first index and its length."""
+    """Return the parts of a shard of `size` along the ring's `split`: each with its first index and its length."""
     parts = shard_parts(ring.axes, ring.schedule, ring.orders)
     return [(part, *place) for part, place in zip(parts, cut(size, len(parts)))]

@@ -34,7 +34,7 @@ class ChunkStream:
         return self.transfer.divided(self.transfer.block(offset), self.start, self.size)
 
     def unpacked(self, chunk: jax.Array) -> jax.Array:
-        """A chunk as it is multiplied."""
+        """Return a chunk as it is multiplied."""
         return chunk.astype(self.dtype)
 
     def send(self, wave: int, before: Sequence[jax.Array]) -> None:
@@ -46,7 +46,7 @@ class ChunkStream:
             self.arrived[number] = self.transfer.send(chunk, hop)
 
     def wave(self, number: int, before: Sequence[jax.Array]) -> tuple[list[Region], list[jax.Array]]:
-        """The chunks of a wave, and where they lie, once everything in `before` is there.
+        """Return the chunks of a wave, and where they lie, once everything in `before` is there.
 
         Without that, all are multiplied first, and their products, all of them held, added up at the end.
         """

@@ -67,7 +67,7 @@ def lower(call: Call) -> Passes:
 def _differentiated(
     call: Call, ins, places: Sequence[Places], lift: Lift, program: Callable, steps: tuple[Step, ...]
 ) -> Callable:
-    """An equation that takes or leaves partial sums, with its gradient as einsums in which there are none.
+    """Give an equation that takes or leaves partial sums a gradient of einsums in which there are none.
 
     JAX would transpose the relabelling; the partitioner has been seen to sum such a cotangent over too few devices.
     """
@@ -116,7 +116,7 @@ def _plain(
 
 
 def _product(specs, output: Spec, numbers, place: Places, lift: Lift, precision, dtype, *arrays) -> jax.Array:
-    """One product, accumulated in float32; summands that only the result has are cut out of the operands."""
+    """Multiply, accumulating in float32; summands that only the result has are cut out of the operands."""
     pair = [lift.bring(spec, x, place.operands.get(n, ())) for spec, x, n in zip(specs, arrays, numbers)]
     pair = with_summands(pair, output, lift)
     y = _multiplied(pair, output, precision, dtype)

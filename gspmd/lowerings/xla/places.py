@@ -47,7 +47,7 @@ class Lift:
     mesh: Mapping[str, int]
 
     def bring(self, spec: Spec, x: jax.Array, route: Route) -> tuple[Spec, jax.Array]:
-        """An operand, its sums lifted, where a product wants it: what the plan settles on the way is summed first."""
+        """Bring an operand, its sums lifted, to its product; what the plan settles on the way is summed first."""
         if not route:
             return spec, x
         settled = [
@@ -60,13 +60,13 @@ class Lift:
         return self.placed(spec.dims, route[-1]), self.along(spec.dims, x, route)
 
     def along(self, dims: Sequence[str], x: jax.Array, route: Iterable[Spec]) -> jax.Array:
-        """An array of these dimensions, constrained to each spec of a route, one after the other."""
+        """Constrain an array of these dimensions to each spec of a route, one after the other."""
         for place in route:
             x = jax.lax.with_sharding_constraint(x, self.placed(dims, place).partition_spec())
         return x
 
     def placed(self, dims: Sequence[str], place: Spec) -> Spec:
-        """The spec of an array of these dimensions where `place` says; summands stay on their own devices."""
+        """Return the spec of an array of these dimensions where `place` says; summands stay on their own devices."""
         axes = dict(zip(place.dims, place.axes)) | {letter: (axis,) for axis, letter in self.letters.items()}
         return Spec(tuple(dims), tuple(axes[dim] for dim in dims))
 
@@ -84,7 +84,7 @@ def pairs(equation: Equation) -> list[list[tuple[int, ...]]]:
 
 
 def planned_places(plan: Plan) -> list[Places]:
-    """The places of every product of a plan, in the plan's order."""
+    """Return the places of every product of a plan, in the plan's order."""
     routine, every = plan.routine, splits_badly(plan.mesh)
     outputs = {number: output for output in routine.outputs for number in output.products}
     places = []
@@ -104,6 +104,6 @@ def _after(steps: Iterable[Step]) -> Route:
 
 
 def pinned_places(equation: Equation, pinned: Sequence[Spec | None]) -> list[Places]:
-    """The places that `via` pins in an equation without a plan, since it leaves a dimension open; empty without one."""
+    """Return the places that `via` pins in an equation with an open dimension, which has no plan; empty without via."""
     known = {number: (pin,) for number, pin in enumerate(pinned) if pin is not None}
     return [Places({n: known[n] for n in pair if n in known}) for term in pairs(equation) for pair in term]

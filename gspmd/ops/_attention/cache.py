@@ -157,7 +157,7 @@ def _value(form: _Form, shape: tuple[int, ...], width: int, ctx: Context):
 
 
 def _chains_of(form: _Form, shape: tuple[int, ...], width: int, ctx: Context) -> dict[str, tuple[Step, ...]]:
-    """The steps that bring new keys, and the lengths, to where the cache lies."""
+    """Return the steps that bring new keys, and the lengths, to where the cache lies."""
     if not is_unknown(ctx.mesh):
         return {name: steps_of(each, ctx, _CALLED[name]) for name, each in _moves(form, shape, width, ctx).items()}
     asked = replace(form, new=Spec(form.new.dims, ((),) * len(form.new.dims))), shape, width, ctx

@@ -232,7 +232,7 @@ def _value(form: _Form, shapes: _Shapes, ctx: Context):
 
 
 def _chains_of(form: _Form, shapes: _Shapes, ctx: Context) -> dict[str, tuple[Step, ...]]:
-    """The steps of everything that moves, by name."""
+    """Return the steps of everything that moves, by name."""
     if not is_unknown(ctx.mesh):
         return {name: steps_of(each, ctx, _CALLED.get(name, name)) for name, each in _moves(form, shapes, ctx).items()}
     # What comes to the cache, and where, is not known either. Where new keys come from does not matter to that.

@@ -61,7 +61,7 @@ class _Cut:
         return self.key.with_axes(head, (*self.key.axes_of(head), *self.share.sliced))
 
     def without_trivial(self, mesh: Mapping[str, int]) -> "_Cut":
-        """The same by the axes that cut anything: types have the others too, and steps do not."""
+        """Return the same by the axes that cut anything: types have the others too, and steps do not."""
         return replace(self, query=self.query.without_trivial(mesh), key=self.key.without_trivial(mesh))
 
 
