@@ -47,6 +47,6 @@ class Numbering:
         return self.numbers[key]
 
     def inverse(self, made: str, name: str, number: int, *how: str) -> int:
-        """Return the number of operation `name` on a value; of one that `made` has made, its operand: the two cancel."""
+        """Return the number of operation `name` on a value; of one that `made` made, its operand: the two cancel."""
         made_by = self.expressions[number]
         return made_by[1] if made_by[0] == made and made_by[2:] == how else self.of(name, number, *how)
