@@ -64,7 +64,7 @@ class Value(NamedTuple):
         return (self.captured, self.captured) if inside else (self.number, self.barrierless)
 
 
-class Placement(NamedTuple):
+class Occurrence(NamedTuple):
     """The place where an operation runs once it is hoisted, and the step that has computed the same there before, if
     any has."""
 
@@ -223,19 +223,19 @@ class Region:
 
     # -- operations ----------------------------------------------------------------------------------------------------
 
-    def visit(self, equation: Any, step: StepKey = ("", 0)) -> Placement:
+    def visit(self, equation: Any, step: StepKey = ("", 0)) -> Occurrence:
         """Number the results of an operation that belongs to a step; say where it runs, and what has computed it."""
         operands, name = [self._value(var) for var in equation.invars], equation.primitive.name
         if name in (_BARRIER, *_NOTHING):
             self._bind(equation.outvars, self._behind_barrier(equation, operands) if name == _BARRIER else operands)
-            return Placement(self)
+            return Occurrence(self)
         if is_reshape(equation):
             self._bind(equation.outvars, [self._reshaped(equation, operands[0])])
-            return Placement(self)
+            return Occurrence(self)
         if has_effects(equation) or any(True for _ in inner_jaxprs(equation)):
             # New values each time: a jaxpr may be called from many places with the same variables.
             self._bind(equation.outvars, [self._new() for _ in equation.outvars])
-            return Placement(self)
+            return Occurrence(self)
         region = self._hoisted(operands, self.numbering.compiler.hoists(equation))
         what = *expression(equation), id(region)
         number, barrierless = (self.numbering.of(*what, *side) for side in _sides(operands, region))
@@ -244,7 +244,7 @@ class Region:
         results = region._elements("result", result, len(equation.outvars))
         self._bind(equation.outvars, results)
         self._note_fusion(name, [result, *results], operands)
-        return region._computed(result, step) if name in (*_COLLECTIVES, "dot_general") else Placement(region)
+        return region._computed(result, step) if name in (*_COLLECTIVES, "dot_general") else Occurrence(region)
 
     def _reshaped(self, equation: Any, value: Value) -> Value:
         """Reshape a value: a compiler reshapes only what it was made as, and not at all if the shape is back.
@@ -262,7 +262,7 @@ class Region:
         origin, shape = made_by[1:3] if made_by[0] == "reshaped" else (number, before)
         return origin if shape == after else self.numbering.of("reshaped", origin, shape, after)
 
-    def _computed(self, result: Value, step: StepKey) -> Placement:
+    def _computed(self, result: Value, step: StepKey) -> Occurrence:
         """Make a collective or a product available; where it is already, say which step has computed it."""
         number, barrierless, available = result.number, result.barrierless, self._available
         first = available.get(number, available.get(barrierless))
@@ -271,7 +271,7 @@ class Region:
             self.numbering.uncertain.add((first, step))
         available.setdefault(number, step)
         available.setdefault(barrierless, step)
-        return Placement(self, first)
+        return Occurrence(self, first)
 
     def _note_fusion(self, primitive: str, results: Sequence[Value], operands: Sequence[Value]) -> None:
         """Note results that are equal, once barriers are gone, only if the compiler has fused them alike by then."""

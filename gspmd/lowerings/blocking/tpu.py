@@ -41,7 +41,7 @@ _PACKED = 16  # rows of two-byte numbers in a tile
 SMALL = 2**20  # bytes that take two links of a v4 about as long as 12 hops
 _WHOLE = {"gather": WHOLE_GATHER, "scatter": 4}  # devices of a slice up to which one over all of them stays one
 
-Part = tuple[tuple[str, ...], int, list[list[int]] | None]
+CollectivePart = tuple[tuple[str, ...], int, list[list[int]] | None]
 """Mesh axes, how many devices take part together, and which places along the axis, if not all of them."""
 
 
@@ -128,7 +128,7 @@ def _reordered(pieces: jax.Array) -> jax.Array:
     return rows.reshape(second, first, *rest, width)
 
 
-def _parts(axes: tuple[str, ...], mesh: Mapping[str, int], limit: int, size: int) -> list[Part]:
+def _parts(axes: tuple[str, ...], mesh: Mapping[str, int], limit: int, size: int) -> list[CollectivePart]:
     """Return the parts of a collective, major first: axis by axis if small, two if over all devices, or else one."""
     wide = [axis for axis in axes if mesh[axis] > 1]
     group = prod(mesh[axis] for axis in wide)
@@ -153,7 +153,7 @@ def _ring(devices: int) -> int:
     return min((n for n in range(1, devices + 1) if devices % n == 0), key=lambda n: abs(log(n) - side))
 
 
-def _scatter(x: jax.Array, part: Part, dimension: int, number: int) -> jax.Array:
+def _scatter(x: jax.Array, part: CollectivePart, dimension: int, number: int) -> jax.Array:
     shape = list(x.shape)
     wide = [place for place, size in enumerate(shape) if size > 1 or place == dimension]
     x, at = x.reshape([shape[place] for place in wide]), wide.index(dimension)
@@ -166,12 +166,12 @@ def _scatter(x: jax.Array, part: Part, dimension: int, number: int) -> jax.Array
     return (_in_front(x, part) if own else _in_place(x, part, at)).reshape(shape)
 
 
-def _in_place(x: jax.Array, part: Part, dimension: int) -> jax.Array:
+def _in_place(x: jax.Array, part: CollectivePart, dimension: int) -> jax.Array:
     axes, _, groups = part
     return lax.psum_scatter(x, axes, scatter_dimension=dimension, tiled=True, axis_index_groups=groups)
 
 
-def _in_front(x: jax.Array, part: Part) -> jax.Array:
+def _in_front(x: jax.Array, part: CollectivePart) -> jax.Array:
     """Scattered along the first dimension, the pieces along one of their own, in whole tiles."""
     axes, parts, groups = part
     size, rest = x.shape[0] // parts, x.shape[1:]

@@ -19,8 +19,8 @@ permute is a copy and nothing is hidden, one: each wave more holds one more chun
 class RingLoop:
     """The chunks of one operand, sent round one axis and multiplied as they arrive.
 
-    It sends the hops of `rings.walk`, which follow from the same `Schedule`: every stream straight on in its direction,
-    or both ways.
+    It sends the hops of `rings.walk`, which follow from the same `RingSchedule`: every stream straight on in its
+    direction, or both ways.
 
     Attributes:
         streams: with the direction of each; one that is sent both ways stands here twice.

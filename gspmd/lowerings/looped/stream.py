@@ -9,7 +9,7 @@ from jax import lax
 
 from gspmd.lowerings.looped.accumulator import Accumulator
 from gspmd.lowerings.looped.chunks import Region, RingTransfer, collect, part_of
-from gspmd.lowerings.looped.rings import Offset, Part
+from gspmd.lowerings.looped.rings import Offset, ShardPart
 
 
 class ChunkStream:
@@ -23,7 +23,7 @@ class ChunkStream:
         start, size: where the part lies along the dimension that shards are cut along.
     """
 
-    def __init__(self, transfer: RingTransfer, shard: jax.Array, dtype: Any, part: Part, start: int, size: int):
+    def __init__(self, transfer: RingTransfer, shard: jax.Array, dtype: Any, part: ShardPart, start: int, size: int):
         self.transfer, self.dtype, self.start, self.size, self.sign = transfer, dtype, start, size, part.sign
         self.hops = transfer.hops(part)
         self.arrived = {0: collect(transfer, part, part_of(shard, transfer.dims, transfer.divided({}, start, size)))}

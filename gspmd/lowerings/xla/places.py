@@ -23,7 +23,7 @@ Route = tuple[Spec, ...]
 
 
 @dataclass(frozen=True)
-class Places:
+class ProductPlaces:
     """The place of one product.
 
     Attributes:
@@ -83,7 +83,7 @@ def pairs(equation: Equation) -> list[list[tuple[int, ...]]]:
     return [list(product(*each)) for each in members]
 
 
-def planned_places(plan: Plan) -> list[Places]:
+def planned_places(plan: Plan) -> list[ProductPlaces]:
     """Return the places of every product of a plan, in the plan's order."""
     routine, every = plan.routine, splits_badly(plan.mesh)
     outputs = {number: output for output in routine.outputs for number in output.products}
@@ -93,9 +93,9 @@ def planned_places(plan: Plan) -> list[Places]:
         left, output = product_.einsum.after, outputs[number]
         if every:
             brought = {move.source: (routine.inputs[move.source], *_after(move.steps)) for move in moves}
-            places.append(Places(brought, (left, *_after(product_.steps)), _after(output.steps)))
+            places.append(ProductPlaces(brought, (left, *_after(product_.steps)), _after(output.steps)))
         else:
-            places.append(Places({move.source: (move.spec,) for move in moves}, (left,)))
+            places.append(ProductPlaces({move.source: (move.spec,) for move in moves}, (left,)))
     return places
 
 
@@ -103,7 +103,7 @@ def _after(steps: Iterable[Step]) -> Route:
     return tuple(step.after for step in steps)
 
 
-def pinned_places(equation: Equation, pinned: Sequence[Spec | None]) -> list[Places]:
+def pinned_places(equation: Equation, pinned: Sequence[Spec | None]) -> list[ProductPlaces]:
     """Return the places that `via` pins in an equation with an open dimension, which has no plan; empty without via."""
     known = {number: (pin,) for number, pin in enumerate(pinned) if pin is not None}
-    return [Places({n: known[n] for n in pair if n in known}) for term in pairs(equation) for pair in term]
+    return [ProductPlaces({n: known[n] for n in pair if n in known}) for term in pairs(equation) for pair in term]

@@ -16,7 +16,7 @@ from gspmd.annotate.equation import Equation
 from gspmd.annotate.spec import Spec
 from gspmd.lowerings.local_einsum import local_einsum
 from gspmd.lowerings.program import mapped
-from gspmd.lowerings.xla.places import Lift, Places, pairs
+from gspmd.lowerings.xla.places import Lift, ProductPlaces, pairs
 
 Located = list[tuple[Spec, jax.Array]]
 """Operands of a product, each with the spec that it has."""
@@ -60,7 +60,7 @@ def _relabel(here: jax.P, there: jax.P, added: int) -> Callable:
 def gradients(
     equation: Equation,
     ins: Sequence[Spec],
-    places: Sequence[Places],
+    places: Sequence[ProductPlaces],
     lift: Lift,
     outs: Sequence[Spec],
     arrays: Sequence,

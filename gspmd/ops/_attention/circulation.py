@@ -78,7 +78,7 @@ def _put(whole: jax.Array, device: jax.Array | int, part: jax.Array) -> jax.Arra
     return lax.dynamic_update_slice_in_dim(whole, part, device * part.shape[1], axis=1)
 
 
-class Ring(Gathered):
+class RingOfChunks(Gathered):
     """Each chunk when it is used: one permute brings the next of every device while one is attended to.
 
     Source: Liu et al. 2023, *Ring Attention with Blockwise Transformers for Near-Infinite Context* (arXiv 2310.01889).
