@@ -1,4 +1,4 @@
-"""What is in force where a program is traced: the lowering, the chip, the devices, and the mesh axes that are manual.
+"""The lowering, the chip, the devices and the manual mesh axes that are in force where a program is traced.
 
 `gspmd.lowering` and the other `with` blocks here set JAX user contexts, which are part of jit's cache key: no program
 that was traced under other settings is run by mistake.

@@ -187,7 +187,7 @@ class Batched:
         return all(sizes[dim] % 8 == 0 and dim not in lanes for dim in rows)
 
     def _matrices(self, x: jax.Array, dims: str, free: Sequence[str], sizes: dict) -> tuple[jax.Array, int]:
-        """An operand as [batch, rows, columns], and which of the two is contracted: the one that stands first stays."""
+        """Return an operand as [batch, rows, columns], and which of the two is contracted."""
         # XLA:CPU multiplies either order of the two; so only what is scattered has to be copied.
         first = next(dim for dim in dims if dim not in self.batch)
         parts = (self.contracted, free) if first in self.contracted else (free, self.contracted)

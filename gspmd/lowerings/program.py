@@ -51,7 +51,7 @@ class Context:
 
 
 def context(lowering_name: str | None = None) -> Context:
-    """The context of a call. It is read once, when an operation is called: its gradient uses the same.
+    """Read the context of a call, once, when an operation is called: its gradient uses the same.
 
     Raises:
         PlanError: there is no mesh, its axes are of both types, or the call stands in a shard_map over all of them.
@@ -108,7 +108,7 @@ def name_of(program: PlannedProgram) -> ProgramName:
 
 
 def program_of(equation: Any) -> PlannedProgram | None:
-    """The program that an operation of a jaxpr calls, or None where it is none of ours."""
+    """Return the program that an operation of a jaxpr calls, or None where it is none of ours."""
     name = equation.params.get("name")
     if isinstance(name, ProgramName):
         return name.program
@@ -132,9 +132,9 @@ def run(
 ) -> Any:  # fmt: skip
     """Run a shard_map over the whole mesh whose collectives are the planned `steps`.
 
-    Never differentiate through it: JAX would transpose the body, and all-reduce whole the cotangent of each operand
-    that is replicated over mesh axes, even if it is scattered afterwards. `gradient.with_gradient` stands outside,
-    whose backward pass is another `run`.
+    Never differentiate through it: JAX would transpose the body, and all-reduce the cotangent of each operand that is
+    replicated over mesh axes, even if it is scattered afterwards. `gradient.with_gradient` stands outside, and its
+    backward pass is another `run`.
 
     Args:
         ctx: of the call.
@@ -175,7 +175,7 @@ def own_promotion() -> AbstractContextManager:
 
 
 def mapped(body: Callable, ins: Any, outs: Any) -> Callable:
-    """The shard_map of a body over the mesh in force at the call; JAX binds one to the mesh in which it is made."""
+    """Make the shard_map of a body over the mesh in force at the call; JAX binds one to the mesh where it is made."""
 
     def run_mapped(*arrays):
         # On one device JAX inlines a shard_map and refuses its partial sums; they are whole there, and typed after.
@@ -198,7 +198,7 @@ def mapped(body: Callable, ins: Any, outs: Any) -> Callable:
 
 
 def _shard_map_of_empty(body: Callable, *, in_specs: Any, **options: Any) -> Callable:
-    """A shard_map of arrays of which some have no elements.
+    """Make a shard_map of arrays of which some have no elements.
 
     XLA replaces what has no elements by a constant, and cannot read the body of a shard_map that is left without any
     input ("expected at least one operand ... GlobalToLocalShape", jaxlib 0.10.2). So a zero is one more input, on which
@@ -225,7 +225,7 @@ def _typed(spec: jax.P, x: jax.Array) -> jax.Array:
 
 
 def input_partition(ctx: Context, spec: Spec, x: Any, number: int, name: str) -> jax.P:
-    """The `jax.P` of operand `number` of what is computed, once the array lies so."""
+    """Return the `jax.P` of operand `number` of what is computed, and check that the array lies so."""
     if ctx.explicit:
         check_type(x, spec, f"cannot use operand {number + 1} of '{name}' as '{spec}'")
     elif spec.partial or spec.reduced:

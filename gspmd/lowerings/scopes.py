@@ -16,7 +16,7 @@ _NUMBER = re.compile(r"step(\d+)\.")
 
 
 def program_scope(title: str) -> str:
-    """The scope of a program, by what it computes."""
+    """Return the scope of a program, by what it computes."""
     return f"gspmd[{title}]"
 
 
@@ -26,7 +26,7 @@ def step_scope(number: int, step: Step) -> Any:
 
 
 def step_name(number: int, step: Step) -> str:
-    """The name of a step's scope: its number in the program, its kind and its mesh axes."""
+    """Return the name of a step's scope: its number in the program, its kind and its mesh axes."""
     return f"step{number}.{step.kind}.{'.'.join(step.axes)}".rstrip(".")
 
 
@@ -49,12 +49,12 @@ def read_step(name: str) -> StepName:
 
 
 def step_numbers(scopes: str) -> list[int]:
-    """The numbers of the steps in whose scopes an operation of a jaxpr stands, outermost first."""
+    """Return the numbers of the steps in whose scopes an operation of a jaxpr stands, outermost first."""
     return [int(number) for number in _NUMBER.findall(scopes)]
 
 
 def innermost(scopes: str) -> tuple[str, str]:
-    """The innermost program of an instruction, and the name of the innermost step in it; empty where there is none.
+    """Return the innermost program of an instruction, and the name of the innermost step in it; empty without one.
 
     A scope elsewhere that reads like a step is a user's own.
 

@@ -31,7 +31,7 @@ def lower(call: Call) -> Passes:
 
 
 def _product(call: Call, via: Via) -> Passes:
-    """The passes of an equation with a via: what it costs is the sum of moves, to the via and from it, and products.
+    """Lower an equation with a via: it costs the sum of moves, to the via and from it, and of products.
 
     Products that are added are each made at a place of their own, and added where that costs least. In the gradient
     one cotangent is brought to all of them, so they have to be made alike, but for what they are partial sums over: of
@@ -185,7 +185,7 @@ def made_of(joint: Spec, dims: Sequence[str]) -> Spec:
 
 
 def _planned(call: Call) -> Passes:
-    """The passes of a move, or of an equation without a via: marked with what its plan will be."""
+    """Lower a move, or an equation without a via: marked with what its plan will be."""
     if _is_move(call):
         return _moved(call)
     arguments = call.equation, call.sizes, call.context, call.dtypes, call.via, call.wire_dtype, call.result_dtype

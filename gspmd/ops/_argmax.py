@@ -64,7 +64,7 @@ def _plain(at: int, logits: jax.Array) -> jax.Array:
 
 
 def _ranked(logits: jax.Array) -> jax.Array:
-    """Numbers as they are compared: what cannot be an answer is -inf, of which the lowest position is taken."""
+    """Return numbers as they are compared: what cannot be an answer is -inf, of which the lowest position is taken."""
     if not jnp.issubdtype(logits.dtype, jnp.floating):
         return logits
     padding = jnp.asarray(PADDING, logits.dtype)  # rounded as a logit of that dtype is
@@ -92,7 +92,7 @@ def _value(spec: Spec, at: int, shape: tuple[int, ...], width: int, ctx: Context
 
 
 def first_maximum(x: jax.Array, at: int, axes: tuple[str, ...], chains: Chains) -> tuple[jax.Array, jax.Array]:
-    """The largest number along dimension `at`, which lies on `axes`, and its lowest position, inside a shard_map.
+    """Return the largest number along dimension `at`, which lies on `axes`, and its lowest position, in a shard_map.
 
     The chains `biggest` and `lowest` are all-reduces of it and of an int32 over those axes.
     """

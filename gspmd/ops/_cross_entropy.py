@@ -24,7 +24,7 @@ def cross_entropy(
     mask: jax.Array | None = None,
     z_loss: float = 0.0,
 ) -> jax.Array:
-    """The loss of every token: log Σ exp(logits) − logits[label] + z_loss · (log Σ exp(logits))².
+    """Compute the loss of every token: log Σ exp(logits) − logits[label] + z_loss · (log Σ exp(logits))².
 
     Three all-reduces of [B, L] float32 over the mesh axes of V (the maximum, the sum, the label's logit), and none in
     the gradient, softmax(logits) − onehot(label), which is computed shard by shard.
@@ -113,7 +113,7 @@ def _plain(z_loss: float, logits: jax.Array, labels: jax.Array, weights: jax.Arr
 
 
 def _counted(logits: jax.Array, weights: jax.Array | None) -> jax.Array:
-    """Logits in float32, but zeros for rows that do not count: what is not finite there would be NaN times 0."""
+    """Return logits in float32, but zeros for rows that do not count: what is not finite there would be NaN times 0."""
     return float32(logits) if weights is None else jnp.where(weights[..., None] == 0, 0.0, float32(logits))
 
 
@@ -158,6 +158,7 @@ def _value(form: _Loss, shape: tuple[int, ...], ctx: Context):
 
 @lru_cache(maxsize=1024)
 def _gradient(form: _Loss):
+    # d loss / d logits = softmax · (1 + 2 z log Z) − hits, by what the value kept of each row: so nothing is sent.
     def body(logits, labels, top, total, g, weights=None):
         g = g if weights is None else g * weights
         share = jnp.exp(_counted(logits, weights) - top[..., None]) / total[..., None]

@@ -121,6 +121,6 @@ def reshard(x: Any, equation: str | Equation, lowering: str | None = None) -> ja
 
 
 def _shapes(equation: Equation, flat: Sequence[jax.Array]) -> list[tuple]:
-    """The operands' shapes, a group's as a tuple."""
+    """Return the operands' shapes, a group's as a tuple."""
     held = iter([x.shape for x in flat])
     return [tuple(islice(held, len(o.specs))) if o.group else next(held) for o in equation.operands]

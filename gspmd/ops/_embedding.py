@@ -90,7 +90,7 @@ class Lookup:
     rows: Spec
 
     def without_trivial(self, mesh: Mapping[str, int]) -> "Lookup":
-        """The same without mesh axes of size 1."""
+        """Return the same without mesh axes of size 1."""
         return Lookup(*(spec.without_trivial(mesh) for spec in (self.ids, self.table, self.rows)))
 
     @property
@@ -127,7 +127,7 @@ def _not_a_lookup(doing: str, text: str, fact: str) -> Exception:
 def _rows(
     first: jax.Array | int, dtype: Any, ids: jax.Array, table: jax.Array, scales: jax.Array | None = None
 ) -> jax.Array:
-    """Rows of the part of a table that starts at row `first`, with scales in `dtype`; zeros for ids outside it."""
+    """Look up rows of the part of a table that starts at row `first`, scaled in `dtype`; zeros for ids outside it."""
     if ids.size == 1 and table.dtype.itemsize == 1 and in_force.is_tpu():
         # For one row of int8 libtpu 0.0.42 copies the table into another order: 132 MB of a v4 in 845 µs, for PaLM 8B.
         return _rows(first, dtype, jnp.stack([ids, ids]), table, scales)[0]
@@ -138,7 +138,7 @@ def _rows(
 
 
 def _wide(ids: jax.Array) -> jax.Array:
-    """The ids where they are, in a dtype that holds the size of the table too."""
+    """Return the ids where they are, in a dtype that holds the size of the table too."""
     return ids.astype(jnp.int32) if ids.dtype.itemsize < 4 else ids
 
 
@@ -167,7 +167,7 @@ def route(
     given: Lookup, backward: bool, sizes: tuple[tuple[str, int], ...], widths: tuple[int, ...],
     mesh: tuple[tuple[str, int], ...], chip: Chip,
 ) -> Route:  # fmt: skip
-    """The cheapest way to divide a lookup, or its gradient, over the mesh axes that its specs name.
+    """Find the cheapest way to divide a lookup, or its gradient, over the mesh axes that its specs name.
 
     Args:
         given: where ids, table and rows lie.
@@ -213,7 +213,7 @@ def _backward_route(
 
 
 def _divisions(given: Lookup, sizes: Mapping[str, int], mesh: Mapping[str, int]) -> Iterator[Lookup]:
-    """Each mesh axis shards, during the lookup, one of the dimensions that it shards in some spec, or none."""
+    """Yield every lookup in which each mesh axis shards one of the dimensions that it shards in some spec, or none."""
     specs = (given.ids, given.table, given.rows)
     axes = [axis for axis in mesh if any(axis in spec.used for spec in specs)]
     homes = [sorted({dim for spec in specs for dim in spec.dims if axis in spec.axes_of(dim)}) for axis in axes]
@@ -225,7 +225,7 @@ def _divisions(given: Lookup, sizes: Mapping[str, int], mesh: Mapping[str, int])
 
 
 def _orders(dim: str, axes: set[str], specs: tuple[Spec, ...]) -> list[tuple[str, ...]]:
-    """The axes of a dimension in the order of each spec that has it, so that the cheapest need not permute."""
+    """Return the axes of a dimension in the order of each spec that has it, so that the cheapest need not permute."""
     written = [spec.axes_of(dim) for spec in specs if dim in spec.dims]
     known = [axis for held in written for axis in held if axis in axes]
     return list(dict.fromkeys(tuple(dict.fromkeys((*filter(axes.__contains__, held), *known))) for held in written))
@@ -272,7 +272,7 @@ class _Embed:
 
 
 def routed(given: Lookup, backward: bool, sizes: tuple, widths: tuple[int, ...], ctx: Context):
-    """The steps of a lookup by tensor, once it is known where they lie; scales move with the table."""
+    """Return the steps of a lookup by tensor, once it is known where they lie; scales move with the table."""
     found = route(given, backward, sizes, widths, tuple(ctx.mesh.items()), ctx.chip)
     return {"ids": found.ids, "table": (*found.table, *found.scales), "rows": found.rows}
 
@@ -317,6 +317,7 @@ def _gradient(form: _Embed, shape: tuple[int, ...], id_bytes: int, ctx: Context)
     def body(ids, g):
         here = _wide(chains.send("ids", ids)) - shard_index(found.lookup.table.axes[0]) * part[0]
         here = jnp.where((here >= 0) & (here < part[0]), here, part[0])  # one past the end is dropped
+        # Summed in float32, for a token may stand in the text thousands of times.
         rows = float32(chains.send("rows", g))
         total = jnp.zeros(part, jnp.float32).at[here].add(rows, mode="drop")
         return chains.send("table", total.astype(form.dtype))

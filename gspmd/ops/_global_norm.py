@@ -19,7 +19,7 @@ _SCALAR = Spec((), ())
 
 
 def global_norm(tree: Any, specs: Any) -> jax.Array:
-    """The square root of the sum of the squares of every number in a tree of arrays: sqrt(Σ x²).
+    """Compute the square root of the sum of the squares of every number in a tree of arrays: sqrt(Σ x²).
 
     One all-reduce of a single float32, over every mesh axis that shards any of the arrays. A tensor that is replicated
     over one of them is counted by the first device along it alone.
@@ -60,11 +60,11 @@ def global_norm(tree: Any, specs: Any) -> jax.Array:
         return jnp.zeros((), jnp.float32)
     if ctx.compiler_chooses:
         return left_to_compiler(ctx, _plain, specs, _SCALAR, *leaves, name="global_norm")
-    return _norm(_Norm(specs), ctx, *leaves)
+    return _norm(_GlobalNorm(specs), ctx, *leaves)
 
 
 @dataclass(frozen=True)
-class _Norm:
+class _GlobalNorm:
     specs: tuple[Spec, ...]
 
     @property
@@ -88,13 +88,13 @@ def _plain(*leaves: jax.Array) -> jax.Array:
     return jnp.where(total > 0.0, jnp.sqrt(jnp.where(total > 0.0, total, 1.0)), 0.0)
 
 
-def _forward(form: _Norm, ctx: Context, *leaves: jax.Array):
+def _forward(form: _GlobalNorm, ctx: Context, *leaves: jax.Array):
     steps, body = _value(form, ctx)
     norm = run(ctx, "global_norm", steps, body, form.specs, _SCALAR, *leaves)
     return norm, (leaves, norm)
 
 
-def _backward(form: _Norm, ctx: Context, kept, g: jax.Array):
+def _backward(form: _GlobalNorm, ctx: Context, kept, g: jax.Array):
     leaves, norm = kept
     ins = (_SCALAR, _SCALAR, *form.specs)
     return run(ctx, "gradient of global_norm", (), _gradient_body, ins, form.specs, norm, g, *leaves)
@@ -104,7 +104,7 @@ _norm = planned_op(_forward, _backward, lambda form: "global_norm")
 
 
 @lru_cache(maxsize=1024)
-def _value(form: _Norm, ctx: Context):
+def _value(form: _GlobalNorm, ctx: Context):
     chains = Chains(ctx.mesh, total=settle(_SCALAR, form.axes, {}, ctx, name="sum of squares"))
 
     def body(*leaves):

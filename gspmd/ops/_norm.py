@@ -171,5 +171,5 @@ def _gradient(form: _Norm, shape: tuple[int, ...], ctx: Context):
 
 
 def along_rows(scale: jax.Array, rank: int) -> jax.Array:
-    """The same numbers with leading dimensions of size 1, for every row alike."""
+    """Return the same numbers with leading dimensions of size 1, for every row alike."""
     return jnp.expand_dims(scale, tuple(range(rank - 1)))

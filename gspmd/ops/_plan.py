@@ -70,7 +70,7 @@ def plan(
 def _read_sizes(
     equation: Equation, sizes: Mapping[str, int], mesh: Any
 ) -> tuple[tuple[tuple[str, int], ...], tuple[tuple[str, int], ...]]:
-    """Sizes of the dimensions and of the mesh axes. Dimensions that the equation lacks are left out, unread.
+    """Return the sizes of the dimensions and of the mesh axes. Dimensions that the equation lacks are left out, unread.
 
     Raises:
         SpecError: one of them is no whole number, or they are no mappings.
@@ -86,7 +86,7 @@ def _read_sizes(
 
 
 def _read_dtypes(equation: Equation, dtype: Any) -> tuple[str, ...]:
-    """The dtype of every operand by name, group members one by one, of one for all or of one each."""
+    """Return the dtype of every operand by name, group members one by one, of one for all or of one each."""
     count = sum(len(operand.specs) for operand in equation.operands)
     dtypes = tuple(map(dtype_name, dtype)) if isinstance(dtype, (tuple, list)) else (dtype_name(dtype),) * count
     if len(dtypes) != count:

@@ -17,7 +17,7 @@ from gspmd.planner.steps import Step
 
 
 def logsumexp(x: jax.Array, spec: str | Spec, dim: str) -> jax.Array:
-    """The logarithm of the sum of exponentials over one dimension: log Σ exp(x).
+    """Compute the logarithm of the sum of exponentials over one dimension: log Σ exp(x).
 
     Two all-reduces of [B, L] float32 over the mesh axes of the dimension (the maximum, then the sum), none in the
     gradient.
@@ -103,17 +103,17 @@ class Normaliser:
         return self.x.without(self.dim)
 
     def over(self, sizes: Mapping[str, int], ctx: Context, name: str, reduce: str = "sum") -> tuple[Step, ...]:
-        """The steps that reduce one statistic over the axes of the dimension."""
+        """Return the steps that reduce one statistic over the axes of the dimension."""
         return settle(self.statistic, self.x.axes_of(self.dim), sizes, ctx, name=name, reduce=reduce)
 
     def chains(self, shape: tuple[int, ...], ctx: Context, **more: str) -> Chains:
-        """The chains of the maximum and of the sum; `more` are further sums over the dimension, each with its name."""
+        """Return the chains of the maximum and of the sum; `more` are further sums over the dimension, by name."""
         sizes = sizes_of(self.x, shape)
         sums = {key: self.over(sizes, ctx, name) for key, name in {"total": "sum", **more}.items()}
         return Chains(ctx.mesh, biggest=self.over(sizes, ctx, "maximum", "max"), **sums)
 
     def local(self, x: jax.Array, chains: Chains) -> tuple[jax.Array, jax.Array]:
-        """The maximum m and Σ exp(x - m) of a float32 shard, inside a shard_map.
+        """Return the maximum m and Σ exp(x - m) of a float32 shard, inside a shard_map.
 
         They stay apart: m + log Σ has no digits left for the sum where m is large.
         """
@@ -122,7 +122,7 @@ class Normaliser:
         return top, chains.send("total", jnp.sum(jnp.exp(x - self.along(top)), axis=self.at))
 
     def along(self, statistic: jax.Array) -> jax.Array:
-        """A statistic with the dimension put back, of size 1."""
+        """Return a statistic with the dimension put back, of size 1."""
         return jnp.expand_dims(statistic, self.at)
 
 
@@ -169,6 +169,7 @@ def _logsumexp_value(form: Normaliser, shape: tuple[int, ...], ctx: Context):
 
 @lru_cache(maxsize=1024)
 def _logsumexp_gradient(form: Normaliser):
+    # dx = g · exp(x − m) / Σ, by the m and Σ that the value kept: so nothing is sent.
     def body(x, top, total, g):
         return (form.along(g / total) * jnp.exp(float32(x) - form.along(top))).astype(x.dtype)
 
@@ -205,6 +206,7 @@ def _softmax_value(form: Normaliser, shape: tuple[int, ...], ctx: Context):
 def _softmax_gradient(form: Normaliser, shape: tuple[int, ...], ctx: Context):
     chains = Chains(ctx.mesh, along=form.over(sizes_of(form.x, shape), ctx, "projection"))
 
+    # dx = y · g − y · Σ y · g: one sum crosses the wire, where that of the value needed a maximum and a sum.
     def body(y, g):
         share = float32(y) * float32(g)
         mean = chains.send("along", jnp.sum(share, axis=form.at))

@@ -27,7 +27,7 @@ def ordered(x: jax.Array) -> jax.Array:
 
 
 def threshold(order: jax.Array, weights: list[jax.Array], enough: Callable, chains: Chains, name: str) -> jax.Array:
-    """The largest integer such that the tokens of that order and above are enough, by [..., candidates, words] totals.
+    """Find the largest integer for which tokens of that order and above are enough, by [..., candidates, words] totals.
 
     `enough` says so for each candidate, given its totals and those of all tokens; all tokens always are.
     """

@@ -83,23 +83,23 @@ class PlanFigures(Protocol):
 
 
 def one_line(plan: PlanFigures) -> str:
-    """The plan's `repr`."""
+    """Return the plan's `repr`."""
     figures = f"{amount_of_bytes(plan.wire_bytes)} sent, {amount_of_seconds(plan.seconds)}"
     return printable(f"<Plan {str(plan.equation)!r} {figures}>")
 
 
 def plain(plan: PlanFigures) -> str:
-    """The figure without colors, in characters that standard output has."""
+    """Return the figure without colors, in characters that standard output has."""
     return printable(figure(plan).plain)
 
 
 def as_html(plan: PlanFigures) -> str:
-    """The figure for a notebook."""
+    """Return the figure for a notebook."""
     return html(figure(plan))
 
 
 def figure(plan: PlanFigures, *, gradients: bool = False, width: int | None = None) -> Text:
-    """The figure: a heading, a line per step, a total; with `gradients`, those of the cotangents behind it.
+    """Draw a plan: a heading, a line per step, a total; with `gradients`, those of the cotangents behind it.
 
     Args:
         plan: what to draw.
@@ -136,7 +136,7 @@ def _one(plan: PlanFigures, heading: Text, width: int | None) -> Text:
 
 
 def _steps(steps: tuple[Step, ...], width: int | None) -> list[Text]:
-    """The steps in columns: from what, how, to what, how much, how long; the heads of the arrows stand in one."""
+    """Draw the steps in columns: from what, how, to what, how much, how long; arrowheads stand in one."""
     rows = [(step.source, step.name, str(step.after), step.amount, amount_of_seconds(step.seconds)) for step in steps]
     if not rows:
         return []
@@ -152,7 +152,7 @@ def _steps(steps: tuple[Step, ...], width: int | None) -> list[Text]:
 
 
 def _broken(row: Sequence[Text], breaks: Sequence[int]) -> list[Text]:
-    """A step on as many lines as it takes, each broken before one of its cells, the last of them deeper in."""
+    """Draw a step on several lines, broken before some of its cells, each line deeper in than the last."""
     lines = []
     for depth, (start, stop) in enumerate(zip((0, *breaks), (*breaks, len(row))), 1):
         lines.append(Text(_INDENT * depth) + Text("  ").join(row[start:stop]))
@@ -161,7 +161,7 @@ def _broken(row: Sequence[Text], breaks: Sequence[int]) -> list[Text]:
 
 
 def looped(plan: PlanFigures) -> list[str]:
-    """A line for each ring, and how much sooner everything is done for them."""
+    """Return a line for each ring, and how much sooner everything is done for them."""
     routine, loops = plan.routine, plan.loops
     spans = [(ring_gather(routine.moves[number]), ring) for number, ring in loops.gathers.items()]
     spans += [(ring_scatter(routine, number), ring) for number, ring in loops.scatters.items()]
@@ -174,7 +174,7 @@ def looped(plan: PlanFigures) -> list[str]:
 
 
 def _too_long(plan: PlanFigures) -> Iterator[str]:
-    """A line for each collective that is left whole, where its hops, or those of its stripes, are too many."""
+    """Yield a line for each collective that is left whole, where its hops, or those of its stripes, are too many."""
     gathers, scatters = loopable(plan.routine)
     left = [gathers[n] for n in gathers if n not in plan.loops.gathers]
     left += [scatters[n] for n in scatters if n not in plan.loops.scatters]

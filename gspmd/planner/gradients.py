@@ -76,7 +76,7 @@ def _numbered(name: str, i: int, many: Sequence) -> str:
 
 
 def _common_operand(routine: Routine) -> int | None:
-    """The operand of several products; None where there is none."""
+    """Return the operand of several products; None where there is none."""
     sources = [routine.moves[m].source for p in routine.products for m in p.operands]
     return next((source for source in sources if sources.count(source) > 1), None)
 
@@ -171,5 +171,5 @@ def parts(
 
 
 def _sent(routine: Routine) -> float:
-    """The seconds of its collectives."""
+    """Return the seconds of its collectives."""
     return sum(step.seconds for step in routine.steps if step.is_collective)

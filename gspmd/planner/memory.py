@@ -26,20 +26,20 @@ from gspmd.planner.steps import Move, Output, Product, Routine, Step, Tensor
 
 
 @dataclass(eq=False)
-class Buffer:
+class LiveBuffer:
     """One piece of memory: its bytes, and the times of its first and its last use."""
 
     size: int
     made: int = 0
     last: int = 0
 
-    def overlaps(self, other: "Buffer") -> bool:
+    def overlaps(self, other: "LiveBuffer") -> bool:
         """Return whether both are in use at some time."""
         return self.made <= other.last and other.made <= self.last
 
 
 @dataclass
-class Value:
+class Intermediate:
     """A tensor between two steps.
 
     Attributes:
@@ -53,9 +53,9 @@ class Value:
     """
 
     spec: Spec
-    buffers: tuple[Buffer, ...] = ()
+    buffers: tuple[LiveBuffer, ...] = ()
     front: str = ""
-    read: "tuple[Value, ...]" = ()
+    read: "tuple[Intermediate, ...]" = ()
     fused: bool = False
     level: int = 0
 
@@ -74,11 +74,11 @@ class Footprint:
     ):
         self.overlap = overlap
         self.routine, self.inputs, self.outputs, self.sizes, self.mesh = routine, inputs, outputs, sizes, mesh
-        self.made: list[Value] = []
+        self.made: list[Intermediate] = []
         self.output_of = {number: n for n, output in enumerate(routine.outputs) for number in output.products}
 
     def peak(self) -> int:
-        """Bytes of operands, results, and what there is between them at the fullest time."""
+        """Return the bytes of operands, results, and what there is between them at the fullest time."""
         routine = self.routine
         moved = [self._ready(number, move) for number, move in enumerate(routine.moves)]
         products = [
@@ -90,12 +90,12 @@ class Footprint:
         given = sum(self._bytes(tensor.spec, tensor.dtype) for tensor in used)
         return given + sum(buffer.size for buffer in results) + self._between(results)
 
-    def _between(self, results: Sequence[Buffer]) -> int:
-        """Bytes at the fullest time of what finds no place in a result's memory, the largest looking first."""
+    def _between(self, results: Sequence[LiveBuffer]) -> int:
+        """Return the most bytes at a time that find no place in a result's memory, the largest looking first."""
         self._schedule(results)
         tenants = {id(result): [result] for result in results}
         buffers = [buffer for value in self.made for buffer in value.buffers if id(buffer) not in tenants]
-        homeless: list[Buffer] = []
+        homeless: list[LiveBuffer] = []
         for buffer in sorted(buffers, key=lambda b: -b.size):
             fitting = (tenants[id(r)] for r in results if buffer.size <= r.size)
             place = next((place for place in fitting if not any(map(buffer.overlaps, place))), homeless)
@@ -103,7 +103,7 @@ class Footprint:
         times = {buffer.made for buffer in homeless}
         return max((sum(b.size for b in homeless if b.made <= time <= b.last) for time in times), default=0)
 
-    def _schedule(self, results: Sequence[Buffer]) -> None:
+    def _schedule(self, results: Sequence[LiveBuffer]) -> None:
         """Set the times of all buffers: whatever can run does, so that operands are brought here side by side."""
         self.made.sort(key=lambda value: value.level)
         for time, value in enumerate(self.made):
@@ -116,13 +116,13 @@ class Footprint:
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
-    def _make(self, spec: Spec, dtype: str, *read: Value, parts: int = 1, front: str = "") -> Value:
+    def _make(self, spec: Spec, dtype: str, *read: Intermediate, parts: int = 1, front: str = "") -> Intermediate:
         """Make the value of an instruction; all that it reads is held while it runs."""
-        made = tuple(Buffer(self._bytes(spec, dtype) // parts) for _ in range(parts))
-        self.made.append(Value(spec, made, front, read, level=1 + max(value.level for value in read)))
+        made = tuple(LiveBuffer(self._bytes(spec, dtype) // parts) for _ in range(parts))
+        self.made.append(Intermediate(spec, made, front, read, level=1 + max(value.level for value in read)))
         return self.made[-1]
 
-    def _fuse(self, spec: Spec, dtype: str, *read: Value, parts: int = 1, front: str = "") -> Value:
+    def _fuse(self, spec: Spec, dtype: str, *read: Intermediate, parts: int = 1, front: str = "") -> Intermediate:
         """Make the value of a fusion, which reads what fusions before it have read, if there were some."""
         gone = {id(value) for value in read if value.fused}
         self.made = [value for value in self.made if id(value) not in gone]
@@ -131,12 +131,12 @@ class Footprint:
         value.fused = True
         return value
 
-    def _chain(self, steps: Sequence[Step], value: Value, dtype: str) -> Value:
+    def _chain(self, steps: Sequence[Step], value: Intermediate, dtype: str) -> Intermediate:
         for step in steps:
             value = self._step(step, value, dtype)
         return value
 
-    def _step(self, step: Step, value: Value, dtype: str) -> Value:
+    def _step(self, step: Step, value: Intermediate, dtype: str) -> Intermediate:
         if step.kind in ("all-gather", "reduce-scatter"):
             changed = next(d for d, old, new in zip(step.before.dims, step.before.axes, step.after.axes) if old != new)
             value = self._with_front(value, changed, dtype)
@@ -146,7 +146,7 @@ class Footprint:
             return self._all_to_all(step, value, dtype)
         return self._fuse(step.after, dtype, value) if step.kind == "slice" else self._make(step.after, dtype, value)
 
-    def _all_to_all(self, step: Step, value: Value, dtype: str) -> Value:
+    def _all_to_all(self, step: Step, value: Intermediate, dtype: str) -> Intermediate:
         parts = prod(self.mesh[axis] for axis in step.axes)
         cut = self._fuse(step.before, dtype, value, parts=parts)
         arrived = self._make(step.before, dtype, cut, parts=parts)
@@ -156,21 +156,21 @@ class Footprint:
             arrived = self._make(step.after, dtype, arrived)
         return self._fuse(step.after, dtype, arrived)
 
-    def _with_front(self, value: Value, dim: str, dtype: str) -> Value:
-        """The value with a dimension in front of all others that are longer than 1."""
+    def _with_front(self, value: Intermediate, dim: str, dtype: str) -> Intermediate:
+        """Put a dimension in front of all others that are longer than 1."""
         leads = next((d for d in value.spec.dims if self._local(value.spec, d) > 1), dim)
         front = "" if leads == dim else dim
         return value if front == value.front else self._copied(value, dtype, front)
 
-    def _in_order(self, value: Value, dtype: str) -> Value:
+    def _in_order(self, value: Intermediate, dtype: str) -> Intermediate:
         return self._copied(value, dtype) if value.front else value
 
-    def _copied(self, value: Value, dtype: str, front: str = "") -> Value:
+    def _copied(self, value: Intermediate, dtype: str, front: str = "") -> Intermediate:
         return self._fuse(value.spec, dtype, value, front=front)
 
     # -- products and results ------------------------------------------------------------------------------------------
 
-    def _local_einsum(self, number: int, product: Product, moved: Sequence[Value]) -> Value:
+    def _local_einsum(self, number: int, product: Product, moved: Sequence[Intermediate]) -> Intermediate:
         """Make the value that a local einsum leaves."""
         left, after, dtype = moved[product.left], product.einsum.after, self._dtype_of(number, product)
         if product.passes_through:
@@ -180,14 +180,14 @@ class Footprint:
         made = self._make(after, dtype, left, moved[product.right])
         return made if after.dims in self._order(product).results else self._fuse(after, dtype, made)
 
-    def _ready(self, number: int, move: Move) -> Value:
-        """An operand as the products that use it take it."""
-        dtype, given = self._given(number), Value(move.steps[0].before if move.steps else move.spec)
+    def _ready(self, number: int, move: Move) -> Intermediate:
+        """Make an operand as the products that use it take it."""
+        dtype, given = self._given(number), Intermediate(move.steps[0].before if move.steps else move.spec)
         if number in self.overlap.gathers:
             span = ring_gather(move)
             shard = self._chain(move.steps[: -len(span.steps)], given, dtype)
             value = self._make(span.whole, dtype, shard)
-            value.buffers = tuple(Buffer(int(buffer.size * self._share_held(number))) for buffer in value.buffers)
+            value.buffers = tuple(LiveBuffer(int(buffer.size * self._share_held(number))) for buffer in value.buffers)
             return value
         value = self._chain(move.steps, given, dtype)
         wide = {dim for dim in value.spec.dims if self._local(value.spec, dim) > 1}
@@ -200,7 +200,7 @@ class Footprint:
         return self._copied(value, dtype) if scattered or value.front else value
 
     def _share_held(self, move: int) -> float:
-        """The share of a gathered operand that a device holds at once: two chunks for each direction, or stripes."""
+        """Return the share of a gathered operand that a device holds at once: two chunks each way, or stripes."""
         ring, stripes = self.overlap.gathers[move], self.overlap.stripes
         if not ring.axes:
             if stripes is None or stripes.dim not in self.routine.moves[move].spec.dims:
@@ -219,7 +219,7 @@ class Footprint:
     def _dtype_of(self, number: int, product: Product) -> str:
         return self._given(product.left) if product.passes_through else self.outputs[self.output_of[number]].dtype
 
-    def _result(self, number: int, output: Output, products: Sequence[Value]) -> Buffer:
+    def _result(self, number: int, output: Output, products: Sequence[Intermediate]) -> LiveBuffer:
         dtype, summands = self.outputs[number].dtype, [products[product] for product in output.products]
         value = summands[0]
         if len(summands) > 1:
@@ -230,8 +230,8 @@ class Footprint:
             value = self._fuse(output.spec, dtype, value)
         return value.buffers[0]
 
-    def _ordered(self, value: Value, dims: tuple[str, ...], dtype: str) -> Value:
-        """The value transposed."""
+    def _ordered(self, value: Intermediate, dims: tuple[str, ...], dtype: str) -> Intermediate:
+        """Transpose the value."""
         if value.spec.dims == dims:
             return value
         spec = Spec(dims, tuple(value.spec.axes_of(dim) for dim in dims), value.spec.partial)

@@ -10,7 +10,7 @@ from gspmd.planner.steps import Routine
 
 
 @dataclass(frozen=True)
-class Schedule:
+class RingSchedule:
     """A way for the shards of a tensor to go round a ring. All that is known of a schedule is here.
 
     Attributes:
@@ -35,9 +35,9 @@ class Schedule:
 
 
 SCHEDULES = {
-    "one-way": Schedule(is_public=False),
-    "halves": Schedule(signs=(1, -1)),
-    "paired": Schedule(both_ways=True),
+    "one-way": RingSchedule(is_public=False),
+    "halves": RingSchedule(signs=(1, -1)),
+    "paired": RingSchedule(both_ways=True),
 }
 """By name. Of two that cost the same the first is taken; what is not overlapped with an einsum goes by the last."""
 
@@ -97,7 +97,7 @@ class Overlap:
 
 
 def kept(routine: Routine, overlap: Overlap) -> tuple[Spec, ...]:
-    """The spec in which each moved operand is kept for the gradient: one that a ring gathers, as its shard."""
+    """Return the spec in which each moved operand is kept for the gradient: one that a ring gathers, as its shard."""
     specs = [move.spec for move in routine.moves]
     for number in overlap.gathers:
         specs[number] = ring_gather(routine.moves[number]).shard

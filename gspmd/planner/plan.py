@@ -20,7 +20,7 @@ Overlapping = Callable[[Routine, Sequence[Tensor], Sequence[Tensor], Environment
 
 
 def nothing_overlaps(*_: object) -> tuple[Overlap, float]:
-    """One step after the other, as under lowering `blocking`."""
+    """Run one step after the other, as under lowering `blocking`."""
     return Overlap(), 0.0
 
 
@@ -156,7 +156,7 @@ class Plan:
         return None if self.pinned is None else self.pinned.text
 
     def to_json(self, *, gradients: bool = True) -> str:
-        """The plan as JSON: every figure, per device and execution, and the same of the gradients.
+        """Write the plan as JSON: every figure, per device and execution, and the same of the gradients.
 
         Keys:
             equation, lowering, dtypes (of the operands), wire_bytes, flops, seconds, hidden_seconds, peak_bytes: as
@@ -188,7 +188,7 @@ class Plan:
 
 
 def _chosen(asked: str, overlap: Overlap) -> str:
-    """The lowering that was asked for; of `"auto"`, the one that it came to."""
+    """Return the lowering that was asked for; of `"auto"`, the one that it came to."""
     return ("looped" if overlap else "blocking") if asked == "auto" else asked
 
 
@@ -268,7 +268,7 @@ def plan_equation(
 def tensors(
     equation: Equation, mesh: Mapping[str, int], dtypes: Sequence[str], wire_dtype: str | None, dtype: str | None = None
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Operands and results as the planner sees them; each crosses the wire in its own dtype unless told otherwise."""
+    """Return operands and results as the planner sees them; each crosses the wire in its own dtype by default."""
     specs = [spec.without_trivial(mesh) for spec in equation.specs]
     flat, results = specs[: -len(equation.outputs)], specs[-len(equation.outputs) :]
     names = ["operand"] if len(flat) == 1 else [f"operand {i + 1}" for i in range(len(flat))]

@@ -73,7 +73,7 @@ class ProductGroup:
     pinned: Spec | None = None
 
     def search(self, environment: Environment) -> PlacedGroup:
-        """The cheapest placements of the operands, and the steps around their products."""
+        """Find the cheapest placements of the operands, and the steps around their products."""
         return search(environment, self.tensor, self.contractions, self.pinned)
 
     def result_costs(self, environment: Environment, aimed: int = 0) -> ResultCosts:
@@ -81,13 +81,13 @@ class ProductGroup:
         return result_costs(environment, self.tensor, self.contractions, self.pinned, aimed)
 
     def towards(self, placement: Spec) -> "ProductGroup":
-        """A group of one product whose result is brought to that placement."""
+        """Return a group of one product whose result is brought to that placement."""
         only = self.contractions[0]
         return replace(self, contractions=(replace(only, target=replace(only.target, spec=placement)),))
 
 
 def _product_groups(equation: Equation, inputs, outputs, via) -> list[ProductGroup]:
-    """A group for each term: the ungrouped operand is the common one; without a group, the first."""
+    """Return a group for each term: the ungrouped operand is the common one; without a group, the first."""
     groups, start = [], 0
     for term in equation.terms:
         first = len(term.operands[0].specs)
@@ -119,7 +119,7 @@ def _search_group(group: ProductGroup, environment: Environment) -> list[tuple[P
 
 
 def _move_routine(environment: Environment, source: Tensor, output: Tensor, pinned: Spec | None) -> Routine:
-    """One chain of steps, or two where a pin stands between them."""
+    """Plan one chain of steps, or two where a pin stands between them."""
     arrived = Spec(source.spec.dims, tuple(output.spec.axes_of(dim) for dim in source.spec.dims), output.spec.partial)
     stop = arrived if pinned is None else pinned
     first, second = (_chain(environment, *ends, source) for ends in ((source.spec, stop), (stop, arrived)))
@@ -128,7 +128,7 @@ def _move_routine(environment: Environment, source: Tensor, output: Tensor, pinn
 
 
 def common_placement(terms: Sequence[ResultCosts], target: Tensor) -> Spec | None:
-    """The placement in which adding terms, and moving the sum to its target, costs least.
+    """Find the placement in which adding terms, and moving the sum to its target, costs least.
 
     None where there is no such placement, or where a term lacks a dimension that others have: then each is settled, and
     broadcast, by itself.
@@ -147,7 +147,7 @@ def common_placement(terms: Sequence[ResultCosts], target: Tensor) -> Spec | Non
 
 
 def settling(environment: Environment, common: Spec, target: Tensor) -> tuple[Step, ...]:
-    """The steps from the placement that all terms of a sum have to the sum's own, its broadcast dimensions left out."""
+    """Return the steps from the placement that a sum's terms have to its own, without its broadcast dimensions."""
     wanted = Spec(common.dims, tuple(target.spec.axes_of(dim) for dim in common.dims), target.spec.partial)
     return _chain(environment, common, wanted, target)
 
@@ -184,5 +184,5 @@ class RoutineBuilder:
         return self.moves.index(move)
 
     def routine(self) -> Routine:
-        """All of it."""
+        """Return the routine that was built."""
         return Routine(tuple(t.spec for t in self.inputs), tuple(self.moves), tuple(self.products), tuple(self.outputs))

@@ -80,14 +80,14 @@ def is_short(span: CollectiveSpan, looped: Sequence[str], within: Sequence[str],
 
 
 def gather_of(move: Move) -> CollectiveSpan | None:
-    """The gathers that a move ends in."""
+    """Return the gathers that a move ends in."""
     count = _run(reversed(move.steps), "all-gather")
     steps = move.steps[len(move.steps) - count :]
     return CollectiveSpan(steps[0].before, move.spec, steps) if steps else None
 
 
 def scatter_of(routine: Routine, output: int) -> CollectiveSpan | None:
-    """The reduce-scatters that an output's products, once added, begin to settle with."""
+    """Return the reduce-scatters that an output's products, once added, begin to settle with."""
     steps = settling(routine, output)
     count = _run(steps, "reduce-scatter")
     return CollectiveSpan(steps[count - 1].after, steps[0].before, steps[:count]) if count else None
@@ -108,7 +108,7 @@ def ring_scatter(routine: Routine, output: int) -> CollectiveSpan:
 
 
 def settling(routine: Routine, output: int) -> tuple[Step, ...]:
-    """The chain behind the sum of an output's products; none where each product has a chain of its own."""
+    """Return the chain behind the sum of an output's products; none where each product has a chain of its own."""
     products = [routine.products[number] for number in routine.outputs[output].products]
     if len(products) == 1:
         return (*products[0].steps, *routine.outputs[output].steps)
@@ -120,7 +120,7 @@ def _run(steps: Iterable[Step], kind: str) -> int:
 
 
 def local_shape(spec: Spec, sizes: Mapping[str, int], mesh: Mapping[str, int]) -> dict[str, int]:
-    """The size of each dimension of a device's piece."""
+    """Return the size of each dimension of a device's piece."""
     return {dim: sizes[dim] // prod(mesh[axis] for axis in axes) for dim, axes in zip(spec.dims, spec.axes)}
 
 

@@ -153,7 +153,7 @@ def total_cost(steps: tuple[Step, ...]) -> tuple[int, int, int]:
 
 
 def picoseconds(seconds: float) -> int:
-    """Seconds as a whole number of picoseconds, rounded up: so two steps for one never gain by rounding."""
+    """Return whole picoseconds, rounded up: so two steps for one never gain by rounding."""
     return ceil(seconds * 1e12 - 1e-6)  # less what a float is off by where it stands for a whole number
 
 
@@ -250,6 +250,6 @@ class NumberedSteps:
 
 
 def scaled(step: Step, share: float) -> Step:
-    """A step on a share of its tensor."""
+    """Return a step on a share of its tensor."""
     sent, flops = round(step.wire_bytes * share), round(step.flops * share)
     return replace(step, seconds=step.seconds * share, wire_bytes=sent, flops=flops)

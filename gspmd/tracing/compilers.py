@@ -41,13 +41,13 @@ OTHER = Compiler(is_host=False)
 
 
 def compiler_in_use() -> Compiler:
-    """The compiler of the devices of the current mesh."""
+    """Return the compiler of the devices of the current mesh."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     return HOST if device is not None and device.device_kind == "cpu" else OTHER
 
 
 def _inflates_size(equation: Any) -> bool:
-    """Whether the results have more bytes than the operands (XLA: `hoist_size_inflating_ops`); literals count as none.
+    """Return whether results have more bytes than operands (XLA: `hoist_size_inflating_ops`); literals have none.
 
     An operation that broadcasts a literal inflates, whatever its other operands are.
     """

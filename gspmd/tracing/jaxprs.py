@@ -13,7 +13,7 @@ from gspmd import jax_internals
 
 
 def inner_jaxprs(equation: Any) -> Iterator[Jaxpr]:
-    """The programs that an equation calls: bodies of loops, branches, jitted functions, ..."""
+    """Yield the programs that an equation calls: bodies of loops, branches, jitted functions, ..."""
     for value in equation.params.values():
         for one in value if isinstance(value, (tuple, list)) else (value,):
             inner = getattr(one, "jaxpr", one)
@@ -30,7 +30,7 @@ def constants_of(equation: Any, inner: Jaxpr) -> Iterator[tuple[Any, Any]]:
 
 
 def all_equations(jaxpr: Jaxpr) -> Iterator[Any]:
-    """Every equation of a program and of the programs that it calls."""
+    """Yield every equation of a program and of the programs that it calls."""
     for equation in jaxpr.eqns:
         yield equation
         for inner in inner_jaxprs(equation):
@@ -42,12 +42,12 @@ _WITH_RULES = {"custom_vmap_call": "call", "custom_vjp_call": "call_jaxpr", "cus
 
 
 def without_dead_code(jaxpr: Jaxpr) -> Jaxpr:
-    """The program less what none of its results needs."""
+    """Return the program less what none of its results needs."""
     return jax_internals.without_dead_code(_plain(jaxpr, {}))
 
 
 def _plain(jaxpr: Jaxpr, done: dict[int, Jaxpr]) -> Jaxpr:
-    """The program with plain calls in place of those with rules for transformations.
+    """Return the program with plain calls in place of those with rules for transformations.
 
     JAX's elimination does not look into a `custom_vmap_call`, and keeps all operands of the other two, whether they are
     used or not. Compilers inline them.
@@ -66,7 +66,7 @@ def _plainly_called(equation: Any, done: dict[int, Jaxpr]) -> Any:
 
 
 def changed_inside(equation: Any, change: Callable[[Jaxpr], Jaxpr]) -> Any:
-    """The equation with every program that it calls changed; the same one where none is another."""
+    """Return the equation with every program that it calls changed; the same one where none is another."""
 
     def changed(value: Any) -> Any:
         if isinstance(value, (tuple, list)):
@@ -89,7 +89,7 @@ def expression(equation: Any) -> tuple[str, str]:
 
 
 def _text(value: Any) -> Any:
-    """A parameter, or what stands for a program in it."""
+    """Return a parameter, or what stands for a program in it."""
     if isinstance(value, (tuple, list)):
         return [_text(one) for one in value] if any(isinstance(one, (ClosedJaxpr, Jaxpr)) for one in value) else value
     if isinstance(value, (ClosedJaxpr, Jaxpr)):

@@ -115,7 +115,7 @@ class ProgramPlan(Printed):
         return {key: (counts[key], sent[key]) for key in sorted(counts)}
 
     def table(self) -> Sheet:
-        """The collectives as a rich table, most bytes first."""
+        """Return the collectives as a rich table, most bytes first."""
         sheet = Sheet("planned collectives, per device", _COLUMNS)
         rows = sorted(self.by_kind_and_axes().items(), key=lambda row: -row[1][1])
         for (kind, axes), (count, sent) in rows:
@@ -137,7 +137,7 @@ _COLUMNS = (Column("kind"), Column("mesh axes"), Column("count", "right", goes=1
 
 
 def of_equation(plan: Plan) -> ProgramPlan:
-    """The program plan of a single equation, forward, run once."""
+    """Return the program plan of a single equation, forward, run once."""
     routine, loops = plan.routine, plan.loops
     spans = [ring_gather(routine.moves[number]) for number in loops.gathers]
     spans += [ring_scatter(routine, number) for number in loops.scatters]

@@ -64,7 +64,7 @@ class Value(NamedTuple):
         return (self.captured, self.captured) if inside else (self.number, self.barrierless)
 
 
-class Placement(NamedTuple):
+class Occurrence(NamedTuple):
     """The place where an operation runs once it is hoisted, and the step that has computed the same there before, if
     any has."""
 
@@ -93,7 +93,7 @@ class Region:
         self._is_uncertain = False  # whether the current one is merged with the others only once barriers are gone
 
     def ancestors(self) -> Iterator["Region"]:
-        """This region, the one around it, and so on."""
+        """Yield this region, the one around it, and so on."""
         yield self
         if self.parent:
             yield from self.parent.ancestors()
@@ -101,7 +101,7 @@ class Region:
     # -- calls and loops -----------------------------------------------------------------------------------------------
 
     def enter(self, equation: Any, inner: Jaxpr) -> "Region":
-        """The region of a called program, which is this one if the program runs exactly once."""
+        """Return the region of a called program, which is this one if the program runs exactly once."""
         operands = [self._value(var) for var in equation.invars]
         call = self._call(equation, operands)
         region = self._entered(equation, inner, operands)
@@ -161,7 +161,7 @@ class Region:
         return None
 
     def _loop_body(self, equation: Any, inner: Jaxpr, operands: Sequence[Value]) -> "Region":
-        """The body of a loop, with its invariants bound: constants, and what it carries unchanged."""
+        """Return the body of a loop, with its invariants bound: constants, and what it carries unchanged."""
         length = equation.params.get("length", 1)  # a while loop's trips are unknown, and count as one
         is_scan = equation.primitive.name == "scan"
         loop = self._loop(equation, operands)
@@ -180,7 +180,7 @@ class Region:
         return body
 
     def _loop(self, equation: Any, operands: Sequence[Value]) -> Value:
-        """A loop, or a conditional, as a value: two loops of the same body and operands are one."""
+        """Return a loop, or a conditional, as a value: two loops of the same body and operands are one."""
         region = self._region_of_call(equation)
         if equation.primitive.name not in _LOOPS or has_effects(equation):
             return region._new()
@@ -192,7 +192,7 @@ class Region:
         return Value(number, barrierless, region, barrierless)
 
     def _region_of_call(self, equation: Any) -> "Region":
-        """The region in which a loop or a conditional runs as a whole."""
+        """Return the region in which a loop or a conditional runs as a whole."""
         hoists = equation.primitive.name in _LOOPS or self.numbering.compiler.is_host
         return self._hoisted([self._value(var) for var in equation.invars], hoists and not has_effects(equation))
 
@@ -201,7 +201,7 @@ class Region:
         return equation.primitive.name in (*_CALLS, *_RECOMPUTED) and len(equation.invars) == len(inner.invars)
 
     def _recomputed(self, equation: Any, operands: list[Value]) -> list[Value]:
-        """The operands of a call; those of recomputation in a backward pass are behind an optimization barrier."""
+        """Return the operands of a call; recomputed ones of a backward pass are behind an optimization barrier."""
         kept = equation.params.get("prevent_cse", False) if equation.primitive.name in _RECOMPUTED else False
         each = (kept,) * len(operands) if isinstance(kept, bool) else kept
         waits = [one and equation.params["differentiated"] for one in each]
@@ -209,7 +209,7 @@ class Region:
         return [next(behind) if wait else value for value, wait in zip(operands, waits)]
 
     def _across(self, equation: Any, side: str, values: Sequence[Value]) -> list[Value]:
-        """The values of a call on its other side; a shard_map turns arrays into shards under one spec, and back."""
+        """Return a call's values on its other side; a shard_map turns arrays into shards under one spec, and back."""
         specs = equation.params.get(side) if equation.primitive.name == "shard_map" else None
         if specs is None:
             return list(values)
@@ -223,19 +223,19 @@ class Region:
 
     # -- operations ----------------------------------------------------------------------------------------------------
 
-    def visit(self, equation: Any, step: StepKey = ("", 0)) -> Placement:
+    def visit(self, equation: Any, step: StepKey = ("", 0)) -> Occurrence:
         """Number the results of an operation that belongs to a step; say where it runs, and what has computed it."""
         operands, name = [self._value(var) for var in equation.invars], equation.primitive.name
         if name in (_BARRIER, *_NOTHING):
             self._bind(equation.outvars, self._behind_barrier(equation, operands) if name == _BARRIER else operands)
-            return Placement(self)
+            return Occurrence(self)
         if is_reshape(equation):
             self._bind(equation.outvars, [self._reshaped(equation, operands[0])])
-            return Placement(self)
+            return Occurrence(self)
         if has_effects(equation) or any(True for _ in inner_jaxprs(equation)):
             # New values each time: a jaxpr may be called from many places with the same variables.
             self._bind(equation.outvars, [self._new() for _ in equation.outvars])
-            return Placement(self)
+            return Occurrence(self)
         region = self._hoisted(operands, self.numbering.compiler.hoists(equation))
         what = *expression(equation), id(region)
         number, barrierless = (self.numbering.of(*what, *side) for side in _sides(operands, region))
@@ -244,10 +244,10 @@ class Region:
         results = region._elements("result", result, len(equation.outvars))
         self._bind(equation.outvars, results)
         self._note_fusion(name, [result, *results], operands)
-        return region._computed(result, step) if name in (*_COLLECTIVES, "dot_general") else Placement(region)
+        return region._computed(result, step) if name in (*_COLLECTIVES, "dot_general") else Occurrence(region)
 
     def _reshaped(self, equation: Any, value: Value) -> Value:
-        """A value in another shape: a compiler reshapes only what it was made as, and not at all if the shape is back.
+        """Reshape a value: a compiler reshapes only what it was made as, and not at all if the shape is back.
 
         JAX itself reshapes scalars: those that one half of a differentiated shard_map hands to the other are vectors of
         one element on the way.
@@ -262,7 +262,7 @@ class Region:
         origin, shape = made_by[1:3] if made_by[0] == "reshaped" else (number, before)
         return origin if shape == after else self.numbering.of("reshaped", origin, shape, after)
 
-    def _computed(self, result: Value, step: StepKey) -> Placement:
+    def _computed(self, result: Value, step: StepKey) -> Occurrence:
         """Make a collective or a product available; where it is already, say which step has computed it."""
         number, barrierless, available = result.number, result.barrierless, self._available
         first = available.get(number, available.get(barrierless))
@@ -271,7 +271,7 @@ class Region:
             self.numbering.uncertain.add((first, step))
         available.setdefault(number, step)
         available.setdefault(barrierless, step)
-        return Placement(self, first)
+        return Occurrence(self, first)
 
     def _note_fusion(self, primitive: str, results: Sequence[Value], operands: Sequence[Value]) -> None:
         """Note results that are equal, once barriers are gone, only if the compiler has fused them alike by then."""
@@ -281,7 +281,7 @@ class Region:
             noted.update(value.barrierless for value in results if value.number != value.barrierless)
 
     def _behind_barrier(self, equation: Any, values: Sequence[Value]) -> list[Value]:
-        """Values behind an optimization barrier: none is available before all are.
+        """Return values behind an optimization barrier: none is available before all are.
 
         Two barriers of the same values are one: every compiler eliminates the second as a common subexpression.
         """
@@ -295,7 +295,7 @@ class Region:
         return [one._replace(barrierless=value.numbers_in(region)[1]) for one, value in zip(results, values)]
 
     def _hoisted(self, operands: Sequence[Value], hoists: bool = True) -> "Region":
-        """The region in which an operation runs: outside the loops in which all its operands are invariant."""
+        """Return the region in which an operation runs: outside the loops in which all its operands are invariant."""
         needed, region = max((value.region.depth for value in operands), default=0), self
         all_loops = self.numbering.compiler.is_host
         while hoists and region.is_loop and region.depth > needed and (region is self or all_loops):
@@ -307,7 +307,7 @@ class Region:
     # -- values --------------------------------------------------------------------------------------------------------
 
     def number_of(self, var: Any, region: "Region") -> int:
-        """The value number of a variable of this region, as an operation in a region around it sees it."""
+        """Return the value number of a variable of this region, as an operation in a region around it sees it."""
         return self._value(var).numbers_in(region)[0]
 
     def _value(self, var: Any) -> Value:
@@ -323,12 +323,12 @@ class Region:
         self._values.update(zip(variables, values))
 
     def _new(self) -> Value:
-        """A value that equals no other."""
+        """Return a value that equals no other."""
         number = self.numbering.of("new", len(self.numbering.expressions))
         return Value(number, number, self, number)
 
     def _captured(self, equation: Any, operands: Sequence[Value]) -> int:
-        """The number of what an operation makes before any subexpressions are eliminated.
+        """Return the number of what an operation makes before any subexpressions are eliminated.
 
         Outside of planned programs JAX itself lowers equal operations to one; inside each call has its own.
         """
@@ -338,7 +338,7 @@ class Region:
         return self.numbering.of("captured", *expression(equation), *(value.captured for value in operands))
 
     def _elements(self, what: str, whole: Value, count: int) -> list[Value]:
-        """The results of an operation, or what a loop carries in one trip."""
+        """Return the results of an operation, or what a loop carries in one trip."""
         numbers = (whole.number, whole.barrierless, whole.captured)
         sides = zip(*([self.numbering.of(what, one, place) for place in range(count)] for one in numbers))
         return [Value(number, barrierless, self, captured) for number, barrierless, captured in sides]
@@ -361,6 +361,6 @@ def _content(array: Any, dtype: Any) -> bytes:
 
 
 def _sides(operands: Sequence[Value], region: Region) -> list[tuple[int, ...]]:
-    """The `number` of each operand as this region sees it, and the `barrierless` of each."""
+    """Return the `number` of each operand as this region sees it, and the `barrierless` of each."""
     seen = [value.numbers_in(region) for value in operands]
     return [tuple(pair[side] for pair in seen) for side in (0, 1)]

@@ -21,7 +21,7 @@ _HLO_NAMES = (("bool", "pred"), ("complex", "c"), ("float", "f"), ("uint", "u"),
 
 
 def step_number(equation: Any) -> int | None:
-    """The number of the step whose named scope contains an operation, the innermost one; None outside of steps."""
+    """Return the number of the innermost step whose named scope contains an operation; None outside of steps."""
     numbers = step_numbers(str(equation.source_info.name_stack))
     return numbers[-1] if numbers else None
 
@@ -58,12 +58,12 @@ class TracedStep:
         return not (self.buffer or self.flops or self.first)
 
     def times(self, trips: int) -> "TracedStep":
-        """The same in a loop of its own, which has only permutes and products."""
+        """Return the same in a loop of its own, which has only permutes and products."""
         again = {step: sent * trips for step, sent in self.again.items()}
         return replace(self, flops=self.flops * trips, permuted=self.permuted * trips, again=again)
 
     def as_executed(self, step: Step, mesh: Mapping[str, int]) -> Iterator[tuple[Step, StepKey | None]]:
-        """The planned step with the traced figures, each with the step whose result it shares, if any.
+        """Yield the planned step with the traced figures, each with the step whose result it shares, if any.
 
         Figures exceed the planned ones under vmap, where a plan is that of one example. A looped step is split into the
         permutes that only it sends, and those that each other step has sent before.
@@ -89,7 +89,7 @@ def _with_flops(step: Step, flops: int) -> Step:
 
 
 def traced_steps(call: Any, region: Region, equation: str) -> dict[tuple[int, int], TracedStep]:
-    """The steps of one planned program, by number and how often they run.
+    """Return the steps of one planned program, by number and how often they run.
 
     A step has more than one entry where a part of it is hoisted out of the loop around the program.
 
@@ -111,7 +111,7 @@ def traced_steps(call: Any, region: Region, equation: str) -> dict[tuple[int, in
 
 
 def _operations(call: Any, region: Region, equation: str) -> Iterator[tuple[int, Region, TracedStep]]:
-    """The operations of a program inside the scope of a step, with its number and the region in which each runs."""
+    """Yield the operations of a program that are in steps, each with the step's number and the region it runs in."""
     for program in inner_jaxprs(call):
         inside = region.enter(call, program)
         for each in program.eqns:
@@ -125,7 +125,7 @@ def _operations(call: Any, region: Region, equation: str) -> Iterator[tuple[int,
 
 
 def _operation(equation: Any, first: StepKey | None) -> TracedStep:
-    """One operation as a step."""
+    """Return one operation as a step."""
     buffer, dtype = 0, ""
     if equation.primitive.name in _COLLECTIVES:
         sides = ([var.aval for var in side] for side in (equation.invars, equation.outvars))

@@ -98,7 +98,7 @@ def _programs(jaxpr: Jaxpr) -> Iterator[PlannedProgram]:
 
 
 def _loop_notes(jaxpr: Jaxpr) -> Iterator[str]:
-    """A note for every while loop with collectives in it."""
+    """Yield a note for every while loop with collectives in it."""
     for loop in (each for each in all_equations(jaxpr) if each.primitive.name == "while"):
         inside = (program for inner in inner_jaxprs(loop) for program in _programs(inner))
         names = dict.fromkeys(each.equation for each in inside if any(step.is_collective for step in each.steps))
@@ -107,7 +107,7 @@ def _loop_notes(jaxpr: Jaxpr) -> Iterator[str]:
 
 
 def _merge_notes(shared: Sequence[PlannedStep], numbering: Numbering) -> Iterator[str]:
-    """A note of the steps that the compiler may compute again after all."""
+    """Yield a note of the steps that the compiler may compute again after all."""
     steps = [step for step in shared if (step.first, (step.equation, step.number)) in numbering.uncertain]
     sent = sum(step.wire_bytes for step in steps)
     if sent:
@@ -119,7 +119,7 @@ def _merge_notes(shared: Sequence[PlannedStep], numbering: Numbering) -> Iterato
 
 
 def _steps(jaxpr: Jaxpr, region: Region, is_backward: bool = False) -> Iterator[PlannedStep]:
-    """The planned steps of a program; of a conditional those of its largest branch, of a scan of no trips none."""
+    """Return a program's planned steps; of a conditional its largest branch's, of a scan of no trips none."""
     for equation in jaxpr.eqns:
         backward = _is_backward(equation, is_backward)
         program = program_of(equation)
@@ -134,7 +134,7 @@ def _steps(jaxpr: Jaxpr, region: Region, is_backward: bool = False) -> Iterator[
 
 
 def _called(equation: Any, region: Region, is_backward: bool) -> Iterator[list[PlannedStep]]:
-    """The steps of every program that an operation calls."""
+    """Yield the steps of every program that an operation calls."""
     for inner in inner_jaxprs(equation):
         yield list(_steps(inner, region.enter(equation, inner), is_backward))
         region.leave(equation, inner)
@@ -153,7 +153,7 @@ def _is_backward(equation: Any, inherited: bool) -> bool:
 
 
 def _steps_of_program(call: Any, program: PlannedProgram, region: Region, is_backward: bool) -> Iterator[PlannedStep]:
-    """The steps of one planned program that are left in it."""
+    """Yield the steps of one planned program that are left in it."""
     if program.backward is None:
         mesh, traced = _mesh_of(call), traced_steps(call, region, program.equation)
         sent = sum(step.seconds for step in program.steps if step.is_collective)
@@ -168,13 +168,13 @@ def _steps_of_program(call: Any, program: PlannedProgram, region: Region, is_bac
 
 
 def _computes(call: Any, program: PlannedProgram) -> bool:
-    """Whether a piece of a program under lowering `xla` does its work: JAX splits some off that only pass values on."""
+    """Return whether part of a program under `xla` does its work: JAX splits off parts that only pass values on."""
     has_einsums = any(step.kind == "einsum" for step in program.steps)
     names = {each.primitive.name for inner in inner_jaxprs(call) for each in all_equations(inner)}
     return not has_einsums or bool(names & {"dot_general", "reduce_sum", "mul"})
 
 
 def _mesh_of(call: Any) -> dict[str, int]:
-    """Sizes of the mesh axes, from the shard_map in a planned program."""
+    """Return the sizes of the mesh axes, from the shard_map in a planned program."""
     inside = (each for inner in inner_jaxprs(call) for each in all_equations(inner))
     return next((dict(each.params["mesh"].shape) for each in inside if each.primitive.name == "shard_map"), {})

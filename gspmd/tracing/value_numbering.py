@@ -40,13 +40,13 @@ class Numbering:
     uncertain: set[tuple[StepKey, StepKey]] = field(default_factory=set)
 
     def of(self, *key: Hashable) -> int:
-        """The value number of an expression."""
+        """Return the value number of an expression."""
         if key not in self.numbers:
             self.numbers[key] = len(self.expressions)
             self.expressions.append(key)
         return self.numbers[key]
 
     def inverse(self, made: str, name: str, number: int, *how: str) -> int:
-        """The number of operation `name` on a value; if `made` has made that value, its operand: the two cancel."""
+        """Return the number of operation `name` on a value; of one that `made` made, its operand: the two cancel."""
         made_by = self.expressions[number]
         return made_by[1] if made_by[0] == made and made_by[2:] == how else self.of(name, number, *how)

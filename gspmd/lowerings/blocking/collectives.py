@@ -105,7 +105,7 @@ _EMIT = {
 
 
 def permutation(before: Spec, after: Spec, mesh: Mapping[str, int]) -> list[tuple[int, int]]:
-    """Return who sends to whom when every piece changes place: (source, target) pairs, each device once on either side.
+    """Return who sends to whom when every piece changes place: (source, target) pairs, each device once a side.
 
     A device that already holds its piece keeps it; summands of a partial sum stay with their coordinates. Nothing moves
     along a mesh axis that keeps its dimension and stride, or stands on none before and after.
@@ -132,7 +132,7 @@ def permutation(before: Spec, after: Spec, mesh: Mapping[str, int]) -> list[tupl
 
 
 def _stride(spec: Spec, axis: str, mesh: Mapping[str, int]) -> tuple[str, int] | None:
-    """The dimension that an axis shards, and how many pieces apart its neighbours are there."""
+    """Return the dimension that an axis shards, and how many pieces apart its neighbours are there."""
     return next(
         (
             (dim, prod(mesh[minor] for minor in axes[axes.index(axis) + 1 :]))

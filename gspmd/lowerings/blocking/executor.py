@@ -49,13 +49,13 @@ class Executor:
         self._multiply = multiply or self._local_einsum
 
     def __call__(self, *pieces: jax.Array) -> tuple[list[jax.Array], list[jax.Array]]:
-        """The outputs' pieces, and those of the operands as moved."""
+        """Return the outputs' pieces, and those of the operands as moved."""
         moved = [self.move(number, pieces) for number in range(len(self.routine.moves))]
         values = [self.product(number, moved) for number in range(len(self.routine.products))]
         return [self.output(number, values) for number in range(len(self.routine.outputs))], moved
 
     def move(self, number: int, pieces: Pieces, stop: int | None = None) -> jax.Array:
-        """A move's operand, brought as far as step `stop` of it."""
+        """Bring a move's operand as far as step `stop` of it."""
         source, chain = self.routine.moves[number].source, self.chains.moves[number]
         return self.send(Chain(chain.steps[:stop], chain.first), pieces[source], self.inputs[source].wire)
 
@@ -66,12 +66,12 @@ class Executor:
         return emit(chain, x, self.mesh)
 
     def product(self, number: int, moved: Pieces) -> jax.Array:
-        """A product of moved operands, brought to where it is added."""
+        """Multiply moved operands, and bring the product to where it is added."""
         product = self.routine.products[number]
         return self.send_product(number, self.multiply(number, *(moved[each] for each in product.operands)))
 
     def multiply(self, number: int, *operands: jax.Array) -> jax.Array:
-        """The local einsum of a product, or of parts of its operands."""
+        """Run the local einsum of a product, of whole operands or of parts of them."""
         product = self.routine.products[number]
         if product.passes_through:
             return _transposed(operands[0], product.einsum.before.dims, product.einsum.after.dims)
@@ -87,11 +87,11 @@ class Executor:
         return self.send(self.chains.products[number], value, self.outputs[self.output_of(number)].wire)
 
     def output_of(self, product: int) -> int:
-        """The number of the output that a product is a part of."""
+        """Return the number of the output that a product is a part of."""
         return next(number for number, output in enumerate(self.routine.outputs) if product in output.products)
 
     def output(self, number: int, values: Pieces) -> jax.Array:
-        """An output: the sum of its products, its partial sums settled."""
+        """Make an output: the sum of its products, its partial sums settled."""
         output, tensor = self.routine.outputs[number], self.outputs[number]
         dims = [self.routine.products[product].spec.dims for product in output.products]
         first, *rest = (values[product] for product in output.products)

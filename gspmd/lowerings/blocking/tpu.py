@@ -41,12 +41,12 @@ _PACKED = 16  # rows of two-byte numbers in a tile
 SMALL = 2**20  # bytes that take two links of a v4 about as long as 12 hops
 _WHOLE = {"gather": WHOLE_GATHER, "scatter": 4}  # devices of a slice up to which one over all of them stays one
 
-Part = tuple[tuple[str, ...], int, list[list[int]] | None]
+CollectivePart = tuple[tuple[str, ...], int, list[list[int]] | None]
 """Mesh axes, how many devices take part together, and which places along the axis, if not all of them."""
 
 
 def zero_after(x: jax.Array) -> jax.Array | int:
-    """A zero that is not known before `x` is: an index that it is added to makes a product wait.
+    """Return a zero that is not known before `x` is: an index that it is added to makes a product wait.
 
     The compiler drops barriers before it puts instructions in order, and knows nothing of bits.
     """
@@ -59,7 +59,7 @@ def zero_after(x: jax.Array) -> jax.Array | int:
 
 
 def all_gather(x: jax.Array, axes: tuple[str, ...], dimension: int, mesh: Mapping[str, int]) -> jax.Array:
-    """A tiled gather over mesh axes, major first: where it is in parts, over the minor one and then over the major."""
+    """Gather over mesh axes, major first, tiled: where it is in parts, over the minor one and then over the major."""
     shape = list(x.shape)
     wide = [place for place, size in enumerate(shape) if size > 1 or place == dimension]
     x, at = x.reshape([shape[place] for place in wide]), wide.index(dimension)
@@ -75,7 +75,7 @@ def all_gather(x: jax.Array, axes: tuple[str, ...], dimension: int, mesh: Mappin
 
 
 def reduce_scatter(x: jax.Array, axes: tuple[str, ...], dimension: int, mesh: Mapping[str, int]) -> jax.Array:
-    """A tiled reduce-scatter over mesh axes, major first: where it is in parts, over the major one first."""
+    """Reduce-scatter over mesh axes, major first, tiled: where it is in parts, over the major one first."""
     for number, part in enumerate(_parts(axes, mesh, _WHOLE["scatter"], x.nbytes)):
         x = _scatter(x, part, dimension, number)
     return x
@@ -84,7 +84,7 @@ def reduce_scatter(x: jax.Array, axes: tuple[str, ...], dimension: int, mesh: Ma
 def all_to_all(
     x: jax.Array, axes: tuple[str, ...], split: int, concat: int, mesh: Mapping[str, int], dims: tuple[str, ...] = ()
 ) -> jax.Array:
-    """A tiled all-to-all over mesh axes, of whole rows: what a device sends to each other one, along one dimension.
+    """Exchange whole rows over mesh axes, tiled: what a device sends to each other one, along one dimension.
 
     Of slots, whose dimensions are GXCE, it is known how they lie in memory on either side.
     """
@@ -113,7 +113,7 @@ def slots_to_all(x: jax.Array, axes: tuple[str, ...], split: int, mesh: Mapping[
 
 
 def _exchanged(pieces: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """Piece i of `[parts, ..., E]` to device i, and in its place the one that device i has for this device."""
+    """Send piece i of `[parts, ..., E]` to device i, and put what it has for this device in its place."""
     rows = pieces.reshape(-1, pieces.shape[-1])
     return lax.all_to_all(rows, axes, split_axis=0, concat_axis=0, tiled=True).reshape(pieces.shape)
 
@@ -128,8 +128,8 @@ def _reordered(pieces: jax.Array) -> jax.Array:
     return rows.reshape(second, first, *rest, width)
 
 
-def _parts(axes: tuple[str, ...], mesh: Mapping[str, int], limit: int, size: int) -> list[Part]:
-    """The parts of a collective, major first: axis by axis if small, two if over all devices, or else one."""
+def _parts(axes: tuple[str, ...], mesh: Mapping[str, int], limit: int, size: int) -> list[CollectivePart]:
+    """Return the parts of a collective, major first: axis by axis if small, two if over all devices, or else one."""
     wide = [axis for axis in axes if mesh[axis] > 1]
     group = prod(mesh[axis] for axis in wide)
     if group < prod(mesh.values()) and len(wide) > 1 and size < SMALL:
@@ -147,13 +147,13 @@ def _parts(axes: tuple[str, ...], mesh: Mapping[str, int], limit: int, size: int
 
 
 def _ring(devices: int) -> int:
-    """The divisor that is most like the side of a cube, or a square, of so many devices: one ring of the torus."""
+    """Return the divisor of so many devices that is most like the side of a cube, or square: one ring of the torus."""
     chip = chip_of_device(in_force.device_kind())
     side = log(devices) / (chip.torus if chip and chip.torus else 3)
     return min((n for n in range(1, devices + 1) if devices % n == 0), key=lambda n: abs(log(n) - side))
 
 
-def _scatter(x: jax.Array, part: Part, dimension: int, number: int) -> jax.Array:
+def _scatter(x: jax.Array, part: CollectivePart, dimension: int, number: int) -> jax.Array:
     shape = list(x.shape)
     wide = [place for place, size in enumerate(shape) if size > 1 or place == dimension]
     x, at = x.reshape([shape[place] for place in wide]), wide.index(dimension)
@@ -166,12 +166,12 @@ def _scatter(x: jax.Array, part: Part, dimension: int, number: int) -> jax.Array
     return (_in_front(x, part) if own else _in_place(x, part, at)).reshape(shape)
 
 
-def _in_place(x: jax.Array, part: Part, dimension: int) -> jax.Array:
+def _in_place(x: jax.Array, part: CollectivePart, dimension: int) -> jax.Array:
     axes, _, groups = part
     return lax.psum_scatter(x, axes, scatter_dimension=dimension, tiled=True, axis_index_groups=groups)
 
 
-def _in_front(x: jax.Array, part: Part) -> jax.Array:
+def _in_front(x: jax.Array, part: CollectivePart) -> jax.Array:
     """Scattered along the first dimension, the pieces along one of their own, in whole tiles."""
     axes, parts, groups = part
     size, rest = x.shape[0] // parts, x.shape[1:]

@@ -76,7 +76,7 @@ class Accumulator:
         self.result = self.latest = put(self.result, self.dims, region, value, add=self.adds)
 
     def state(self):
-        """The carry of a loop: the product so far."""
+        """Return the carry of a loop: the product so far."""
         return self.result if self.placed else list(self.parts.values())
 
     def load(self, state) -> None:
@@ -87,7 +87,7 @@ class Accumulator:
             self.parts = dict(zip(self.parts, state))
 
     def value(self) -> jax.Array:
-        """The product with the whole operand."""
+        """Return the product with the whole operand."""
         if self.result is not None:
             return self.result
         if len(self.parts) == 1:

@@ -91,13 +91,13 @@ class _Chooser:
         return [p for p in self.routine.products if move in p.operands]
 
     def blocking(self) -> float:
-        """Seconds of everything that may be looped, when nothing is."""
+        """Return the seconds of everything that may be looped, when nothing is."""
         spans = (*self.gathers.values(), *self.scatters.values())
         sent = sum(step.seconds for span in spans for step in span.steps)
         return sent + sum(self.costs.product(p, {}) for p in self.routine.products)
 
     def margin(self, overlap: Overlap) -> float:
-        """The share of blocking's time that a loop has to gain."""
+        """Return the share of blocking's time that a loop has to gain."""
         summed = any(
             dim not in product.einsum.after.dims
             for number, ring in overlap.gathers.items()
@@ -159,14 +159,14 @@ class _Chooser:
         return OverlapChoice(Overlap(gathers, scatters), seconds)
 
     def _cheapest(self, span: CollectiveSpan, products: Sequence[Product], cost) -> tuple[Ring | None, float]:
-        """The best ring of a tensor, and its seconds with its products; no ring where blocking is as good."""
+        """Return the best ring of a tensor, and its seconds with its products; no ring where blocking is as good."""
         blocking = sum(step.seconds for step in span.steps) + sum(self.costs.product(p, {}) for p in products)
         rings = [(cost(span, ring, products), ring) for ring in self._rings(span, products)]
         seconds, ring = min(rings, key=lambda pair: pair[0], default=(blocking, None))
         return (ring, seconds) if self.forced or seconds < blocking else (None, blocking)
 
     def _rings(self, span: CollectiveSpan, products: Sequence[Product]) -> Iterator[Ring]:
-        """Every choice of axes to loop over, schedule and axis orders; under `auto`, whose program stays short."""
+        """Yield every choice of looped axes, schedule and axis orders; under `auto`, those with a short program."""
         shard = local_shape(span.shard, self.sizes, self.mesh)
         free = set.intersection(set(span.shard.dims), *(set(p.einsum.after.dims) for p in products))
         for looped, within in divisions(span, self.mesh):
@@ -179,7 +179,7 @@ class _Chooser:
                     yield ring
 
     def _first(self, span: CollectiveSpan, schedule: str | None = None) -> Ring:
-        """The ring of a tensor that is gathered by permutes before it is multiplied, or scattered after that.
+        """Return the ring of a tensor that is gathered by permutes before it is multiplied, or scattered after that.
 
         Without a schedule it is the last of those allowed: of `SCHEDULES`, where none is asked for.
         """
@@ -200,7 +200,7 @@ class _Chooser:
             yield OverlapChoice(Overlap(gathers, scatters, stripes), seconds)
 
     def _scattered(self, stripes: Stripes, number: int, span: CollectiveSpan, schedule: str) -> Ring:
-        """The ring of a stripe's result: inside its products, as far as that makes none too thin."""
+        """Return the ring of a stripe's result: inside its products, as far as that makes none too thin."""
         products, chunk = self._made(number), {stripes.dim: max(stripes.sizes)}
         rings = [ring for ring in self._rings(span, products) if (ring.schedule, ring.orders) == (schedule, 1)]
         rings.append(self._first(span, schedule))
@@ -208,7 +208,7 @@ class _Chooser:
 
 
 def _split(shard: Mapping[str, int], span: CollectiveSpan, within: Sequence[str], free: set[str]) -> str | None:
-    """The dimension along which shards are cut into parts: a free one that stays as it is, if there is one."""
+    """Return the dimension along which shards are cut into parts: a free one that stays as it is, if there is one."""
 
     def rank(dim: str) -> tuple:
         return shard[dim] < 2, dim not in free, dim in span.changed_axes, -shard[dim]

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from gspmd.lowerings.blocking import tpu
-from gspmd.lowerings.looped.rings import Hop, Offset, Part, walk
+from gspmd.lowerings.looped.rings import Hop, Offset, ShardPart, walk
 from gspmd.lowerings.scopes import step_scope
-from gspmd.planner.overlap import Ring, Schedule
+from gspmd.planner.overlap import Ring, RingSchedule
 from gspmd.planner.spans import CollectiveSpan
 
 Region = Mapping[str, tuple[jax.Array | int, int]]
@@ -77,11 +77,11 @@ class RingTransfer:
         return self.span.shard.dims
 
     def whole(self, dim: str) -> int:
-        """The local size of a dimension of the whole tensor."""
+        """Return the local size of a dimension of the whole tensor."""
         return self.shard[dim] * prod(self.mesh[axis] for axis in self.span.changed_axes.get(dim, ()))
 
     def chunk(self, dim: str) -> int:
-        """The local size of a dimension of a chunk of the loop."""
+        """Return the local size of a dimension of a chunk of the loop."""
         return self.shard[dim] * prod(self.mesh[axis] for axis in self._over(dim, self.ring.within))
 
     def block(self, offset: Offset, zero: jax.Array | int = 0) -> Region:
@@ -98,15 +98,15 @@ class RingTransfer:
         return {self.dim(axis): (self.place(axis, offset) * size, size)}
 
     def place(self, axis: str, offset: Offset) -> jax.Array:
-        """The coordinate, along one axis, of the device `offset` behind."""
+        """Return the coordinate, along one axis, of the device `offset` behind."""
         return (lax.axis_index(axis) - offset.get(axis, 0)) % self.mesh[axis]
 
     def dim(self, axis: str) -> str:
-        """The dimension that an axis shards."""
+        """Return the dimension that an axis shards."""
         return next(dim for dim, axes in self.span.changed_axes.items() if axis in axes)
 
     def divided(self, region: Region, start: int, size: int) -> Region:
-        """The part of a region along the dimension that shards are cut along."""
+        """Return the part of a region along the dimension that shards are cut along."""
         split = self.ring.split
         if split is None:
             return region
@@ -123,8 +123,8 @@ class RingTransfer:
             index = index * self.mesh[axis] + self.place(axis, offset)
         return index
 
-    def hops(self, part: Part) -> tuple[Hop, ...]:
-        """The hops of one part of the chunks round the loop's axes."""
+    def hops(self, part: ShardPart) -> tuple[Hop, ...]:
+        """Return the hops of one part of the chunks round the loop's axes."""
         return walk(part.axes, self.mesh, part.schedule, part.sign)
 
     def send(self, x: jax.Array, hop: Hop, *, back: bool = False) -> jax.Array:
@@ -137,7 +137,7 @@ class RingTransfer:
             return lax.ppermute(x, hop.axis, [(place, (place + by) % size) for place in range(size)])
 
 
-def collect(transfer: RingTransfer, part: Part, x: jax.Array) -> jax.Array:
+def collect(transfer: RingTransfer, part: ShardPart, x: jax.Array) -> jax.Array:
     """Gather a chunk: a shard (or a part of it) and those along the axes within, axis by axis."""
     for axis in reversed(transfer.ring.within):
         dim = transfer.dim(axis)
@@ -152,7 +152,7 @@ def collect(transfer: RingTransfer, part: Part, x: jax.Array) -> jax.Array:
     return x
 
 
-def spread(transfer: RingTransfer, part: Part, chunk: jax.Array) -> jax.Array:
+def spread(transfer: RingTransfer, part: ShardPart, chunk: jax.Array) -> jax.Array:
     """Reduce-scatter a chunk along the axes within, axis by axis."""
     for axis in transfer.ring.within:
         at, number = transfer.dims.index(transfer.dim(axis)), transfer.mesh[axis]
@@ -165,7 +165,7 @@ def spread(transfer: RingTransfer, part: Part, chunk: jax.Array) -> jax.Array:
 
 
 def reduce_back(
-    transfer: RingTransfer, hops: Sequence[Hop], summand, wire, schedule: Schedule | None = None
+    transfer: RingTransfer, hops: Sequence[Hop], summand, wire, schedule: RingSchedule | None = None
 ) -> jax.Array:
     """Reduce-scatter round a ring: walk backwards, and at every node add a summand and send the sum on.
 

@@ -39,24 +39,24 @@ class Costs:
         self.sizes, self.mesh, self.chip = dict(environment.sizes), dict(environment.mesh), environment.chip
 
     def local(self, dim: str) -> int:
-        """The local size of a dimension during the einsums."""
+        """Return the local size of a dimension during the einsums."""
         specs = (spec for p in self.routine.products for spec in (p.einsum.before, p.einsum.other) if spec)
         return next(local_shape(spec, self.sizes, self.mesh)[dim] for spec in specs if dim in spec.dims)
 
     def gather(self, span: CollectiveSpan, ring: Ring, products: Sequence[Product]) -> float:
-        """Seconds of a ring all-gather overlapped with its products: inner gather + max(communication, compute)."""
+        """Return the seconds of a ring all-gather and its products: inner gather + max(communication, compute)."""
         before, loop, compute = self._ring(span, ring, products)
         inner = self._copied(span) / prod(self.mesh[axis] for axis in ring.axes) if ring.within else 0.0
         return before + inner + _overlapped(loop, compute, self._waves(ring))
 
     def scatter(self, span: CollectiveSpan, ring: Ring, products: Sequence[Product]) -> float:
-        """Seconds of a ring reduce-scatter overlapped with those of its products that no other ring has taken."""
+        """Return the seconds of a ring reduce-scatter and those of its products that no other ring has taken."""
         after, loop, compute = self._ring(span, ring, products)
         looped = _overlapped(loop, compute + self._added(span, ring), self._waves(ring))
         return looped + after + self._cut_up(span, ring, local_shape(span.shard, self.sizes, self.mesh))
 
     def _cut_up(self, span: CollectiveSpan, ring: Ring, shard: Mapping[str, int]) -> float:
-        """Seconds to cut a chunk into pieces, and to add those that arrive."""
+        """Return the seconds to cut a chunk into pieces, and to add those that arrive."""
         whole = prod(shard.values()) * itemsize(self._wire(span)) * prod(self.mesh[axis] for axis in ring.within)
         return CUT_COPIES * whole / self.chip.hbm_bandwidth if ring.within else 0.0
 
@@ -88,14 +88,14 @@ class Costs:
         return tensors[span.steps[0].operand].wire
 
     def steps(self, ring: Ring) -> int:
-        """The number of products that a ring cuts one into."""
+        """Return the number of products that a ring cuts one into."""
         return prod(self.mesh[axis] for axis in ring.axes) * len(shard_parts(ring.axes, ring.schedule, ring.orders))
 
     def _waves(self, ring: Ring) -> int:
         return max(1, prod(self.mesh[axis] for axis in ring.axes) // (2 if SCHEDULES[ring.schedule].both_ways else 1))
 
     def _cut(self, span: CollectiveSpan, ring: Ring, shard: Mapping[str, int]) -> tuple[dict[str, int], int]:
-        """The local sizes of a chunk (or a part of one) in the dimensions that are cut, and the number of chunks."""
+        """Return the local sizes of a chunk (or part) in the dimensions that are cut, and the number of chunks."""
         inside = lambda axes: prod(self.mesh.get(axis, 1) for axis in axes if axis in ring.within)  # noqa: E731
         cut = {dim: axes for dim, axes in span.changed_axes.items() if any(axis in ring.axes for axis in axes)}
         chunk = {dim: shard[dim] * inside(axes) for dim, axes in cut.items()}
@@ -107,7 +107,7 @@ class Costs:
         return chunk, count
 
     def striped(self, stripes: Stripes, gathers: Sequence[OverlappedSpan], scatters: Sequence[OverlappedSpan]) -> float:
-        """Seconds of everything in stripes: each is gathered, multiplied and scattered after the one before it.
+        """Return the seconds of all stripes: each is gathered, multiplied and scattered after the one before it.
 
         Args:
             stripes: how the dimension is cut.
@@ -136,7 +136,7 @@ class Costs:
     def in_stripe(
         self, stripe: Mapping[str, int], span: CollectiveSpan, ring: Ring, products: Sequence[Product]
     ) -> float:
-        """Seconds of the products of one stripe that are scattered as they are made."""
+        """Return the seconds of the products of one stripe that are scattered as they are made."""
         shard = local_shape(span.shard, self.sizes, self.mesh) | dict(stripe)
         chunk, count = self._cut(span, ring, shard)
         added = self._added(span, ring) * prod(stripe.values()) / prod(self.local(dim) for dim in stripe)
@@ -150,19 +150,19 @@ class Costs:
         return [sent for part in parts for sent in self._inner(each, axes, part.schedule, part.sign)]
 
     def _copied(self, span: CollectiveSpan) -> float:
-        """Seconds to put gathered pieces together; along the last dimension they are shifted, lane by lane."""
+        """Return the seconds to put gathered pieces together; along the last dimension they are shifted by lanes."""
         whole = self._bytes(span) * prod(self.mesh[axis] for axis in span.axes)
         return (LANE_COPIES if span.shard.dims[-1] in span.changed_axes else 2) * whole / self.chip.hbm_bandwidth
 
     def _added(self, span: CollectiveSpan, ring: Ring) -> float:
-        """Seconds to add up sums that arrive along several axes; along one, the product of a summand adds them."""
+        """Return the seconds to add sums that arrive along several axes; along one, the product of a summand adds."""
         if len(ring.axes) < 2:
             return 0.0
         whole = prod(local_shape(span.whole, self.sizes, self.mesh).values())
         return whole * 4 * itemsize("float32") / self.chip.hbm_bandwidth
 
     def product(self, found: Product, chunk: Mapping[str, int]) -> float:
-        """Seconds of one product whose dimensions are cut to the sizes of a chunk."""
+        """Return the seconds of one product whose dimensions are cut to the sizes of a chunk."""
         if found.passes_through:
             return 0.0
         left, right, after = found.einsum.before, found.einsum.other, found.einsum.after
@@ -195,7 +195,7 @@ class Costs:
         return max(multiplying, read / self.chip.hbm_bandwidth)
 
     def links(self, walks: Sequence[Sent]) -> float:
-        """Seconds of concurrent walks: the busiest link's bytes, and the latency of its hops."""
+        """Return the seconds of concurrent walks: the busiest link's bytes, and the latency of its hops."""
         chip = self.chip
         busy: dict[Link, float] = {}
         hops: dict[Link, int] = {}

@@ -58,7 +58,7 @@ class LoopedExecutor(Executor):
         self.gathered_first = {n for n, ring in gathers.items() if not ring.axes and striped not in self._dims_of(n)}
 
     def __call__(self, *pieces: jax.Array) -> tuple[list[jax.Array], list[jax.Array]]:
-        """The outputs' pieces, and those of the operands as they are kept: of one that is gathered here, the shard."""
+        """Return the outputs' pieces, and the operands' as they are kept: of one that is gathered here, the shard."""
         shards = [self.move(number, pieces, self._stop(number)) for number in range(len(self.routine.moves))]
         held = [self._gathered(n, x) if n in self.gathered_first else x for n, x in enumerate(shards)]
         if self.overlap.stripes is not None:
@@ -67,7 +67,7 @@ class LoopedExecutor(Executor):
         return [self._settled(number, values, {}) for number in range(len(self.routine.outputs))], shards
 
     def _values(self, shards: Sequence[jax.Array]) -> dict[int, Value]:
-        """Every product of what the operands have arrived as, or of a stripe of it."""
+        """Return every product of what the operands have arrived as, or of a stripe of it."""
         held, gathers = list(shards), self.overlap.gathers
         values: dict[int, Value] = {}
         for number in gathers:
@@ -94,7 +94,7 @@ class LoopedExecutor(Executor):
     # -- stripes -------------------------------------------------------------------------------------------------------
 
     def _by_stripes(self, stripes: Stripes, shards: Sequence[jax.Array]) -> list[jax.Array]:
-        """The outputs: settled stripe by stripe and put side by side, or added up and then settled.
+        """Make the outputs: settled stripe by stripe and put side by side, or added up and then settled.
 
         Where nothing is scattered, a stripe is sent for when the one before the last is done: a compiler left to itself
         sends for all at once. What is scattered keeps its own order.
@@ -141,7 +141,7 @@ class LoopedExecutor(Executor):
         return [ChunkStream(transfer, shard.astype(transfer.wire), shard.dtype, *part) for part in parts]
 
     def _gathered(self, number: int, shard: jax.Array) -> jax.Array:
-        """An operand that is gathered by permutes before it is multiplied."""
+        """Gather an operand by permutes before it is multiplied."""
         transfer = self._transfer(number, shard)
         streams = self._streams(transfer, shard)
         whole = blank([transfer.whole(dim) for dim in transfer.dims], shard.dtype)  # every place is written
@@ -151,7 +151,7 @@ class LoopedExecutor(Executor):
         return whole
 
     def _in_ring(self, number: int, shard: jax.Array, held: Sequence[jax.Array]) -> dict[int, Value]:
-        """The products of an operand that goes round a ring while it is multiplied."""
+        """Multiply an operand while it goes round a ring; return its products."""
         transfer, products = self._transfer(number, shard), self._products_of(number)
         accumulators = [self._accumulator(product, number, transfer, held) for product in products]
         streams = self._streams(transfer, shard)
@@ -181,7 +181,7 @@ class LoopedExecutor(Executor):
         return Accumulator(transfer, None, (), einsum.after.dims, multiply, stored)
 
     def _plain(self, number: int, held: Sequence[jax.Array]) -> Value:
-        """A product of operands that are there; one whose sum a ring scatters is multiplied part by part."""
+        """Multiply operands that are there; one whose sum a ring scatters is multiplied part by part."""
         product, einsum = self.routine.products[number], self.routine.products[number].einsum
         if number not in self.scattered:
             return self._whole(number, self.product(number, held))
@@ -192,13 +192,13 @@ class LoopedExecutor(Executor):
         return lambda region: self.multiply(number, *(part_of(x, dims, region) for x, dims in sides))
 
     def _whole(self, number: int, value: jax.Array) -> Value:
-        """A product that is there already."""
+        """Return a product that is there already, by region."""
         return partial(part_of, value, self.routine.products[number].einsum.after.dims)
 
     # -- einsum, then reduce-scatter -----------------------------------------------------------------------------------
 
     def _settled(self, number: int, values: dict[int, Value], stripe: Mapping[str, int]) -> jax.Array:
-        """An output, or a stripe of it: its dimension with its size, and nothing where there are no stripes."""
+        """Make an output or, with the size of its dimension, a stripe of it."""
         output = self.routine.outputs[number]
         if number in self.overlap.scatters:
             total = self._scattered(number, [values[product] for product in output.products], stripe)
@@ -211,7 +211,7 @@ class LoopedExecutor(Executor):
         return self.output(number, whole)
 
     def _scattered(self, number: int, values: Sequence[Value], stripe: Mapping[str, int]) -> jax.Array:
-        """The sum of products over devices, each device its shard, and the steps behind that."""
+        """Sum products over devices, each device its shard, and run the steps behind that."""
         span, ring, wire = ring_scatter(self.routine, number), self.overlap.scatters[number], self.outputs[number].wire
         steps, products = settling(self.routine, number), self.routine.outputs[number].products
         own = len(products) == 1 and self.routine.products[products[0]].steps

@@ -19,8 +19,8 @@ permute is a copy and nothing is hidden, one: each wave more holds one more chun
 class RingLoop:
     """The chunks of one operand, sent round one axis and multiplied as they arrive.
 
-    It sends the hops of `rings.walk`, which follow from the same `Schedule`: every stream straight on in its direction,
-    or both ways.
+    It sends the hops of `rings.walk`, which follow from the same `RingSchedule`: every stream straight on in its
+    direction, or both ways.
 
     Attributes:
         streams: with the direction of each; one that is sent both ways stands here twice.
@@ -83,7 +83,7 @@ class RingLoop:
         return sent
 
     def _send(self, chunks: Sequence[jax.Array]) -> list[jax.Array]:
-        """Everything one place on."""
+        """Send everything one place on."""
         hops = [Hop(0, self.axis, sign, (), 0) for _, sign in self.streams]
         return [self.transfer.send(chunk, hop) for hop, chunk in zip(hops, chunks)]
 

@@ -111,7 +111,7 @@ class _Tree:
 
 
 def _waves(size: int, schedule: str, sign: int) -> Iterator[tuple[int, ...]]:
-    """Places behind from which shards arrive along one ring, wave by wave; `RingLoop` sends the same."""
+    """Yield the places behind from which shards arrive along one ring, by wave; `RingLoop` sends the same."""
     if not SCHEDULES[schedule].both_ways:
         yield from ((sign * place,) for place in range(1, size))
         return
@@ -120,7 +120,7 @@ def _waves(size: int, schedule: str, sign: int) -> Iterator[tuple[int, ...]]:
 
 
 @dataclass(frozen=True)
-class Part:
+class ShardPart:
     """A part of every shard: the order of mesh axes in which it is sent round, and the direction."""
 
     axes: tuple[str, ...]
@@ -128,7 +128,7 @@ class Part:
     sign: int
 
 
-def shard_parts(axes: Sequence[str], schedule: str, orders: int = 1) -> tuple[Part, ...]:
+def shard_parts(axes: Sequence[str], schedule: str, orders: int = 1) -> tuple[ShardPart, ...]:
     """List the parts that shards are cut into.
 
     Args:
@@ -142,10 +142,10 @@ def shard_parts(axes: Sequence[str], schedule: str, orders: int = 1) -> tuple[Pa
     """
     axes = tuple(axes)
     orders = [axes[order:] + axes[:order] for order in range(orders)]
-    return tuple(Part(order, schedule, sign) for order in orders for sign in SCHEDULES[schedule].signs)
+    return tuple(ShardPart(order, schedule, sign) for order in orders for sign in SCHEDULES[schedule].signs)
 
 
-def ring_parts(ring: Ring, size: int) -> list[tuple[Part, int, int]]:
-    """The parts of a shard that has `size` along the ring's `split`: each with its first index and its length."""
+def ring_parts(ring: Ring, size: int) -> list[tuple[ShardPart, int, int]]:
+    """Return the parts of a shard of `size` along the ring's `split`: each with its first index and its length."""
     parts = shard_parts(ring.axes, ring.schedule, ring.orders)
     return [(part, *place) for part, place in zip(parts, cut(size, len(parts)))]

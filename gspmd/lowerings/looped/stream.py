@@ -9,7 +9,7 @@ from jax import lax
 
 from gspmd.lowerings.looped.accumulator import Accumulator
 from gspmd.lowerings.looped.chunks import Region, RingTransfer, collect, part_of
-from gspmd.lowerings.looped.rings import Offset, Part
+from gspmd.lowerings.looped.rings import Offset, ShardPart
 
 
 class ChunkStream:
@@ -23,7 +23,7 @@ class ChunkStream:
         start, size: where the part lies along the dimension that shards are cut along.
     """
 
-    def __init__(self, transfer: RingTransfer, shard: jax.Array, dtype: Any, part: Part, start: int, size: int):
+    def __init__(self, transfer: RingTransfer, shard: jax.Array, dtype: Any, part: ShardPart, start: int, size: int):
         self.transfer, self.dtype, self.start, self.size, self.sign = transfer, dtype, start, size, part.sign
         self.hops = transfer.hops(part)
         self.arrived = {0: collect(transfer, part, part_of(shard, transfer.dims, transfer.divided({}, start, size)))}
@@ -34,7 +34,7 @@ class ChunkStream:
         return self.transfer.divided(self.transfer.block(offset), self.start, self.size)
 
     def unpacked(self, chunk: jax.Array) -> jax.Array:
-        """A chunk as it is multiplied."""
+        """Return a chunk as it is multiplied."""
         return chunk.astype(self.dtype)
 
     def send(self, wave: int, before: Sequence[jax.Array]) -> None:
@@ -46,7 +46,7 @@ class ChunkStream:
             self.arrived[number] = self.transfer.send(chunk, hop)
 
     def wave(self, number: int, before: Sequence[jax.Array]) -> tuple[list[Region], list[jax.Array]]:
-        """The chunks of a wave, and where they lie, once everything in `before` is there.
+        """Return the chunks of a wave, and where they lie, once everything in `before` is there.
 
         Without that, all are multiplied first, and their products, all of them held, added up at the end.
         """

@@ -49,7 +49,7 @@ class _Striping:
         return all(self._stays(dim, *each) for each in self._chains()) and self._everywhere(dim)
 
     def _chains(self) -> Iterator[tuple[tuple[Step, ...], CollectiveSpan | None, tuple[str, ...]]]:
-        """Every chain of steps, the part of it that can be looped, and the dimensions of its tensor."""
+        """Yield every chain of steps, the part of it that can be looped, and the dimensions of its tensor."""
         for number, move in enumerate(self.routine.moves):
             yield move.steps, self.gathers.get(number), move.spec.dims
         for number, output in enumerate(self.routine.outputs):
@@ -63,7 +63,7 @@ class _Striping:
         return alone and all(step.before.axes_of(dim) == step.after.axes_of(dim) for step in steps)
 
     def _everywhere(self, dim: str) -> bool:
-        """Whether every gathered operand and every product has the dimension, and no product has steps of its own."""
+        """Return whether all gathered operands and products have the dimension, and no product has steps of its own."""
         moves = [self.routine.moves[n].spec.dims for n in self.gathers]
         products, outputs = self.routine.products, self.routine.outputs
         inside = all(dim in p.einsum.before.dims or (p.einsum.other and dim in p.einsum.other.dims) for p in products)

@@ -69,7 +69,7 @@ def with_gradient(forward: Callable, backward: Callable, title: Callable[[Any], 
 
 
 def batched_together(results: Any) -> Any:
-    """The same results; under `jax.vmap` all of them have the batch dimension as soon as one has."""
+    """Return the same results; under `jax.vmap` all have the batch dimension as soon as one has."""
     return tuple(_together.bind(*results)) if isinstance(results, tuple) and len(results) > 1 else results
 
 

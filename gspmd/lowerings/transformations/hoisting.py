@@ -46,7 +46,7 @@ def _evaluated(trace: Any, *xs: Any, known: bool) -> list[Any]:
 
 
 def _evaluated_in_checkpoint(saveable: Any, unknown: list[bool], there: list[bool], equation: Any) -> tuple:
-    """The rule where partial evaluation goes through a `jax.checkpoint`, or a loop in one.
+    """Apply the rule where partial evaluation goes through a `jax.checkpoint`, or a loop in one.
 
     Returns:
         What is computed now, if all is known; what is computed again; which results are unknown; which are there for

@@ -16,7 +16,7 @@ from gspmd.lowerings.program import PlannedProgram, named
 from gspmd.lowerings.scopes import program_scope
 from gspmd.lowerings.transformations.partial_sums import storable
 from gspmd.lowerings.xla.constrained import left_to_compiler
-from gspmd.lowerings.xla.places import Lift, Places, pairs, pinned_places, planned_places
+from gspmd.lowerings.xla.places import Lift, ProductPlaces, pairs, pinned_places, planned_places
 from gspmd.lowerings.xla.summands import (
     gradients,
     lifted,
@@ -65,9 +65,9 @@ def lower(call: Call) -> Passes:
 
 
 def _differentiated(
-    call: Call, ins, places: Sequence[Places], lift: Lift, program: Callable, steps: tuple[Step, ...]
+    call: Call, ins, places: Sequence[ProductPlaces], lift: Lift, program: Callable, steps: tuple[Step, ...]
 ) -> Callable:
-    """An equation that takes or leaves partial sums, with its gradient as einsums in which there are none.
+    """Give an equation that takes or leaves partial sums a gradient of einsums in which there are none.
 
     JAX would transpose the relabelling; the partitioner has been seen to sum such a cotangent over too few devices.
     """
@@ -94,7 +94,7 @@ def _differentiated(
 
 
 def _plain(
-    equation: Equation, ins, outs, places: Sequence[Places], lift: Lift, precision, preferred, *arrays
+    equation: Equation, ins, outs, places: Sequence[ProductPlaces], lift: Lift, precision, preferred, *arrays
 ) -> tuple[jax.Array, ...]:
     dtype = jnp.dtype(preferred) if preferred else jnp.result_type(*arrays)
     sums, known = [], iter(places)
@@ -115,8 +115,8 @@ def _plain(
     return tuple(results)
 
 
-def _product(specs, output: Spec, numbers, place: Places, lift: Lift, precision, dtype, *arrays) -> jax.Array:
-    """One product, accumulated in float32; summands that only the result has are cut out of the operands."""
+def _product(specs, output: Spec, numbers, place: ProductPlaces, lift: Lift, precision, dtype, *arrays) -> jax.Array:
+    """Multiply, accumulating in float32; summands that only the result has are cut out of the operands."""
     pair = [lift.bring(spec, x, place.operands.get(n, ())) for spec, x, n in zip(specs, arrays, numbers)]
     pair = with_summands(pair, output, lift)
     y = _multiplied(pair, output, precision, dtype)

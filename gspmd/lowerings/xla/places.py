@@ -23,7 +23,7 @@ Route = tuple[Spec, ...]
 
 
 @dataclass(frozen=True)
-class Places:
+class ProductPlaces:
     """The place of one product.
 
     Attributes:
@@ -47,7 +47,7 @@ class Lift:
     mesh: Mapping[str, int]
 
     def bring(self, spec: Spec, x: jax.Array, route: Route) -> tuple[Spec, jax.Array]:
-        """An operand, its sums lifted, where a product wants it: what the plan settles on the way is summed first."""
+        """Bring an operand, its sums lifted, to its product; what the plan settles on the way is summed first."""
         if not route:
             return spec, x
         settled = [
@@ -60,13 +60,13 @@ class Lift:
         return self.placed(spec.dims, route[-1]), self.along(spec.dims, x, route)
 
     def along(self, dims: Sequence[str], x: jax.Array, route: Iterable[Spec]) -> jax.Array:
-        """An array of these dimensions, constrained to each spec of a route, one after the other."""
+        """Constrain an array of these dimensions to each spec of a route, one after the other."""
         for place in route:
             x = jax.lax.with_sharding_constraint(x, self.placed(dims, place).partition_spec())
         return x
 
     def placed(self, dims: Sequence[str], place: Spec) -> Spec:
-        """The spec of an array of these dimensions where `place` says; summands stay on their own devices."""
+        """Return the spec of an array of these dimensions where `place` says; summands stay on their own devices."""
         axes = dict(zip(place.dims, place.axes)) | {letter: (axis,) for axis, letter in self.letters.items()}
         return Spec(tuple(dims), tuple(axes[dim] for dim in dims))
 
@@ -83,8 +83,8 @@ def pairs(equation: Equation) -> list[list[tuple[int, ...]]]:
     return [list(product(*each)) for each in members]
 
 
-def planned_places(plan: Plan) -> list[Places]:
-    """The places of every product of a plan, in the plan's order."""
+def planned_places(plan: Plan) -> list[ProductPlaces]:
+    """Return the places of every product of a plan, in the plan's order."""
     routine, every = plan.routine, splits_badly(plan.mesh)
     outputs = {number: output for output in routine.outputs for number in output.products}
     places = []
@@ -93,9 +93,9 @@ def planned_places(plan: Plan) -> list[Places]:
         left, output = product_.einsum.after, outputs[number]
         if every:
             brought = {move.source: (routine.inputs[move.source], *_after(move.steps)) for move in moves}
-            places.append(Places(brought, (left, *_after(product_.steps)), _after(output.steps)))
+            places.append(ProductPlaces(brought, (left, *_after(product_.steps)), _after(output.steps)))
         else:
-            places.append(Places({move.source: (move.spec,) for move in moves}, (left,)))
+            places.append(ProductPlaces({move.source: (move.spec,) for move in moves}, (left,)))
     return places
 
 
@@ -103,7 +103,7 @@ def _after(steps: Iterable[Step]) -> Route:
     return tuple(step.after for step in steps)
 
 
-def pinned_places(equation: Equation, pinned: Sequence[Spec | None]) -> list[Places]:
-    """The places that `via` pins in an equation without a plan, since it leaves a dimension open; empty without one."""
+def pinned_places(equation: Equation, pinned: Sequence[Spec | None]) -> list[ProductPlaces]:
+    """Return the places that `via` pins in an equation with an open dimension, which has no plan; empty without via."""
     known = {number: (pin,) for number, pin in enumerate(pinned) if pin is not None}
-    return [Places({n: known[n] for n in pair if n in known}) for term in pairs(equation) for pair in term]
+    return [ProductPlaces({n: known[n] for n in pair if n in known}) for term in pairs(equation) for pair in term]

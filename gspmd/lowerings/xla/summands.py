@@ -16,20 +16,20 @@ from gspmd.annotate.equation import Equation
 from gspmd.annotate.spec import Spec
 from gspmd.lowerings.local_einsum import local_einsum
 from gspmd.lowerings.program import mapped
-from gspmd.lowerings.xla.places import Lift, Places, pairs
+from gspmd.lowerings.xla.places import Lift, ProductPlaces, pairs
 
 Located = list[tuple[Spec, jax.Array]]
 """Operands of a product, each with the spec that it has."""
 
 
 def summand_letters(specs: Sequence[Spec]) -> dict[str, str]:
-    """A letter that the equation does not use for every mesh axis of a partial sum, of an array or of its gradient."""
+    """Return a free letter for every mesh axis of a partial sum, of an array or of its gradient."""
     free = iter(sorted(set(ascii_uppercase) - {dim for spec in specs for dim in spec.dims}))
     return {axis: next(free) for axis in sorted({axis for spec in specs for axis in (*spec.partial, *spec.reduced)})}
 
 
 def lifted(spec: Spec, letters: Mapping[str, str]) -> Spec:
-    """The spec with its partial sums as leading dimensions; what its gradient is, it does not say.
+    """Return the spec with its partial sums as leading dimensions, without what its gradient is.
 
     >>> str(lifted(Spec.parse("BF_y partialsum-x"), {"x": "A"}))
     'A_xBF_y'
@@ -40,19 +40,19 @@ def lifted(spec: Spec, letters: Mapping[str, str]) -> Spec:
 
 
 def to_dimensions(spec: Spec, new: Spec, x: jax.Array) -> jax.Array:
-    """A partial sum, as an array with a dimension of summands for each of its mesh axes, in a type without sums."""
+    """Make of a partial sum an array with a dimension of summands for each mesh axis, in a type without sums."""
     typed = spec.partial or spec.reduced
     return _relabel(spec.partition_spec(), new.partition_spec(), len(spec.partial))(x) if typed else x
 
 
 def to_partial(new: Spec, spec: Spec, x: jax.Array) -> jax.Array:
-    """An array with a dimension of summands for each of its mesh axes, as a partial sum: undo `to_dimensions`."""
+    """Make of an array with a dimension of summands for each mesh axis a partial sum: undo `to_dimensions`."""
     typed = spec.partial or spec.reduced
     return _relabel(new.partition_spec(), spec.partition_spec(), -len(spec.partial))(x) if typed else x
 
 
 def _relabel(here: jax.P, there: jax.P, added: int) -> Callable:
-    """Every device keeps its piece, which gains or loses leading dimensions of size 1; no communication either way."""
+    """Keep every device's piece, and add or drop leading dimensions of size 1, without communication."""
     body = lambda piece: piece.reshape((1,) * added + piece.shape[max(0, -added) :])  # noqa: E731
     return lambda x: mapped(body, here, there)(x)  # mapped when called: on the mesh in force then
 
@@ -60,13 +60,13 @@ def _relabel(here: jax.P, there: jax.P, added: int) -> Callable:
 def gradients(
     equation: Equation,
     ins: Sequence[Spec],
-    places: Sequence[Places],
+    places: Sequence[ProductPlaces],
     lift: Lift,
     outs: Sequence[Spec],
     arrays: Sequence,
     cotangents: Located,
 ) -> tuple[jax.Array, ...]:
-    """The cotangents of an equation's operands, [operand's shape] each, from those of its results.
+    """Return the cotangents of an equation's operands, [operand's shape] each, from those of its results.
 
     Args:
         equation: whose gradient it is.
@@ -99,7 +99,7 @@ def gradients(
 
 
 def _toward(spec: Spec, held: Sequence[tuple[Spec, jax.Array]], sizes: Mapping[str, int]) -> jax.Array:
-    """The product of what is held, summed to the dimensions of `spec`; those that nothing has are broadcast."""
+    """Multiply what is held, summed to the dimensions of `spec`; those that nothing has are broadcast."""
     known = {dim for other, _ in held for dim in other.dims}
     letters = ",".join("".join(other.dims) for other, _ in held) + "->" + "".join(d for d in spec.dims if d in known)
     x = local_einsum(letters, *(x for _, x in held))
@@ -108,7 +108,7 @@ def _toward(spec: Spec, held: Sequence[tuple[Spec, jax.Array]], sizes: Mapping[s
 
 
 def with_summands(pair: Located, output: Spec, lift: Lift) -> Located:
-    """Operands whose product has the dimensions of summands that `output` has and they lack."""
+    """Give operands the dimensions of summands that `output` has and their product would lack."""
     for axis, letter in lift.letters.items():
         if letter in output.dims and not any(letter in spec.dims for spec, _ in pair):
             summed = _summed_over(axis, pair, output)
@@ -117,19 +117,19 @@ def with_summands(pair: Located, output: Spec, lift: Lift) -> Located:
 
 
 def _widened(pair, dim: str) -> Located:
-    """The one summand of a partial sum over a mesh axis of size 1, as a dimension of the first operand."""
+    """Put the one summand over a mesh axis of size 1 in front of the first operand, as a dimension."""
     spec, x = pair[0]
     return [(Spec((dim, *spec.dims), ((), *spec.axes)), x[None]), *pair[1:]]
 
 
 def _summed_over(axis: str, pair, output: Spec) -> str | None:
-    """The summed dimension that the plan has a mesh axis on; any, or none, for an axis of size 1, which no plan has."""
+    """Return the summed dimension that the plan has an axis on; for an axis of size 1, in no plan, any or None."""
     summed = [(dim, axes) for spec, _ in pair for dim, axes in zip(spec.dims, spec.axes) if dim not in output.dims]
     return next((dim for dim, axes in summed if axis in axes), summed[0][0] if summed else None)
 
 
 def _cut(pair, dim: str, new: str, axis: str, lift: Lift) -> Located:
-    """A summed dimension, cut along one of the mesh axes that shard it into one part per device, in both operands.
+    """Cut a summed dimension along one of the mesh axes that shard it, a part per device, in both operands.
 
     Of E_yx, x is the minor axis: the parts are those of [y, x, rest], with x in front; no device gives anything away.
     """

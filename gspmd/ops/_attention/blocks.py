@@ -59,7 +59,7 @@ class Blocks:
 
 
 def _even(size: int, most: int, multiple: int) -> int:
-    """The length of equal blocks of at most about `most`, a multiple of `multiple` unless there is one block."""
+    """Return the length of equal blocks of at most about `most`, a multiple of `multiple` unless there is one block."""
     count = ceil(size / most)
     return size if count == 1 else ceil(size / count / multiple) * multiple
 
@@ -121,7 +121,7 @@ def _linearised(form: Form, primals, tangents):
 
 
 def _forward(form: Form, kept, d_q, d_k, d_v):
-    """The tangent of the output, the probabilities of each block computed again from its logits."""
+    """Return the tangent of the output, the probabilities of each block computed again from its logits."""
     q, k, v, seen, ahead, out, top, total = kept
 
     def step(sums, at):
@@ -141,7 +141,7 @@ def _forward(form: Form, kept, d_q, d_k, d_v):
 
 
 def gradients(form: Form, kept, g) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The gradients of queries, keys and values in float32, block by block.
+    """Return the gradients of queries, keys and values in float32, block by block.
 
     The probabilities of a block are computed again from its logits. So the keys may be some of those that the queries
     attended to: then the gradients are the parts that these keys have in them.
@@ -224,7 +224,7 @@ batching.primitive_batchers[_tangent] = _batch
 
 
 def _weights(form: Form, at, q_block, k_block, keys: int, seen, ahead, top, total) -> jax.Array:
-    """The probabilities of a block, again; keys that are not seen drop out before exp, which is infinite for some."""
+    """Compute the probabilities of a block again; unseen keys drop out before exp, which is infinite for some."""
     logits = _product("bkqld,btkd->bkqlt", q_block, k_block) * form.scale
     visible, again = _seen(form, at, seen, ahead), _again(form, at, keys)
     if visible is not None:
@@ -239,7 +239,7 @@ _product = partial(jnp.einsum, preferred_element_type=jnp.float32)
 
 
 def _cut(form: Form, at, q, *keys):
-    """The block of the queries [B, K, Q, L, D], and that of keys [B, T, K, ...]."""
+    """Return the block of the queries [B, K, Q, L, D], and that of keys [B, T, K, ...]."""
     sizes = form.blocks.rows, form.blocks.keys
     begins = ((at[0], at[2], *(0,) * (x.ndim - 2)) for x in keys)
     return (
@@ -249,7 +249,7 @@ def _cut(form: Form, at, q, *keys):
 
 
 def _queries(form: Form, at, x):
-    """The block of [B, K, Q, L, ...]."""
+    """Return the block of [B, K, Q, L, ...]."""
     rest = (0,) * (x.ndim - 4)
     size = (form.blocks.rows, *x.shape[1:3], form.blocks.queries, *x.shape[4:])
     return jax.lax.dynamic_slice(x, (at[0], 0, 0, at[1], *rest), size)

@@ -77,7 +77,7 @@ def write_cache(
         raise report(SpecError, doing, faults) from None
     layers = next(letter for letter in "NSPQUWZ" if letter not in held.dims + key.dims)
     held, key = (Spec((layers, *spec.dims), ((), *spec.axes)) for spec in (held, key))
-    form = _Form(held, key, (0, *(1 + at for at in order)))
+    form = _CacheWrite(held, key, (0, *(1 + at for at in order)))
     if ctx.compiler_chooses:
         ins = (form.cache, form.new, Spec(("B",), ((),)))
         f = partial(_scattered, form.order)
@@ -112,7 +112,7 @@ def quantize_heads(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 @dataclass(frozen=True)
-class _Form:
+class _CacheWrite:
     cache: Spec
     new: Spec
     order: tuple[int, ...]
@@ -123,13 +123,13 @@ class _Form:
         return f"cache {self.cache}, {self.new}"
 
 
-def _forward(form: _Form, ctx: Context, cache: jax.Array, new: jax.Array, lengths: jax.Array):
+def _forward(form: _CacheWrite, ctx: Context, cache: jax.Array, new: jax.Array, lengths: jax.Array):
     steps, body = _value(form, new.shape, new.dtype.itemsize, ctx)
     ins = (form.cache, form.new, Spec(("B",), ((),)))
     return run(ctx, form.name, steps, body, ins, form.cache, cache, new, lengths), None
 
 
-def _refuse(form: _Form, ctx: Context, residuals, g):
+def _refuse(form: _CacheWrite, ctx: Context, residuals, g):
     raise PlanError(
         f"cannot differentiate '{form.name}': a cache is written while decoding, and gradients are not planned for it."
         "\n  Train without a cache, or use lowering='xla'."
@@ -143,7 +143,7 @@ _planned = planned_op(_forward, _refuse, lambda form: form.name)
 
 
 @lru_cache(maxsize=1024)
-def _value(form: _Form, shape: tuple[int, ...], width: int, ctx: Context):
+def _value(form: _CacheWrite, shape: tuple[int, ...], width: int, ctx: Context):
     held, order = form.cache.without_trivial(ctx.mesh), form.order
     parts = held.axes[order[2]]
     chains = Chains(ctx.mesh, **_chains_of(form, shape, width, ctx))
@@ -156,8 +156,8 @@ def _value(form: _Form, shape: tuple[int, ...], width: int, ctx: Context):
     return chains.steps, body
 
 
-def _chains_of(form: _Form, shape: tuple[int, ...], width: int, ctx: Context) -> dict[str, tuple[Step, ...]]:
-    """The steps that bring new keys, and the lengths, to where the cache lies."""
+def _chains_of(form: _CacheWrite, shape: tuple[int, ...], width: int, ctx: Context) -> dict[str, tuple[Step, ...]]:
+    """Return the steps that bring new keys, and the lengths, to where the cache lies."""
     if not is_unknown(ctx.mesh):
         return {name: steps_of(each, ctx, _CALLED[name]) for name, each in _moves(form, shape, width, ctx).items()}
     asked = replace(form, new=Spec(form.new.dims, ((),) * len(form.new.dims))), shape, width, ctx
@@ -168,7 +168,7 @@ def _chains_of(form: _Form, shape: tuple[int, ...], width: int, ctx: Context) ->
     return {name: (UnknownStep.of(mark, form.new, form.new),) for name, mark in marks.items()}
 
 
-def _moves(form: _Form, shape: tuple[int, ...], width: int, ctx: Context) -> dict[str, UnknownMove]:
+def _moves(form: _CacheWrite, shape: tuple[int, ...], width: int, ctx: Context) -> dict[str, UnknownMove]:
     held, rows = form.cache.without_trivial(ctx.mesh), Spec(("B",), ((),))
     layers, batch, _, *rest = (held.axes[at] for at in form.order)
     there = Spec(form.new.dims, (layers, batch, (), *rest))

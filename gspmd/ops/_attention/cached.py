@@ -15,7 +15,7 @@ from gspmd.lowerings.xla.constrained import left_to_compiler
 from gspmd.ops._attention.kernels import splash
 from gspmd.ops._attention.local import ALONE, Shards, local_attended
 from gspmd.ops._attention.online import Attended
-from gspmd.ops._attention.placement import Placement, by_position, placement
+from gspmd.ops._attention.placement import CachePlacement, by_position, placement
 from gspmd.ops.interface.operands import array
 from gspmd.ops.interface.options import number
 from gspmd.ops.interface.planned_op import FLOAT32, Chains, fault, planned_op, read, shard_index, steps_of
@@ -99,7 +99,7 @@ def cached_attention(
     # Nothing moves in memory: products read their operands in any order.
     cache = [x.transpose(order if x.ndim == 4 else scales_order) for x in cache]
     ordered = Spec(tuple(held.dims[at] for at in order), tuple(held.axes[at] for at in order))
-    form = _Form(query, key, ordered, scale, quantized, f"cached attention {query}, {held}")
+    form = _CachedAttention(query, key, ordered, scale, quantized, f"cached attention {query}, {held}")
     operands = q, k, v, *cache, lengths
     if ctx.compiler_chooses:
         at = placement(form.query, form.key, form.cache, q.shape, k.shape[2], ctx.mesh)
@@ -118,7 +118,7 @@ _CALLED = {"key": "new keys", "value": "new values", "total": "denominator"}
 
 
 @dataclass(frozen=True)
-class _Form:
+class _CachedAttention:
     query: Spec
     key: Spec
     cache: Spec
@@ -188,13 +188,13 @@ def _check(doing: str, specs: tuple[Spec, ...], quantized: bool, q, k, v, *cache
     return order
 
 
-def _forward(form: _Form, ctx: Context, *operands: jax.Array):
+def _forward(form: _CachedAttention, ctx: Context, *operands: jax.Array):
     shapes = tuple((x.shape, x.dtype.itemsize) for x in operands)
     steps, body = _value(form, shapes, ctx)
     return run(ctx, form.name, steps, body, form.inputs, form.query, *operands), None
 
 
-def _refuse(form: _Form, ctx: Context, residuals, g):
+def _refuse(form: _CachedAttention, ctx: Context, residuals, g):
     raise PlanError(
         f"cannot differentiate '{form.name}': a cache is read while decoding, and gradients are not planned for it.\n"
         "  Train with gspmd.ops.attention, or use lowering='xla'."
@@ -205,7 +205,7 @@ _planned = planned_op(_forward, _refuse, lambda form: form.name)
 
 
 @lru_cache(maxsize=1024)
-def _value(form: _Form, shapes: _Shapes, ctx: Context):
+def _value(form: _CachedAttention, shapes: _Shapes, ctx: Context):
     at = placement(form.query, form.key, form.cache, shapes[0][0], shapes[1][0][2], ctx.mesh)
     parts = at.cache.axes[1]
     chains = Chains(ctx.mesh, **_chains_of(form, shapes, ctx))
@@ -231,8 +231,8 @@ def _value(form: _Form, shapes: _Shapes, ctx: Context):
     return chains.steps, body
 
 
-def _chains_of(form: _Form, shapes: _Shapes, ctx: Context) -> dict[str, tuple[Step, ...]]:
-    """The steps of everything that moves, by name."""
+def _chains_of(form: _CachedAttention, shapes: _Shapes, ctx: Context) -> dict[str, tuple[Step, ...]]:
+    """Return the steps of everything that moves, by name."""
     if not is_unknown(ctx.mesh):
         return {name: steps_of(each, ctx, _CALLED.get(name, name)) for name, each in _moves(form, shapes, ctx).items()}
     # What comes to the cache, and where, is not known either. Where new keys come from does not matter to that.
@@ -243,7 +243,7 @@ def _chains_of(form: _Form, shapes: _Shapes, ctx: Context) -> dict[str, tuple[St
     return {name: (UnknownStep.of(mark, form.query, form.query),) for name, mark in marks.items()}
 
 
-def _moves(form: _Form, shapes: _Shapes, ctx: Context) -> dict[str, UnknownMove]:
+def _moves(form: _CachedAttention, shapes: _Shapes, ctx: Context) -> dict[str, UnknownMove]:
     """Return every move, by the name of its tensor."""
     at = placement(form.query, form.key, form.cache, shapes[0][0], shapes[1][0][2], ctx.mesh)
     parts = at.cache.axes[1]
@@ -287,7 +287,7 @@ def _attended(scale: float | None, q, k, v, cache, lengths, ahead=None, counted=
     return found.merge(local_attended(q, k, v, counted, ahead, True, scale, shards=of_new))
 
 
-def _whole(scale: float | None, at: Placement, mesh: Mapping[str, int], q, k, v, *rest) -> jax.Array:
+def _whole(scale: float | None, at: CachePlacement, mesh: Mapping[str, int], q, k, v, *rest) -> jax.Array:
     """Plain code on whole arrays, for the compiler to partition, which is told to bring the queries to the cache."""
 
     def shards(key: Spec) -> Shards:

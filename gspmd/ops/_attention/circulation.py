@@ -48,7 +48,7 @@ class Gathered:
         return lax.fori_loop(1, self.devices, step, state)
 
     def visit_and_return(self, f: Visit, state, chunks, own, back: Sequence[str]):
-        """The same, and for each operand the sum of `own` and of what all other devices have for this one's chunk.
+        """Visit, and return for each operand `own` plus what all other devices have for this one's chunk.
 
         Args:
             f, state, chunks: as of `visit`.
@@ -78,7 +78,7 @@ def _put(whole: jax.Array, device: jax.Array | int, part: jax.Array) -> jax.Arra
     return lax.dynamic_update_slice_in_dim(whole, part, device * part.shape[1], axis=1)
 
 
-class Ring(Gathered):
+class RingOfChunks(Gathered):
     """Each chunk when it is used: one permute brings the next of every device while one is attended to.
 
     Source: Liu et al. 2023, *Ring Attention with Blockwise Transformers for Near-Infinite Context* (arXiv 2310.01889).
@@ -98,7 +98,7 @@ class Ring(Gathered):
         return f(state, self.device(last), *chunks)
 
     def visit_and_return(self, f: Visit, state, chunks, own, back: Sequence[str]):
-        """The same, and for each operand the sum of `own` and of what all other devices have for this one's chunk."""
+        """Visit, and return for each operand `own` plus what all other devices have for this one's chunk."""
         last, wire = self.devices - 1, [x.dtype for x in chunks]
 
         def home(sums):
@@ -124,7 +124,7 @@ class Ring(Gathered):
         return state, *((x + mine).astype(dtype) for x, mine, dtype in zip(home(sums), own, wire))
 
     def _send(self, names: Sequence[str], chunks: Sequence[jax.Array]) -> list[jax.Array]:
-        """Everything to the next device, each under the scope of the planned step that it is a part of."""
+        """Send everything to the next device, each under the scope of the planned step that it is a part of."""
         # JAX numbers the devices of a permute in the order of the mesh, whatever the order of the axes
         sizes = {axis: size for axis, size in self.chains.mesh.items() if axis in self.axes}
         numbers = np.arange(self.devices).reshape(*sizes.values())

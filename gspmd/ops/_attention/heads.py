@@ -26,7 +26,7 @@ class Share:
     """Devices along `common` that use the same key head."""
 
     def pick(self, *keys: jax.Array) -> tuple[jax.Array, ...]:
-        """The one head of [B, T, K, ...] that this device uses, where it uses one of several; inside a shard_map."""
+        """Pick the one head of [B, T, K, ...] that this device uses, where it uses one of several; in a shard_map."""
         if self.heads == 1:
             return keys
         mine = shard_index(self.common) // self.sharers

@@ -121,7 +121,7 @@ def local_gradients(
     normaliser: jax.Array,
     g: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The parts in float32 that some of their keys have in the gradients of queries, and those keys' own gradients.
+    """Return, in float32, the parts that some of their keys have in queries' gradients, and those keys' own gradients.
 
     Args:
         q, k, v, seen, causal, scale: as in `local_attention`.
@@ -158,6 +158,6 @@ def _padded(q: jax.Array, blocks: Blocks) -> jax.Array:
 
 
 def _fits_cudnn(q: jax.Array, k: jax.Array) -> bool:
-    """Whether the devices are GPUs, and cuDNN's fused attention takes such queries and keys. Untested on a GPU."""
+    """Return whether the devices are GPUs whose cuDNN attention takes such queries and keys. Untested on a GPU."""
     narrow = q.dtype == k.dtype and q.dtype in (jnp.float16, jnp.bfloat16)
     return in_force.device_kind().startswith("NVIDIA") and narrow and q.shape[3] % 8 == 0 and q.shape[3] <= 128

@@ -31,11 +31,11 @@ class Attended(NamedTuple):
         return Attended(top, mine[0] + theirs[0], mine[1] + theirs[1])
 
     def by_query(self) -> "Attended":
-        """The same as [B, L, H] and [B, L, H, D]."""
+        """Return the same as [B, L, H] and [B, L, H, D]."""
         return Attended(*(ungroup(x) for x in self))
 
     def output(self, dtype: jax.typing.DTypeLike) -> jax.Array:
-        """The weighted mean of the values; 0 for a query that has seen nothing."""
+        """Return the weighted mean of the values; 0 for a query that has seen nothing."""
         mean = self.values / self.total[..., None]
         return jnp.where(self.top[..., None] == LOW, 0.0, mean).astype(dtype)
 

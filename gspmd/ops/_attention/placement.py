@@ -36,7 +36,7 @@ def by_position(doing: str, cache: Spec, key: Spec) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
-class Placement:
+class CachePlacement:
     """The place of everything while a device attends to its part of the cache."""
 
     query: Spec
@@ -47,7 +47,7 @@ class Placement:
 
 def placement(
     query: Spec, key: Spec, cache: Spec, shape: tuple[int, ...], key_heads: int, mesh: Mapping[str, int]
-) -> Placement:
+) -> CachePlacement:
     """Bring the queries to the cache, and leave alone the mesh axes that the cache does not use, where that works.
 
     Args:
@@ -76,7 +76,7 @@ def placement(
             finer, shared = (*finer, axis), found
     new = parts if length % many(*parts) == 0 else ()
     picked = (*held, *shared.sliced)
-    return Placement(
+    return CachePlacement(
         Spec(query.dims, (batch or left[0], free[1] or left[1], (*held, *finer) or left[2], ())),
         Spec(key.dims, (batch, new, picked, ())),
         Spec(cache.dims, (batch, parts, picked, ())),

@@ -24,7 +24,7 @@ from gspmd.annotate.errors import PlanError, SpecError, report
 from gspmd.annotate.spec import Spec
 from gspmd.lowerings.program import Context, run
 from gspmd.lowerings.xla.constrained import left_to_compiler
-from gspmd.ops._attention.circulation import Gathered, Ring, is_looped
+from gspmd.ops._attention.circulation import Gathered, RingOfChunks, is_looped
 from gspmd.ops._attention.heads import Share
 from gspmd.ops._attention.local import MIXED, local_attended, local_attention, local_gradients
 from gspmd.ops._attention.online import Attended
@@ -61,7 +61,7 @@ class _Cut:
         return self.key.with_axes(head, (*self.key.axes_of(head), *self.share.sliced))
 
     def without_trivial(self, mesh: Mapping[str, int]) -> "_Cut":
-        """The same by the axes that cut anything: types have the others too, and steps do not."""
+        """Return the same by the axes that cut anything: types have the others too, and steps do not."""
         return replace(self, query=self.query.without_trivial(mesh), key=self.key.without_trivial(mesh))
 
 
@@ -153,7 +153,7 @@ class _Chains:
         queries = tuple(size // prod(ctx.mesh[axis] for axis in axes) for size, axes in zip(q_shape, cut.query.axes))
         steps = [step for each in (gathers, gathers, scatters) for chain in each.values() for step in chain]
         chunk = queries[1] // 2 if cut.causal else queries[1]
-        self.carrier = Ring if is_looped(ctx, parts, queries, chunk, dtype, steps) else Gathered
+        self.carrier = RingOfChunks if is_looped(ctx, parts, queries, chunk, dtype, steps) else Gathered
 
 
 @lru_cache(maxsize=1024)

@@ -159,12 +159,12 @@ class _Core:
         return _attend(self.extras, self.causal, self.scale, ALONE, q, k, v, *more, first=first)
 
     def scale_of(self, q: jax.Array) -> float:
-        """The scale of the logits."""
+        """Return the scale of the logits."""
         return q.shape[3] ** -0.5 if self.scale is None else self.scale
 
 
 def _fits_kernel(core: _Core, mesh: Mapping[str, int], q: jax.Array, k: jax.Array, v: jax.Array) -> bool:
-    """Whether every device attends causally, to its own sequences from their start, what the TPU's kernel takes."""
+    """Return whether every device attends causally, from its sequences' start, to what the TPU's kernel takes."""
     if not core.causal or core.spread or core.extras.masked or core.extras.shifted:
         return False
     queries, keys, values = (
@@ -267,7 +267,7 @@ def _gradient(core: _Core, heads: int, shape: tuple[int, ...], width: int, ctx: 
 
 
 def _planned(core: _Core, heads: int, shape: tuple[int, ...], width: int, ctx: Context) -> dict[str, tuple[Step, ...]]:
-    """The chains of both passes: keys and values to the queries, and their gradients back."""
+    """Return the chains of both passes: keys and values to the queries, and their gradients back."""
     if is_unknown(ctx.mesh):  # which heads a device needs is not known either
         asked = core.query, core.key, heads, shape, width, ctx
         return {name: (UnknownStep.of(UnknownSteps(_chains, asked, name), core.key, core.key),) for name in _CHAINS}

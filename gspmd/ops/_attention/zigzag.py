@@ -113,11 +113,11 @@ class Pairs:
         return Attended(*(jnp.concatenate(halves, axis=1) for halves in zip(early, late)))
 
     def query_gradient(self, g: jax.Array) -> jax.Array:
-        """The transpose of `queries`."""
+        """Return the transpose of `queries`."""
         late, other = jnp.split(g, 2)
         return jnp.concatenate([jnp.where(self.earlier, other, 0), late + jnp.where(self.earlier, 0, other)], axis=1)
 
     def key_gradient(self, g: jax.Array) -> jax.Array:
-        """The transpose of `keys`."""
+        """Return the transpose of `keys`."""
         early, other = jnp.split(g, 2)
         return jnp.concatenate([early + jnp.where(self.earlier, other, 0), jnp.where(self.earlier, 0, other)], axis=1)

@@ -14,7 +14,7 @@ from gspmd.hardware.dtypes import no_joint
 
 
 def flat_operands(equation: Equation, operands: Sequence[Any]) -> list[jax.Array]:
-    """The arrays of a call in reading order, group members one by one.
+    """Return the arrays of a call in reading order, group members one by one.
 
     Raises:
         SpecError: there are more or fewer operands than the equation has, or one is no array, or no tuple of arrays.
@@ -84,7 +84,7 @@ def _kind(given: Any) -> str:
 
 
 def of_one_kind(equation: Equation, arrays: Sequence[jax.Array]) -> tuple[list[jax.Array], str]:
-    """The arrays, a Python number in the dtype that it takes on beside the others, and the dtype of their product.
+    """Return the arrays, Python numbers in the dtype that they take beside others, and the dtype of their product.
 
     Raises:
         PlanError: JAX's rules of promotion have no dtype for them together, or XLA has no product of it.

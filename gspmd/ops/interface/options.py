@@ -17,7 +17,7 @@ from gspmd.hardware.dtypes import dtype_name
 
 
 def number(doing: str, name: str, given: Any) -> float:
-    """A number that is known when the program is made.
+    """Return a number that is known when the program is made.
 
     Raises:
         PlanError: it is none, is not finite, or is an array or traced.
@@ -43,7 +43,7 @@ def flag(doing: str, name: str, given: Any) -> bool:
 
 
 def result_dtype(equation: Equation, joint: str, preferred: Any) -> str:
-    """The dtype of the results: the one asked for, else the operands' joint one.
+    """Return the dtype of the results: the one asked for, else the operands' joint one.
 
     Raises:
         PlanError: JAX has no such dtype as it is configured, or it cannot hold what the results are.
@@ -83,7 +83,7 @@ def _try_precision(precision: Any) -> None:
 
 
 def wire_name(equation: Equation, dtypes: Sequence[str], result: str, wire_dtype: Any) -> str | None:
-    """The name of the wire's dtype, which has to hold every operand and every result: equal, or both floating.
+    """Return the name of the wire's dtype, which has to hold every operand and result: equal, or both floating.
 
     Raises:
         PlanError: it holds one of them in another kind of number.
@@ -113,7 +113,7 @@ def _numbers(dtype: str) -> str:
 
 
 def _travels(dtype: str) -> bool:
-    """Whether a floating dtype has a sign and a zero, which scales of eight exponent bits lack, and whole bytes."""
+    """Return whether a floating dtype has whole bytes, and the sign and zero that scales of 8 exponent bits lack."""
     return float(jnp.finfo(jnp.dtype(dtype)).min) < 0 and jnp.finfo(jnp.dtype(dtype)).bits >= 8
 
 

@@ -32,7 +32,7 @@ STATISTIC = "statistic"
 def read(
     doing: str, text: str | Spec, x: jax.Array | jax.ShapeDtypeStruct, ctx: Context, *, weight: bool = False
 ) -> Spec:
-    """The spec of an operand, which has to fit the array, be no partial sum, and be open only to the compiler.
+    """Read the spec of an operand, which has to fit the array, be no partial sum, and be open only to the compiler.
 
     Args:
         doing: what the operation does, which opens an error.
@@ -86,14 +86,14 @@ def read(
 
 
 def fault(spec: Spec, dim: str, fact: str, remedy: str = "") -> Fault:
-    """A fault of one dimension of a spec, with the caret under it."""
+    """Return a fault of one dimension of a spec, with the caret under it."""
     at = spec.dims.index(dim)
     before, piece = (str(Spec(spec.dims[part], spec.axes[part])) for part in (slice(at), slice(at, at + 1)))
     return Fault(str(spec), len(before), len(before) + len(piece), fact, remedy)
 
 
 def dimension(doing: str, spec: Spec, dim: str) -> int:
-    """The position of a dimension that a caller names by its letter.
+    """Return the position of a dimension that a caller names by its letter.
 
     Raises:
         SpecError: the spec does not have it.
@@ -106,7 +106,7 @@ def dimension(doing: str, spec: Spec, dim: str) -> int:
 
 
 def sizes_of(spec: Spec, shape: Sequence[int]) -> dict[str, int]:
-    """The size of each dimension of the whole array, by letter."""
+    """Return the size of each dimension of the whole array, by letter."""
     return dict(zip(spec.dims, shape))
 
 
@@ -119,7 +119,7 @@ def settle(
     name: str = "",
     reduce: str = "sum",
 ) -> tuple[Step, ...]:
-    """The steps after which every device has the whole of a statistic that lies as `spec` and is split over `axes`."""
+    """Return the steps that give every device the whole of a statistic that lies as `spec` and is split over `axes`."""
     return move(replace(spec, partial=tuple(axes)), spec, sizes, ctx.mesh, itemsize, ctx.chip, name, reduce)
 
 
@@ -184,5 +184,5 @@ def shard_index(axes: Sequence[str]) -> jax.Array | int:
 
 
 def float32(x: jax.Array) -> jax.Array:
-    """The same numbers in float32."""
+    """Return the same numbers in float32."""
     return x.astype(jnp.float32)

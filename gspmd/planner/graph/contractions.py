@@ -152,7 +152,7 @@ class ContractionTable:
         return ContractionChoice(spec, steps, einsum, result, settle)
 
     def _figures(self, local: dict[str, int]) -> tuple[int, float]:
-        """Operations and seconds of the local einsum of pieces of these sizes."""
+        """Return the operations and seconds of the local einsum of pieces of these sizes."""
         if self.right is None and not self._summed:
             return 0, 0.0
         flops = 0 if self.right is None else prod(local.values()) * (2 if self._summed else 1)

@@ -76,17 +76,17 @@ class ShortestPaths:
     # -- placements as specs -------------------------------------------------------------------------------------------
 
     def mask(self, axes: Iterable[str]) -> int:
-        """A set of mesh axes as a mask."""
+        """Return a set of mesh axes as a mask."""
         return sum(1 << self.axes.index(axis) for axis in axes)
 
     def number(self, spec: Spec) -> int:
-        """The number of a placement; -1 where it does not divide."""
+        """Return the number of a placement; -1 where it does not divide."""
         return self.nodes.number(
             [tuple(map(self.axes.index, a)) for a in spec.axes], map(self.axes.index, spec.partial)
         )
 
     def spec(self, dims: tuple[str, ...], number: int) -> Spec:
-        """The spec of a placement."""
+        """Return the spec of a placement."""
         axes, partial = self.nodes.placement(number)
         names = lambda held: tuple(self.axes[axis] for axis in held)  # noqa: E731
         return Spec(dims, tuple(map(names, axes)), names(partial))
@@ -126,7 +126,7 @@ class ShortestPaths:
     # -- paths ---------------------------------------------------------------------------------------------------------
 
     def path(self, rest: np.ndarray, number: int) -> Iterator[tuple[int, int, int]]:
-        """A shortest path from a placement, given what the rest costs from each: code, from where, to where.
+        """Yield a shortest path from a placement, given what the rest costs from each: code, from where, to where.
 
         Where several cost the same, steps that send nothing come first, then those that send less, in the order of
         KINDS, of the tensor's dimensions and of the mesh's axes.
@@ -142,7 +142,7 @@ class ShortestPaths:
             number = int(there[at])
 
     def path_between(self, start: int, number: int) -> Iterator[tuple[int, int, int]]:
-        """The same path between two placements, by what all cost from the first: the arcs on it, backwards."""
+        """Return the same path between two placements, by what all cost from the first: its arcs, backwards."""
         costs = self.costs_from(start)
         rest, unseen = np.full(len(self.nodes), FAR), [number]
         while unseen:
@@ -154,13 +154,13 @@ class ShortestPaths:
         return self.path(rest, start)
 
     def _arcs(self, arcs: Arcs, number: int) -> tuple[np.ndarray, np.ndarray]:
-        """The steps of one placement: their codes, and the placements at their other ends."""
+        """Return the steps of one placement: their codes, and the placements at their other ends."""
         some, permutes = arcs.of(number), self.graph.permutes.of(number)
         code = np.concatenate([arcs.code[some], self.graph.permutes.code[permutes]])
         return code, np.concatenate([arcs.tail[some], self.graph.permutes.tail[permutes]])
 
     def steps(self, path: Iterable[tuple[int, int, int]], dims: tuple[str, ...], operand: str) -> tuple[Step, ...]:
-        """A path as the steps of a plan."""
+        """Return a path as the steps of a plan."""
         steps = []
         for code, *ends in path:
             kind, mask, parts = self.graph.meaning(code)
@@ -177,7 +177,7 @@ class ShortestPaths:
         return tuple(axis for number, axis in enumerate(self.axes) if mask >> number & 1)
 
     def _figures(self, kind: str, mask: int, parts: int) -> tuple[float, int]:
-        """Seconds of a step, and bytes that a device sends in it."""
+        """Return the seconds of a step, and bytes that a device sends in it."""
         buffer = self._whole // parts
         seconds = collective_seconds(kind, self._named(mask), self.mesh, buffer, self.chip)
         return seconds, wire_bytes(kind, int(self.nodes.parts[mask]), buffer)
@@ -202,7 +202,7 @@ _lock = Lock()
 def shortest_paths(
     shape: tuple[int, ...], mesh, itemsize: int, chip: Chip, partial: frozenset[str], scatters: bool = True
 ) -> ShortestPaths:
-    """The `ShortestPaths` of these arguments; the latest are kept."""
+    """Return the `ShortestPaths` of these arguments; the latest are kept."""
     key = shape, mesh, itemsize, chip, partial, scatters
     with _lock:
         made = _kept.pop(key, None)

@@ -39,7 +39,7 @@ class Sequences:
         self._padded = np.array([(*axes, *[-1] * (count - len(axes))) for axes in self.axes])
 
     def joined(self, left: np.ndarray, right: np.ndarray) -> np.ndarray:
-        """The sequences `left` with the axes of `right` behind, which none of them has."""
+        """Return the sequences `left` with the axes of `right` behind, which none of them has."""
         for axis in self._padded[right].T:
             left = np.where(axis < 0, left, self.append[left, axis])
         return left
@@ -49,7 +49,7 @@ sequences = lru_cache(maxsize=16)(Sequences)
 
 
 def parts_of(sizes: Sequence[int]) -> list[int]:
-    """Into how many parts each set of axes cuts a dimension, by mask."""
+    """Return into how many parts each set of axes cuts a dimension, by mask."""
     parts = [1]
     for size in sizes:
         parts += [count * size for count in parts]
@@ -57,7 +57,7 @@ def parts_of(sizes: Sequence[int]) -> list[int]:
 
 
 def fitting(size: int, mesh_sizes: Axes) -> frozenset[int]:
-    """The sets of mesh axes into whose number of parts a dimension divides."""
+    """Return the sets of mesh axes into whose number of parts a dimension divides."""
     return frozenset(mask for mask, count in enumerate(parts_of(mesh_sizes)) if size % count == 0)
 
 
@@ -87,7 +87,7 @@ def placements(
 
 
 def _extended(table: np.ndarray, taken: np.ndarray, masks: np.ndarray, fits: np.ndarray, subsets: np.ndarray):
-    """Every row with one more column, for every choice that fits and has no axis that is taken; and what is then."""
+    """Extend every row by a column, once per choice that fits and has no axis taken; and return what then is."""
     free = (subsets[:, None] & masks == 0) & fits  # by what is taken and choice
     choices, counts = np.nonzero(free)[1], free.sum(axis=1)
     starts, some = np.cumsum(counts) - counts, counts[taken]
@@ -140,20 +140,20 @@ class Nodes:
         return len(self.keys)
 
     def key(self, rows: Iterable[Any], partial: Any) -> np.ndarray:
-        """The keys of placements: the sequences on each dimension, and the axes of the partial sum."""
+        """Return the keys of placements: the sequences on each dimension, and the axes of the partial sum."""
         return sum((self.on[d][row] for d, row in enumerate(rows)), self.partial_keys[partial])
 
     def find(self, keys: np.ndarray) -> np.ndarray:
-        """The numbers of placements by their keys; -1 where there is none."""
+        """Return the numbers of placements by their keys; -1 where there is none."""
         at = np.minimum(np.searchsorted(self.keys, keys), len(self.keys) - 1)
         return np.where(self.keys[at] == keys, at, -1)
 
     def number(self, axes: Sequence[Axes], partial: Iterable[int]) -> int:
-        """The number of one placement; -1 where it does not divide, or is a partial sum over what may not be."""
+        """Return the number of one placement; -1 where it does not divide, or is a partial sum over what may not be."""
         rows = [self.sequences.number[order] for order in axes]
         return int(self.find(self.key(rows, sum(1 << axis for axis in partial))))
 
     def placement(self, number: int) -> tuple[tuple[Axes, ...], Axes]:
-        """The axes on every dimension, and those of the partial sum."""
+        """Return the axes on every dimension, and those of the partial sum."""
         axes = tuple(self.sequences.axes[row] for row in self.rows[number])
         return axes, tuple(axis for axis in range(self.count) if self.partial[number] >> axis & 1)

@@ -40,7 +40,7 @@ class Arcs:
         self._row[self._heads] = np.arange(len(self._heads))
 
     def of(self, head: int) -> slice:
-        """The arcs into one node."""
+        """Return the arcs into one node."""
         row = self._row[head]
         return slice(0, 0) if row < 0 else slice(self._starts[row], self._starts[row] + self._counts[row])
 
@@ -91,13 +91,13 @@ class Graph:
         self.arcs = 2 * len(code) + len(self.permutes.code)
 
     def meaning(self, code: int) -> tuple[str, int, int]:
-        """The kind, the axes as a mask, and the number of parts of the buffer."""
+        """Return the kind, the axes as a mask, and the number of parts of the buffer."""
         step, level = divmod(code, len(self._parts))
         kind, mask = divmod(step, self._masks)
         return KINDS[kind], mask, int(self._parts[level])
 
     def kinds(self, codes: np.ndarray) -> np.ndarray:
-        """The numbers of kinds, in the order of KINDS."""
+        """Return the numbers of kinds, in the order of KINDS."""
         return codes // (self._masks * len(self._parts))
 
     def _code(self, kind: str, mask: np.ndarray, holder: np.ndarray) -> np.ndarray:
@@ -105,7 +105,7 @@ class Graph:
         return (KINDS.index(kind) * self._masks + mask) * len(self._parts) + self._level[self.nodes.used[holder]]
 
     def _minor_axes(self):
-        """Steps that put axes on the minor end of a dimension or take them off: `full` has them there, `bare` not."""
+        """Yield steps that put minor axes on a dimension or take them off: `full` has them there, `bare` not."""
         nodes, order, on = self.nodes, self.nodes.sequences, self.nodes.on
         length = np.array([len(axes) for axes in order.axes])[nodes.rows]
         full, d, j = np.nonzero(length[:, :, None] >= np.arange(1, nodes.count + 1))
@@ -134,7 +134,7 @@ class Graph:
         return node, settled, self._code("all-reduce", mask, node)
 
     def _permutes(self) -> Arcs:
-        """Every two placements with pieces of the same shape and the same partial sum."""
+        """Return the arcs between every two placements with pieces of one shape and the same partial sum."""
         nodes, sequences = self.nodes, self.nodes.sequences
         shape = numbered([nodes.partial, *self._level[sequences.mask[nodes.rows]].T])
         order = np.argsort(shape, kind="stable")  # those of one shape stand together
@@ -166,7 +166,7 @@ _graphs: WeakValueDictionary = WeakValueDictionary()
 
 
 def graph(sizes: Axes, allowed: tuple[frozenset[int], ...], partial: int) -> Graph:
-    """The graph of a tensor. It knows no sizes but those of the mesh, so tensors that divide alike share one."""
+    """Return the graph of a tensor. It knows no sizes but those of the mesh, so tensors that divide alike share one."""
     key = sizes, allowed, partial
     found = _graphs.get(key)
     if found is None:

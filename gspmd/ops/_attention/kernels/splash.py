@@ -35,7 +35,7 @@ _MOST = 64
 
 
 def fits(q: jax.ShapeDtypeStruct, k: jax.ShapeDtypeStruct, v: jax.ShapeDtypeStruct) -> bool:
-    """Whether the devices are TPUs and the kernels take such queries [B, L, H, D] and keys and values [B, L, K, D].
+    """Return whether the devices are TPUs whose kernels take queries [B, L, H, D], keys and values [B, L, K, D].
 
     They take causal self-attention of a device in bfloat16 or float32, in JAX's own precision of products, and are for
     logits that are too many for memory.
@@ -146,7 +146,7 @@ def attended(scale: float, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[ja
 def gradients(
     scale: float, q: jax.Array, k: jax.Array, v: jax.Array, out: jax.Array, normaliser: jax.Array, g: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The gradients of queries, keys and values, of what `attended` returned and the cotangent of its output."""
+    """Return the gradients of queries, keys and values, by what `attended` returned and the cotangent of its output."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 
     schedule = _Schedule.of(q.shape[1], q.shape[3] * q.dtype.itemsize)
