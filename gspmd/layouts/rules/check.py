@@ -83,12 +83,11 @@ def _faults_of_table(layout: LayoutTable, given: GivenSizes) -> Iterator[Fault]:
     more = own.keys(layout.own)
     specs, wrong = _read("", layout.table, KEYS | more, given)
     yield from (*wrong, *disagreements("", layout.table, specs, layout.serves), *key_via_faults(layout.table))
-    yield from uneven_chunks(layout.table.get("attention.key"), specs.get("attention.key"), given)
-    query = layout.table.get("attention.query")
-    # Serving moves both to the cache.
-    if isinstance(query, str) and not layout.serves and {"attention.query", "attention.key"} <= specs.keys():
-        line = Line("attention.query", query)
-        yield from parted_groups(line, specs["attention.query"], specs["attention.key"], given)
+    query, key = specs.get("attention.query"), specs.get("attention.key")
+    if key:
+        yield from uneven_chunks(Line("attention.key", str(layout.table["attention.key"])), key, given)
+    if query and key and not layout.serves:  # serving moves both to the cache
+        yield from parted_groups(Line("attention.query", str(layout.table["attention.query"])), query, key, given)
     yield from stages_faults("", layout.table, specs, specs)
     for section, lines in layout.overrides.items():
         # In the layout of a phase its section is part of the table; the other one's batch and length are not known.
