@@ -3,7 +3,7 @@
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any, TypeVar
+from typing import Any
 
 from gspmd.annotate import Fault, Spec, SpecError, mesh_sizes, parse_via
 from gspmd.annotate.errors import listed, shown, suggestion
@@ -21,12 +21,10 @@ from gspmd.layouts.rules.faults import Line, one_for_each_cause, over
 from gspmd.layouts.rules.gradients import partial_faults, row_faults
 from gspmd.layouts.rules.keys import DENSE, KEYS, PARTS, PHASES, Key, keys_of_override
 from gspmd.layouts.rules.sizes import GivenSizes, given_sizes, microbatch_faults, padding_faults
-from gspmd.layouts.table import LayoutTable
+from gspmd.layouts.table import LayoutTable, OfTable
 from gspmd.lowerings.default import LOWERINGS
 
 Specs = Mapping[str, Spec]
-
-OfTable = TypeVar("OfTable", bound=LayoutTable)
 
 
 def faults_of(
