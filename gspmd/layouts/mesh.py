@@ -29,6 +29,7 @@ def factorise(devices: int, axes: Sequence[str], order: Sequence[str]) -> dict[s
             f"no mesh is factored over axis {shown(unknown[0])}: {has}.\n  Name it in axes of [mesh] too."
         )
     mesh = dict.fromkeys(axes, 1)
+    # In turn, so that the sizes come out near one another, and no axis takes all devices.
     for prime, axis in zip(sorted(_primes(count), reverse=True), cycle(order)):
         mesh[axis] *= prime
     return mesh

@@ -11,9 +11,8 @@ from gspmd.annotate.errors import shown
 from gspmd.layouts.rules.keys import KEYS, UnresolvedError
 from gspmd.planner.unknown import unknowns_in
 
-Key = str
-Text = str
-LookUp = Callable[[Key], Text | None]
+LookUp = Callable[[str], str | None]
+"""From a key to the spec of its line; None where an optional line is absent."""
 
 _NAME = re.compile(r"[A-Za-z_]\w*(?:\.\w+)?")
 _REST = re.compile(r"(?:[\s,()+]|->)*")
@@ -23,7 +22,7 @@ _VIAS = {key.dims[1]: key.name for key in KEYS.values() if key.kind == "via"}
 _VIAS["embedding.table"] = _VIAS["output.table"]
 
 
-def via_of(weight: Key) -> Key:
+def via_of(weight: str) -> str:
     """Return the name of the line that says where a weight meets its operand.
 
     >>> via_of("ffn.w_in"), via_of("mixer.w_gate"), via_of("mixer.taps")
@@ -42,7 +41,7 @@ def names_in(text: str) -> list[str]:
     return _NAME.findall(text)
 
 
-def named_equation(text: str, key_of: Callable[[str], Key], look_up: LookUp) -> tuple[Equation, tuple[Key, ...]]:
+def named_equation(text: str, key_of: Callable[[str], str], look_up: LookUp) -> tuple[Equation, tuple[str, ...]]:
     """Read an equation whose specs are names of lines, and return it with the keys of these lines in reading order.
 
     Args:
@@ -64,7 +63,7 @@ def named_equation(text: str, key_of: Callable[[str], Key], look_up: LookUp) -> 
             f"cannot read {shown(text)}: an equation of a section has the names of lines.\n"
             '  Write it as "residual, w_in -> hidden"; those of other sections as "attention.query".'
         )
-    keys: list[Key] = []
+    keys: list[str] = []
 
     def spec(name: re.Match[str]) -> str:
         key = key_of(name[0])
@@ -81,7 +80,7 @@ def named_equation(text: str, key_of: Callable[[str], Key], look_up: LookUp) -> 
         raise SpecError(f"{error}\n  It stands for the lines {text!r}.", error.faults) from None
 
 
-def pinned(equation: Equation, keys: Sequence[Key], look_up: LookUp) -> Via | None:
+def pinned(equation: Equation, keys: Sequence[str], look_up: LookUp) -> Via | None:
     """Return the via that a layout has for an equation of its lines; None leaves it to the planner.
 
     A layout says for a weight where it meets its operand: `in_via` of [ffn] is for `w_in`, and for `w_gate`, which lies
@@ -122,11 +121,11 @@ def pinned(equation: Equation, keys: Sequence[Key], look_up: LookUp) -> Via | No
     return Via.sum_of(products)
 
 
-def _section(key: Key) -> str:
+def _section(key: str) -> str:
     return key.partition(".")[0]
 
 
-def _via(key: Key, look_up: LookUp) -> Via | None:
+def _via(key: str, look_up: LookUp) -> Via | None:
     """Return the via that the layout writes for a weight, or for the one that its line stands in for."""
     for each in (key, KEYS[key].default if key in KEYS else None):
         if each is None:

@@ -131,7 +131,7 @@ def rank(
 
 
 def equations(layout: Layout, gated: bool = False) -> tuple[tuple[Equation, Via | None], tuple[Equation, Via | None]]:
-    """The equation in and the equation out of a layout's feed-forward block, each with its via.
+    """Return the equation in and the equation out of a layout's feed-forward block, each with its via.
 
     >>> equations(Layout.load("megatron-1d"))[1]
     (<Equation 'B_xLF_yz, F_yzE -> B_xLE'>, <Via 'B_xLF_yz, F_yzE'>)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from gspmd.annotate import LayoutError, Spec
 from gspmd.annotate.errors import shown, suggestion
@@ -134,6 +134,9 @@ class LayoutTable:
             texts = ", ".join(f"{key if choice.section else key.partition('.')[2]} {kept[key]}" for key in kept)
             lines += [f"[{choice.name}] {choice.place + 1} of {choice.count}: {texts}"] if kept else []
         return tuple(lines)
+
+
+OfTable = TypeVar("OfTable", bound=LayoutTable)
 
 
 def parameters_of(layout: LayoutTable) -> Iterator[tuple[str, str]]:

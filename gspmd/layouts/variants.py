@@ -2,17 +2,15 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 from gspmd.annotate import LayoutError, Spec, parse_via
 from gspmd.annotate.equation import Via
 from gspmd.annotate.errors import shown
 from gspmd.annotate.validation import whole
 from gspmd.layouts.rules.keys import KEYS, OVERRIDES, PHASES, SERVING, Text
-from gspmd.layouts.table import LayoutTable, parameters_of
+from gspmd.layouts.table import LayoutTable, OfTable, parameters_of
 from gspmd.reading import WHOLE, whole_number
-
-OfTable = TypeVar("OfTable", bound=LayoutTable)
 
 
 def overridden(layout: OfTable, specs: Any) -> OfTable:

@@ -77,17 +77,19 @@ def _keys_apart(line: Line, query: Spec | None, key: Spec, serves: str) -> Itera
         yield line.at_dim(key, "L", fact, f"Cut both alike, or leave the keys whole: '{whole}'.")
 
 
-def uneven_chunks(text: Any, key: Spec | None, given: GivenSizes) -> Iterator[Fault]:
+def uneven_chunks(line: Line, key: Spec, given: GivenSizes) -> Iterator[Fault]:
     """Yield a fault for a length that zigzag order does not cut into two chunks for each device of a ring.
 
     The first tokens attend to few keys and the last to all, so device i of n has chunks i and 2n - 1 - i of the 2n.
+
+    Args:
+      line: that of attention.key.
+      key: its spec.
+      given: sizes and mesh.
     """
-    if key is None:
-        return
     devices = prod(given.mesh.get(axis, 1) for axis in key.axes_of("L"))
     length = given.sizes.get("L", 0)
     if devices > 1 and length % devices == 0 and length % (2 * devices):
-        line = Line("attention.key", text)
         fact = f"dimension L has size {length}, and zigzag order cuts it into {2 * devices} chunks, two for a device."
         yield line.at_dim(key, "L", fact, f"Use a multiple of {2 * devices}.")
 

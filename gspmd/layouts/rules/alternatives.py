@@ -2,16 +2,15 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 from gspmd.annotate import Fault
 from gspmd.annotate.errors import listed
 from gspmd.layouts.rules.faults import Line
 from gspmd.layouts.rules.keys import ALIKE, PHASES
-from gspmd.layouts.table import ChosenAlternatives, LayoutTable
+from gspmd.layouts.table import ChosenAlternatives, LayoutTable, OfTable
 
 Lists = Mapping[str, tuple[str, ...]]
-OfTable = TypeVar("OfTable", bound=LayoutTable)
 
 
 def resolve(layout: OfTable, faults_of: Callable[[str, str, str], list[Fault]]) -> tuple[OfTable, list[Fault]]:

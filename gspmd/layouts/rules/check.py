@@ -3,7 +3,7 @@
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any, TypeVar
+from typing import Any
 
 from gspmd.annotate import Fault, Spec, SpecError, mesh_sizes, parse_via
 from gspmd.annotate.errors import listed, shown, suggestion
@@ -21,12 +21,10 @@ from gspmd.layouts.rules.faults import Line, one_for_each_cause, over
 from gspmd.layouts.rules.gradients import partial_faults, row_faults
 from gspmd.layouts.rules.keys import DENSE, KEYS, PARTS, PHASES, Key, keys_of_override
 from gspmd.layouts.rules.sizes import GivenSizes, given_sizes, microbatch_faults, padding_faults
-from gspmd.layouts.table import LayoutTable
+from gspmd.layouts.table import LayoutTable, OfTable
 from gspmd.lowerings.in_force import LOWERINGS
 
 Specs = Mapping[str, Spec]
-
-OfTable = TypeVar("OfTable", bound=LayoutTable)
 
 
 def faults_of(
@@ -83,12 +81,11 @@ def _faults_of_table(layout: LayoutTable, given: GivenSizes) -> Iterator[Fault]:
     more = own.keys(layout.own)
     specs, wrong = _read("", layout.table, KEYS | more, given)
     yield from (*wrong, *disagreements("", layout.table, specs, layout.serves), *key_via_faults(layout.table))
-    yield from uneven_chunks(layout.table.get("attention.key"), specs.get("attention.key"), given)
-    query = layout.table.get("attention.query")
-    # Serving moves both to the cache.
-    if isinstance(query, str) and not layout.serves and {"attention.query", "attention.key"} <= specs.keys():
-        line = Line("attention.query", query)
-        yield from parted_groups(line, specs["attention.query"], specs["attention.key"], given)
+    query, key = specs.get("attention.query"), specs.get("attention.key")
+    if key:
+        yield from uneven_chunks(Line("attention.key", str(layout.table["attention.key"])), key, given)
+    if query and key and not layout.serves:  # serving moves both to the cache
+        yield from parted_groups(Line("attention.query", str(layout.table["attention.query"])), query, key, given)
     yield from stages_faults("", layout.table, specs, specs)
     for section, lines in layout.overrides.items():
         # In the layout of a phase its section is part of the table; the other one's batch and length are not known.
@@ -118,8 +115,7 @@ def _read(
     section: str, table: Mapping[str, Any], keys: Mapping[str, Key], sizes: GivenSizes
 ) -> tuple[Specs, list[Fault]]:
     """Return the specs that can be read and have their key's dimensions, and the faults of every line."""
-    specs: dict[str, Spec] = {}
-    faults: list[Fault] = []
+    specs, faults = {}, []
     for name, text in table.items():
         line = Line(name, str(text), section)
         if name not in keys:

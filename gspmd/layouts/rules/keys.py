@@ -97,6 +97,8 @@ def _via(name: str, left: str, right: str, meaning: str, **more) -> Key:
     return Key(name, (left, right), "via", meaning, optional=True, **more)
 
 
+# A bias, or the scales of an int8 matrix, lie by default as the tensor that they are added to or multiply, and a gate
+# as the matrix beside it: vectors are then where they are used, and one move of the residual serves both matrices.
 _ALL = (
     Key(
         "pipeline.layers",
