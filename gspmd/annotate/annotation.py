@@ -50,7 +50,7 @@ def annotate(x: Any, spec: str | Spec) -> Any:
     # A partial sum is a type, which Auto axes do not have; an open dimension is none.
     typed = spec.partial or spec.reduced
     if mesh.empty or not ((auto and not typed) or (explicit and not spec.is_open)) or spec.faults(shape, mesh):
-        from gspmd.annotate.diagnosis.placement import unfit_array
+        from gspmd.annotate.diagnosis.placement import unfit_array  # here alone: most arrays fit
 
         raise unfit_array(spec, shape, mesh, doing)
     devices, partition = mesh_with_devices(), spec.partition_spec()

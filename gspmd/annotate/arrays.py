@@ -23,7 +23,7 @@ def check_type(x: Any, spec: Spec, doing: str) -> Any:
         return x
     if actual.without_trivial(mesh) == spec.without_trivial(mesh):
         return jax.reshard(x, spec.partition_spec())
-    from gspmd.annotate.diagnosis.placement import other_type
+    from gspmd.annotate.diagnosis.placement import other_type  # here alone, as below: most arrays fit
 
     raise other_type(spec, actual, doing)
 

@@ -93,7 +93,7 @@ class Equation:
     @property
     def spans(self) -> tuple[tuple[int, int], ...]:
         """The place in `text` of each of `specs`, for the carets of an error; none without a text."""
-        from gspmd.annotate.diagnosis.refusals import spans
+        from gspmd.annotate.diagnosis.refusals import spans  # here alone, as below: most notation has no fault
 
         return spans(self.text) if self.text else ()
 

@@ -11,10 +11,13 @@ Code that finds a fault writes a `Fault`; the public function that was called co
 How a message is drawn stands in `diagnosis/message.py`, which is imported when there is one to draw.
 """
 
+import difflib
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TypeVar
+
+from gspmd.display.plain import printable
 
 _SHOWN = 100  # characters of a value
 _ARRAYS = {"ndarray": "array", "ArrayImpl": "array"}  # numpy's and JAX's, neither of which is imported for parsing
@@ -28,13 +31,9 @@ class NotationError(ValueError):
         self.faults = tuple(faults)
 
     def __str__(self) -> str:
-        from gspmd.display.plain import printable
-
         return printable(super().__str__())
 
     def __repr__(self) -> str:
-        from gspmd.display.plain import printable
-
         return printable(super().__repr__())
 
 
@@ -114,8 +113,6 @@ def article(noun: str) -> str:
 
 def suggestion(word: str, known: Iterable[str]) -> str:
     """ "Did you mean 'x'? " for the nearest known word, ignoring case; an empty string if none is near."""
-    import difflib
-
     by_small = {each.lower(): each for each in known}
     near = difflib.get_close_matches(word.lower(), list(by_small), n=1, cutoff=0.6)
     return f"Did you mean {by_small[near[0]]!r}? " if near else ""

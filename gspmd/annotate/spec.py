@@ -183,7 +183,7 @@ class Spec:
         mesh, sizes = mesh_sizes(mesh), whole_sizes(sizes)
         self.check(sizes, mesh)
         if self.is_open:
-            from gspmd.annotate.diagnosis.sizes import no_local_shape
+            from gspmd.annotate.diagnosis.sizes import no_local_shape  # here alone, as below: most specs fit
 
             raise no_local_shape(self)
         whole = [sizes[d] for d in self.dims] if isinstance(sizes, Mapping) else sizes

@@ -4,6 +4,7 @@ This imports nothing that takes time: a command that is misspelled is told at on
 """
 
 import _thread
+import difflib
 import errno
 import os
 import signal
@@ -148,7 +149,7 @@ def _ending_at_once() -> Iterator[None]:
 
 def _starting() -> Any:
     """Say on stderr that libraries are imported, once that has taken a while."""
-    from gspmd.display.console import console
+    from gspmd.display.console import console  # here, as below: rich takes longer to import than all of this file
     from gspmd.display.progress import Progress
 
     return Progress(console(stderr=True), "Starting JAX")
@@ -179,8 +180,6 @@ def _interrupt_soon(number: int) -> None:
 
 def _without_command(name: str) -> int:
     """Answer what is no command: the list of commands, the version, or the name of one that may be meant."""
-    import difflib
-
     from gspmd.display.console import console
 
     if name in ("", "-h", "--help"):

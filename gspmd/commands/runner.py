@@ -81,7 +81,7 @@ def guarded(
         if not processes.several():
             raise
         message, code, sure = "".join(traceback.format_exception(error)).rstrip(), 1, False
-    terminal.leave()
+    terminal.leave()  # or the message would fail where the terminal was closed
     if processes.several() and not together:
         processes.fail(code, message, sure=sure)  # which may wait for processes that are still to come
     with unheard():

@@ -94,7 +94,7 @@ class Chip(Printed):
         return {each.name: getattr(self, each.name) for each in fields(self) if each.name not in ("name", "source")}
 
     def __rich__(self) -> Any:
-        from gspmd.hardware.printing import table  # printing needs rich, planning does not
+        from gspmd.hardware.printing import table  # here, as below: printing needs rich, planning does not
 
         return table(self.name, self._figures(), self.source)
 

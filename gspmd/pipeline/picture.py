@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure  # slow to import; only pictures need it
 
 Ticks = Sequence[Mapping[str, Sequence[Any]]]
 """The slots of each tick by kind: for each stage the `Work` that it does, or None."""

@@ -25,6 +25,7 @@ from gspmd.training import TrainingConfig
 from gspmd.training.arrangement import Arrangement, arrange
 from gspmd.training.checkpoints import kept_settings, save_settings
 from gspmd.training.reporting import metrics
+from gspmd.training.step import building
 from gspmd.training.toml import ConfigError
 from gspmd_models import checkpoints
 from gspmd_models.finetuning.config import LoraConfig
@@ -281,7 +282,7 @@ def test_what_only_tracing_knows_is_said_before_the_text_is_read(monkeypatch, ca
     def refused(state, tokens, key):
         raise PlanError("only tracing knows.")
 
-    monkeypatch.setattr(train, "build_step", lambda settings, model: refused)
+    monkeypatch.setattr(building, "training_step", lambda model, layout, update: refused)
     assert main.main(["train", "--config", "tiny", "--data", "nowhere.txt"]) == 2
     assert "only tracing knows." in capsys.readouterr().err
 

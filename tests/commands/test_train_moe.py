@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+import gspmd_models as models
 from gspmd.commands import runner, train
 from gspmd.training.reporting import metrics
 
@@ -31,7 +32,7 @@ def run(script, capfd, monkeypatch, tmp_path):
 
     def call(*flags):
         monkeypatch.chdir(tmp_path)
-        monkeypatch.setattr(script.models, "build", _must_not_be_reached)
+        monkeypatch.setattr(models, "build", _must_not_be_reached)
         try:
             code = runner.guarded(script.main, [*TINY, *flags])
         except SystemExit as stop:
@@ -127,7 +128,7 @@ def test_the_run_is_told_before_anything_is_built(script, capfd, monkeypatch, tm
         told.append(capfd.readouterr().out)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(script.models, "build", build)
+    monkeypatch.setattr(models, "build", build)
     assert runner.guarded(script.main, [*TINY, "--data", "a.txt", "--out", "run"]) == 130
     lines = told[0].splitlines()
     assert lines[0].startswith("╭─ gspmd ")
@@ -144,7 +145,7 @@ def test_without_unicode(script, monkeypatch, tmp_path):
     out = TextIOWrapper(BytesIO(), encoding="ascii")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "stdout", out)
-    monkeypatch.setattr(script.models, "build", lambda *_: 1 / 0)
+    monkeypatch.setattr(models, "build", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):  # after all that is said before a model is built
         script.main([*TINY, "--data", "a.txt", "--out", "run"])
     out.flush()

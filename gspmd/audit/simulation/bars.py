@@ -129,7 +129,7 @@ def _fitting(span: Span, inches: float) -> str:
 @lru_cache(maxsize=4096)
 def width_of(text: str, points: float) -> float:
     """The width of a text in inches."""
-    from matplotlib.textpath import TextPath
+    from matplotlib.textpath import TextPath  # slow to import; only pictures need it
 
     return TextPath((0, 0), text, size=points).get_extents().width / 72 if text.strip() else 0.0
 

@@ -23,7 +23,7 @@ from gspmd.audit.simulation.machine import Span
 from gspmd.audit.simulation.timeline import Timeline, amount, checked_timeline
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure  # slow to import; only pictures need it
 
 _NAMES = {"einsum": "matrix products", "other": "other computing", "copy": "memory copies"}
 _BAND = "#f4f6f8"

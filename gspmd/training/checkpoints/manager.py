@@ -154,6 +154,8 @@ class Checkpoints:
             if not self._primary:
                 return said
             size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+            # Contents, checksums, then the name: a folder named by a step is whole, whenever this is killed. Older
+            # ones go last, when the new one is sure to outlast a loss of power.
             checksums.write(folder)
             folder.rename(self._folder / str(step))
             sync(self._folder)

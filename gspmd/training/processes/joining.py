@@ -78,7 +78,7 @@ def join(given: str) -> None:
     if given != "auto":
         named = {"coordinator_address": at.address, "num_processes": at.processes, "process_id": at.process}
         named["cluster_detection_method"] = "deactivate"
-    # JAX would handle SIGTERM itself.
+    # JAX would handle SIGTERM itself, which a run answers at the end of its step (`run.signals.Stop`).
     jax.config.update("jax_enable_preemption_service", False)
     keep_apart(_aborted)
     limits: dict[str, Any] = {"initialization_timeout": _JOINING, "shutdown_timeout_seconds": _DEPARTURE}

@@ -120,6 +120,7 @@ def fit(
                 if processes.first() and (fault := lost(out, resumed_at, figures)):
                     say(fault)
             profile = Profile(config.profile, out, resumed_at or 0, say, record=processes.first())
+            # A checkpoint is of no layout: the run goes on in the one that is in force after its step.
             program = programs[max(step for step in programs if step <= (resumed_at or 0))]()
             random = {"key": jax.random.key_data(program.key).tolist(), "rng": str(jax.random.key_impl(program.key))}
             stream, state = data.stream(corpus, config) | random, program.state
@@ -129,8 +130,10 @@ def fit(
                 data.check_stream(saved["stream"], stream)
                 position, skipped = saved["position"], saved["skipped"]
                 console.print(f"Resumed from step {resumed_at}.")
+            # Those of later steps are of a future that is now another one; a resume would take the newest of them.
             checkpoints.continue_from(resumed_at or 0)
             metrics = best = None
+            # Only here, where nothing is left that refuses a resume: the folder of one that is refused stays as it was.
             if processes.first():
                 save_settings(out, settings or {})
                 metrics = opened.enter_context(Metrics(out, resumed_at=resumed_at, settings=settings, log=config.log))
@@ -201,14 +204,16 @@ class _Run:
                 self.position = batches.get_state()
                 if number < end:  # Transfer the next batch while the devices compute this one.
                     batch = self.program.place(next(batches))
+                # This waits for the step, which was only dispatched: its time is measured, and a signal or a loss that
+                # is not finite is answered before the next one is under way.
                 row = self._row(jax.device_get(figures))
                 now = time.perf_counter()
                 row |= speed.figures(now - before)
                 if self.profile.after(number):
                     self.console.print(f"step {number}: profile written to {self.profile.folder}", soft_wrap=True)
-                self.checkpoints.check()
+                self.checkpoints.check()  # a save that failed in the background raises here
                 if reason := self.guard.count(number, row):
-                    self._wait()
+                    self._wait()  # so that the message names the step that was being saved
                     raise Diverged(reason, newest(self.out), self.out)
                 row["non_finite"] = self.guard.skipped
                 last = number == self.config.steps
@@ -220,13 +225,16 @@ class _Run:
                     self.metrics.write(number, row)
                 display.update(number, row)
                 self._tell(number, row)
+                # Asked in every step and by all processes, also by those that had no signal: a save is of all of them.
                 if (stopping := self.stop.agreed()) or saving:
                     run = {"stream": self.stream, "position": self.position, "skipped": self.guard.skipped}
+                    # Figures are on disk before the checkpoint that vouches for them by their digest.
                     run["figures"] = self.metrics.digest() if self.metrics is not None else None
                     with Progress(self.console, f"Saving step {number}"):
                         self.checkpoints.save(state, run)
                 if stopping:
                     self.interrupt(number)
+                # Validations and saves are not part of a step's time.
                 before = time.perf_counter() if validating or saving else now
         return state
 
@@ -245,7 +253,7 @@ class _Run:
 
         A signal that comes in the last batch stops the run after that.
         """
-        self._wait()
+        self._wait()  # the last step is safe before the validation, which may take long
         limit = self.config.final_validation_batches
         what = self.config.batch, self.config.length
         count, whole = self.corpus.validation_count(*what, limit), self.corpus.validation_count(*what)
@@ -298,6 +306,7 @@ class _Run:
             step = lowered.compile()
             compiled = time.perf_counter() - began
             progress.begin("Waiting for the other processes to compile it")
+            # Processes compile at different speeds, and the first step opens connections that wait for 30 s only.
             processes.meet("the first step")
         self.console.print(f"Compiled the training step in {duration(compiled)}.")
         if self.program.gradients is not None:
