@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -48,6 +49,8 @@ def loss(
     schedule: str = "1f1b",
     microbatches: int = 1,
     rounds: int = 1,
+    masked: bool = False,
+    total: jax.Array | None = None,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Compute the mean next-token cross-entropy in nats, plus the expert layers' auxiliary losses in training.
 
@@ -59,6 +62,11 @@ def loss(
         schedule: "1f1b", "gpipe" or "zero-bubble", where the layout splits the layers into stages: `gspmd.pipeline`.
         microbatches: parts of the batch that follow one another through the stages. The routers draw anew for each.
         rounds: how often each of them goes round the stages: chunks of layers of a stage.
+        masked: whether some tokens are read and not predicted, such as those of a prompt: they stand as their
+            complement, `~t`, which is below 0. The mean is then over the others.
+        total: the number of tokens that the mean is over, as of `predicted`; those of `tokens` by default. For a part
+            of a batch it is that of the whole batch divided by the number of parts, so that the mean over parts is
+            that of the whole, however many tokens of each are predicted.
 
     Returns:
         A float32 scalar, and its parts: `cross_entropy`; with experts also `aux_loss`, the sum over their layers, and
@@ -66,21 +74,49 @@ def loss(
     """
     mesh = jax.sharding.get_abstract_mesh().shape
     if table := schedule_of(model.config, model.layout, mesh, schedule, microbatches, rounds):
-        return _pipelined(model, tokens, key, train, table, *stages_axes(model.layout))
+        total = predicted(model.layout, tokens) if masked and total is None else total
+        return _pipelined(model, tokens, key, train, table, total, *stages_axes(model.layout))
     check_rounds(rounds, model.layout)
     if microbatches > 1:
         raise PlanError("microbatches go through stages, and this layout has no stages.\n  Leave microbatches at 1.")
+    total = predicted(model.layout, tokens) if masked and total is None else total
     inputs, labels = split_tokens(tokens, model.layout)
-    x, figures = model.hidden(inputs, key=key, train=train)
-    entropy = _mean_cross_entropy(model.layout, model.logits(x), labels)
+    x, figures = model.hidden(inputs if total is None else _read(inputs), key=key, train=train)
+    entropy = _mean_cross_entropy(model.layout, model.logits(x), labels, total)
     aux = {"cross_entropy": entropy, **_summary(figures)}
     return (entropy + aux["aux_loss"] if train and figures else entropy), aux
 
 
-def _mean_cross_entropy(layout: Layout, logits: jax.Array, labels: jax.Array) -> jax.Array:
+def _mean_cross_entropy(
+    layout: Layout, logits: jax.Array, labels: jax.Array, total: jax.Array | None = None
+) -> jax.Array:
+    """The mean over all labels, or, of a `total`, over that many: those that are not below 0."""
     with part(layout, "output"):
-        each = cross_entropy(logits, labels, layout["output.logits"])
-        return gspmd.reshard(each, Equation.move(label_spec(layout), SCALAR)) / each.size
+        if total is None:
+            each = cross_entropy(logits, labels, layout["output.logits"])
+        else:
+            each = cross_entropy(logits, _read(labels), layout["output.logits"])
+            # Not a product with 0: what stands behind a mask may be infinite.
+            each = jnp.where(labels < 0, jnp.float32(0), each)
+        summed = gspmd.reshard(each, Equation.move(label_spec(layout), SCALAR))
+        return summed / (each.size if total is None else total)
+
+
+def predicted(layout: Layout, tokens: jax.Array) -> jax.Array:
+    """Return the number of tokens of a batch that are predicted, at least 1: all but the first, and those below 0.
+
+    Args:
+        layout: a `gspmd.Layout`.
+        tokens: [B, L+1] integers, placed as `batch_spec`, some of them as their complement.
+    """
+    with part(layout, "output"):
+        each = (tokens[:, 1:] >= 0).astype(jnp.float32)
+        return jnp.maximum(gspmd.reshard(each, Equation.move(batch_spec(layout), SCALAR)), 1.0)
+
+
+def _read(tokens: jax.Array) -> jax.Array:
+    """The tokens themselves, where some stand as their complement."""
+    return jnp.where(tokens < 0, ~tokens, tokens)
 
 
 def schedule_of(
@@ -205,6 +241,7 @@ def _pipelined(
     key: jax.Array | None,
     train: bool,
     table: Schedule,
+    total: jax.Array | None,
     axis: str,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """The loss of a model whose layers are stages along a mesh axis: embedding in the first, loss in the last."""
@@ -221,6 +258,9 @@ def _pipelined(
     data = rows["embedding.table"].spec.reduced  # as all weights of `for_stages`; none in evaluation
     layout, periods = model.layout.inside(data), config.layers // config.period
     batches: dict[str, Any] = {"tokens": cut_batch(tokens, batch_spec(model.layout), table.microbatches)}
+    if total is not None:  # the mean over microbatches and pipelines is then over the predicted tokens of all of them
+        parts = table.microbatches * math.prod(jax.sharding.get_abstract_mesh().shape[each] for each in data)
+        batches["total"] = jnp.full((table.microbatches,), total / parts)
     if train and key is not None:
         keys = key[None]
         if table.microbatches > 1:
@@ -230,7 +270,8 @@ def _pipelined(
     def first(shared: Values, batch: Values) -> jax.Array:
         inputs, _ = split_tokens(batch["tokens"], layout)
         with part(layout, "embedding"):
-            return Embedding(config, layout, nested(shared)["embedding"], dtype)(inputs)
+            table = Embedding(config, layout, nested(shared)["embedding"], dtype)
+            return table(_read(inputs) if "total" in batch else inputs)
 
     def chunk(
         weights: Mapping[str, Any], x: jax.Array, batch: Values, number: jax.Array
@@ -248,7 +289,7 @@ def _pipelined(
         embedding = Embedding(config, layout, of["embedding"], dtype)
         with part(layout, "output"):
             logits = Output(config, layout, of["output"], dtype)(x, embedding)
-        return _mean_cross_entropy(layout, logits, split_tokens(batch["tokens"], layout)[1])
+        return _mean_cross_entropy(layout, logits, split_tokens(batch["tokens"], layout)[1], batch.get("total"))
 
     held, at = {path: rows[path].spec.without_partial() for path in shared}, stream(config, layout)
     run = pipelined(Stages(first, chunk, last), table, axis=axis, stream=at, shared=held, data=data)

@@ -23,7 +23,7 @@ from gspmd.training.step import Step, Update, building
 
 from .config import ModelConfig
 from .finetuning.freezing import trained_paths
-from .objective import batch_spec, check_rounds, for_stages, loss
+from .objective import batch_spec, check_rounds, for_stages, loss, predicted
 from .parameters import gradient_specs, optimizer_specs, parameters, stages_axes
 from .shapes import WIDE
 from .transformer import Transformer, arrays, with_arrays
@@ -40,6 +40,7 @@ class Language:
         dtype: compute dtype.
         schedule: of a pipeline, where a layout splits the layers into stages: `"1f1b"`, `"gpipe"` or `"zero-bubble"`.
         rounds: of a pipeline, chunks of layers of each stage.
+        masked: whether some tokens of a batch are read and not predicted, see `gspmd_models.loss`.
 
     Example:
         >>> from gspmd.layouts import Layout
@@ -55,6 +56,7 @@ class Language:
     dtype: Any = jnp.float32
     schedule: str = "1f1b"
     rounds: int = 1
+    masked: bool = False
 
     def sizes(self, batch: int, length: int) -> dict[str, int]:
         """Return the size of every dimension."""
@@ -91,12 +93,27 @@ class Language:
         """Return the layout with parameters as the loss takes them: see `Layout.for_loss`, and `for_stages`."""
         return for_stages(self.config, layout) if stages_axes(layout) else layout.for_loss(microbatches)
 
+    def predicted(self, layout: Layout, tokens: jax.Array) -> jax.Array | None:
+        """Return the number of tokens that the mean of a batch is over; None for all of them."""
+        return predicted(layout, tokens) if self.masked else None
+
     def loss(
-        self, layout: Layout, params: Mapping[str, Any], tokens: jax.Array, key: jax.Array, microbatches: int
+        self,
+        layout: Layout,
+        params: Mapping[str, Any],
+        tokens: jax.Array,
+        key: jax.Array,
+        microbatches: int,
+        predicted: jax.Array | None = None,
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Return the loss of a training step, and its figures; in stages, of the whole batch."""
-        model, how = self._placed(layout, params), {"schedule": self.schedule, **self._rounds(layout, microbatches)}
-        return loss(model, tokens, key=key, **how) if stages_axes(layout) else loss(model, tokens, key=key)
+        model, how = self._placed(layout, params), self._masked
+        if stages_axes(layout):
+            how |= {"schedule": self.schedule, **self._rounds(layout, microbatches)}
+        if predicted is not None:
+            how["total"] = predicted / self.cut(layout, microbatches)
+        value, figures = loss(model, tokens, key=key, **how)
+        return value, figures if predicted is None else figures | {"predicted": predicted}
 
     def cross_entropy(
         self, layout: Layout, params: Mapping[str, Any], tokens: jax.Array, microbatches: int
@@ -104,7 +121,7 @@ class Language:
         """Return the mean next-token cross-entropy of an evaluation."""
 
         def entropy(params: Parameters, tokens: jax.Array) -> jax.Array:
-            how = self._rounds(layout, microbatches)
+            how = self._rounds(layout, microbatches) | self._masked
             return loss(self._placed(layout, params), tokens, train=False, **how)[1]["cross_entropy"]
 
         if not stages_axes(layout) or jax.sharding.get_abstract_mesh().are_all_axes_explicit:
@@ -122,6 +139,10 @@ class Language:
 
     def _placed(self, layout: Layout, params: Mapping[str, Any]) -> Transformer:
         return Transformer(self.config, layout, nested(params), self.dtype)
+
+    @property
+    def _masked(self) -> dict[str, Any]:
+        return {"masked": True} if self.masked else {}
 
     def _rounds(self, layout: Layout, microbatches: int) -> dict[str, Any]:
         return {"microbatches": microbatches, "rounds": self.rounds} if stages_axes(layout) else {}

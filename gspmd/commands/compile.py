@@ -39,7 +39,7 @@ from gspmd_models.remat.prediction import show_remat
 
 DEFAULT = configs.find("palm-8b")
 TRAINED = ("microbatches", "parameter_dtype", "frozen")
-"""CompileSettings of [training] for a training step alone."""
+"""Fields of [training] that only a training step uses."""
 
 
 @dataclass(frozen=True)

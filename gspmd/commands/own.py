@@ -53,6 +53,8 @@ def refuse(settings: Any, doing: str, tokens: int | None = None) -> None:
     if training is not None:
         if any(lines_searched(parse_relayout(change).layout) is not None for change in training.relayout):
             faults.append("no layout is searched in the middle of a run; use gspmd search --model, then a file.")
+        if training.data_prompt:
+            faults.append("its loss has the prompts of --data-prompt for tokens to predict; leave that out.")
         if training.sample_bytes:
             faults.append("no text is sampled from it; leave --sample-bytes out.")
         vocabulary, ids = Own(settings.model).fixed_sizes().get("V"), 256 if tokens is None else tokens
@@ -74,8 +76,14 @@ def trainable(settings: Any, dtype: str = "") -> Trainable:
     return (
         Own(settings.model, of)
         if is_own(settings)
-        else Language(settings.model, of, sharding.schedule, sharding.rounds)
+        else Language(settings.model, of, sharding.schedule, sharding.rounds, _is_masked(settings))
     )
+
+
+def _is_masked(settings: Any) -> bool:
+    """Whether some tokens of a run's data are read and not predicted; other commands have no data."""
+    training = getattr(settings, "training", None)
+    return bool(training and training.data_prompt)
 
 
 def facts(settings: Any, layout: Layout) -> dict[str, str]:

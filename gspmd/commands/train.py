@@ -241,6 +241,7 @@ def arrange_run(console: Console, checked: Checked) -> Arranged:
     training = checked.settings.training
     corpus = data.load(
         training.data, fraction=training.validation_fraction, tokenizer=checked.tokenizer, field=training.data_field,
+        prompt=training.data_prompt,
         cache=training.data_cache, console=console,
     )  # fmt: skip
     data.check_size(corpus, training.batch, training.length)

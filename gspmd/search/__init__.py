@@ -1,6 +1,6 @@
 """Exact search: the cheapest layout of a program, and the cheapest options of choices whose costs hang together.
 
-`gspmd.search(build, layout, mesh, sizes)` finds a layout: see `gspmd.search.finding.search`. What it is solved by knows
+`gspmd.search(build, layout, mesh)` finds a layout: see `gspmd.search.finding.search`. What it is solved by knows
 nothing of layouts: numbers in, numbers out.
 
 Example:

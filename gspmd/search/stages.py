@@ -85,11 +85,11 @@ def split(
         >>> layers = np.array([3.0, 1.0, 1.0, 1.0])  # the first layer takes longer, and two devices halve it all
         >>> table = [[[layers[i : j + 1].sum() / n for n in (1, 2)] for j in range(4)] for i in range(4)]
         >>> split(table, (1, 2), devices=2, microbatches=4)
-        Split(stages=(Stage(first=0, last=3, submesh=1),), seconds=12.0, slowest=3.0, bound=12.0)
+        StageSplit(stages=(LayerRange(first=0, last=3, submesh=1),), seconds=12.0, slowest=3.0, bound=12.0)
         >>> split(np.array(table)[:, :, :1], (1,), devices=2, microbatches=4).stages
-        (Stage(first=0, last=0, submesh=0), Stage(first=1, last=3, submesh=0))
+        (LayerRange(first=0, last=0, submesh=0), LayerRange(first=1, last=3, submesh=0))
         >>> split(np.array(table)[:, :, :1], (1,), devices=2, microbatches=4, alike=True).stages
-        (Stage(first=0, last=1, submesh=0), Stage(first=2, last=3, submesh=0))
+        (LayerRange(first=0, last=1, submesh=0), LayerRange(first=2, last=3, submesh=0))
     """
     given, sizes = np.asarray(seconds, float), tuple(submesh_devices)
     _check_shape(given, len(sizes))

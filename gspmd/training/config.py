@@ -42,6 +42,8 @@ class TrainingConfig:
     data: tuple[str, ...] = ()
     """Files of text, JSON lines (.jsonl) or Parquet, or glob patterns ('path/*.txt', quoted; in a file, they begin in
     that file's folder); none for the source of Python's standard library."""
+    data_prompt: str = ""
+    """Field of a record with its prompt, which is read before the text and not predicted."""
     data_field: str = "text"
     """Field of a JSON line, or column of a Parquet file, with its text."""
     data_cache: str = ""

@@ -106,6 +106,11 @@ class Corpus:
             yield np.stack([self.validation[start : start + length + 1] for start in each[rows.start : rows.stop]])
 
     @property
+    def masked(self) -> bool:
+        """Whether some tokens, such as those of prompts, are read and not predicted: they stand as `~t`, below 0."""
+        return self.train.dtype.kind == "i"
+
+    @property
     def _parts(self) -> tuple[np.ndarray | Tokens, np.ndarray | Tokens]:
         return self.train, self.validation
 

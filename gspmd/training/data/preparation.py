@@ -10,6 +10,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 
 from gspmd import host
@@ -17,7 +18,7 @@ from gspmd.display.progress import Progress
 from gspmd.training.data import shards
 from gspmd.training.data.corpus import Corpus, digest_of
 from gspmd.training.data.sources import FIELD, Faults, compression, kind, matching
-from gspmd.training.data.split import HELD_OUT, TRAIN, no_text, split
+from gspmd.training.data.split import HELD_OUT, TRAIN, Piece, no_text, split
 from gspmd.training.data.tokens import Encoding, of_bytes, of_tokenizer
 from gspmd.training.toml import ConfigError
 
@@ -35,6 +36,7 @@ def load(
     fraction: float = 0.05,
     tokenizer: Any = None,
     field: str = FIELD,
+    prompt: str = "",
     cache: str | os.PathLike = "",
     console: Console | None = None,
 ) -> Corpus:
@@ -53,6 +55,8 @@ def load(
         fraction: share of the bytes held out; with whole files, between half and twice that.
         tokenizer: with `backend` and `ends`, as `gspmd_models.checkpoints.Tokenizer`; None if tokens are bytes.
         field: field of a record with its text.
+        prompt: field of a record with its prompt. Its tokens stand before those of the text, each as its complement
+            `~t`: they are read, and not predicted. Empty for records without one.
         cache: folder for tokens; `$GSPMD_CACHE`, or ~/.cache/gspmd, if empty.
         console: where progress is shown.
 
@@ -69,9 +73,15 @@ def load(
     if field != FIELD and all(kind(path) == "text" for path in stamps):
         fault = f"no file has records with a field {field!r}: {name} is read as plain text. Leave out --data-field."
         raise ConfigError("cannot read the data:", [fault])
+    if prompt and all(kind(path) == "text" for path in stamps):
+        fault = f"no file has records with a field {prompt!r}: {name} is read as plain text. Leave out --data-prompt."
+        raise ConfigError("cannot read the data:", [fault])
+    if prompt and prompt == field:
+        fault = f"prompt and text are both in the field {field!r}; name another with --data-prompt or --data-field."
+        raise ConfigError("cannot read the data:", [fault])
     with Progress(console, "Reading the text") as progress:
         files = _files(stamps, name, progress)
-        settings = [_FORMAT, fraction, field, encoding.digest, encoding.vocabulary]
+        settings = [_FORMAT, fraction, field, encoding.digest, encoding.vocabulary, *([prompt] if prompt else [])]
         key = hashlib.sha256(json.dumps([settings, *files]).encode()).hexdigest()[:32]
         folder = (Path(cache) if cache else host.cache_folder("tokens")) / key
         with _writing_to(folder.parent):
@@ -84,7 +94,7 @@ def load(
                     if index is None:
                         shutil.rmtree(folder, ignore_errors=True)
                         taken = {path: stamps[path] for path in files.values()}
-                        index = _tokenize(taken, folder, encoding, name, field, fraction, progress)
+                        index = _tokenize(taken, folder, encoding, name, (field, prompt), fraction, progress)
         progress.begin("Mapping the tokens into memory")
         train, held_out = (shards.read_tokens(folder, part, index) for part in (TRAIN, HELD_OUT))
         return Corpus(
@@ -94,7 +104,7 @@ def load(
             files=(index[TRAIN]["texts"], index[HELD_OUT]["texts"]),
             gzip_bits_per_byte=index["gzip_bits_per_byte"],
             vocabulary=encoding.vocabulary,
-            bytes_per_token=index[HELD_OUT]["bytes"] / max(1, len(held_out)),
+            bytes_per_token=index[HELD_OUT]["bytes"] / max(1, index[HELD_OUT].get("predicted", len(held_out))),
             tokenizer=encoding.digest,
             unit="file" if {kind(path) for path in files.values()} == {"text"} else "record",
             digest=digest_of(index[TRAIN]["sha256"], index[HELD_OUT]["sha256"]),
@@ -148,34 +158,48 @@ def _files(stamps: Mapping[Path, Stamp], name: str, progress: Progress) -> dict[
 class _Part:
     """A part of the corpus while it is written."""
 
-    def __init__(self, folder: Path, name: str, encoding: Encoding):
-        self.writer, self._encoding = shards.Writer(folder, name, encoding.dtype), encoding
-        self.texts = self.bytes = 0
+    def __init__(self, folder: Path, name: str, encoding: Encoding, *, masked: bool):
+        self.writer, self._encoding = shards.Writer(folder, name, encoding.dtype(masked=masked)), encoding
+        self.texts = self.bytes = self.predicted = 0
 
-    def add(self, begins: bool, size: int, tokens: Any) -> None:
-        if begins:
-            if self.texts:
-                self.writer.write(self._encoding.between)
-                self.bytes += 1
-            self.writer.write(self._encoding.begin)
+    def add(self, piece: Piece, tokens: Any) -> None:
+        """Add a piece, in the order of the texts; bytes are those of predicted tokens."""
+        if piece.begins:
+            if self.texts:  # what ends a text is predicted, so that the model learns to end
+                self._write(self._encoding.between, 1)
+            self._write(self._encoding.begin, 0, read=piece.read)
             self.texts += 1
+        self._write(tokens, len(piece.bytes), read=piece.read)
+
+    def _write(self, tokens: Any, size: int, *, read: bool = False) -> None:
+        if read:
+            self.writer.write(~np.asarray(tokens, np.int64))
+            return
         self.writer.write(tokens)
         self.bytes += size
+        self.predicted += len(tokens)
 
 
 class _Gzip:
-    """The size of texts under gzip -9, each by itself."""
+    """The size of texts under gzip -9, each by itself; an answer's is by how much it makes its prompt larger."""
 
     def __init__(self) -> None:
         self.plain = self.packed = 0
+        self._here, self._asked = 0, False  # bytes of the current text, and whether all of them are of its prompt
         self._packing: Any = None
 
-    def add(self, begins: bool, piece: bytes) -> None:
-        if begins:
+    def add(self, piece: Piece) -> None:
+        """Add a piece, in the order of the texts."""
+        if piece.begins:
             self.end()
-            self._packing = zlib.compressobj(9, zlib.DEFLATED, 31)
-        self.plain += len(piece)
-        self.packed += len(self._packing.compress(piece))
+            self._packing, self._here, self._asked = zlib.compressobj(9, zlib.DEFLATED, 31), 0, piece.read
+        if self._asked and not piece.read:
+            self.packed -= self._here + len(self._packing.copy().flush())
+            self._asked = False
+        size = len(self._packing.compress(piece.bytes))
+        self._here += size
+        self.packed += size
+        self.plain += 0 if piece.read else len(piece.bytes)
 
     def end(self) -> None:
         if self._packing is not None:
@@ -187,47 +211,51 @@ def _tokenize(
     folder: Path,
     encoding: Encoding,
     name: str,
-    field: str,
+    fields: tuple[str, str],
     fraction: float,
     progress: Progress,
 ) -> dict[str, Any]:
-    """Write the tokens of all texts, and return their index."""
+    """Write the tokens of all texts, and return their index; `fields` are those of a record's text and prompt."""
+    field, prompt = fields
     whole = sum(size for size, _ in stamps.values())
     read = progress.counter("Checking the text", whole)
-    chosen = split([*stamps], field, fraction, name, utf8=bool(encoding.digest), read=read)
+    chosen = split([*stamps], field, fraction, name, utf8=bool(encoding.digest), read=read, prompt=prompt)
     wrote = progress.counter("Tokenizing" if encoding.digest else "Copying the text", whole)
     faults, gzip = Faults(), _Gzip()
     with ExitStack() as stack:
         partial = stack.enter_context(shards.created(folder))
-        parts = {each: _Part(partial, each, encoding) for each in (TRAIN, HELD_OUT)}
+        masked = bool(prompt)
+        parts = {each: _Part(partial, each, encoding, masked=masked) for each in (TRAIN, HELD_OUT)}
         for part in parts.values():
             stack.callback(part.writer.close)
         for batch in _batches(chosen.pieces(faults)):
-            for (part, begins, piece), tokens in zip(batch, encoding.encode([piece for *_, piece in batch])):
-                parts[part].add(begins, len(piece), tokens)
-                if part == HELD_OUT:
-                    gzip.add(begins, piece)
-                wrote(len(piece))
+            for piece, tokens in zip(batch, encoding.encode([piece.bytes for piece in batch])):
+                parts[piece.part].add(piece, tokens)
+                if piece.part == HELD_OUT:
+                    gzip.add(piece)
+                wrote(len(piece.bytes))
         gzip.end()
         for path, stamp in stamps.items():
             if _stamp(path) != stamp:
                 faults.add(f"{str(path)!r} has changed while it was read; start again.")
         faults.refuse("cannot read the data:")
         bits = 8 * gzip.packed / max(1, gzip.plain)
-        index = {"key": folder.name, "format": _FORMAT, "dtype": encoding.dtype.str, "gzip_bits_per_byte": bits}
+        dtype = encoding.dtype(masked=masked).str
+        index = {"key": folder.name, "format": _FORMAT, "dtype": dtype, "gzip_bits_per_byte": bits}
         for each, part in parts.items():
             part.writer.flush()
-            index[each] = {"texts": part.texts, "bytes": part.bytes, **part.writer.description()}
+            predicted = {"predicted": part.predicted} if masked else {}
+            index[each] = {"texts": part.texts, "bytes": part.bytes, **predicted, **part.writer.description()}
         shards.write_index(partial, index)
     return index
 
 
-def _batches(pieces: Iterator[tuple[str, bool, bytes]]) -> Iterator[list[tuple[str, bool, bytes]]]:
+def _batches(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
     """Pieces in lists of about `BATCH` bytes."""
     batch, size = [], 0
     for each in pieces:
         batch.append(each)
-        size += len(each[-1])
+        size += len(each.bytes)
         if size >= BATCH:
             yield batch
             batch, size = [], 0

@@ -11,7 +11,7 @@ import re
 import sys
 import sysconfig
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -185,28 +185,34 @@ def check_text(file: BinaryIO, path: Path, faults: Faults, *, utf8: bool, read: 
             return size
 
 
-def records(path: Path, field: str, faults: Faults) -> Iterator[bytes]:
-    """Yield the documents of a file of JSON lines or Parquet as UTF-8, without empty ones.
+def records(path: Path, field: str, faults: Faults, prompt: str = "") -> Iterator[tuple[bytes, bytes]]:
+    """Yield the documents of a file of JSON lines or Parquet as UTF-8, without empty ones: their prompt and their text.
 
     Args:
         path: the file.
         field: the field or column with the text.
         faults: gets a line for every record without a text, which is skipped.
+        prompt: the field or column with the prompt; empty for documents without one.
     """
-    rows = _parquet(path, field, faults) if kind(path) == "parquet" else _json_lines(path, field, faults)
-    for where, text in rows:
-        if not isinstance(text, str):
-            faults.add(f"{str(path)!r}: {where}: {field!r} is {_NAMES.get(type(text), 'a number')}, and not a text.")
-            continue
-        if text:
-            yield text.encode()
+    fields = {"prompt": prompt, "field": field} if prompt else {"field": field}
+    rows = _parquet(path, fields, faults) if kind(path) == "parquet" else _json_lines(path, fields, faults)
+    for where, texts in rows:
+        wrong = [
+            f"{name!r} is {_NAMES.get(type(text), 'a number')}, and not a text"
+            for name, text in zip(fields.values(), texts)
+            if not isinstance(text, str)
+        ]
+        if wrong:
+            faults.add(f"{str(path)!r}: {where}: {'; '.join(wrong)}.")
+        elif texts[-1]:
+            yield texts[0].encode() if prompt else b"", texts[-1].encode()
 
 
 _LONG = "split that text, or put it into a file of its own, of any length."
 _NAMES = {type(None): "null", bool: "true or false", dict: "an object", list: "a list", bytes: "binary"}
 
 
-def _json_lines(path: Path, field: str, faults: Faults) -> Iterator[tuple[str, Any]]:
+def _json_lines(path: Path, fields: Mapping[str, str], faults: Faults) -> Iterator[tuple[str, list[Any]]]:
     with opened(path, faults) as file:
         for number, line in enumerate(iter(lambda: file.readline(LINE + 1), b"") if file else (), 1):
             where = f"line {number}"
@@ -226,14 +232,15 @@ def _json_lines(path: Path, field: str, faults: Faults) -> Iterator[tuple[str, A
             else:
                 if not isinstance(record, dict):
                     faults.add(f"{str(path)!r}: {where} is {_NAMES.get(type(record), 'a value')}, and not an object.")
-                elif field not in record:
+                elif missing := [flag for flag, field in fields.items() if field not in record]:
                     has = ", ".join(map(repr, list(record)[:8])) or "none"
-                    faults.add(f"{str(path)!r}: {where} has no field {field!r}; it has {has}. See --data-field.")
+                    fault = f"{where} has no field {fields[missing[0]]!r}; it has {has}. See --data-{missing[0]}."
+                    faults.add(f"{str(path)!r}: {fault}")
                 else:
-                    yield where, record[field]
+                    yield where, [record[field] for field in fields.values()]
 
 
-def _parquet(path: Path, field: str, faults: Faults) -> Iterator[tuple[str, Any]]:
+def _parquet(path: Path, fields: Mapping[str, str], faults: Faults) -> Iterator[tuple[str, list[Any]]]:
     try:
         pyarrow, parquet = importlib.import_module("pyarrow"), importlib.import_module("pyarrow.parquet")
     except ImportError:
@@ -242,15 +249,16 @@ def _parquet(path: Path, field: str, faults: Faults) -> Iterator[tuple[str, Any]
     try:
         with parquet.ParquetFile(path) as file:
             columns = file.schema_arrow.names
-            if field not in columns:
+            if missing := [flag for flag, field in fields.items() if field not in columns]:
                 has = ", ".join(map(repr, columns[:8]))
-                faults.add(f"{str(path)!r} has no column {field!r}; it has {has}. Name one with --data-field.")
+                fault = f"has no column {fields[missing[0]]!r}; it has {has}. Name one with --data-{missing[0]}."
+                faults.add(f"{str(path)!r} {fault}")
                 return
             row = 0
-            for batch in file.iter_batches(batch_size=256, columns=[field]):
-                for value in batch.column(0).to_pylist():
+            for batch in file.iter_batches(batch_size=256, columns=[*dict.fromkeys(fields.values())]):
+                for values in zip(*(batch.column(field).to_pylist() for field in fields.values())):
                     row += 1
-                    yield f"row {row}", value
+                    yield f"row {row}", [*values]
     except (OSError, UnicodeDecodeError, pyarrow.ArrowException) as error:  # a column of text may hold other bytes
         faults.add(f"{str(path)!r} cannot be read as Parquet: {str(error).splitlines()[0]}.")
 

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from io import BytesIO
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -14,6 +15,22 @@ from gspmd.training.toml import ConfigError
 _BUCKETS = 1 << 16
 
 TRAIN, HELD_OUT = "train", "validation"
+
+
+class Piece(NamedTuple):
+    """A piece of a text.
+
+    Attributes:
+        part: that it belongs to.
+        begins: whether a text begins with it.
+        bytes: of the piece.
+        read: whether it is only read, as a prompt is, and not predicted.
+    """
+
+    part: str
+    begins: bool
+    bytes: bytes
+    read: bool = False
 
 
 @dataclass(frozen=True)
@@ -26,6 +43,7 @@ class Split:
         cuts: of the other files of text, the bytes after which the rest is held out; all stays if it is not named.
         bucket: records in buckets below this are held out.
         field: the field of the records with their text.
+        prompt: the field with their prompt; empty for none.
     """
 
     paths: Sequence[Path]
@@ -33,31 +51,43 @@ class Split:
     cuts: dict[Path, int]
     bucket: int
     field: str
+    prompt: str = ""
 
-    def pieces(self, faults: Faults) -> Iterator[tuple[str, bool, bytes]]:
-        """Yield all texts in pieces: the part that each belongs to, whether a text begins with it, and its bytes."""
+    def pieces(self, faults: Faults) -> Iterator[Piece]:
+        """Yield all texts in pieces."""
         for path in self.paths:
             if kind(path) == "text":
                 last = None
                 with opened(path, faults) as file:
                     for part, piece in text_pieces(file, self.cuts.get(path)) if file else ():
                         ours = HELD_OUT if part or path in self.held_out else TRAIN
-                        yield ours, part != last, piece
+                        yield Piece(ours, part != last, piece)
                         last = part
             else:
-                for text in records(path, self.field, faults):
-                    part = HELD_OUT if _bucket(text) < self.bucket else TRAIN
-                    for number, (_, piece) in enumerate(text_pieces(BytesIO(text))):
-                        yield part, number == 0, piece
+                for prompt, text in records(path, self.field, faults, self.prompt):
+                    part = HELD_OUT if _bucket(prompt or text) < self.bucket else TRAIN
+                    begins = True
+                    for of, read in ((prompt, True), (text, False)):
+                        for _, piece in text_pieces(BytesIO(of)):
+                            yield Piece(part, begins, piece, read)
+                            begins = False
 
 
 def split(
-    paths: Sequence[Path], field: str, fraction: float, name: str, *, utf8: bool, read: Callable[[int], None]
+    paths: Sequence[Path],
+    field: str,
+    fraction: float,
+    name: str,
+    *,
+    utf8: bool,
+    read: Callable[[int], None],
+    prompt: str = "",
 ) -> Split:
     """Read all texts once, without keeping them, and choose which are held out.
 
     Of files of text, the first whole ones up to the share of the bytes; if that misses it by half, the end of every
-    file. Of records, those whose digest is below a bound, so that copies are on one side.
+    file. Of records, those whose digest is below a bound, so that copies are on one side. With prompts that is the
+    digest of the prompt, so that no held-out prompt is learnt with another answer.
 
     Args:
         paths: the files, in an order that depends on their contents only.
@@ -66,6 +96,7 @@ def split(
         name: of the data, for the error.
         utf8: whether texts must be UTF-8, as a tokenizer needs.
         read: called with the numbers of bytes read.
+        prompt: the field of the records with their prompt; empty for none.
 
     Raises:
         ConfigError: with all faults of all files, or because there is no text.
@@ -77,9 +108,9 @@ def split(
             with opened(path, faults) as file:
                 sizes[path] = check_text(file, path, faults, utf8=utf8, read=read) if file else 0
         else:
-            for text in records(path, field, faults):
-                buckets[_bucket(text)] += len(text)
-                read(len(text))
+            for asked, text in records(path, field, faults, prompt):
+                buckets[_bucket(asked or text)] += len(asked) + len(text)
+                read(len(asked) + len(text))
     faults.refuse("cannot read the data:")
     sizes = {path: size for path, size in sizes.items() if size}
     if not sizes and not buckets.any():
@@ -93,6 +124,7 @@ def split(
         {files[index]: cut for index, cut in cuts.items()},
         bound,
         field,
+        prompt,
     )
 
 

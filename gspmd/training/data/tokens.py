@@ -29,10 +29,13 @@ class Encoding:
     digest: str
     encode: Callable[[Sequence[bytes]], list[np.ndarray]]
 
-    @property
-    def dtype(self) -> np.dtype:
-        """The smallest type that holds the ids, little-endian on every machine."""
-        return np.min_scalar_type(self.vocabulary - 1).newbyteorder("<")
+    def dtype(self, *, masked: bool = False) -> np.dtype:
+        """Return the smallest type that holds the ids, little-endian on every machine.
+
+        Args:
+            masked: whether it holds their complements too, which are below 0: of tokens that are only read.
+        """
+        return np.min_scalar_type(-self.vocabulary if masked else self.vocabulary - 1).newbyteorder("<")
 
 
 def of_bytes() -> Encoding:
@@ -40,8 +43,8 @@ def of_bytes() -> Encoding:
 
     Text in ASCII, Latin or UTF-8 does not hold the byte 0, so it stands between texts.
 
-    >>> of_bytes().encode([b"ab"])[0].tolist(), of_bytes().dtype
-    ([97, 98], dtype('uint8'))
+    >>> of_bytes().encode([b"ab"])[0].tolist(), of_bytes().dtype().name, of_bytes().dtype(masked=True).name
+    ([97, 98], 'uint8', 'int16')
     """
     return Encoding(256, (), (0,), "", lambda pieces: [np.frombuffer(piece, np.uint8) for piece in pieces])
 

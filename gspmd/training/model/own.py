@@ -157,8 +157,18 @@ class Own:
         gradients = {line: Spec.parse(layout.gradient(line)) for line in sorted(lines)}
         return layout.override({line: spec.cotangent for line, spec in gradients.items() if spec.partial})
 
+    def predicted(self, layout: Layout, tokens: jax.Array) -> jax.Array | None:
+        """Return None: the model's own loss says what it is the mean over."""
+        return None
+
     def loss(
-        self, layout: Layout, params: Mapping[str, Any], tokens: jax.Array, key: jax.Array, microbatches: int
+        self,
+        layout: Layout,
+        params: Mapping[str, Any],
+        tokens: jax.Array,
+        key: jax.Array,
+        microbatches: int,
+        predicted: jax.Array | None = None,
     ) -> tuple[jax.Array, Figures]:
         """Return the loss of a training step, and its figures."""
         return self._loss(layout, params, tokens, key, train=True)

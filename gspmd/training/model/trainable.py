@@ -67,10 +67,22 @@ class Trainable(Protocol):
     def for_loss(self, layout: Layout, microbatches: int) -> Layout:
         """Return the layout with parameters as the loss of a training step takes them: `EF reduced-x` for some."""
 
+    def predicted(self, layout: Layout, tokens: jax.Array) -> jax.Array | None:
+        """Return the number of tokens that the loss of a batch is the mean over; None for all of them.
+
+        It is asked of the whole batch, whose parts may have more and fewer of them.
+        """
+
     def loss(
-        self, layout: Layout, params: Mapping[str, Any], tokens: jax.Array, key: jax.Array, microbatches: int
+        self,
+        layout: Layout,
+        params: Mapping[str, Any],
+        tokens: jax.Array,
+        key: jax.Array,
+        microbatches: int,
+        predicted: jax.Array | None = None,
     ) -> tuple[jax.Array, Figures]:
-        """Return the loss of a training step, and its figures."""
+        """Return the loss of a training step, and its figures; `predicted` is that of the whole batch."""
 
     def cross_entropy(
         self, layout: Layout, params: Mapping[str, Any], tokens: jax.Array, microbatches: int

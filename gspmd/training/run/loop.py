@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from rich.console import Console
 
@@ -274,7 +275,7 @@ class _Run:
     def validate(self, state: TrainState, limit: int = 0) -> dict[str, float]:
         """Bits per byte of `limit` batches of held-out text, or of all; empty if interrupted."""
         what = self.config.batch, self.config.length, limit
-        losses, count = [], self.corpus.validation_count(*what)
+        losses, weights, count = [], [], self.corpus.validation_count(*what)
         with Progress(self.console, "Compiling the validation") as progress:
             for number, batch in enumerate(self.corpus.validation_batches(*what, *self.program.part), 1):
                 if self.stop.agreed():
@@ -286,8 +287,12 @@ class _Run:
                         self.evaluate = self.evaluate.lower(state.params, placed).compile()
                     processes.meet("the validation")
                 losses.append(float(self.evaluate(state.params, placed)))
+                # Every batch has as many tokens, but not as many that are predicted where prompts are only read.
+                weights.append(int(_predicted(placed)) if self.corpus.masked else 1)
                 progress.say(f"Validating: batch {number} of {count}")
-        return {"val_bits_per_byte": float(np.mean(losses)) / self._nats_per_token}
+        # Held-out batches without a predicted token say nothing, and count for nothing.
+        mean = float(np.average(losses, weights=weights)) if any(weights) else math.nan
+        return {"val_bits_per_byte": mean / self._nats_per_token}
 
     def interrupt(self, step: int) -> NoReturn:
         """Stop the run once the checkpoint of `step` is complete."""
@@ -321,6 +326,12 @@ class _Run:
     def _nats_per_token(self) -> float:
         """Nats of a token that has a bit for each of its bytes."""
         return math.log(2) * self.corpus.bytes_per_token
+
+
+@jax.jit
+def _predicted(tokens: jax.Array) -> jax.Array:
+    """The number of tokens of a batch [B, L+1] that are predicted; those below 0 are only read."""
+    return jnp.sum(tokens[:, 1:] >= 0)
 
 
 def _due(step: int, every: int) -> bool:

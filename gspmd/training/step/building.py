@@ -121,8 +121,10 @@ def training_step(model: Trainable, layout: Layout, update: Update) -> Step:
         still = {path: value for path, value in state.params.items() if path in held}
         there = frozen_moves.to_loss(still)
 
-        def of_trained(params: Parameters, tokens: jax.Array, key: jax.Array) -> tuple[jax.Array, dict[str, jax.Array]]:
-            value, figures = model.loss(for_loss, {**there, **params}, tokens, key, update.microbatches)
+        def of_trained(
+            params: Parameters, tokens: jax.Array, key: jax.Array, total: jax.Array | None = None
+        ) -> tuple[jax.Array, dict[str, jax.Array]]:
+            value, figures = model.loss(for_loss, {**there, **params}, tokens, key, update.microbatches, total)
             return value, dict(figures)
 
         made = make_step(
@@ -133,6 +135,7 @@ def training_step(model: Trainable, layout: Layout, update: Update) -> Step:
             norm=partial(global_norm, specs=kept),
             moves=moves,
             microbatches=Microbatches(model.cut(layout, update.microbatches), batch),
+            total=partial(model.predicted, for_loss),
         )
         state, metrics = made(replace(state, params=_of(trained, state.params)), tokens, key)
         return replace(state, params={**still, **state.params}), metrics

@@ -12,7 +12,8 @@ from gspmd.lowerings.program import mapped
 from gspmd.pipeline.microbatches import cut_batch
 
 Tree = Any
-Loss = Callable[[Tree, jax.Array, jax.Array], tuple[jax.Array, dict[str, jax.Array]]]
+Loss = Callable[..., tuple[jax.Array, dict[str, jax.Array]]]
+"""From parameters, a batch and a random key, and perhaps a `total`, to the loss and further figures."""
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """The update: loss and gradients, the optimizer where its state is, and the new state."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import jax
@@ -27,6 +28,7 @@ def make_step(
     norm: Norm = optax.tree.norm,
     moves: Moves | None = None,
     microbatches: Microbatches | None = None,
+    total: Callable[[jax.Array], jax.Array | None] | None = None,
 ) -> Step:
     """Build the training step, not compiled: (state, batch, key) -> (state, metrics).
 
@@ -43,6 +45,8 @@ def make_step(
         norm: computes the global norm of gradients in the optimizer's layout.
         moves: between the layouts; None if they agree.
         microbatches: how the batch is split, and where it lies; needed if gradients are partial sums.
+        total: from the whole batch to what the loss of each microbatch takes as `total`, such as the number of tokens
+            that its mean is over; None, or a result of None, for a loss that takes none.
 
     Returns:
         A pure function. The key is folded with the step, so that a resumed run has the draws of an uninterrupted one.
@@ -55,10 +59,12 @@ def make_step(
 
     def gradients_of(params: Tree, batch: jax.Array, key: jax.Array) -> tuple[Any, Tree]:
         params = moves.to_loss(params)
+        of_all = None if total is None else total(batch)
+        of_part = loss if of_all is None else partial(loss, total=of_all)
         if microbatches is None or microbatches.count == 1:
-            figures, gradients = jax.value_and_grad(loss, has_aux=True)(params, batch, key)
+            figures, gradients = jax.value_and_grad(of_part, has_aux=True)(params, batch, key)
         else:
-            figures, gradients = microbatches.value_and_gradients(loss, moves.loss, params, batch, key)
+            figures, gradients = microbatches.value_and_gradients(of_part, moves.loss, params, batch, key)
         with jax.named_scope("optimizer"):
             return figures, moves.gradients_to_optimizer(gradients)
 

@@ -2,6 +2,8 @@
 
 import dataclasses
 import gzip
+import json
+import re
 import sysconfig
 from pathlib import Path
 
@@ -237,3 +239,43 @@ def test_another_stream_is_one_message(counting):
         "batch was 4, but is 8.",
         "seed was 0, but is 1.",
     )
+
+
+def test_prompts_are_read_and_not_predicted(tmp_path):
+    """In the order of the records, tokens of prompts stand as their complement; what ends a text is predicted."""
+    pairs = [(f"ask {number}?", f"answer {number}") for number in range(40)]
+    lines = [json.dumps({"q": asked, "a": answer}) for asked, answer in pairs]
+    (tmp_path / "chats.jsonl").write_text("\n".join(lines))
+    corpus = data.load([str(tmp_path / "chats.jsonl")], fraction=0.2, field="a", prompt="q", cache=tmp_path / "cache")
+    assert corpus.masked
+    predicted = read = 0
+    texts = set()
+    for part in (corpus.train, corpus.validation):
+        tokens = np.asarray(part)
+        assert tokens.dtype == np.int16
+        whole = np.where(tokens < 0, ~tokens, tokens).astype(np.uint8).tobytes()
+        texts |= {*whole.split(b"\0")}
+        for kept in tokens[tokens >= 0].astype(np.uint8).tobytes().split(b"\0"):
+            assert kept.startswith(b"answer ")
+        predicted, read = predicted + np.sum(tokens >= 0), read + np.sum(tokens < 0)
+    assert texts == {f"{asked}{answer}".encode() for asked, answer in pairs}
+    assert read == sum(len(asked) for asked, _ in pairs)
+    assert predicted == sum(len(answer) for _, answer in pairs) + len(pairs) - 2  # with the ends between texts
+    assert corpus.bytes_per_token == 1.0
+    assert 0 < corpus.gzip_bits_per_byte < 16
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"field": "a", "prompt": "p"}, "line 1 has no field 'p'; it has 'q', 'a'. See --data-prompt."),
+        ({"field": "a", "prompt": "a"}, "prompt and text are both in the field 'a'"),
+    ],
+)
+def test_prompts_that_are_not_there_are_refused(tmp_path, fields, said):
+    (tmp_path / "chats.jsonl").write_text(json.dumps({"q": "ask", "a": "answer"}))
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        data.load([str(tmp_path / "chats.jsonl")], cache=tmp_path / "cache", **fields)
+    (tmp_path / "a.txt").write_text("some text")
+    with pytest.raises(ConfigError, match="no file has records with a field 'q'"):
+        data.load([str(tmp_path / "a.txt")], cache=tmp_path / "cache", prompt="q")

@@ -29,7 +29,7 @@ def lines(texts, field="text"):
 def read(path, field="text"):
     """The texts of a file, and its faults."""
     faults = Faults()
-    found = [text.decode() for text in records(path, field, faults)]
+    found = [text.decode() for _, text in records(path, field, faults)]
     return found, said(faults)
 
 

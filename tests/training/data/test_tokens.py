@@ -113,7 +113,7 @@ def test_bits_per_byte_are_of_the_bytes_of_the_held_out_texts(jsonl, tokenizer):
 @pytest.mark.parametrize(("size", "dtype"), [(256, np.uint8), (257, np.uint16), (65536, np.uint16), (65537, np.uint32)])
 def test_ids_take_as_few_bytes_as_they_need(size, dtype):
     backend = Tokenizer(models.WordLevel({"a": 0, "b": size - 1}, "a"))
-    assert of_tokenizer(SimpleNamespace(backend=backend, ends={0})).dtype == dtype
+    assert of_tokenizer(SimpleNamespace(backend=backend, ends={0})).dtype() == dtype
 
 
 def test_long_texts_and_many_records_make_several_shards_and_batches(jsonl, tmp_path, tokenizer, monkeypatch):
