@@ -13,7 +13,6 @@ import numpy as np
 
 from gspmd.reading import ReadError, parse_json
 from gspmd.training.disk import write_whole
-from gspmd.training.reporting.events import Events
 from gspmd.training.reporting.weights_and_biases import WeightsAndBiases, check_installed
 from gspmd.training.toml import ConfigError
 
@@ -41,6 +40,9 @@ class Metrics:
         settings: Mapping[str, Any] | None = None,
         log: str | None = None,
     ):
+        # Here alone: tensorboardX imports torch where that is installed; other commands would take seconds to start.
+        from gspmd.training.reporting.events import Events
+
         if log:
             check_installed()
         self._path = Path(out) / _FILE

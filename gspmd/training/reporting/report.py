@@ -14,7 +14,7 @@ from rich.table import Table
 
 from gspmd.display.progress import Progress
 from gspmd.display.units import duration
-from gspmd.training.reporting import plots, tables
+from gspmd.training.reporting import tables
 from gspmd.training.reporting.metrics import Metrics, best_validation, read
 
 
@@ -54,6 +54,8 @@ def finish(
         sample: generates the text, prompt included; None for no sample.
         metrics: where plots and text are added too.
     """
+    from gspmd.training.reporting import plots  # here alone: matplotlib is for the end of a run, and slow to import
+
     rows = read(out)
     step = rows[-1]["step"]
     with Progress(console, "Drawing the loss curve") as progress:
