@@ -1,7 +1,7 @@
-"""Exact search: the cheapest layout of a program, and the cheapest options of choices whose costs hang together.
+"""Exact search: the cheapest layout of a program, and the cheapest options of choices whose costs depend on each other.
 
-`gspmd.search(build, layout, mesh)` finds a layout: see `gspmd.search.finding.search`. What it is solved by knows
-nothing of layouts: numbers in, numbers out.
+`gspmd.search(build, layout, mesh)` finds a layout: see `gspmd.search.finding.search`. The solver below it knows nothing
+of layouts; its problems are numbers.
 
 Example:
     >>> import numpy as np
@@ -37,10 +37,10 @@ def __getattr__(name: str) -> Any:
 
 
 class _CallablePackage(ModuleType):
-    """A package that can be called as its function: `gspmd.search` is both, and neither may hide the other."""
+    """A package that can be called: `gspmd.search` is both a package and a function, and neither may hide the other."""
 
     def __call__(self, *args: Any, **options: Any) -> Any:
-        """Search the cheapest layout of a program; see `gspmd.search.finding.search`."""
+        """Search for the cheapest layout of a program; see `gspmd.search.finding.search`."""
         return import_module(f"{__name__}.finding").search(*args, **options)
 
     def __reduce__(self) -> tuple:

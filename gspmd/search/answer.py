@@ -1,4 +1,4 @@
-"""Answers of a search: picks with their cost and what is proved of it, or that nothing fits."""
+"""Answers of a search: picks with their cost and the bound proved for it, or an error if nothing fits."""
 
 from dataclasses import dataclass
 
@@ -7,14 +7,14 @@ from gspmd.display.units import amount_of_bytes
 
 @dataclass(frozen=True)
 class Answer:
-    """Picks of all choices, and how good they are known to be.
+    """One option picked for each choice, with the cost and the proved bound.
 
     Attributes:
         picks: the index of the option of each choice.
-        seconds: that they cost.
-        bytes: that they hold.
-        bound: seconds below which no allowed picks are that fit: proved, and never above `seconds`.
-        complete: whether the search ended by itself: `bound` is `seconds`, up to a tolerance where one was given.
+        seconds: the seconds of the picks.
+        bytes: the bytes that the picks hold.
+        bound: a proved lower bound on the seconds of all allowed picks that fit; never above `seconds`.
+        complete: whether the search ended by itself: then `bound` is `seconds`, up to the tolerance if one was given.
     """
 
     picks: dict[str, int]
@@ -25,16 +25,16 @@ class Answer:
 
 
 class NothingFits(ValueError):
-    """No allowed picks hold as few bytes as the limit asks for, or none are allowed at all.
+    """No allowed picks hold as few bytes as the limit, or no picks are allowed at all.
 
     Attributes:
-        nearest: allowed picks of the fewest bytes; None where none are allowed.
-        limit: the bytes that were the limit; None where there was none.
-        over: the bytes by which the nearest exceed it; None without nearest.
+        nearest: the allowed picks that hold the fewest bytes; None if none are allowed.
+        limit: the limit in bytes; None if there was none.
+        over: the bytes by which `nearest` exceeds the limit; None without `nearest`.
     """
 
     def __init__(self, nearest: Answer | None, limit: float | None, message: str = ""):
-        """Say by how much nothing fits, in these words or in those of choices and options."""
+        """Describe the failure in the words of choices and options, or in the given message."""
         self.nearest = nearest
         self.limit = limit
         self.over = None if nearest is None or limit is None else nearest.bytes - limit

@@ -1,9 +1,9 @@
-"""Depth first through the picks that several measures leave possible: what closes a gap of the multiplier.
+"""Depth-first search through the picks that several bounds leave possible: closes the gap of the multiplier.
 
-With a limit on bytes the least of seconds + rate · bytes bounds the seconds from below, and may stay below them however
-the rate is chosen. Picks are then made one by one, last eliminated first; the messages give, for each measure, the
-least that any completion costs, and where one of them is too dear no completion is looked at. Nor is one where the
-picks that completions depend on were the same before, and cost no more by any measure: those were gone through.
+With a limit on bytes the minimum of seconds + rate · bytes bounds the seconds from below, and may stay below them for
+every rate. Then picks are made one by one, in the reverse order of elimination. The messages give the least cost of any
+completion by each measure; if one of these exceeds its ceiling, no completion is tried. A prefix is also skipped if an
+earlier prefix had the same picks in all choices that completions depend on, and cost no more by any measure.
 """
 
 from bisect import bisect_right
@@ -14,16 +14,16 @@ import numpy as np
 from gspmd.search.buckets import Messages
 
 ROUNDING = 1e-13
-"""The fraction of their seconds by which prefixes differ that are the same sums in another order."""
+"""The relative difference of prefixes that count as equal: their sums are taken in another order."""
 
 
 class Branching:
-    """The tree of picks.
+    """The tree of picks, walked depth first.
 
     Args:
-        measures: Messages of the same buckets: at some rate, by which options are tried in order; at none; of bytes.
-        ceilings: What a completion may at most cost by each measure; they may fall while the tree is gone through.
-        poll: Called at every node; it ends the walk by raising.
+        measures: Messages of the same buckets: at some rate, which gives the order of options; at rate 0; of bytes.
+        ceilings: The most that a completion may cost by each measure; they may fall during the walk.
+        poll: Called at every node; it raises to end the walk.
     """
 
     def __init__(self, measures: Sequence[Messages], ceilings: Callable[[], Sequence[float]], poll: Callable[[], None]):
@@ -34,18 +34,18 @@ class Branching:
         self._order = list(reversed(range(len(buckets))))
         self._picks = [0] * len(buckets)
         self._seen: dict[tuple[int, ...], list[tuple[float, float]]] = {}
-        # For each level the choices made before on which what follows depends.
+        # For each level, the earlier choices that later costs depend on.
         self._context: list[list[int]] = []
         for level in range(len(buckets)):
             rest = {buckets[at].choice for at in self._order[level:]}
             self._context.append(sorted({c for at in self._order[level:] for c in buckets[at].scope} - rest))
 
     def leaves(self) -> Iterator[list[int]]:
-        """Complete picks below all ceilings."""
+        """Yield complete picks below all ceilings."""
         return self._below(0, np.array([each.total() for each in self.measures]))
 
     def _below(self, level: int, least: np.ndarray) -> Iterator[list[int]]:
-        """The leaves below a node, from the least cost of any of them by each measure."""
+        """Yield the leaves below a node, given the least cost of any of them by each measure."""
         if level == len(self._order):
             yield list(self._picks)
             return
@@ -64,8 +64,8 @@ class Branching:
                 yield from self._below(level + 1, costs[:, option])
 
     def _dominated(self, level: int, seconds: float, held: float) -> bool:
-        """Return whether a level was begun, in the same context, with as few seconds and bytes; if not, it is now."""
-        # In order of seconds, and so of falling bytes.
+        """Return whether the level was visited in this context with as few seconds and bytes; if not, record it."""
+        # Sorted by seconds, and so by falling bytes.
         before = self._seen.setdefault((level, *(self._picks[choice] for choice in self._context[level])), [])
         place = bisect_right(before, seconds + ROUNDING * abs(seconds), key=lambda point: point[0])
         if place and before[place - 1][1] <= held:

@@ -1,8 +1,8 @@
-"""Bucket elimination: the least cost of all picks, and of all picks with any one option, without going through them.
+"""Bucket elimination: the least cost of all picks, and of all picks with any one option, without enumerating them.
 
-Choices are eliminated one after another. The *bucket* of a choice holds the terms and messages in which it is the first
-that is eliminated; its *message* is, for each combination of the other choices among them (its *scope*), the least sum
-over the options of the choice. The messages without a scope add up to the least cost of all.
+Choices are eliminated one after another. The *bucket* of a choice holds the terms and messages in which it is
+eliminated first. Its *message* gives, for each combination of the other choices among them (its *scope*), the least sum
+over the options of the choice. The messages without a scope add up to the least cost of all picks.
 
 Source: R. Dechter, Bucket elimination: a unifying framework for reasoning, Artificial Intelligence 113 (1999).
 """
@@ -16,11 +16,11 @@ import numpy as np
 from gspmd.search.tables import Tables
 
 LARGEST = 2**30
-"""Combinations in one bucket that are still gone through: it takes seconds, and more would take minutes."""
+"""The most combinations in one bucket that are enumerated: this takes seconds, and more would take minutes."""
 BLOCK = 2**16
-"""Combinations that are added up at once: 512 KiB, which stay in a core's cache."""
+"""Number of combinations that are added up at once: 512 KiB, which stay in a core's cache."""
 TIE = 1e-12
-"""The fraction by which costs may differ that are taken for equal: sums of the same numbers in another order do."""
+"""The relative difference of costs that count as equal: sums of the same numbers in another order differ by this."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Input:
 
 @dataclass(frozen=True)
 class Bucket:
-    """A choice that is eliminated, what is added up, and over which other choices its message goes."""
+    """A choice that is eliminated, the tables that are added up, and the other choices in its message."""
 
     choice: int
     scope: tuple[int, ...]
@@ -42,10 +42,10 @@ class Bucket:
 
 
 def eliminate(tables: Tables) -> list[Bucket]:
-    """The buckets in the order of elimination: next is always the choice whose bucket has the fewest combinations.
+    """Return the buckets in the order of elimination: the next choice is the one with the fewest combinations.
 
     Raises:
-        ValueError: Some bucket has more combinations than can be gone through.
+        ValueError: Some bucket has more combinations than can be enumerated.
     """
     sizes = [len(kept) for kept in tables.kept]
     left = [Input(number, of, False) for number, of in enumerate(tables.of)]
@@ -54,7 +54,7 @@ def eliminate(tables: Tables) -> list[Bucket]:
     while remaining:
         scopes = {one: {one}.union(*(each.of for each in left if one in each.of)) for one in remaining}
         cost = {one: math.prod(sizes[other] for other in scopes[one]) for one in remaining}
-        # Of equals the last, so that earlier choices are made first when the answer is read off.
+        # Among equals the last one, so that earlier choices are made first when the answer is read off.
         choice = min(remaining, key=lambda one: (cost[one], -one))
         if cost[choice] > LARGEST:
             names = ", ".join(tables.problem.choices[other].name for other in sorted(scopes[choice]))
@@ -76,9 +76,9 @@ class Messages:
     """The messages of all buckets for one measure of cost: seconds + rate · bytes, or bytes alone.
 
     Args:
-        tables: The terms, of the options that may be taken.
-        buckets: What `eliminate` made of them, or of tables with more options.
-        rate: Seconds that a byte counts for; None counts bytes alone, among what is allowed.
+        tables: The terms, for the options that may be taken.
+        buckets: The result of `eliminate` for these tables, or for tables with more options.
+        rate: Seconds that a byte counts for; None counts only the bytes of allowed picks.
     """
 
     def __init__(self, tables: Tables, buckets: list[Bucket], rate: float | None):
@@ -96,33 +96,33 @@ class Messages:
                     inputs.append(_align(self.messages[each.number][..., 0], each.of, axes))
                 else:
                     seconds, held = tables.seconds[each.number], tables.bytes[each.number]
-                    # Large tables that allow all and hold nothing add nothing to the bytes.
+                    # Large tables that allow everything and hold nothing add nothing to the bytes.
                     if rate is not None or held is not None or not np.isfinite(seconds).all():
                         inputs.append(_align(_measure(seconds, held, rate), each.of, axes))
             self._inputs.append(inputs)
             self.messages.append(least(inputs, [True] * len(bucket.scope) + [False]))
 
     def total(self) -> float:
-        """The least cost of all; `inf` where nothing is allowed."""
+        """Return the least cost of all picks; `inf` if nothing is allowed."""
         return math.fsum(message.item() for message in self.messages if message.ndim == 1)
 
     def row(self, at: int, picks: Sequence[int]) -> np.ndarray:
-        """Return the cost of each option of one bucket, with all that was eliminated before it."""
+        """Return the cost of each option of one bucket, including all that was eliminated before it."""
         where = tuple([picks[choice] for choice in self.buckets[at].scope])
         rows = (t[tuple([i if size > 1 else 0 for i, size in zip(where, t.shape)])] for t in self._inputs[at])
         return np.add.reduce([np.broadcast_to(row, self._sizes[self.buckets[at].choice]) for row in rows])
 
     def trace(self) -> list[int]:
-        """Picks of the least cost, of equals the first; they are allowed where `total` is finite."""
+        """Return the picks of the least cost, the first among equals; they are allowed if `total` is finite."""
         picks = [0] * len(self.buckets)
-        tie = TIE if self.rate is not None else 0.0  # bytes are whole numbers, and one of them may be too many
+        tie = TIE if self.rate is not None else 0.0  # Bytes are whole numbers, and one byte may be too many.
         for at in reversed(range(len(self.buckets))):
             row = self.row(at, picks)
             picks[self.buckets[at].choice] = int(np.argmax(row <= row.min() + tie * abs(row.min())))
         return picks
 
     def by_option(self) -> list[np.ndarray]:
-        """For each choice the least cost of all picks with each of its options, from one pass back over the buckets."""
+        """Find the least cost of all picks with each option of each choice, in one pass back over the buckets."""
         result = [np.empty(0)] * len(self.buckets)
         outside: dict[int, np.ndarray] = {}  # for each bucket the least of what is not in its message, over its scope
         roots = [at for at, bucket in enumerate(self.buckets) if not bucket.scope]
@@ -155,16 +155,16 @@ def _measure(seconds: np.ndarray, held: np.ndarray | None, rate: float | None) -
 
 
 def _align(table: np.ndarray, of: tuple[int, ...], axes: tuple[int, ...]) -> np.ndarray:
-    """A table over some of the axes with all of them, the others of length 1; in memory in this order, for speed."""
+    """Extend a table to all of these axes, with length 1 for those it lacks; in memory in this order, for speed."""
     present = [of.index(choice) for choice in axes if choice in of]
     table = np.ascontiguousarray(table.transpose(present))
     return np.expand_dims(table, tuple(i for i, choice in enumerate(axes) if choice not in of))
 
 
 def least(tables: Sequence[np.ndarray], keep: Sequence[bool]) -> np.ndarray:
-    """The least, over the axes that are not kept, of the sum of tables that broadcast; those axes get length 1.
+    """Return the least sum of tables that broadcast, over the axes that are not kept; these get length 1.
 
-    It goes block by block along the first axes, and what does not depend on an axis is added up before.
+    The first axes are cut into blocks, and tables that do not depend on an axis are added up outside of its loop.
     """
     shape = np.broadcast_shapes(*(table.shape for table in tables))
     if math.prod(shape) <= BLOCK or len(shape) == 1:
@@ -176,7 +176,7 @@ def least(tables: Sequence[np.ndarray], keep: Sequence[bool]) -> np.ndarray:
     for start in range(0, shape[0], step):
         rows = slice(start, start + step)
         parts = [*fixed, *(table[rows] for table in tables if len(table) > 1)]
-        # One row may still be too much: it is gone through along the next axis.
+        # One row may still be too much: it is cut along the next axis.
         below = least([part[0] for part in parts], keep[1:]) if step == 1 else least(parts, keep)
         target = result[rows] if keep[0] else result
         np.minimum(target, below, out=target)

@@ -34,11 +34,11 @@ from gspmd.search.writing import document
 from gspmd.tracing.trace import trace
 
 USABLE = 0.9
-"""The fraction of a chip's memory that a layout may use, where nothing else is said."""
+"""The fraction of a chip's memory that a layout may use by default."""
 NORM = "norm of gradients"
 MOST = 2
-"""Mesh axes up to which those of the global norm are a choice: with three a search goes through all with each of 8
-sets."""
+"""The most mesh axes for which the axes of the global norm are a choice: with three, a search would try all with each
+of 8 sets."""
 
 
 def search(
@@ -52,27 +52,27 @@ def search(
     microbatches: int = 1,
     stop: Callable[[], bool] = lambda: False,
 ) -> Found:
-    """Search the cheapest layout of a program: exactly, over every spec of every line.
+    """Search for the cheapest layout of a program: exactly, over every spec of every line.
 
-    The program is traced once, with an unknown in place of every dimension of every line, so that each planned step
-    says which lines it hangs on, and how often it runs, is computed again, or is merged. Its seconds follow for every
-    placement from the planner's tables, and the cheapest combination is found and proved. What no plan counts is added
-    as its passes over memory and its FLOPs. Memory is what arguments, results and intermediate arrays hold when most is
-    held, as their types say it.
+    The program is traced once, with an unknown in place of every dimension of every line. Each planned step then
+    says on which lines it depends, how often it runs, and whether it is recomputed or merged. Its seconds for every
+    placement come from the planner's tables, and the cheapest combination is found and proved. Work outside of plans is
+    added as passes over memory and FLOPs. Memory is the size of arguments, results and intermediate arrays when most is
+    held, according to their types.
 
     Args:
-        build: from a layout and a mesh to a function and its abstract arguments, placed as the layout says, such as a
+        build: maps a layout and a mesh to a function and its abstract arguments, placed as the layout says, such as a
             training step with its state and batch.
-        layout: a layout of the program, whose lines are searched; what it writes counts for nothing but dimensions.
+        layout: a layout of the program, whose lines are searched; only the dimensions of its specs are used.
         mesh: sizes of the mesh axes, or several meshes, of which the best is taken.
-        chip: whose seconds, and memory.
+        chip: the chip whose seconds and memory are assumed.
         memory: bytes that a device may hold; nine tenths of the chip's by default.
         fixed: lines that are not searched, with their specs.
-        microbatches: how many parts of the batch the program computes one after the other.
-        stop: asked now and then; where it is true, the best so far is returned, with what is proved of it.
+        microbatches: the number of parts of the batch that the program computes one after the other.
+        stop: called now and then; if it returns true, the best so far is returned, with the bound proved for it.
 
     Returns:
-        What was found.
+        The layout found, with its cost.
 
     Raises:
         NothingFits: no layout holds less than `memory`.
@@ -103,7 +103,7 @@ def search(
     lines = Lines.of(Layout.load(layout), dict(fixed or {}))
     program = read(build, lines)
     best: Found | None = None
-    refused: list[NothingFits | LayoutError | PlanError] = []  # of a mesh each
+    refused: list[NothingFits | LayoutError | PlanError] = []  # At most one for each mesh.
     bound, left = inf, False
     for each in meshes:
         if left := best is not None and stop():
@@ -127,13 +127,13 @@ def search(
         if refused:
             raise refused[0]
         raise PlanError(f"no mesh to search: {shown(mesh)}.\n  Give sizes of mesh axes, such as {{'x': 4}}.")
-    unknown = left or any(not isinstance(error, NothingFits) for error in refused)  # what other meshes have
+    unknown = left or any(not isinstance(error, NothingFits) for error in refused)  # Other meshes may have an answer.
     bound = 0.0 if unknown else bound
     return replace(best, bound=bound, complete=best.complete and bound >= best.bound)
 
 
 def _no_layout_fits(error: NothingFits, mesh: Mapping[str, int]) -> NothingFits:
-    """The same error in the words of layouts."""
+    """Return the same error in the words of layouts."""
     if error.nearest is None or error.limit is None or error.over is None:
         message = (
             f"no layout is possible on mesh {mesh_text(mesh)}: its sizes, or the lines that are fixed, leave none.\n"
@@ -149,10 +149,10 @@ def _no_layout_fits(error: NothingFits, mesh: Mapping[str, int]) -> NothingFits:
 
 
 def _check_numbers(limit: float, microbatches: int, meshes: Sequence[Mapping[str, int]]) -> None:
-    """Refuse numbers that are none, before a program is read.
+    """Refuse invalid numbers before a program is read.
 
     Raises:
-        PlanError: with the fault.
+        PlanError: a number is invalid.
     """
     if not limit > 0:
         raise PlanError(f"memory is {shown(limit)}.\n  Give the bytes that a device may hold, above 0.")
@@ -176,14 +176,14 @@ class Found:
     Attributes:
         layout: every line; its axes are those of the mesh.
         mesh: sizes of the mesh axes.
-        seconds: predicted, of everything that was priced.
-        planned_seconds: of planned steps, as `gspmd.trace` adds them up for this layout.
-        priced_seconds: of planned steps, as the search added them up: the same, but that a norm of all gradients is
-            over all axes of a mesh of three. Where they differ by more, nothing is proved, and `bound` is 0.
-        bytes: what a device holds when most is held.
-        bound: seconds below which no layout is, on any mesh that was asked for; 0 where the search was stopped before
-            it had come to all of them.
-        complete: whether it is proved to be the cheapest on all of them.
+        seconds: predicted seconds of everything that was priced.
+        planned_seconds: seconds of planned steps, as `gspmd.trace` adds them up for this layout.
+        priced_seconds: seconds of planned steps, as the search added them up: the same, except that on a mesh of three
+        +axes a norm of all gradients is over all of them. If they differ by more, nothing is proved, and `bound` is 0.
+        bytes: bytes that a device holds when most is held.
+        bound: a lower bound on the seconds of all layouts on all given meshes; 0 if the search was stopped before
+        +it had reached all of them.
+        complete: whether the layout is proved to be the cheapest on all of them.
     """
 
     layout: Layout
@@ -222,11 +222,11 @@ class MeshProblem:
     Attributes:
         build, program, lines: the program, as it was read.
         mesh: sizes of the mesh axes, all above 1.
-        chip: whose seconds.
-        microbatches: as of `search`.
-        dimensions: sizes by which a layout is checked, as of `gspmd.search.lines.choices_of`.
+        chip: the chip whose seconds are assumed.
+        microbatches: as in `search`.
+        dimensions: sizes by which a layout is checked, as in `gspmd.search.lines.choices_of`.
         like: a program that differs in sizes alone, at whose moment of most bytes memory is counted; None for its own.
-        whole: the whole mesh, in order, if it has axes around those that are searched (`Lines.around`).
+        whole: the whole mesh, in order, if it has axes around the searched ones (`Lines.around`).
     """
 
     build: Build
@@ -258,12 +258,12 @@ class MeshProblem:
 
     @cached_property
     def _norms(self) -> list[Use]:
-        """Scalars that are summed over whatever shards any of many tensors, as the norm of all gradients is."""
+        """Scalars summed over all mesh axes that shard any of many tensors, such as the norm of all gradients."""
         return [use for use in self.program.uses if _is_norm(use) and len(self.prices.choices_in(use.what)) > 2]
 
     @property
     def uses(self) -> list[Use]:
-        """The steps that are priced one by one: all but such norms."""
+        """The steps that are priced one by one: all except such norms."""
         return [use for use in self.program.uses if use not in self._norms]
 
     @cached_property
@@ -281,7 +281,7 @@ class MeshProblem:
 
     @cached_property
     def beside(self) -> list[Table]:
-        """The seconds of what no plan counts: passes over memory, and products inside other operations."""
+        """The seconds of work outside of plans: passes over memory, and products inside other operations."""
         done = self.program.work
         bandwidth, rate = self.chip.hbm_bandwidth, self.chip.flops("bfloat16")
         passes = [self._spread(array, count * array.size / bandwidth) for array, count in done.passed.items()]
@@ -298,25 +298,25 @@ class MeshProblem:
 
     @property
     def inner(self) -> list[Table]:
-        """The bytes of what else a device holds when most is held."""
+        """The bytes of all other arrays on a device when most is held."""
         return self.spread(self.others)
 
     def spread(self, arrays: Mapping[HeldArray, float]) -> list[Table]:
-        """Return the bytes that a device has of some arrays, so many of each."""
+        """Return the bytes that a device has of some arrays, given the number of each."""
         return [self._spread(each, count * each.size) for each, count in arrays.items()]
 
     @property
     def stored(self) -> Mapping[HeldArray, int]:
-        """The arrays that are the program's arguments, by how many of each."""
+        """The arrays that are the program's arguments, with the number of each."""
         return self._held.arguments
 
     @property
     def others(self) -> Mapping[HeldArray, int]:
-        """The arrays beside arguments that a device holds when most is held, by how many of each."""
+        """The other arrays that a device holds when most is held, with the number of each."""
         return self._held.others
 
     def _spread(self, array: HeldArray, amount: float) -> Table:
-        """An amount that the devices share out as they do an array."""
+        """Return an amount that the devices share as they share an array."""
         return self.prices.shared(array.unknowns, amount)
 
     # -- the problem ---------------------------------------------------------------------------------------------------
@@ -335,7 +335,7 @@ class MeshProblem:
         return [Choice(option.name, tuple(range(len(option.rows)))) for option in self.prices.choices]
 
     def terms(self, seconds: Sequence[Table], sizes: Sequence[Table]) -> list[Term]:
-        """Return tables as terms, those of one set of choices added up."""
+        """Return tables as terms, with those of one set of choices added up."""
         names = [option.name for option in self.prices.choices]
         time, size = _added([*seconds, *self.prices.ties]), _added(sizes)
         found = []
@@ -347,7 +347,7 @@ class MeshProblem:
         return found
 
     def _norm_terms(self, choices: list[Choice]) -> list[Term]:
-        """The seconds of the norm of gradients, by the mesh axes that shard any of them; adds their choice."""
+        """Return the seconds of the norm of gradients, by the mesh axes that shard any of them; add their choice."""
         if not self._norms:
             return []
         axes = tuple(self.mesh)
@@ -367,7 +367,7 @@ class MeshProblem:
 
     @cached_property
     def overestimate(self) -> float:
-        """Seconds by which a layout may be priced above what it costs: of norms that are priced over all mesh axes."""
+        """Seconds by which a layout may be priced above its cost: norms are priced over all mesh axes."""
         if len(self.mesh) <= MOST:
             return 0.0
         return sum(use.times * self._norm(tuple(self.mesh), use) for use in self._norms)
@@ -381,7 +381,7 @@ class MeshProblem:
         return sum(step.seconds for step in steps)
 
     def _sharding(self) -> dict[int, np.ndarray]:
-        """For each choice, the mesh axes, as masks, that shard what the norms are of, by option."""
+        """Return for each choice and option, the mesh axes, as masks, that shard the tensors of the norms."""
         found: dict[int, np.ndarray] = {}
         for use in self._norms:
             assert isinstance(use.what, UnknownMove)
@@ -406,7 +406,7 @@ class MeshProblem:
             priced += float(problem.seconds_of(answer.picks)[NORM])
         slack = self.overestimate
         planned = planned_seconds(self.build, layout, self.mesh, self.chip)
-        # Prices may be above the trace: of norms over all axes, and where too much is in common to tabulate.
+        # Prices may exceed the trace: norms over all axes, and common steps whose table would be too large.
         agrees = abs(planned - priced) <= slack + 1e-5 * planned + 1e-8
         bound, complete = (answer.bound - slack, answer.complete and not slack) if agrees else (0.0, False)
         return Found(
@@ -443,7 +443,7 @@ def _added(tables: Sequence[Table]) -> dict[tuple[int, ...], np.ndarray]:
 
 
 def _without_constants(choices: Sequence[Choice], terms: Sequence[Term], limit: float | None) -> Problem:
-    """A problem whose every term is of some choice: what is the same whatever is chosen goes with the first."""
+    """Build a problem in which every term has a choice: constant terms are added to those of the first choice."""
     choices = [*choices] or [Choice("nothing", (0,))]
     first = choices[0]
     found = []

@@ -1,8 +1,8 @@
-"""The memory of a program, and its passes over memory, as types say them: arrays by how often, and the moment of most
-bytes.
+"""The memory of a program, and its passes over memory, derived from types: how often each array passes, and the
+moment when most bytes are held.
 
-A type under Explicit axes has the unknowns over which an array lies, so that its bytes on a device follow from where
-the lines of the layout are put.
+A type under Explicit axes has the unknowns over which an array is sharded, so the bytes on a device follow from the
+mesh axes that the lines of the layout put in their place.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ _APART = ("dot_general", "conv_general_dilated", "gather", "scatter", "scatter-a
 _VIEWS = ("reshape", "squeeze", "broadcast_in_dim", "transpose")
 """Operations that by themselves move nothing in memory: products read their operands in any order of dimensions."""
 _PARTLY = ("gather", "dynamic_update_slice")
-"""Operations that read, or write, a part of their operand."""
+"""Operations that read or write a part of their operand."""
 _PASSING = ("optimization_barrier", "name", MARK, ENTERING, TOGETHER, NEVER_HOISTED)
 """Operations whose results are their operands."""
 
 
 _MOST_UNKNOWNS = 8
-"""Unknowns of one dimension, beside the first, up to which a type says where an array lies."""
+"""The most further unknowns of one dimension for which a type says how an array is sharded."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,8 @@ class HeldArray:
     """An array as a device holds it.
 
     Attributes:
-        size: bytes of the whole; on a device, of what lies over mesh axes that are known.
-        unknowns: those over which it lies.
+        size: bytes of the whole array; for one sharded over known mesh axes, those on a device.
+        unknowns: the unknowns over which it is sharded.
     """
 
     size: int
@@ -51,17 +51,17 @@ class HeldArray:
 
     @classmethod
     def of(cls, aval: Any) -> HeldArray | None:
-        """Return the array of a type; None of what is no array, and of one whose type does not say where it lies."""
+        """Return the array of a type; None for other types, and for one that does not say how the array is sharded."""
         shape, dtype = getattr(aval, "shape", None), getattr(aval, "dtype", None)
         if shape is None or dtype is None or not hasattr(dtype, "itemsize"):
             return None
         mesh = getattr(getattr(aval, "sharding", None), "mesh", None)
         if mesh is not None and any(name.startswith(PREFIX) for name in mesh.auto_axes):
-            # It passes a border of Auto axes, and has a type that says it before and after.
+            # It passes a border of Auto axes, and other types before and after say it.
             return None
         named = [name for names in unknowns_by_dimension(aval) for name in names]
         if len(named) > len(shape) + _MOST_UNKNOWNS:
-            # What JAX hands from one half of a split shard_map to the other is typed as spread over the whole mesh.
+            # JAX types what one half of a split shard_map passes to the other as spread over the whole mesh.
             return None
         sizes = mesh.shape if mesh is not None else {}
         size = dtype.itemsize * prod(shape) // prod(sizes[name] for name in named)
@@ -69,7 +69,7 @@ class HeldArray:
 
 
 def unknowns_by_dimension(aval: Any) -> list[tuple[str, ...]]:
-    """Return the mesh axes over which each dimension of a type lies; none of what is no array."""
+    """Return the mesh axes over which each dimension of a type is sharded; none for a type that is no array."""
     spec = getattr(getattr(aval, "sharding", None), "spec", None)
     parts = () if spec is None else spec.partitions
     return [() if part is None else part if isinstance(part, tuple) else (part,) for part in parts]
@@ -79,11 +79,11 @@ def unknowns_by_dimension(aval: Any) -> list[tuple[str, ...]]:
 
 
 class HeldValue:
-    """A value of a program, wherever it is called what.
+    """A value of a program, under whatever name it is used.
 
     Args:
         aval: its type.
-        seen: of what is another in another shape, that one, whose memory it has.
+        seen: the value that this one is a reshaped view of, and whose memory it shares.
     """
 
     def __init__(self, aval: Any, seen: HeldValue | None = None):
@@ -93,7 +93,7 @@ class HeldValue:
 
 @dataclass(frozen=True)
 class Operation:
-    """An operation of a program, with its values: a planned one, a loop, a conditional, or a primitive."""
+    """An operation of a program, with its values: a planned operation, a loop, a conditional, or a primitive."""
 
     equation: Any
     inputs: tuple[HeldValue, ...]
@@ -111,7 +111,7 @@ class Operation:
 
     @property
     def inner(self) -> list[Jaxpr]:
-        """The programs of a loop or a conditional; none of a planned operation, whose steps say what it does."""
+        """The programs of a loop or a conditional; none for a planned operation, which is described by its steps."""
         return [] if program_of(self.equation) is not None else list(inner_jaxprs(self.equation))
 
     @property
@@ -173,7 +173,7 @@ def _inline(jaxpr: Jaxpr, values: dict[Any, HeldValue], operations: list[Operati
 
 
 def _is_reshaped(equation: Any) -> bool:
-    """Whether a result is the operand in another shape, or behind a border of Auto axes: it has no room of its own."""
+    """Return whether a result shares its operand's memory: in another shape, or across a border of Auto axes."""
     name, before, after = equation.primitive.name, equation.invars[0].aval, equation.outvars[0].aval
     if name in ("reshard", "mesh_cast"):
         return HeldArray.of(before) is None
@@ -185,11 +185,11 @@ def _is_reshaped(equation: Any) -> bool:
 
 @dataclass(frozen=True)
 class ProgramWork:
-    """The work of a program beside its planned steps.
+    """The work of a program outside its planned steps.
 
     Attributes:
-        passed: arrays that are read or written, by how often.
-        flops: of products inside planned operations: how many, by what they make.
+        passed: arrays that are read or written, with the number of times.
+        flops: FLOPs of products inside planned operations, by the array that they make.
     """
 
     passed: Mapping[HeldArray, int]
@@ -197,9 +197,9 @@ class ProgramWork:
 
 
 def work(jaxpr: Jaxpr) -> ProgramWork:
-    """Count the passes over memory of what is elementwise, of planned operations but products, and of what loops keep.
+    """Count the passes over memory of elementwise operations, planned operations except products, and loops' stacks.
 
-    What is elementwise is fused as far as it goes: an array counts where something else makes it or reads it.
+    Elementwise operations are fused as far as possible: an array counts if another operation makes or reads it.
     """
     passed: Counter = Counter()
     flops: Counter = Counter()
@@ -229,7 +229,7 @@ def _passes(jaxpr: Jaxpr, times: int, passed: Counter, flops: Counter) -> None:
         for inner in each.inner:
             _passes(inner, times * trips, passed, flops)
         touched = [*each.inputs, *each.outputs] if not each.inner else []
-        if each.name == "scan":  # stacks are written, or read, slice by slice
+        if each.name == "scan":  # Stacks are written, or read, slice by slice.
             constants, carried = scan_operands(each.equation)
             stacked = [var for var in each.equation.invars[constants + carried :] if not isinstance(var, Literal)]
             read = each.inputs[len(each.inputs) - len(stacked) :]
@@ -247,7 +247,7 @@ def _count(passed: Counter, value: HeldValue, times: int) -> None:
 
 
 def _clusters(fused: list[Operation]) -> Iterator[list[Operation]]:
-    """The operations that are fused together: each with what makes its operands."""
+    """Yield the groups of operations that are fused: each with those that make its operands."""
     of: dict[HeldValue, list[Operation]] = {}
     for operation in fused:
         near = {id(of[value]): of[value] for value in operation.inputs if value in of}
@@ -259,7 +259,7 @@ def _clusters(fused: list[Operation]) -> Iterator[list[Operation]]:
 
 
 def _planned(call: Operation, times: int, passed: Counter, flops: Counter) -> None:
-    """Count what a planned operation reads and writes; products, with their operands, are priced with their steps."""
+    """Count the arrays that a planned operation reads and writes; products and operands are priced with their steps."""
     inside = [each for inner in inner_jaxprs(call.equation) for each in all_equations(inner)]
     marks = [each.params["mark"].what for each in inside if each.primitive.name == MARK]
     if any(_is_product(what) for what in marks):
@@ -267,7 +267,7 @@ def _planned(call: Operation, times: int, passed: Counter, flops: Counter) -> No
     multiplies = any(isinstance(what, UnknownSteps) and what.is_product for what in marks)
     moved = [what.before for what in marks if multiplies and isinstance(what, UnknownMove)]
     brought = {tuple(sorted(unknowns_in(before))) for before in moved}
-    # Of a table rows are read, and of a cache positions are written: what comes from there, or goes there, counts.
+    # A lookup reads rows of a table, and an update writes positions of a cache: only these count.
     partly = {_type(each.invars[0]) for each in inside if each.primitive.name in _PARTLY}
     for value in (*call.inputs, *call.outputs):
         if _type(value) not in partly and not (value.array and value.array.unknowns in brought):
@@ -286,12 +286,12 @@ def _type(value: Any) -> tuple:
 
 
 def _is_product(what: Unknown) -> bool:
-    """Whether a mark is priced with the local product, and the operation is nothing else."""
+    """Return whether a mark is priced with the local product, and the operation is nothing else."""
     return isinstance(what, UnknownProduct) or (isinstance(what, UnknownSteps) and what.plan is planned_steps)
 
 
 def _flops_in(equation: Any) -> int:
-    """FLOPs of the products in all that an operation calls, as often as its loops run."""
+    """Return the FLOPs of the products in everything that an operation calls, times the trips of its loops."""
     if equation.primitive.name == "dot_general":
         return _dot_flops(equation)
     inside = sum(_flops_in(each) for inner in inner_jaxprs(equation) for each in inner.eqns)
@@ -310,17 +310,17 @@ def _dot_flops(equation: Any) -> int:
 
 
 Moment = tuple[int, ...]
-"""A point of a program: an operation by its number and, in a loop, which of its programs, and the point in that."""
+"""A point of a program: an operation by its number and, in a loop, one of its programs and the point in that."""
 
 
 @dataclass(frozen=True)
 class Held:
-    """The arrays of a program at the moment when it holds most.
+    """The arrays of a program at the moment when it holds the most bytes.
 
     Attributes:
-        arguments: its arguments, by how many of each.
-        others: results that no argument has room for, and intermediate arrays.
-        moment: when that is.
+        arguments: its arguments, with the number of each.
+        others: results that no argument has room for, and intermediate arrays, with the number of each.
+        moment: the moment.
     """
 
     arguments: Mapping[HeldArray, int]
@@ -332,9 +332,9 @@ def held(jaxpr: Jaxpr, devices: int, moment: Moment | None = None) -> Held:
     """Return the arrays that a program holds when it holds most; donated arguments hold their results.
 
     Args:
-        jaxpr: of the program.
-        devices: over which arrays with an unknown are spread, to find the moment.
-        moment: that to take, of a program that differs in sizes alone.
+        jaxpr: the program.
+        devices: number of devices that share an array with an unknown, to find the moment.
+        moment: the moment to take, of a program that differs in sizes alone.
     """
     arguments = Counter(array for var in jaxpr.invars if (array := HeldArray.of(var.aval)) is not None)
     results = Counter(
@@ -349,7 +349,7 @@ def _nominal(arrays: Counter, devices: int) -> float:
 
 
 def _most(jaxpr: Jaxpr, devices: int, moment: Moment | None = None) -> tuple[Counter, float, Moment]:
-    """The arrays, beside operands and results, that a program holds at a moment, or when it holds most."""
+    """Return the arrays, beside operands and results, that a program holds at a moment, or when it holds most."""
     straight = Straight.of(jaxpr)
     outside = {value.memory for value in (*straight.inputs, *straight.results)}
     last = {value: number for number, each in enumerate(straight.operations) for value in _memory(each.inputs)}
@@ -361,12 +361,12 @@ def _most(jaxpr: Jaxpr, devices: int, moment: Moment | None = None) -> tuple[Cou
     for number, each in enumerate(straight.operations):
         asked = moment is not None and moment[:1] == (number,)
         deeper, program = (moment[2:], moment[1]) if moment and asked else (None, None)
-        looked_into = each.inner if moment is None or asked else ()  # at a given moment, the one loop that it is in
+        looked_into = each.inner if moment is None or asked else ()  # At a given moment only the loop that it is in.
         inner = [(*_most(one, devices, deeper), n) for n, one in enumerate(looked_into) if program in (None, n)]
         within, _, beyond, which = max(inner, key=lambda found: found[1]) if inner else (Counter(), 0.0, (), -1)
         done = {value for value in _memory(each.inputs) - elsewhere if last[value] == number}
         made = {value for value in _memory(each.outputs) if value in {*each.outputs} and value in last} - elsewhere
-        # What a loop carries is written over by what it becomes.
+        # The new values of a loop's carry overwrite the old ones.
         over = {after for before, after in each.carried if before.memory in done} & made
         alive.update(value.array for value in made - over)
         now = alive + within
@@ -382,12 +382,12 @@ def _most(jaxpr: Jaxpr, devices: int, moment: Moment | None = None) -> tuple[Cou
 
 
 def _memory(values: Iterable[HeldValue]) -> set[HeldValue]:
-    """Return the arrays that some values are kept as; none of what has no array."""
+    """Return the arrays that hold some values; none for values without an array."""
     return {value.memory for value in values if value.memory.array is not None}
 
 
 def _only_fused(straight: Straight) -> set[HeldValue]:
-    """Values that are made and read by what is fused alone, and so are never in memory."""
+    """Return the values that only fused operations make and read, and that are therefore never in memory."""
     made = {value.memory for each in straight.operations if each.is_fused for value in each.outputs}
     apart = _memory(value for each in straight.operations if not each.is_fused for value in each.inputs)
     return made - apart - _memory(straight.results)

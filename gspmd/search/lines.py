@@ -1,4 +1,4 @@
-"""A layout whose lines are not known: an unknown for every dimension, and which of them are chosen together."""
+"""A layout of unknown lines: an unknown mesh axis for every dimension, and which unknowns are chosen together."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from gspmd.planner.graph.placements import fitting, sequences
 from gspmd.planner.unknown import PREFIX, Known, placed, unknowns_in
 
 MOST_OPTIONS = 200_000
-"""Options of one choice up to which a search is worth beginning."""
+"""The most options of one choice with which a search is started."""
 
 _FOLLOWS = (
     ("embedding.tokens", "attention.residual", "BL"),
@@ -26,22 +26,24 @@ _FOLLOWS = (
     ("ffn.norm", "ffn.residual", "E"),
     ("output.norm", "ffn.residual", "E"),
 )
-"""Lines that lie as others do, though an operation would move them: another place costs a move and gains nothing."""
+"""Lines sharded as others are, though an operation would move them: another place costs a move and gains nothing."""
 
 
 @dataclass
 class Lines:
-    """The lines of a layout, each dimension of which lies over an unknown.
+    """The lines of a layout, with each dimension sharded over an unknown.
 
     Attributes:
-        layout: whose lines these are; what it writes counts for nothing but dimensions.
-        dims: the dimensions of each line; of a via, those of its two operands.
+        layout: the layout with these lines; only the dimensions of its specs are used.
+        dims: the dimensions of each line; for a via, those of its two operands.
         whole: for each line, the dimensions that are not sharded.
         vias: lines of vias, with the dimensions of both operands.
-        fixed: lines whose spec, or via, is given; nothing else is an option of them.
+        fixed: lines whose spec, or via, is given and is their only option.
         trained: lines of parameters, whose gradient and optimizer state have lines of their own.
-        around: mesh axes that are there whatever is chosen, with their sizes, such as that of the stages of a pipeline.
-        beside: of these, those over which every batch lies, before its unknown: along them pipelines run side by side.
+        around: mesh axes that are present whatever is chosen, with their sizes, such as that of the stages of a
+            pipeline.
+        beside: those of `around` over which every batch is sharded, before its unknown: pipelines run side by side on
+            them.
     """
 
     layout: Layout
@@ -54,12 +56,12 @@ class Lines:
     beside: tuple[str, ...] = ()
     _numbers: dict[tuple[str, str], int] = field(default_factory=dict)
     _parent: dict[str, str] = field(default_factory=dict)
-    _held: set[str] = field(default_factory=set)  # unknowns that shard nothing
-    _unread: set[str] = field(default_factory=set)  # vias that a program was given and does not read
+    _held: set[str] = field(default_factory=set)  # Unknowns that shard nothing.
+    _unread: set[str] = field(default_factory=set)  # Vias that a program was given and does not read.
 
     @classmethod
     def of(cls, layout: Layout, fixed: Mapping[str, str]) -> Lines:
-        """Return the lines that a layout writes, in the sections that describe a model, its own ones included.
+        """Return the lines that a layout writes, in the sections that describe a model, including its custom sections.
 
         Args:
             layout: a layout of the model.
@@ -68,7 +70,7 @@ class Lines:
         known = KEYS | own.keys(layout.own)
         written = {name: known[name] for name in layout.table if name in known}
         lines = {name: key for name, key in written.items() if key.kind != "via" and key.section != "pipeline"}
-        for key in KEYS.values():  # what lies as another line does unless it is written, and may lie elsewhere
+        for key in KEYS.values():  # A key that follows another line unless it is written; here it may differ.
             if key.default in lines and key.kind != "via" and len(key.dims) > 1 and "scale" not in key.name:
                 lines.setdefault(key.name, key)
         vias = [key for key in KEYS.values() if key.kind == "via" and key.dims[0] in lines and key.dims[1] in lines]
@@ -79,28 +81,29 @@ class Lines:
             {key.name: ("".join(known[key.dims[0]].dims), "".join(known[key.dims[1]].dims)) for key in vias},
             dict(fixed),
         )
-        parameters = {**keys_of_override("optimizer"), **layout.own}  # of one's own, the program says which are
+        parameters = {**keys_of_override("optimizer"), **layout.own}  # Which custom lines are, the program says.
         made.trained = [name for name, dims in made.dims.items() if name in parameters and len(dims) > 1]
         for key in written.values():
             if key.kind == "via" and key.name not in KEYS:
                 made.vias[key.name] = (key.dims[0], key.dims[1])
         made._whole_by_default()
-        # The vias of one's own weights, and what optimizer and cache hold, are known when the program has been read.
+        # The vias of weights in custom sections, and the lines of optimizer and cache, are known once the program is
+        # read.
         made.check_fixed(name for name in fixed if name in KEYS or not _is_known_later(name))
         for first, second, dims in (*ALIKE, *_FOLLOWS):
             if first in made.dims and second in made.dims:
                 for dim in dims:
                     made.tie(made.unknown(first, dim), made.unknown(second, dim))
         if {"attention.in_via", "attention.key_via"} <= made.vias.keys():
-            for dim in made.vias["attention.in_via"][0]:  # queries, keys and values have one operand
+            for dim in made.vias["attention.in_via"][0]:  # Queries, keys and values have one operand.
                 made.tie(made.unknown("attention.in_via", dim), made.unknown("attention.key_via", dim))
         return made
 
     def check_fixed(self, names: Iterable[str] | None = None) -> None:
-        """Refuse lines that are given and that there are not.
+        """Refuse fixed lines that do not exist.
 
         Raises:
-            LayoutError: with the first of them.
+            LayoutError: a line does not exist; names the first such line.
         """
         for name in self.fixed if names is None else names:
             if self._has(name):
@@ -117,24 +120,24 @@ class Lines:
             )
 
     def _has(self, name: str) -> bool:
-        """Whether it is a line whose spec, or via, can be given."""
+        """Return whether the spec, or via, of such a line can be given."""
         section, _, rest = name.partition(".")
         return name in self.dims or name in self.vias or (section == "optimizer" and rest in self.trained)
 
     def specs_of(self, line: str) -> tuple[Spec, ...]:
-        """Return the spec of a line that can be given, with its unknowns; of a via, those of both operands."""
+        """Return the spec, with its unknowns, of a line that can be given; for a via, those of both operands."""
         if line in self.vias:
             return tuple(self.via(line).specs)
         return (self.spec(line, self.dims[line if line in self.dims else line.removeprefix("optimizer.")]),)
 
     def check_on(self, mesh: Mapping[str, int]) -> None:
-        """Refuse lines that are given as no mesh, or this one, can have them.
+        """Refuse given lines that are possible on no mesh, or not on this one.
 
         Args:
             mesh: sizes of all mesh axes, those of size 1 too.
 
         Raises:
-            LayoutError: with the fault.
+            LayoutError: a line is not possible; names the fault.
         """
         self.check_fixed()
         for line, text in self.fixed.items():
@@ -159,14 +162,14 @@ class Lines:
                 raise LayoutError(f"cannot fix {line} = '{text}'.\n  A line that is given is no partial sum.")
 
     def copy(self) -> Lines:
-        """Return the same lines, tied as these are, to be read in another program."""
+        """Return the same lines, tied as these are, to be read from another program."""
         return replace(
             self, dims={**self.dims}, vias={**self.vias}, trained=[*self.trained], _numbers={**self._numbers},
             _parent={**self._parent}, _held={*self._held}, _unread={*self._unread},
         )  # fmt: skip
 
     def served(self) -> Lines:
-        """Return the lines of a program that trains nothing, and keeps keys and values in a cache."""
+        """Return the lines of a program that trains nothing and caches keys and values."""
         lines = self.copy()
         lines.trained = []
         for name, key in keys_of_override("cache").items():
@@ -174,7 +177,7 @@ class Lines:
         return lines
 
     def tie_as(self, other: Lines) -> None:
-        """Tie these lines as a program has tied its copy of them, which a program like it need not find out again."""
+        """Tie these lines as a program has tied its copy of them, so that a similar program begins with the ties."""
         self.vias |= other.vias
         self._numbers |= other._numbers
         self._parent |= other._parent
@@ -184,23 +187,23 @@ class Lines:
     def _whole_by_default(self) -> None:
         for name, dims in (("attention.key", "L"), ("attention.w_q", "D"), ("attention.w_o", "D"),
                            ("attention.in_via", "D"), ("attention.out_via", "D")):  # fmt: skip
-            # Of query heads there are enough to split; keys that go round a ring are another program.
+            # There are enough query heads to split; keys that go round a ring are another program.
             self.whole.setdefault(name, set()).update(dims)
 
     def add_vias(self, products: Iterable[tuple[Spec, Sequence[Spec]]]) -> None:
-        """Add the lines that say where operands meet weights, which are those of lines; each group at one place.
+        """Add the lines that say where operands meet the weights that are lines, with one via for each group.
 
-        Weights of the same dimensions, as of a gated layer or of queries, keys and values, meet it alike: each of them
-        elsewhere is many times as many ways, and none of them is cheaper but for what rounds off.
+        Weights of the same dimensions, as in a gated layer or for queries, keys and values, have one via: separate
+        ones would multiply the number of options, and none of them would be cheaper beyond rounding.
 
         Args:
-            products: of the program, each an operand with the weights that it meets.
+            products: the products of the program, each an operand with the weights that it meets.
         """
         of = {Spec(spec.dims, spec.axes): name for name, dims in self.dims.items() for spec in [self.spec(name, dims)]}
         groups: list[list[tuple[str, tuple[str, str]]]] = []
         for left, weights in products:
             names = [of.get(Spec(each.dims, each.axes)) for each in weights]
-            if any(name is None for name in names):  # such as an adapter's, which no line is of
+            if any(name is None for name in names):  # For example an adapter's weight, which has no line.
                 continue
             vias = [via_of(name) for name in names if name is not None]
             if {*vias} & self._unread or any(name in KEYS and via not in KEYS for name, via in zip(names, vias)):
@@ -222,8 +225,8 @@ class Lines:
     # -- unknowns ------------------------------------------------------------------------------------------------------
 
     def unknown(self, line: str, dim: str) -> str:
-        """Return the unknown over which a dimension of a line lies."""
-        # A number is shorter than the line's name: it stands in the types of everything that is traced.
+        """Return the unknown over which a dimension of a line is sharded."""
+        # A number is shorter than the line's name, and it is in the types of everything that is traced.
         return self._root(f"{PREFIX}{self._numbers.setdefault((line, dim), len(self._numbers))}")
 
     def _root(self, name: str) -> str:
@@ -232,12 +235,12 @@ class Lines:
         return name
 
     def described(self, unknown: str) -> str:
-        """Return what an unknown stands for, for a message."""
+        """Describe an unknown for a message."""
         of = [f"{dim} of {line}" for line, dim in [*self._numbers] if self.unknown(line, dim) == self._root(unknown)]
         return of[0] if of else unknown
 
     def tie(self, one: str, other: str) -> None:
-        """Let two unknowns be one."""
+        """Make two unknowns one."""
         one, other = self._root(one), self._root(other)
         if one != other:
             self._parent[one] = other
@@ -245,7 +248,7 @@ class Lines:
                 self._held.add(other)
 
     def hold(self, name: str) -> None:
-        """Let an unknown shard nothing."""
+        """Make an unknown shard nothing."""
         self._held.add(self._root(name))
 
     def spec(self, line: str, dims: str, whole: Iterable[str] = ()) -> Spec:
@@ -264,11 +267,12 @@ class Lines:
         return Via.of(self.spec(line, left), self.spec(line, right))
 
     def keep(self, unknowns: Collection[str], owed: Collection[str]) -> None:
-        """Drop the lines that have an unknown and none of these: the program does not have their tensors.
+        """Drop the lines of tensors that the program does not have: those with an unknown, but with none of these.
 
         Args:
-            unknowns: that the program has.
-            owed: those over which it has partial sums: a parameter with neither one nor a state is not trained.
+            unknowns: the unknowns that the program has.
+            owed: those over which it has partial sums: a parameter with neither a partial sum nor a state is not
+                trained.
         """
         self.trained = [name for name in self.trained if self.owed(name) in owed or self._has_state(name, unknowns)]
         for line, pairs in self.tensors().items():
@@ -281,7 +285,7 @@ class Lines:
         return any(each in unknowns for each in unknowns_in(self.spec(f"optimizer.{name}", self.dims[name])))
 
     def _owes(self, line: str) -> bool:
-        """Whether the gradient of a parameter may stay a partial sum."""
+        """Return whether the gradient of a parameter may stay a partial sum."""
         return self.owed(line) not in self._held
 
     def owed(self, line: str) -> str:
@@ -295,7 +299,7 @@ class Lines:
     # -- the layout ----------------------------------------------------------------------------------------------------
 
     def table(self) -> dict[str, str]:
-        """Return every line with its unknowns, those that override included, as `Layout.override` takes them."""
+        """Return every line with its unknowns, overriding lines included, as `Layout.override` takes them."""
         found = {name: str(self.spec(name, dims)) for name, dims in self.dims.items()}
         found |= {name: str(self.via(name)) for name in self.vias}
         for name in self.trained:
@@ -305,10 +309,10 @@ class Lines:
         return found
 
     def tensors(self) -> dict[str, tuple[tuple[str, str], ...]]:
-        """Return what no mesh axis may shard twice, by line: dimensions with their unknowns.
+        """Return, by line, the unknowns among which no mesh axis may appear twice, with their dimensions.
 
-        That over which a gradient stays a partial sum has no dimension: it is a set of mesh axes that the weight
-        leaves.
+        The unknown over which a gradient stays a partial sum has no dimension: it is a set of mesh axes that do not
+        shard the weight.
         """
         found = {name: self._pairs(self.spec(name, dims)) for name, dims in self.dims.items()}
         for name in self.vias:
@@ -325,7 +329,7 @@ class Lines:
         return {**dict.fromkeys(named, 1), **self.around}
 
     def unknowns_of(self, key: str) -> tuple[str, ...]:
-        """Return the unknowns of a line as `written` names it."""
+        """Return the unknowns of a line, named as in `written`."""
         section, _, rest = key.partition(".")
         if section == "gradients":
             return (self.owed(rest),)
@@ -334,7 +338,7 @@ class Lines:
         return unknowns_in(self.spec(key, self.dims[rest if section == "optimizer" else key]))
 
     def lines_of(self, unknowns: Collection[str]) -> list[str]:
-        """Return the lines, as `written` names them, that have one of these unknowns; for a gradient, its sum."""
+        """Return the lines, named as in `written`, that have one of these unknowns; for a gradient, its sum."""
         of_state = [f"{each}.{name}" for name in self.trained for each in ("gradients", "optimizer")]
         keys = [*self.dims, *self.vias, *of_state]
         return [key for key in keys if {*self.unknowns_of(key)} & {*unknowns}]
@@ -342,13 +346,13 @@ class Lines:
     def written(self, known: Known, *, settled: bool = False, only: Collection[str] | None = None) -> dict[str, str]:
         """Return every line with mesh axes in place of its unknowns, as `Layout.override` takes them.
 
-        A gradient, or an optimizer's state, that lies as its parameter is not written; nor is a line with an unknown of
-        which nothing is known.
+        A gradient, or an optimizer's state, that is sharded as its parameter is not written. A line with an unknown
+        that is not in `known` is not written either.
 
         Args:
             known: the mesh axes of each unknown.
-            only: these lines alone; a gradient goes with its parameter.
-            settled: whether to write such gradients, too: with several microbatches they would stay partial sums.
+            only: restrict to these lines; a gradient goes with its parameter.
+            settled: also write such gradients: with several microbatches they would stay partial sums.
         """
         found: dict[str, str] = {}
 
@@ -373,18 +377,18 @@ class Lines:
 
 
 def _is_known_later(name: str) -> bool:
-    """Whether only the program says if there is such a line."""
+    """Return whether only the program says if there is such a line."""
     return name.endswith("_via") or name.partition(".")[0] in OVERRIDES
 
 
 def _clashing(
     groups: Iterable[Sequence[tuple[str, tuple[str, str]]]], written: Mapping[str, tuple[str, str]]
 ) -> set[str]:
-    """Return the vias that no layout can write, since products of different dimensions would read them.
+    """Return the vias that no layout can write, because products of different dimensions would read them.
 
-    A tied autoencoder multiplies by one weight in both directions, and `k` and `w_k` have one `k_via`. The planner
-    chooses where such products meet. The weights of a group meet their operand at one place, so that if one of them has
-    no via, none has.
+    A tied autoencoder multiplies by one weight in both directions, and `k` and `w_k` share one `k_via`. The planner
+    chooses the via of such products. The weights of a group have one via, so if one of them has none, the whole group
+    has none.
     """
     wanted: dict[str, set[tuple[str, str]]] = {via: {dims} for via, dims in written.items() if via not in KEYS}
     every = [*groups]
@@ -402,8 +406,8 @@ class LineChoice:
     """One choice of a search: unknowns that are chosen together, and every way to place them on a mesh.
 
     Attributes:
-        name: of the first of the lines that it decides about.
-        unknowns: in the order of the columns.
+        name: the name of the first of its lines.
+        unknowns: the unknowns, in the order of the columns.
         rows: [option, unknown] the number of a sequence of mesh axes (`gspmd.planner.graph.placements.sequences`).
     """
 
@@ -422,14 +426,14 @@ def choices_of(
     mesh: Mapping[str, int],
     dimensions: Mapping[str, int] = {},
 ) -> list[LineChoice]:
-    """Return every choice of a search on one mesh: what a line ties, directly or by others, is chosen together.
+    """Return every choice of a search on one mesh: unknowns that lines tie, directly or through others, are one choice.
 
     Args:
-        lines: of the layout.
-        sizes: of each unknown, the sizes of the dimensions over it; of one that is missing, nothing has to divide.
+        lines: the lines of the layout.
+        sizes: for each unknown, the sizes of the dimensions sharded over it; if it is missing, nothing has to divide.
         mesh: sizes of the mesh axes, all above 1.
-        dimensions: sizes by which the layout is checked, which lines have to divide even where tensors are larger, as
-            two shared experts together are.
+        dimensions: sizes by which the layout is checked. Lines have to divide them even if tensors are larger, as two
+        +shared experts together are.
 
     Raises:
         PlanError: a choice has too many options.
@@ -454,7 +458,7 @@ def choices_of(
     every = frozenset(range(1 << len(counts)))
     found = []
     following = {first for first, _, _ in _FOLLOWS}
-    # Pipelines side by side split the batch and nothing else, but for what is updated when they are done.
+    # Pipelines side by side split the batch only, except for arrays that are updated after the pipelines.
     taken = sum(1 << axis for axis, name in enumerate(mesh) if name in lines.beside)
     free = {name for key in lines.trained for name in unknowns_in(lines.spec(f"optimizer.{key}", lines.dims[key]))}
     beside = frozenset(mask for mask in every if not mask & taken)
@@ -480,17 +484,17 @@ def choices_of(
 def _parts(
     members: list[str], tensors: Mapping[str, tuple[tuple[str, str], ...]], lines: Lines
 ) -> Iterator[tuple[set[str], list[str]]]:
-    """The unknowns, with their lines, that are chosen together of lines that are tied.
+    """Split tied lines into choices: yield the unknowns that are chosen together, with their lines.
 
-    Vias, and what lies beside them, that have no more in common than the place of a tensor are chosen one by one, and
-    that place by itself: all of them together are many times as many. In training they are together: the parts of the
-    tensor's gradient are added.
+    Vias, and lines tied to them, that share only the placement of a tensor become separate choices, and so does that
+    placement: all of them together would have many times as many options. In training they stay together, because the
+    parts of the tensor's gradient are added.
     """
     own = {line: {name for _, name in tensors[line]} for line in members}
     common = set.intersection(*own.values())
     parts: list[tuple[set[str], list[str]]] = []
     for line in members:
-        # Lines that are tied as a whole, as where both weights of a gate meet their operand, are one choice.
+        # Lines that are tied as a whole, for example because both weights of a gate meet one operand, are one choice.
         near = [part for part in parts if part[0] & own[line] - common or part[0] == own[line]]
         parts = [part for part in parts if part not in near]
         lines_of_part = [*(each for _, several in near for each in several), line]
@@ -510,15 +514,15 @@ def _as_given(
     mesh: Mapping[str, int],
     before: Sequence[str],
 ) -> np.ndarray:
-    """The options in which a line is as it was given; mesh axes of size 1 shard nothing.
+    """Keep the options in which a line is as it was given; mesh axes of size 1 shard nothing.
 
     Args:
-        lines, line, mesh: of the layout, the one that is given, and the sizes of the mesh axes.
-        unknowns, rows: the options, as of `LineChoice`.
-        before: lines whose options were taken out already.
+        lines, line, mesh: the lines of the layout, the given line, and the sizes of the mesh axes.
+        unknowns, rows: the options, as in `LineChoice`.
+        before: given lines that have restricted the options already.
 
     Raises:
-        LayoutError: there is none.
+        LayoutError: no option is left.
     """
     order, axes = sequences(len(mesh)).number, list(mesh)
     given = parse_via(lines.fixed[line]).specs if line in lines.vias else (Spec.parse(lines.fixed[line]),)
@@ -546,12 +550,12 @@ def _placements(
     count: int,
     lines: Sequence[str],
 ) -> np.ndarray:
-    """[option, unknown] every placement in which no mesh axis stands twice in one tensor."""
+    """Return [option, unknown] every placement in which no mesh axis appears twice in one tensor."""
     masks, order = sequences(count).mask, sequences(count).axes
     table, taken = np.zeros((1, 0), int), np.zeros((1, len(apart)), int)
     for name in unknowns:
         allowed = np.flatnonzero(np.isin(masks, [*fits[name]]))
-        if name in sets:  # whose axes have no order
+        if name in sets:  # Sets of mesh axes have no order.
             allowed = np.array([number for number in allowed.tolist() if [*order[number]] == sorted(order[number])])
         within = [number for number, names in enumerate(apart) if name in names]
         free = np.ones((len(table), len(allowed)), bool)

@@ -1,7 +1,7 @@
-"""Lookups of rows in a table, wherever ids, table and rows lie: what moves for them, as tables.
+"""Lookups of rows in a table, for every placement of ids, table and rows: the seconds of their moves, as tables.
 
-Each mesh axis shards, while rows are looked up, what some spec has it on, as of `gspmd.ops.embed`, so that a lookup is
-a choice of its own: among all joint placements, the one at which ids, table and rows arrive in the fewest seconds.
+While rows are looked up, each mesh axis shards the dimension on which some spec has it, as in `gspmd.ops.embed`. So a
+lookup is a choice of its own: among all joint placements, the one that ids, table and rows reach in the fewest seconds.
 """
 
 from collections.abc import Sequence
@@ -18,16 +18,16 @@ from gspmd.search.moves import MoveCosts, allowed
 
 @dataclass(frozen=True)
 class LookupPrices:
-    """A lookup, or the gradient of its table, for every place of its tensors.
+    """A lookup, or the gradient of its table, for every placement of its tensors.
 
     Attributes:
         environment: mesh, chip and the sizes of all dimensions.
-        ids, rows: where both may lie, as pairs.
-        tables: where the table may lie.
+        ids, rows: their placements, as pairs.
+        tables: the placements of the table.
         widths: bytes of an id, of a number of the table, of one of the rows, and of a scale of the table's rows, if it
             has some.
-        backward: whether the gradient of the table is computed, which arrives where the table is, or as the partial
-            sum that the table's spec says.
+        backward: whether the gradient of the table is computed. It goes to the table's placement, or to the partial sum
+        +that the table's spec gives.
     """
 
     environment: Environment
@@ -38,7 +38,7 @@ class LookupPrices:
     backward: bool
 
     def seconds(self, name: str) -> np.ndarray:
-        """Return [pair, table] the seconds for which "ids", "rows" or "table" move; scales move with the table."""
+        """Return [pair, table] the seconds in which "ids", "rows" or "table" move; scales move with the table."""
         total, places = self._best
         if name in ("ids", "rows"):
             found = np.take_along_axis(self._costs(name), places, axis=1)
@@ -49,7 +49,7 @@ class LookupPrices:
 
     @cached_property
     def leaving(self) -> np.ndarray:
-        """[pair, table] seconds of the first steps of the table's move, which a loop in which it stays takes once."""
+        """[pair, table] the seconds of the first steps of the table's move, which run once if they leave the loop."""
         tensor, before, after = self.ends("table")
         (sources, here), (targets, there) = (np.unique(each, return_inverse=True) for each in (before, after))
         table = tensor.hoisted(sources, targets)
@@ -64,7 +64,7 @@ class LookupPrices:
 
     @cached_property
     def _joint(self) -> tuple[tuple[str, ...], np.ndarray, np.ndarray]:
-        """Dimensions, and for each joint placement of them the sequences of mesh axes, and these as masks."""
+        """Dimensions, and for each joint placement of them the sequences of mesh axes, also as masks."""
         dims = (*self.ids[0].dims, *self.tables[0].dims)
         counts = tuple(size for _, size in self.environment.mesh)
         rows, _, _ = placements(len(counts), allowed(dims, dict(self.environment.sizes), counts), [])
@@ -72,7 +72,7 @@ class LookupPrices:
 
     @cached_property
     def _tensors(self) -> dict[str, tuple[MoveCosts, np.ndarray, np.ndarray, bool]]:
-        """For each tensor: its graph; where it may lie outside; where, by joint placement; whether it comes to that."""
+        """For each tensor: its graph; its placements; its placement in each joint placement; whether it moves there."""
         vocabulary, tokens = self.tables[0].dims[:1], self.ids[0].dims
         (id_bytes, table_bytes, row_bytes, *scale), backward = self.widths, self.backward
         held = [each.cotangent if backward else each for each in self.tables]
@@ -97,7 +97,7 @@ class LookupPrices:
 
     @cached_property
     def _best(self) -> tuple[np.ndarray, np.ndarray]:
-        """[pair, table] the fewest seconds, and at which joint placement."""
+        """[pair, table] the fewest seconds, and the joint placement that has them."""
         pairs = self._costs("ids") + self._costs("rows")
         tables = self._costs("table") + (self._costs("scales") if "scales" in self._tensors else 0.0)
         refused, other = self._elsewhere(self.rows), self._elsewhere(self.tables)
@@ -108,14 +108,14 @@ class LookupPrices:
         return seconds, places
 
     def _costs(self, name: str) -> np.ndarray:
-        """[option, joint placement] seconds of one tensor's move."""
+        """Return [option, joint placement] the seconds of one tensor's move."""
         tensor, outside, joint, comes = self._tensors[name]
         if comes:
             return tensor.between(outside, joint, by="sources")
         return tensor.between(joint, outside, by="targets").T
 
     def _elsewhere(self, specs: Sequence[Spec]) -> np.ndarray:
-        """[spec, joint placement] the mesh axes, as masks, on a dimension on which the spec does not have them."""
+        """Return [spec, joint placement] the mesh axes, as masks, on dimensions where the spec does not have them."""
         dims, _, masks = self._joint
         axes, found = [axis for axis, _ in self.environment.mesh], []
         for spec in specs:

@@ -19,7 +19,7 @@ from gspmd.planner.steps import Environment, Step
 
 Sizes = Mapping[str, int]
 HOISTED = ("all-to-all", "collective-permute")
-"""Steps that compilers move out of a loop in which their operand stays the same: they do not enlarge it."""
+"""Steps that compilers move out of a loop in which their operand is invariant: they do not enlarge it."""
 
 
 class MoveCosts:
@@ -28,9 +28,9 @@ class MoveCosts:
     Args:
         environment: mesh and chip; its sizes are those of all dimensions.
         dims: the tensor's dimensions.
-        dtype: what it is held in, and crosses the wire in.
+        dtype: the dtype in which it is held and sent.
         width: bytes of an element on the wire; by default those of the dtype.
-        reduce: what a partial sum stands for, as of `gspmd.planner.graph.resharding.move`.
+        reduce: how a partial sum is reduced, as in `gspmd.planner.graph.resharding.move`.
     """
 
     def __init__(
@@ -50,20 +50,20 @@ class MoveCosts:
         return shortest_paths(self.shape, self.environment.mesh, self.width, self.environment.chip, axes, sums)
 
     def numbers(self, specs: Iterable[Spec]) -> np.ndarray:
-        """The graph's numbers of placements; -1 of one that does not divide."""
+        """Return the graph's numbers of placements; -1 for one that does not divide."""
         mesh = dict(self.environment.mesh)
         return np.array([self.paths.number(spec.without_trivial(mesh)) for spec in specs], int)
 
     def nodes(self, rows: Sequence[np.ndarray], partial: np.ndarray | int = 0) -> np.ndarray:
-        """The numbers of placements by the sequence of mesh axes on each dimension, and the axes of a partial sum."""
+        """Return the numbers of placements, from the mesh axes on each dimension and the axes of a partial sum."""
         return self.paths.nodes.find(self.paths.nodes.key(rows, partial))
 
     def between(self, sources: np.ndarray, targets: np.ndarray, *, by: str) -> np.ndarray:
-        """[sources, targets] seconds of the cheapest chains of steps; infinite where there is none.
+        """Return [sources, targets] the seconds of the cheapest chains of steps; infinite if there is none.
 
         Args:
-            sources, targets: numbers of placements; of -1 nothing comes or goes.
-            by: `"sources"` or `"targets"`: of which there are fewer, each with a run of shortest paths.
+            sources, targets: numbers of placements; -1 for a tensor that does not exist.
+            by: `"sources"` or `"targets"`, whichever are fewer: each needs one run of shortest paths.
         """
         few, many = (sources, targets) if by == "sources" else (targets, sources)
         names, index = np.unique(few, return_inverse=True)
@@ -73,7 +73,7 @@ class MoveCosts:
         return table if by == "sources" else table.T
 
     def steps_between(self, sources: np.ndarray, targets: np.ndarray) -> list[list[tuple[Step, ...]]]:
-        """[source][target] the chains of steps; none where there is no chain."""
+        """Return [source][target] the chains of steps; no steps if there is no chain."""
         table: list[list[tuple[Step, ...]]] = [[()] * len(targets) for _ in sources]
         for column, end in enumerate(targets.tolist()):
             rest = self.paths.costs_to(end) if end >= 0 else None
@@ -89,10 +89,10 @@ class MoveCosts:
         return self._steps[arc]
 
     def hoisted(self, sources: np.ndarray, targets: np.ndarray) -> np.ndarray:
-        """[sources, targets] seconds of what a loop in which the tensor stays the same takes once: the first steps.
+        """Return [sources, targets] the seconds of the first steps, which leave a loop if the tensor is invariant.
 
-        From the first step that enlarges the tensor on, a chain stays in the loop; so does what follows a slice, whose
-        place compilers count among its operands.
+        From the first step on that enlarges the tensor, a chain stays in the loop. So does everything after a slice,
+        because compilers count the device's position among its operands.
         """
         (names, rows), (ends, columns) = (np.unique(each, return_inverse=True) for each in (sources, targets))
         table = np.zeros((len(names), len(ends)))
@@ -104,18 +104,18 @@ class MoveCosts:
         return table[np.ix_(rows, columns)]
 
     def _first(self, rest: np.ndarray, number: int) -> float:
-        """Seconds of the first steps of a shortest path, given what the rest costs from each placement."""
+        """Return the seconds of the first steps of a shortest path, given the remaining cost from each placement."""
         meaning = self.paths.graph.meaning
         first = takewhile(lambda arc: meaning(arc[0])[0] in HOISTED, self.paths.path(rest, number))
         return sum((rest[here] - rest[there]).real for _, here, there in first) * 1e-12
 
     def shared(self, sources: np.ndarray, ends: np.ndarray, others: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """[sources, ends, others] seconds of the first steps that the moves to two places have in common.
+        """Return [sources, ends, others] the seconds of the first steps that the moves to two placements share.
 
         A program in which one tensor goes to both has these steps once.
 
         Returns:
-            The seconds, and those of the first of these steps that leave a loop in which the tensor stays the same.
+            The seconds, and those of the first of these steps that leave a loop in which the tensor is invariant.
         """
         places, index = np.unique(np.concatenate([ends, others]), return_inverse=True)
         onward, took, leaves = self._first_steps(np.unique(sources), places)
@@ -134,8 +134,8 @@ class MoveCosts:
         return seconds, leaving
 
     def _first_steps(self, sources: np.ndarray, places: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """[placement, place] where the first step on the way to a place leads, -1 where it is none; its seconds; and
-        whether it may leave a loop."""
+        """Return [placement, place] the target of the first step to a place, or -1; its seconds; and whether it may
+        leave a loop."""
         onward = np.full((len(self.paths.nodes), len(places)), -1)
         took, leaves = np.zeros(onward.shape), np.zeros(onward.shape, bool)
         meaning = self.paths.graph.meaning
@@ -143,7 +143,7 @@ class MoveCosts:
             rest = self.paths.costs_to(place)
             for source in sources[np.isfinite(rest[sources].real)].tolist():
                 for code, here, there in self.paths.path(rest, source):
-                    if onward[here, column] >= 0:  # from here on it is known
+                    if onward[here, column] >= 0:  # From here on the path is known.
                         break
                     onward[here, column], took[here, column] = there, (rest[here] - rest[there]).real * 1e-12
                     leaves[here, column] = meaning(code)[0] in HOISTED
@@ -157,12 +157,12 @@ class MoveCosts:
 
 
 def placements(dims: Sequence[str], sizes: Sizes, mesh: Sizes, whole: Iterable[str] = ()) -> tuple[Spec, ...]:
-    """Every placement of a tensor on a mesh: each mesh axis on one dimension, or on none, in every order.
+    """List every placement of a tensor on a mesh: each mesh axis on one dimension, or on none, in every order.
 
     Args:
         dims: the tensor's dimensions.
-        sizes: of the dimensions; a placement whose axes do not divide them is left out.
-        mesh: sizes of the mesh axes; those of size 1 stand nowhere.
+        sizes: sizes of the dimensions; placements whose axes do not divide them are left out.
+        mesh: sizes of the mesh axes; those of size 1 shard nothing.
         whole: dimensions that no axis may shard.
 
     Returns:
@@ -183,7 +183,7 @@ def placements(dims: Sequence[str], sizes: Sizes, mesh: Sizes, whole: Iterable[s
 def allowed(
     dims: Sequence[str], sizes: Sizes, counts: Sequence[int], whole: Iterable[str] = ()
 ) -> tuple[frozenset[int], ...]:
-    """For each dimension, the sets of mesh axes, as masks, that divide it; no axes for those that stay whole."""
+    """Return for each dimension the sets of mesh axes, as masks, that divide it; no axes for unsharded dimensions."""
     from gspmd.planner.graph.placements import fitting
 
     kept = set(whole)

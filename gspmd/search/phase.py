@@ -1,6 +1,6 @@
 """A phase of a model as one search problem, read from its program: choices, terms, and the lines of an answer.
 
-What finds answers and explains them (`gspmd.search.answers`) asks a `PhaseProblem`, and knows of no model.
+The code that finds and explains answers (`gspmd.search.answers`) asks a `PhaseProblem`, and knows no model.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class LayoutLine:
     Attributes:
         key: section and key, `ffn.w_in`.
         text: its spec, or via.
-        choice: the choice that it comes from; several lines may come from one.
-        section: the overriding section that it stands in; empty for none.
+        choice: the choice that decides it; several lines may share one.
+        section: the overriding section that contains it; empty for none.
     """
 
     key: str
@@ -41,18 +41,20 @@ class Case:
     """A phase of a model on a mesh.
 
     Attributes:
-        config: the settings of the model; None for one of one's own.
-        sizes: of every dimension, in one microbatch.
-        mesh: sizes of the mesh axes; of a pipeline, those of one stage.
-        chip: whose seconds.
+        config: the settings of the model; None for a user's own model.
+        sizes: sizes of every dimension, in one microbatch.
+        mesh: sizes of the mesh axes; for a pipeline, those of one stage.
+        chip: the chip whose seconds are assumed.
         dtype: compute dtype.
         trains: whether there is a backward pass.
-        microbatches: how many there are.
-        side: of a pipeline, the mesh axes along which pipelines run side by side: they split the batch and nothing
-            else, and gradients stay partial sums over them, and over no others, until the step ends.
-        stages: of a pipeline, along the first mesh axis.
-        remat: what the backward pass computes again; empty where there is none, or where the program alone says it.
-        absent: lines of tensors that the model does not have, which lie as others do that it has.
+        microbatches: the number of microbatches.
+        side: for a pipeline, the mesh axes along which pipelines run side by side. They split the batch only, and
+            gradients
+        +stay partial sums over exactly these axes until the step ends.
+        stages: number of stages of a pipeline, along the first mesh axis.
+        remat: what the backward pass recomputes; empty if there is no backward pass, or if the program alone decides
+            it.
+        absent: lines of tensors that the model lacks, which are sharded as others that it has.
     """
 
     config: Any
@@ -84,7 +86,7 @@ class PhaseProblem(ABC):
     @property
     @abstractmethod
     def question(self) -> MeshProblem:
-        """The search on this mesh; the program is read where it is asked for first."""
+        """The search on this mesh; the program is read on first use."""
 
     @property
     def axes(self) -> dict[str, int]:
@@ -93,12 +95,12 @@ class PhaseProblem(ABC):
 
     @property
     def settles(self) -> bool:
-        """Whether gradients that are no partial sums are written, too: of several microbatches they would be some."""
+        """Whether to write gradients that are not partial sums: with several microbatches they would be by default."""
         return self.case.microbatches > 1
 
     @cached_property
     def choices(self) -> dict[str, Sequence[Any]]:
-        """Every choice, and its options by number."""
+        """Every choice, with its options by number."""
         return {choice.name: choice.options for choice in self._problem.choices}
 
     @cached_property
@@ -113,28 +115,28 @@ class PhaseProblem(ABC):
 
     @property
     def overestimate(self) -> float:
-        """Seconds of the global norm where it is priced over all mesh axes, of which some may shard no weight."""
+        """Seconds by which the price of the global norm may be too high: it is over all mesh axes."""
         return self.question.overestimate
 
     def problem(self, limit: float | None = None) -> Problem:
-        """Choices and terms; `limit` is the bytes that a device may hold."""
+        """Return choices and terms; `limit` is the bytes that a device may hold."""
         return Problem(self._problem.choices, self._problem.terms, limit)
 
     def texts(self, name: str) -> Iterator[dict[tuple[str, str], str]]:
-        """For each option of a choice its lines."""
+        """Yield the lines of each option of a choice."""
         option = next((each for each in self.question.prices.choices if each.name == name), None)
-        if option is None:  # the mesh axes of the norm of gradients, which follow from where the optimizer's state lies
+        if option is None:  # The mesh axes of the norm of gradients follow from the optimizer's state.
             yield from ({} for _ in self.choices[name])
             return
         only = {*self.question.lines.lines_of(option.unknowns)}
         for row in option.rows.tolist():
             known = {name: self.question.prices.named(number) for name, number in zip(option.unknowns, row)}
             lines = self.question.lines.written(known, settled=self.settles, only=only)
-            # The line that names the choice stands first: what is said of the choice is said of it.
+            # The line that names the choice comes first, because the comment on the choice is written behind it.
             yield {_where(key): lines[key] for key in sorted(lines, key=lambda key: key != name)}
 
     def lines(self, picks: Mapping[str, int]) -> list[LayoutLine]:
-        """The lines of the layout that these picks stand for."""
+        """Return the lines of the layout that these picks give."""
         prices = self.question.prices
         known = prices.known([picks[option.name] for option in prices.choices])
         found = []
@@ -150,14 +152,14 @@ class RelaxedProblem(PhaseProblem):
 
     @abstractmethod
     def between(self, fewest: int, most: int, limit: float | None = None) -> Problem:
-        """Return the problem whose answer is no worse than that of any number of microbatches between these two."""
+        """Return the problem whose answer costs no more than that of any number of microbatches between these two."""
 
 
 def read_alike(build: Build, alike: Lines) -> tuple[Lines, TracedProgram]:
-    """Read one of several programs that want the same lines tied, and let the others begin with its ties.
+    """Read one of several programs that need the same lines tied, and let the others begin with its ties.
 
     Args:
-        build: of the program.
+        build: makes the program.
         alike: the lines of all of them; they are tied in place.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Prices of the steps of a program, wherever its unknown lines lie: a table for each set of choices they hang on."""
+"""Prices of the steps of a program with unknown lines: a table of seconds for each set of choices."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ from gspmd.search.moves import HOISTED, MoveCosts
 from gspmd.search.program import Chain, Use
 
 LARGEST = 20_000_000
-"""Entries of one table up to which it is worth making."""
+"""The most entries of one table that is made."""
 
 _MESHES = 2
-"""Meshes, with the choices there, whose tables are kept for other programs, as with another choice of remat."""
+"""Number of meshes, with their choices, whose tables are kept for other programs, such as another choice of remat."""
 
 LARGEST_SHARED = 400_000
-"""Pairs of chains up to which what they have in common is worth finding."""
+"""The most pairs of chains for which the common steps are found."""
 
 Table = tuple[tuple[int, ...], np.ndarray]
-"""The choices that seconds hang on, by number, rising, and the seconds with an axis for each."""
+"""The choices that seconds depend on, by number, ascending, and the seconds with an axis for each."""
 
 Planned = tuple[tuple, ...]
 """Steps of one tensor, one after the other: kind, mesh axes, specs before and after, what is reduced, seconds."""
@@ -58,7 +58,7 @@ class Prices:
     Args:
         choices: of the search.
         mesh: sizes of the mesh axes, all above 1.
-        chip: whose seconds.
+        chip: the chip whose seconds are assumed.
     """
 
     def __init__(self, choices: Sequence[LineChoice], mesh: Mapping[str, int], chip: Chip):
@@ -76,9 +76,9 @@ class Prices:
         self._key = options, tuple(mesh.items()), chip
 
     def on(self, mesh: Mapping[str, int]) -> Prices:
-        """Return the prices of the same choices on a mesh with more axes, or fewer, for steps that are planned there.
+        """Return the prices of the same choices on a mesh with more or fewer axes, for steps that are planned there.
 
-        What lies over an axis that is not there is taken to be whole: no step there has it.
+        A tensor is taken as unsharded along an axis that is missing there: no step there has it.
         """
         numbers, place = sequences(len(mesh)).number, {axis: number for number, axis in enumerate(mesh)}
         named = (tuple(self.axes[axis] for axis in own) for own in self.sequences.axes)
@@ -98,11 +98,11 @@ class Prices:
         return tuple(self.axes[axis] for axis in self.sequences.axes[number])
 
     def choices_in(self, what: object) -> tuple[int, ...]:
-        """Return the choices that something hangs on."""
+        """Return the choices that a step or an array depends on."""
         return self.choices_in_names(unknowns_in(what))
 
     def choices_in_names(self, unknowns: Iterable[str]) -> tuple[int, ...]:
-        """Return the choices of some unknowns; of one that is in several choices, what is there already or smallest."""
+        """Return the choices of some unknowns; if there are several for one, one already listed, or the smallest."""
         wanted = sorted((self._at[name] for name in unknowns if name in self._at), key=len)
         found: set[int] = set()
         for choices in wanted:
@@ -112,7 +112,7 @@ class Prices:
 
     @property
     def ties(self) -> list[Table]:
-        """Nothing where two choices have the same places in common, and infinite seconds elsewhere."""
+        """Tables that are 0 if two choices agree on the placement that they share, and infinite elsewhere."""
         found: list[Table] = []
         for place, option in enumerate(self.choices):
             for number, other in enumerate(self.choices):
@@ -136,21 +136,21 @@ class Prices:
         found: dict[tuple[int, ...], np.ndarray] = {}
         for what, (times, once) in counted.items():
             if isinstance(what, UnknownShared) and self._is_too_large(self.choices_in(what)):
-                continue  # what two chains have in common is priced twice then
+                continue  # The common steps of two chains are then priced twice.
             of, seconds = self.table(what, times, once)
             found[of] = found[of] + seconds if of in found else seconds
         return list(found.items())
 
     def table(self, what: Unknown, times: int = 1, once: int | None = None) -> Table:
-        """Return the seconds of one step that runs so often.
+        """Return the seconds of one step that runs several times.
 
         Args:
             what: the step.
-            times: how often it runs.
-            once: how often what of it leaves a loop runs, where its tensor stays the same there.
+            times: the number of its runs.
+            once: the number of runs of those of its first steps that leave a loop in which its tensor is invariant.
 
         Raises:
-            PlanError: it hangs on so many choices that a table is too large.
+            PlanError: the step depends on so many choices that a table is too large.
         """
         of, once = self.choices_in(what), times if once is None else once
         if self._is_too_large(of):
@@ -167,21 +167,21 @@ class Prices:
         return of, np.broadcast_to(seconds, tuple(len(self.choices[each].rows) for each in of))
 
     def _known_table(self, kind: str, what: Unknown, of: tuple[int, ...], made: Callable) -> np.ndarray:
-        """A table, made once for all programs with the same choices: they differ in how often steps run."""
+        """Return a table, made once for all programs with these choices: they differ in how often steps run."""
         known = _latest(self._key)
         if (kind, what) not in known:
             known[kind, what] = made(what, of)
         return known[kind, what]
 
     def _seconds(self, what: Unknown, of: tuple[int, ...]) -> np.ndarray:
-        """Seconds of a step that runs once."""
+        """Return the seconds of a step that runs once."""
         if isinstance(what, UnknownProduct):
             return self._product(what, of)
         if isinstance(what, UnknownSteps) and not isinstance(what, UnknownMoves):
             return self._lookup(what, of) if what.plan is routed else self._steps(what, of)
         assert isinstance(what, UnknownMove | UnknownMoves)
         found = self._moved(what, of)
-        if found is None:  # its tensors can lie nowhere
+        if found is None:  # No placement of its tensors is possible.
             return np.full((1,) * len(of), np.inf)
         tensor, parts, home = found
         if not _are_equal(parts):
@@ -191,7 +191,7 @@ class Prices:
         return table[here.reshape(parts[0].shape), there.reshape(home.shape)]
 
     def _leaving(self, what: Unknown, of: tuple[int, ...]) -> np.ndarray:
-        """Seconds of the first steps, which leave a loop in which the tensor stays the same."""
+        """Return the seconds of the first steps, which leave a loop in which the tensor is invariant."""
         nothing = np.zeros((1,) * len(of))
         if isinstance(what, UnknownSteps) and what.plan is routed and what.name == "table":
             found, at = self._looked_up(what, of)
@@ -207,14 +207,14 @@ class Prices:
         return len(of) > 4 or prod(len(self.choices[each].rows) for each in of) > LARGEST
 
     def mask_of(self, unknown: str) -> tuple[int | None, np.ndarray]:
-        """Return the choice of an unknown, None of one that shards nothing, and its mesh axes as masks, by option."""
+        """Return the choice of an unknown, None if it shards nothing, and its mesh axes as masks, by option."""
         if unknown not in self._at:
             return None, np.zeros(1, int)
         choice, column = next(iter(self._at[unknown].items()))
         return choice, self.sequences.mask[column]
 
     def shared(self, unknowns: Iterable[str], amount: float) -> Table:
-        """Return what a device has of an amount that is spread over some unknowns; one of no choice spreads nothing."""
+        """Return a device's share of an amount that is sharded over some unknowns; all of it if there are none."""
         names = [name for name in unknowns if name in self._at]
         of = self.choices_in_names(names)
         used = np.zeros((1,) * len(of), int)
@@ -227,7 +227,7 @@ class Prices:
     def _moved(
         self, what: UnknownMove | UnknownMoves, of: tuple[int, ...]
     ) -> tuple[MoveCosts, list[np.ndarray], np.ndarray] | None:
-        """The graph of a tensor, where its parts come from, and where it goes; None if that can be nowhere."""
+        """Return the graph of a tensor, the placements of its parts, and its target; None if none is possible."""
         if isinstance(what, UnknownMoves):
             return self._moved_as_planned(what, of)
         tensor = self._tensor(what)
@@ -236,7 +236,7 @@ class Prices:
     def _moved_as_planned(
         self, what: UnknownMoves, of: tuple[int, ...]
     ) -> tuple[MoveCosts, list[np.ndarray], np.ndarray] | None:
-        """Return that of a move that an operation plans, asked once for each way in which its tensors may lie."""
+        """Return the same for a move that an operation plans, asked once for each placement of its tensors."""
         names = [name for name in unknowns_in(what.arguments) if name in self._at]
         own = tuple(each for each in of if any(each in self._at[name] for name in names))
         key = what.plan, what.arguments, own
@@ -274,7 +274,7 @@ class Prices:
         return self._moves[key]
 
     def _nodes(self, tensor: MoveCosts, spec: Spec, of: tuple[int, ...]) -> np.ndarray:
-        """The numbers of placements of a spec, by option of each choice; -1 of what is none."""
+        """Return the numbers of placements of a spec, by option of each choice; -1 for an impossible one."""
         taken, rows = np.zeros((1,) * len(of), int), []
         wrong = np.zeros((1,) * len(of), bool)
         for dim in tensor.dims:
@@ -291,7 +291,7 @@ class Prices:
         return np.where(full[0], -1, nodes)
 
     def _sequence(self, names: Sequence[str], of: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The sequence of mesh axes over what one dimension names; its mask; whether an axis is there twice."""
+        """Return the sequence of mesh axes on one dimension; its mask; and whether an axis appears twice in it."""
         number, mask = np.zeros((1,) * len(of), int), np.zeros((1,) * len(of), int)
         twice = np.zeros((1,) * len(of), bool)
         for name in names:
@@ -303,7 +303,7 @@ class Prices:
         return number, mask, twice
 
     def _column(self, name: str, of: tuple[int, ...]) -> np.ndarray:
-        """The sequence of an unknown, along the axis of its choice; that of a mesh axis of its own."""
+        """Return the sequence of an unknown, along the axis of its choice; for a mesh axis, that axis alone."""
         if name in self._at:
             choice, column = next((each, column) for each, column in self._at[name].items() if each in of)
             return column.reshape([-1 if each == choice else 1 for each in of])
@@ -313,7 +313,7 @@ class Prices:
     # -- products ------------------------------------------------------------------------------------------------------
 
     def _product(self, what: UnknownProduct, of: tuple[int, ...]) -> np.ndarray:
-        """Seconds of the local product, as the planner counts them."""
+        """Return the seconds of the local product, as the planner counts them."""
         axes: dict[str, tuple[str, ...]] = {}
         for spec in what.specs:
             axes |= dict(zip(spec.dims, spec.axes))
@@ -321,7 +321,7 @@ class Prices:
         cuts = np.broadcast_arrays(*(parts[self._sequence(names, of)[1]] for names in axes.values()))
         kinds, kind = np.unique(np.stack([cut.ravel() for cut in cuts], axis=1), axis=0, return_inverse=True)
         sizes, (one, other, made) = dict(what.sizes), what.dtypes
-        each = 2 if len(what.specs[2].dims) < len(axes) else 1  # operations: multiplied, and added where it is summed
+        each = 2 if len(what.specs[2].dims) < len(axes) else 1  # Multiply, and add if there is a sum.
         widest = max((one, other), key=itemsize)
         seconds = []
         for row in kinds.tolist():
@@ -340,7 +340,7 @@ class Prices:
         return Context(tuple(self.mesh.items()), self.chip, True, "blocking")
 
     def _kinds(self, names: Sequence[str], of: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
-        """[kind, name] the different sequences of some unknowns, and which of them it is by option of each choice."""
+        """Return [kind, name] the different sequences of some unknowns, and the one of each option of each choice."""
         if not names:
             return np.zeros((1, 0), int), np.zeros((1,) * len(of), int)
         columns = np.broadcast_arrays(*(self._column(name, of) for name in names))
@@ -348,14 +348,14 @@ class Prices:
         return kinds, kind.reshape(columns[0].shape)
 
     def _steps(self, what: UnknownSteps, of: tuple[int, ...]) -> np.ndarray:
-        """Seconds of the operation's own steps, planned once for each way in which its tensors may lie."""
+        """Return the seconds of the operation's own steps, planned once for each placement of its tensors."""
         names = [name for name in unknowns_in(what) if name in self._at]
         kinds, kind = self._kinds(names, of)
         found = [self._planned_seconds(what, dict(zip(names, map(self.named, row)))) for row in kinds.tolist()]
         return np.array(found)[kind]
 
     def _lookup(self, what: UnknownSteps, of: tuple[int, ...]) -> np.ndarray:
-        """Seconds for which a tensor of a lookup in a table moves."""
+        """Return the seconds in which a tensor of a lookup in a table moves."""
         found, at = self._looked_up(what, of)
         if found is None:
             return np.full((1,) * len(of), np.inf)
@@ -364,7 +364,7 @@ class Prices:
     def _looked_up(
         self, what: UnknownSteps, of: tuple[int, ...]
     ) -> tuple[LookupPrices | None, tuple[np.ndarray, np.ndarray]]:
-        """A lookup in the places that its tensors may have; and in which they are, by option, -1 in none."""
+        """Return the lookup for all placements of its tensors; and which placement each option has, -1 for none."""
         given, backward, sizes, widths, _ = what.arguments
         pairs, pair = self._places((given.ids, given.rows), of)
         tables, table = self._places((given.table,), of)
@@ -386,7 +386,7 @@ class Prices:
         return self._lookups.get(key), some
 
     def _places(self, specs: tuple[Spec, ...], of: tuple[int, ...]) -> tuple[list[tuple[Spec, ...] | None], np.ndarray]:
-        """The different ways in which some tensors may lie, None where they cannot, and which it is by option."""
+        """Return the different placements of some tensors, None if impossible, and which placement each option has."""
         names = [name for name in unknowns_in(specs) if name in self._at]
         kinds, kind = self._kinds(names, of)
         found: list[tuple[Spec, ...] | None] = []
@@ -406,17 +406,17 @@ class Prices:
         return None if steps is None else steps[what.name]
 
     def _planned(self, what: UnknownSteps, known: Known) -> Mapping[str, Any] | None:
-        """All that an operation plans by itself; None where its tensors cannot lie so."""
+        """Return everything that an operation plans by itself; None if its tensors cannot be placed so."""
         try:
             arguments = placed(what.arguments, known, {Context: self._context})
-        except SpecError:  # a mesh axis would stand twice in one spec
+        except SpecError:  # A mesh axis would appear twice in one spec.
             return None
         return _planned(what.plan, arguments)
 
     # -- what chains have in common ------------------------------------------------------------------------------------
 
     def _shared(self, what: UnknownShared, of: tuple[int, ...], times: int, once: int) -> np.ndarray:
-        """Seconds of the first steps that a chain has in common with the one with which it has most."""
+        """Return the seconds of the first steps that a chain shares with the chain with which it shares most."""
         most = np.zeros((1,) * len(of))
         own = self._ends(what.chain, of)
         for other in what.others:
@@ -428,7 +428,7 @@ class Prices:
         return most
 
     def _ends(self, what: Chain, of: tuple[int, ...]) -> tuple[MoveCosts, np.ndarray, np.ndarray] | None:
-        """The graph of a tensor, and its placements before and after a move; None where a plan says how it moves."""
+        """Return the graph of a tensor, and its placements before and after a move; None if a plan decides the move."""
         if isinstance(what, UnknownMove | UnknownMoves):
             found = self._moved(what, of)
             return found and (found[0], found[1][0], found[2])
@@ -444,15 +444,15 @@ class Prices:
     def _planned_in_common(
         self, one: Chain, other: Chain, of: tuple[int, ...], times: int, once: int
     ) -> np.ndarray | float:
-        """Return that of chains that are planned one by one, for each way in which their tensors may lie."""
+        """Return the same for chains that are planned one by one, for each placement of their tensors."""
         (own, at), (theirs, there) = self._chains(one, of), self._chains(other, of)
         if len(own) * len(theirs) > LARGEST_SHARED:
-            return 0.0  # it is priced twice then
+            return 0.0  # The common steps are then priced twice.
         table = np.array([[_in_common(one, two, times, once) for two in theirs] for one in own])
         return table[at, there]
 
     def _chains(self, what: UnknownMove | UnknownSteps, of: tuple[int, ...]) -> tuple[list[Planned], np.ndarray]:
-        """Every chain of steps that there may be, and which it is by option of each choice."""
+        """Return every possible chain of steps, and which chain each option of each choice has."""
         if isinstance(what, UnknownMove):
             return self._chains_of_move(what, of)
         names = [name for name in unknowns_in(what) if name in self._at]
@@ -473,7 +473,7 @@ class Prices:
 
 @lru_cache(maxsize=1 << 17)
 def _planned(plan: Callable, arguments: tuple) -> Mapping[str, Any] | None:
-    """Plan an operation's own steps, for every search that has it; None where its tensors cannot lie so."""
+    """Plan an operation's own steps, once for every search that has it; None if its tensors cannot be placed so."""
     try:
         return plan(*arguments)
     except (PlanError, SpecError):
@@ -484,7 +484,7 @@ _tables: dict[tuple, dict] = {}
 
 
 def _latest(key: tuple) -> dict:
-    """Return the tables of these choices; of others the latest alone are kept, since many meshes fill the memory."""
+    """Return the tables of these choices; only the latest meshes are kept, since many would fill the memory."""
     known = _tables[key] = _tables.pop(key, {})
     while len(_tables) > _MESHES:
         del _tables[next(iter(_tables))]
@@ -492,7 +492,7 @@ def _latest(key: tuple) -> dict:
 
 
 def forget() -> None:
-    """Drop the tables that are kept from search to search: a run whose layout was searched has no use for them."""
+    """Drop the tables that are kept from search to search: a run does not need them after its search."""
     _tables.clear()
 
 
@@ -505,13 +505,13 @@ def _chain_of(steps: Iterable[Step], reduce: str = "sum") -> Planned:
 
 
 def _numbered(chains: Sequence[Planned]) -> tuple[list[Planned], np.ndarray]:
-    """Every chain once, and for each of a sequence which it is."""
+    """Return every chain once, and for each of a sequence its number."""
     numbers = {chain: n for n, chain in enumerate(dict.fromkeys(chains))}
     return list(numbers), np.array([numbers[chain] for chain in chains])
 
 
 def _in_common(one: Planned, other: Planned, times: int, once: int) -> float:
-    """Seconds of the first steps of two chains of one tensor: of those that leave a loop `once`, of others `times`."""
+    """Return the seconds of the first steps that two chains of one tensor share, with their numbers of runs."""
     seconds, leaves = 0.0, True
     for step, same in zip(one, other):
         if step != same:
@@ -527,11 +527,11 @@ def _begun(
     times: int,
     once: int,
 ) -> np.ndarray:
-    """Seconds of the first steps of two moves of one tensor that are the same."""
+    """Return the seconds of the first steps that two moves of one tensor share."""
     (tensor, before, after), (beside, same, end) = one, other
     if (tensor.shape, tensor.width, tensor.reduce) != (beside.shape, beside.width, beside.reduce):
         return np.zeros((1,) * before.ndim)
-    # of what is nowhere the seconds are infinite elsewhere
+    # An impossible placement has infinite seconds elsewhere.
     before, after, same, end = (np.maximum(each, 0) for each in np.broadcast_arrays(before, after, same, end))
     places = [np.unique(each, return_inverse=True) for each in (before, after, end)]
     seconds, leaving = tensor.shared(*(each for each, _ in places))
@@ -541,7 +541,8 @@ def _begun(
 
 
 def _added_up(tensor: MoveCosts, parts: Sequence[np.ndarray], home: np.ndarray) -> np.ndarray:
-    """Seconds to bring the parts of a sum to where it costs least to add them, and the sum from there to its place."""
+    """Return the seconds to bring the parts of a sum to the cheapest placement for adding, and the sum to its
+    target."""
     everywhere = np.arange(len(tensor.paths.nodes))
     full = np.broadcast_arrays(*parts)
     kinds, kind = np.unique(np.stack([part.ravel() for part in full], axis=1), axis=0, return_inverse=True)

@@ -9,7 +9,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Choice:
-    """Something to choose: its name, and its options in the order of preference among equals."""
+    """A choice: its name, and its options in the order of preference among equals."""
 
     name: str
     options: tuple
@@ -20,10 +20,10 @@ class Term:
     """A summand of the cost: seconds, and bytes held, that depend on one to four choices.
 
     Attributes:
-        name: Its name, unlike that of any other term.
+        name: Its name, different from that of any other term.
         of: The names of the choices.
-        seconds: Its seconds, an axis for each choice; `inf` where a combination is not allowed.
-        bytes: The bytes that each combination holds, of a shape that broadcasts to that of `seconds`. None: no bytes.
+        seconds: Its seconds, with an axis for each choice; `inf` for combinations that are not allowed.
+        bytes: The bytes that each combination holds, in a shape that broadcasts to that of `seconds`. None: no bytes.
     """
 
     name: str
@@ -33,15 +33,15 @@ class Term:
 
 
 class Problem:
-    """Choices to be made together, so that the terms add up to the fewest seconds and hold at most `limit` bytes.
+    """Choices to be made together, so that the terms sum to the fewest seconds and hold at most `limit` bytes.
 
     Args:
-        choices: What is to be chosen.
+        choices: The choices to be made.
         terms: The summands of the cost, in any order.
         limit: The bytes that all terms together may hold; None for no limit.
 
     Raises:
-        ValueError: A choice has no options, two things have one name, or a term's tables do not fit its choices.
+        ValueError: A choice has no options, two of them have one name, or a term's tables do not fit its choices.
     """
 
     def __init__(self, choices: Iterable[Choice], terms: Iterable[Term], limit: float | None = None):
@@ -60,23 +60,23 @@ class Problem:
             raise ValueError("the limit is not a number.\n  Give bytes, or None for no limit.")
 
     def seconds_of(self, picks: Mapping[str, int]) -> dict[str, float]:
-        """The seconds of each term under these picks."""
+        """Return the seconds of each term under these picks."""
         at = dict(zip((choice.name for choice in self.choices), self.numbers(picks)))
         return {term.name: float(term.seconds[tuple([at[name] for name in term.of])]) for term in self.terms}
 
     def cost(self, picks: Mapping[str, int]) -> float:
-        """The seconds of these picks, over all terms."""
+        """Return the seconds of these picks, over all terms."""
         return math.fsum(self.seconds_of(picks).values())
 
     def bytes_of(self, picks: Mapping[str, int]) -> float:
-        """The bytes that these picks hold."""
+        """Return the bytes that these picks hold."""
         at = dict(zip((choice.name for choice in self.choices), self.numbers(picks)))
         held = [(term.bytes, term) for term in self.terms if term.bytes is not None]
         tables = [(np.broadcast_to(table, np.shape(term.seconds)), term.of) for table, term in held]
         return math.fsum(float(table[tuple([at[name] for name in of])]) for table, of in tables)
 
     def numbers(self, picks: Mapping[str, int]) -> list[int]:
-        """The picks in the order of the choices.
+        """Return the picks in the order of the choices.
 
         Raises:
             ValueError: A choice is missing, or has no option of that index.

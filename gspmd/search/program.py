@@ -1,4 +1,4 @@
-"""A program whose placements are not known: how often each of its steps runs, and what a device holds of it."""
+"""A program with unknown placements: how often each of its steps runs, and which arrays a device holds."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ from gspmd.tracing.regions import Region
 from gspmd.tracing.value_numbering import Numbering
 
 Build = Callable[[Any, Any], tuple]
-"""A function from a layout and a mesh to a function and its abstract arguments."""
+"""A function that maps a layout and a mesh to a function and its abstract arguments."""
 
 _REFUSALS = (ShardingTypeError, TypeError, ValueError)
-"""Errors that JAX, and operations, raise where a dimension is sharded that must not be, or not so."""
+"""Errors that JAX and operations raise if a dimension is sharded that must not be, or not in this way."""
 
 MOST_HELD = 3
-"""Unknowns that are held for one refusal, at most: operations take few dimensions whole, and each set is traced."""
+"""The most unknowns that are held for one refusal: operations need few dimensions unsharded, and each set is traced."""
 
 ROUNDS = 200
-"""Programs that are traced, at most, until their unknowns are tied as the program wants them."""
+"""The most programs that are traced until the unknowns are tied as the program needs them."""
 
 
 @dataclass(frozen=True)
@@ -55,10 +55,12 @@ class Use:
     """One step of a program.
 
     Attributes:
-        what: the step.
+        what: the step, with unknowns.
         times: how often it runs.
-        once: how often what of it leaves a loop runs, where its tensor stays the same in that loop; else `times`.
-        inside: whether it runs in a shard_map of the program's own, and is planned without that one's mesh axes.
+        once: how often those of its first steps run that leave a loop in which its tensor is invariant; `times` if
+            there are
+        +none.
+        inside: whether it runs in a shard_map of the program's own, and is planned without the mesh axes of that.
     """
 
     what: Unknown
@@ -69,13 +71,13 @@ class Use:
 
 @dataclass(frozen=True)
 class TracedProgram:
-    """A traced program.
+    """A traced program, with its steps.
 
     Attributes:
-        uses: its steps, equal ones counted together.
-        jaxpr: less dead code.
+        uses: its steps, with equal ones counted together.
+        jaxpr: its jaxpr, without dead code.
         arguments: its arguments that are arrays.
-        sizes: of each unknown, the sizes of the dimensions that lie over it: what shards it has to divide all of them.
+        sizes: for each unknown, the sizes of the dimensions sharded over it, all of which its mesh axes have to divide.
     """
 
     uses: tuple[Use, ...]
@@ -86,7 +88,7 @@ class TracedProgram:
 
     @property
     def owed(self) -> set[str]:
-        """Every unknown over which some step settles, or leaves, a partial sum."""
+        """Every unknown over which some step reduces, or leaves, a partial sum."""
         found: set[str] = set()
         for use in self.uses:
             if isinstance(use.what, UnknownMove):
@@ -103,15 +105,15 @@ class TracedProgram:
 
     @cached_property
     def work(self) -> ProgramWork:
-        """Passes over memory and FLOPs beside its steps, the same wherever its tensors lie."""
+        """Passes over memory and FLOPs outside its steps; the same for all placements of its tensors."""
         return work(self.jaxpr)
 
     def held(self, devices: int, like: TracedProgram | None = None) -> Held:
-        """Return what is held when most is held, on so many devices: see `gspmd.search.held.held`.
+        """Return the arrays held when most is held, on this number of devices: see `gspmd.search.held.held`.
 
         Args:
-            devices: of the mesh.
-            like: a program that differs in sizes alone, at whose moment it is.
+            devices: number of devices of the mesh.
+            like: a program that differs in sizes alone, whose moment is taken.
         """
         moment = like.held(devices).moment if like else None
         if (devices, moment) not in self._held:
@@ -120,31 +122,31 @@ class TracedProgram:
 
     @property
     def unknowns(self) -> set[str]:
-        """Every unknown that some step, or some argument, hangs on."""
+        """Every unknown that some step or argument depends on."""
         of_steps = {name for use in self.uses for name in unknowns_in(use.what)}
         return of_steps.union(*(array.unknowns for array in self.arguments))
 
 
 def read(build: Build, lines: Lines) -> TracedProgram:
-    """Trace a program with unknown lines, tying those that it takes for the same.
+    """Trace a program with unknown lines, and tie those that it needs to be equal.
 
-    Where JAX, or an operation, refuses two unknowns that it needs to be one, they are made one; where it refuses to
-    have a dimension sharded at all, that is left whole.
+    If JAX, or an operation, refuses two unknowns that it needs to be one, they are made one. If it refuses any sharding
+    of a dimension, that dimension stays unsharded.
 
     Args:
-        build: from a layout and a mesh to a function and its abstract arguments.
-        lines: of the layout; unknowns are tied in place.
+        build: maps a layout and a mesh to a function and its abstract arguments.
+        lines: the lines of the layout; unknowns are tied in place.
 
     Raises:
-        LayoutError, PlanError, SpecError: of the program, for another reason.
+        LayoutError, PlanError, SpecError: the program is refused for another reason.
     """
     for _ in range(ROUNDS):
         try:
             found = _traced(build, lines)
         except _REFUSALS as error:
             text = _less_meshes(str(error))
-            # JAX's own errors show types, `f32[8@unknown1]`, or `P('unknown1')`; what else a program raises is left as
-            # it is.
+            # JAX's own errors show types, `f32[8@unknown1]`, or `P('unknown1')`; all other errors of a program are
+            # raised unchanged.
             about_lines = isinstance(error, (ShardingTypeError, SpecError, PlanError, LayoutError))
             if not (about_lines or f"@{PREFIX}" in text or f"'{PREFIX}" in text):
                 raise
@@ -167,8 +169,8 @@ def read(build: Build, lines: Lines) -> TracedProgram:
 
 
 def _met(program: TracedProgram, lines: Lines) -> bool:
-    """Give each product of a weight a line that says where its operands meet, and let products of one sum be made
-    alike, which their gradient needs; whether anything was otherwise."""
+    """Give each product of a weight a line for its via, and tie the products of one sum, as their gradient needs it;
+    return whether anything changed."""
     before, tied = len(lines.vias), False
     products: list[tuple[Spec, Sequence[Spec]]] = []
     for use in program.uses:
@@ -185,18 +187,18 @@ def _met(program: TracedProgram, lines: Lines) -> bool:
             if len(term.operands) == 2 and len(term.operands[0].specs) == 1:
                 products.append((term.operands[0].specs[0], term.operands[1].specs))
     lines.add_vias(products)
-    if len(lines.vias) == before:  # all that can have a via have one
+    if len(lines.vias) == before:  # All products that can have a via have one.
         for use in program.uses:
             tied = _tied_where_they_lie(use.what, lines) or tied
     return tied or len(lines.vias) > before
 
 
 def _tied_where_they_lie(what: Unknown, lines: Lines) -> bool:
-    """Let the operands of a product of two activations, such as the logits of attention, meet where they lie, if no via
-    can say where; whether anything was otherwise.
+    """Tie the operands of products of two activations, such as the logits of attention, if no via can say where they
+    meet; return whether anything changed.
 
-    They have a dimension in common that the result has too. For each place of all three that is another the planner
-    would be asked, and in four dimensions there are millions.
+    They share a dimension that the result has too. The planner would be asked about each placement of all three that
+    differs, and in four dimensions there are millions.
     """
     if not (isinstance(what, UnknownSteps) and what.plan is planned_steps):
         return False
@@ -243,12 +245,12 @@ _CUTS = ("slice", "dynamic_slice", "split")
 
 
 def _cuts_one(equation: Any, result: Any) -> bool:
-    """Whether one element of a longer dimension is cut off."""
+    """Return whether an operation takes one element of a longer dimension."""
     return any(before > after == 1 for before, after in zip(equation.invars[0].aval.shape, result.aval.shape))
 
 
 def _sizes(jaxpr: Jaxpr, uses: Iterable[Use]) -> dict[str, frozenset[int]]:
-    """The sizes of the dimensions over each unknown, in every type of a program and in its steps."""
+    """Collect the sizes of the dimensions over each unknown, in every type of a program and in its steps."""
     found: dict[str, set[int]] = {}
 
     def note(names: Iterable[str], size: int) -> None:
@@ -263,9 +265,9 @@ def _sizes(jaxpr: Jaxpr, uses: Iterable[Use]) -> dict[str, frozenset[int]]:
     def visit(inner: Jaxpr) -> None:
         for equation in inner.eqns:
             for var in equation.outvars:
-                # A dimension of size 1 may be that of the parts of a stored partial sum, of which there will be as many
-                # as its mesh axes have devices. Where a tensor's own dimension has one element, its steps say so, or
-                # what has cut it off.
+                # A dimension of size 1 may count the parts of a stored partial sum, which will be as many as its mesh
+                # axes have devices. If a tensor's own dimension has one element, its steps say so, or the operation
+                # that took the element.
                 note_type(var.aval, 1 if equation.primitive.name in _CUTS and _cuts_one(equation, var) else 2)
             if program_of(equation) is None:
                 for each in inner_jaxprs(equation):
@@ -281,7 +283,7 @@ def _sizes(jaxpr: Jaxpr, uses: Iterable[Use]) -> dict[str, frozenset[int]]:
         elif isinstance(use.what, UnknownProduct):
             sizes, specs = dict(use.what.sizes), use.what.specs
         else:
-            continue  # it is planned with its sizes, and refused where they do not divide
+            continue  # It is planned with its sizes, and refused if they do not divide.
         for spec in specs:
             for dim, names in zip(spec.dims, spec.axes):
                 note(names, sizes[dim])
@@ -292,12 +294,12 @@ Chain = UnknownMove | UnknownSteps
 
 
 class Run(NamedTuple):
-    """A step where it stands.
+    """A step at its place in the program.
 
     Attributes:
-        what: the step.
-        region: that it stands in.
-        number: of its tensor there. A loop that takes one tensor from outside twice has two.
+        what: the step, with unknowns.
+        region: the region that contains it.
+        number: the number of its tensor in the region. A loop that takes one outer tensor twice has two.
     """
 
     what: Unknown
@@ -306,13 +308,14 @@ class Run(NamedTuple):
 
 
 Chains = dict[tuple[Region, int], list[Run]]
-"""The steps of one tensor so far, by where they begin to run, and the number of the tensor there."""
+"""The steps of one tensor so far, by the region where they begin to run, and the number of the tensor there."""
 Marked = tuple[Unknown, int, int, bool]
-"""A step, and of its `Use` how often it runs, how often what leaves a loop does, and whether it is inside."""
+"""A step, and the fields of its `Use`: how often it runs, how often what leaves a loop runs, and whether it is
+inside."""
 
 
 def _marks(jaxpr: Jaxpr, region: Region, chains: Chains, inside: bool = False) -> Iterator[Marked]:
-    """Every mark of a program that is not computed elsewhere already; of a conditional those of its largest branch."""
+    """Yield every mark of a program that runs nowhere else already; for a conditional, those of the largest branch."""
     for equation in jaxpr.eqns:
         region.visit(equation)
         if program_of(equation) is not None:
@@ -356,14 +359,15 @@ def _marks_of_program(call: Any, region: Region, chains: Chains) -> Iterator[tup
             if placement.first is None:
                 yield from _marked(own, placement.region.trips, others)
             elif own not in others:
-                # The same step in another loop: what leaves both has run, and the rest, as a gather, runs here too.
+                # The same step in another loop: the part that leaves both loops has run, and the rest, such as a
+                # gather, runs here too.
                 yield from _marked(own, 0, others)
         region.leave(call, program)
 
 
 def _marked(own: Run, once: int, others: list[Run]) -> Iterator[tuple[Unknown, int, int]]:
-    """A step, and what its chain has in common with earlier ones of its tensor; of those in other loops only what
-    leaves both."""
+    """Yield a step, and the steps its chain shares with earlier ones of its tensor; with those in other loops, only
+    steps that leave both."""
     yield own.what, own.region.trips, once
     chains = [(each, each.what) for each in others if _is_chain(each.what)]
     beside = [what for each, what in chains if each[1:] == own[1:]]
@@ -377,14 +381,14 @@ def _marked(own: Run, once: int, others: list[Run]) -> Iterator[tuple[Unknown, i
 
 
 def _is_chain(what: Unknown) -> TypeGuard[Chain]:
-    """Whether it is a chain of moves of one tensor from one place, and one that may move it."""
+    """Return whether it is a chain of moves of one tensor from one place that moves it."""
     if isinstance(what, UnknownMove):
         return len(what.before) == 1 and not _stays(what.before[0], what.after)
     return isinstance(what, UnknownSteps)
 
 
 def _stays(before: Spec, after: Spec) -> bool:
-    """Whether a tensor lies so already; over which mesh axes its gradient is a partial sum moves nothing."""
+    """Return whether a tensor is placed so already; the mesh axes of its gradient's partial sum move nothing."""
     return before.partial == after.partial and dict(zip(before.dims, before.axes)) == dict(zip(after.dims, after.axes))
 
 
@@ -395,7 +399,7 @@ _MESH = re.compile(r"AbstractMesh\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)")
 _WANTED = re.compile(
     rf"is (?:sharded over ({PREFIX}\d+)|unsharded), "
     rf"and (?:has to be over ({PREFIX}\d+)|has to be unsharded|every device needs)"
-)  # what operations say of a dimension that lies otherwise than they need it
+)  # The message of operations for a dimension that is sharded otherwise than they need it.
 _TYPE = re.compile(r"\w+\[([^\]]*)\]")
 _TUPLE = re.compile(r"\(([^()]*)\)")
 _SPEC = re.compile(r"'([^']*)'")
@@ -403,7 +407,7 @@ _LETTER = re.compile(r"[A-Z](?=_\{|[A-Z]|$)")
 
 
 def _resolved(message: str, lines: Lines) -> bool:
-    """Tie, or hold, the unknowns that an error is about; whether there were any."""
+    """Tie, or hold, the unknowns that an error names; return whether it names any."""
     message = message.split("For simplicity")[0]
     if wanted := _WANTED.findall(message):
         for has, needs in wanted:
@@ -423,10 +427,10 @@ def _resolved(message: str, lines: Lines) -> bool:
 
 
 def _resolved_by_trial(build: Build, lines: Lines, message: str) -> bool:
-    """Hold the fewest unknowns of an error without which it is another one, or none; whether there are any.
+    """Hold the fewest unknowns of an error without which it changes or disappears; return whether there are any.
 
-    A sort, a cumulative sum or an index takes a dimension that is whole, and JAX shows the types of all its operands in
-    words that say in many ways which dimension that is.
+    A sort, a cumulative sum or an index needs a dimension unsharded. JAX's errors show the types of all its operands,
+    and name that dimension in many different ways.
     """
     names = {*_NAME.findall(message)}
     for count in range(1, MOST_HELD + 1):
@@ -438,7 +442,7 @@ def _resolved_by_trial(build: Build, lines: Lines, message: str) -> bool:
                 _traced(build, trial)
             except _REFUSALS as error:
                 other = _less_meshes(str(error))
-                # The same text but for unknowns, of the same tensors, is the same refusal at the same place.
+                # The same text except for unknowns, with the same tensors, is the same refusal at the same place.
                 if _plain(other) == _plain(message) and {*_NAME.findall(other)} >= names - {*some}:
                     continue
             for name in some:
@@ -448,22 +452,23 @@ def _resolved_by_trial(build: Build, lines: Lines, message: str) -> bool:
 
 
 def _plain(message: str) -> str:
-    """An error's text without unknowns: `f32[8@unknown1]` as `f32[8]`, `P('unknown1')` as `P(None)`."""
+    """Return an error's text without unknowns: `f32[8@unknown1]` as `f32[8]`, `P('unknown1')` as `P(None)`."""
     for pattern, plain in ((rf"@{PREFIX}\d+", ""), (rf"'{PREFIX}\d+'", "None"), (rf"_\{{?{PREFIX}\d+\}}?", "")):
         message = re.sub(pattern, plain, message)
     return message
 
 
 def _less_meshes(message: str) -> str:
-    """An error's text without the axes of meshes, which are all unknowns that there are."""
+    """Return an error's text without the axes of meshes, which would be all unknowns."""
     return _MESH.sub("mesh", message)
 
 
 def _pairs(message: str) -> Iterator[tuple[str, str]]:
-    """The unknowns of two types, or of two specs, that an error compares, dimension by dimension; where they differ."""
+    """Yield the unknowns that differ between two types, or two specs, that an error compares, dimension by
+    dimension."""
     written = [_named_dims(text) for text in _TUPLE.findall(message) if _NAME.search(text)]
     types = [_named_dims(text) for text in _TYPE.findall(message) if _NAME.search(text)]
-    specs: dict[str, list[list[str]]] = {}  # by their letters: a query and a cache are not compared
+    specs: dict[str, list[list[str]]] = {}  # By their letters: a query and a cache are not compared.
     for text in filter(_NAME.search, _SPEC.findall(message)):
         specs.setdefault("".join(_LETTER.findall(text)), []).append(_spec_dims(text))
     for found in (types, *specs.values(), written):

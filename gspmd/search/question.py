@@ -1,12 +1,12 @@
-"""One question: the cheapest picks within a limit of bytes, by a multiplier, the seconds that a byte counts for.
+"""One question: the cheapest picks within a limit of bytes. A multiplier is the price of a byte in seconds.
 
 For every rate ≥ 0
 
     min (seconds + rate · (bytes - limit))  ≤  min {seconds : bytes ≤ limit},
 
 and the rate for which the left side is greatest is found by cutting planes: two picks, one above the limit and one
-below, are two lines over the rate, and the next rate is where they cross. By the same bound, an option with which all
-picks cost more than the best that are known is dropped. What gap remains is closed by `gspmd.search.branching`.
+below, are two lines over the rate, and the next rate is their crossing. By the same bound, an option is dropped if all
+picks with it cost more than the best known. The remaining gap is closed by `gspmd.search.branching`.
 
 Source: M. L. Fisher, The Lagrangian relaxation method for solving integer programming problems, Management Science 27
 (1981).
@@ -25,13 +25,13 @@ from gspmd.search.buckets import Bucket, Messages
 from gspmd.search.tables import Tables
 
 ROUNDING = 1e-12
-"""The fraction of a cost by which sums differ that are taken in different orders."""
+"""The relative difference of costs whose sums are taken in different orders."""
 RATES = 60
-"""Rates that are tried at most. Five to ten are usual; fewer leave branching more to do."""
+"""The most rates that are tried. Five to ten are usual; fewer leave more to branching."""
 FEW = 50
-"""Options of a choice among which good picks are looked for first."""
+"""Number of options of a choice among which good picks are looked for first."""
 NEAR = 1e-4
-"""The fraction of the greatest bound within which a rate is good enough: one more takes longer than branching."""
+"""The fraction of the greatest bound within which a rate is good enough: another rate takes longer than branching."""
 
 
 class _Stopped(Exception):
@@ -42,17 +42,17 @@ class BoundedSearch:
     """One search: the best picks so far, and the best bound.
 
     Args:
-        tables: The options that may be taken.
-        buckets: What was made of the problem's graph.
+        tables: The tables of the options that may be taken.
+        buckets: The buckets of the problem's graph.
         stop: Whether to end with the best so far.
-        keep: Told every answer that is better than those before.
-        rate: Where to begin, in seconds for each byte: the rate of a question like it.
-        outside: What all picks with options that the tables lack cost at least, where such picks are asked for too.
-        tolerance: The fraction of their seconds by which picks may be dearer than the cheapest.
+        keep: Called with every answer that is better than those before.
+        rate: The first rate to try, in seconds for each byte: that of a similar question.
+        outside: A lower bound on the seconds of picks with options that the tables lack, if such picks are allowed too.
+        tolerance: The fraction of their seconds by which picks may be slower than the cheapest.
 
     Attributes:
-        rate: The rate of the greatest bound; 0 as long as there is no need of one.
-        enough: A bound that needs not be exceeded.
+        rate: The rate of the greatest bound; 0 until a rate is needed.
+        enough: A bound above which no greater one is looked for.
     """
 
     def __init__(
@@ -80,10 +80,10 @@ class BoundedSearch:
         self._gap = math.inf
 
     def answer(self) -> Answer:
-        """The cheapest picks that fit, or the best until `stop` was true.
+        """Return the cheapest picks that fit, or the best until `stop` was true.
 
         Raises:
-            NothingFits: There are none.
+            NothingFits: No picks fit.
         """
         try:
             self._search()
@@ -94,7 +94,7 @@ class BoundedSearch:
         return replace(self._known(), complete=True)
 
     def at_least(self, enough: float) -> float:
-        """Return the least that all picks that fit cost, by the best rate alone; no better than `enough` is asked for.
+        """Return a lower bound on the seconds of picks that fit, by the best rate alone; stop above `enough`.
 
         It is infinite where nothing fits.
         """
@@ -112,10 +112,10 @@ class BoundedSearch:
             raise NothingFits(None, self.problem.limit)
         self._narrow()
         if self.best is not None and self.rate:
-            # Few options are left after it; and a narrow search that was stopped has proved nothing of all options.
+            # Few options are left after it; and a narrow search that was stopped has proved nothing about all options.
             self._try(self.rate)
         held = self._relax()
-        # A limit within the rounding of sums is settled leaf by leaf.
+        # A limit within the rounding of sums is decided leaf by leaf.
         if held is not None and not self._proved():
             self._branch()
         if self.best is None:
@@ -123,7 +123,7 @@ class BoundedSearch:
             raise NothingFits(self._answer(held.trace()), self.limit)
 
     def _relax(self) -> Messages | None:
-        """Find the best bound of one rate; the bytes of all picks where that may leave a gap, else None.
+        """Find the best bound of one rate; return the bytes of all picks if it may leave a gap, else None.
 
         Raises:
             NothingFits: No picks are allowed, or all hold too much.
@@ -153,19 +153,19 @@ class BoundedSearch:
         return math.inf if self.best is None else self.best.seconds
 
     def _line(self, picks: list[int]) -> tuple[float, float]:
-        """Seconds and bytes: over the rate, picks are a line."""
+        """Return seconds and bytes: as a function of the rate, picks are a line."""
         return self.tables.seconds_of(picks), self.tables.bytes_of(picks)
 
     def _answer(self, picks: list[int]) -> Answer:
         return Answer(self.tables.named(picks), *self._line(picks), -math.inf, False)
 
     def _known(self) -> Answer:
-        """The best picks with what is proved of them by now."""
+        """Return the best picks with the bound proved so far."""
         assert self.best is not None
         return replace(self.best, bound=min(self.bound, self.outside, self.seconds), complete=False)
 
     def _offer(self, picks: list[int]) -> bool:
-        """Take picks if they fit and are the best so far; whether they fit."""
+        """Keep picks if they fit and are the best so far; return whether they fit."""
         seconds, held = self._line(picks)
         if held <= self.limit and seconds < self.seconds:
             self.best = self._answer(picks)
@@ -173,14 +173,14 @@ class BoundedSearch:
         return held <= self.limit
 
     def _ceiling(self) -> float:
-        """Bytes that sums of the limit may come to, in whatever order they are taken."""
+        """Return the bytes that sums equal to the limit may reach, in whatever order they are taken."""
         return self.limit + ROUNDING * abs(self.limit)
 
     def _rounding(self) -> float:
         return ROUNDING * (abs(self.seconds) + (self.rate * abs(self.limit) if self.rate else 0.0))
 
     def _slack(self) -> float:
-        """By how much better picks are not looked for."""
+        """Return the seconds by which better picks are not looked for."""
         return self._rounding() + (self.tolerance * abs(self.seconds) if self.best else 0.0)
 
     def _proved(self) -> bool:
@@ -190,7 +190,7 @@ class BoundedSearch:
     # -- the limit -----------------------------------------------------------------------------------------------------
 
     def _narrow(self) -> None:
-        """Begin with the best picks, and their rate, among a few options of the choices that no bytes depend on."""
+        """Find first picks, and their rate, among a few options of the choices that no bytes depend on."""
         holding = {choice for of, held in zip(self.tables.of, self.tables.bytes) if held is not None for choice in of}
         many = [choice not in holding and len(kept) > 2 * FEW for choice, kept in enumerate(self.tables.kept)]
         if math.isinf(self.limit) or not any(many):
@@ -207,7 +207,7 @@ class BoundedSearch:
             self.rate = first.rate
 
     def _cut(self, large: tuple[float, float], small: tuple[float, float]) -> None:
-        """Find the rate of about the greatest bound, from lines of picks above the limit and below."""
+        """Find approximately the rate of the greatest bound, from lines of picks above the limit and below."""
         if self.rate:
             line = self._try(self.rate)
             large, small = (large, line) if line[1] <= self.limit else (line, small)
@@ -218,13 +218,13 @@ class BoundedSearch:
             rate = max(0.0, (small[0] - large[0]) / (large[1] - small[1]))
             crossing = large[0] + rate * (large[1] - self.limit)
             line = self._try(rate)
-            # No rate has a bound above the crossing.
+            # No rate has a bound above the crossing of the lines.
             if self.bound >= crossing - NEAR * abs(crossing) or line in (large, small):
                 return
             large, small = (large, line) if line[1] <= self.limit else (line, small)
 
     def _try(self, rate: float) -> tuple[float, float]:
-        """Take the bound of a rate, and its picks if they fit; their line."""
+        """Compute the bound of a rate, keep its picks if they fit, and return their line."""
         messages = Messages(self.tables, self.buckets, rate)
         picks = messages.trace()
         line = self._line(picks)
@@ -233,20 +233,20 @@ class BoundedSearch:
         if bound > self.bound:
             self.bound, self.rate = bound, rate
             self.keep(self._known())
-        # Not after every rate: it takes longer than the messages.
+        # Not after every rate, since it takes longer than the messages.
         if not self._proved() and self.seconds - bound < self._gap / 2:
             self._gap = self.seconds - bound
             self._drop(messages, rate)
         return line
 
     def _drop(self, messages: Messages, rate: float) -> None:
-        """Drop the options with which all picks cost more than the best."""
+        """Drop the options for which all picks cost more than the best."""
         most = self.seconds + rate * self.limit
         most += 10 * ROUNDING * (abs(most) + abs(self.seconds))
         self.tables = self.tables.keep([costs <= most for costs in messages.by_option()])
 
     def _branch(self) -> None:
-        """Go through all picks whose bounds do not exclude that they fit and are better than the best."""
+        """Walk all picks that may fit and be better than the best, by their bounds."""
 
         def ceilings() -> tuple[float, float, float]:
             seconds = self.seconds - self._slack() if self.best else math.inf

@@ -1,7 +1,7 @@
-"""The search as it is asked: the cheapest picks, and for one choice after another the cheapest that differ in it.
+"""The search for the cheapest picks, and for the cheapest that differ in one choice, for one choice after another.
 
-What all picks with an option cost at least is found once for all options (`gspmd.search.buckets`). The cheapest others
-are then searched among the few options whose bounds are low; if they cost no more than the bounds of those left out,
+A lower bound for all picks with an option is found once for all options (`gspmd.search.buckets`). The next best picks
+are then searched among the few options with low bounds. If they cost no more than the bounds of the options left out,
 they are the cheapest of all.
 """
 
@@ -17,24 +17,24 @@ from gspmd.search.question import BoundedSearch
 from gspmd.search.tables import Tables
 
 FIRST = 64
-"""Options besides those that bounds call for, among which others are searched first."""
+"""Number of options, beyond those with low bounds, among which next best picks are searched first."""
 GROWTH = 4
-"""The factor by which more options are searched where nothing among them fits."""
+"""The factor by which the number of options grows if no picks among them fit."""
 MARGIN = 1e-9
-"""The fraction of a bound by which rounding may not be the reason that an option is left out."""
+"""The relative margin by which a bound has to be above an answer before its option is left out."""
 
 
 class Search:
-    """Finds cheapest picks of a problem, with proof, one question after another; answers and bounds are kept.
+    """Finds the cheapest picks of a problem, with proof, one question after another; answers and bounds are kept.
 
     Args:
         problem: Choices, terms and limit.
-        stop: Asked often; once it is true, a search gives the best that it has, and what is proved of it.
-        tolerance: The fraction of their seconds by which picks may be dearer than the cheapest: near-ties at a limit of
-            bytes take long to tell apart. `Answer.bound` stays what is proved.
+        stop: Called often; once it returns true, a search returns its best picks, with the bound proved for them.
+        tolerance: The fraction of their seconds by which picks may be slower than the cheapest: near-ties at a limit of
+        +bytes take long to tell apart. `Answer.bound` is the proved bound all the same.
 
     Attributes:
-        so_far: The best picks of the question that was asked last, also after an interrupt; None before there were any.
+        so_far: The best picks of the last question, also after an interrupt; None before any were found.
 
     Example:
         >>> import numpy as np
@@ -62,15 +62,15 @@ class Search:
     def best(
         self, fixed: Mapping[str, int] | None = None, without: Mapping[str, Collection[int]] | None = None
     ) -> Answer:
-        """The cheapest picks that fit.
+        """Find the cheapest picks that fit.
 
         Args:
-            fixed: Options, by index, that choices have to take.
-            without: Options, by index, that choices must not take.
+            fixed: The option, by index, that each of some choices has to take.
+            without: The options, by index, that each of some choices must not take.
 
         Raises:
             NothingFits: No such picks are within the limit, or none are allowed.
-            ValueError: `fixed` or `without` names what is no choice or no option.
+            ValueError: `fixed` or `without` names an unknown choice or option.
         """
         allowed = self._allowed(fixed or {}, without or {})
         if not all(mask.any() for mask in allowed):
@@ -78,11 +78,11 @@ class Search:
         return self._once(allowed, lambda: self._ask(allowed))
 
     def at_least(self, enough: float = math.inf, without: Mapping[str, Collection[int]] | None = None) -> float:
-        """Seconds that no picks which fit fall below: proved without going through any, so not always reached.
+        """Return a lower bound on the seconds of picks that fit: proved without enumeration, so not always reached.
 
         Args:
             enough: A bound above which a greater one is not looked for.
-            without: As of `best`.
+            without: As in `best`.
 
         Returns:
             The bound; infinite where nothing fits.
@@ -92,7 +92,7 @@ class Search:
         return ask.at_least(enough)
 
     def bounds(self) -> dict[str, np.ndarray]:
-        """For every choice what all picks with each of its options cost at least, infinite where none fit."""
+        """Find for every choice and option a lower bound on the seconds of picks that fit; infinite if none do."""
         allowed = self._allowed({}, {})
         return dict(zip((choice.name for choice in self.problem.choices), self._bounds_of(allowed)))
 
@@ -103,12 +103,12 @@ class Search:
         fixed: Mapping[str, int] | None = None,
         without: Mapping[str, Collection[int]] | None = None,
     ) -> Answer | None:
-        """The cheapest picks in which one choice differs from the answer's; None where none fit.
+        """Find the cheapest picks in which one choice differs from the answer's; None if none fit.
 
         Args:
-            answer: What was found.
+            answer: The answer found before.
             name: The choice that is to differ.
-            fixed, without: As those of `best`: to stay within the question that was answered, repeat what it asked.
+            fixed, without: As in `best`: repeat those of the answered question to stay within it.
         """
         excluded = {**(without or {})}
         excluded[name] = {*excluded.get(name, ()), answer.picks[name]}
@@ -122,7 +122,7 @@ class Search:
             return None
 
     def _allowed(self, fixed: Mapping[str, int], without: Mapping[str, Collection[int]]) -> list[np.ndarray]:
-        """For each choice which options may be taken."""
+        """Return for each choice which options may be taken."""
         allowed = {choice.name: np.ones(len(choice.options), bool) for choice in self.problem.choices}
         for name, options in [*((name, (option,)) for name, option in fixed.items()), *without.items()]:
             if name not in allowed or (options and not 0 <= min(options) <= max(options) < len(allowed[name])):
@@ -141,7 +141,7 @@ class Search:
         self.so_far = answer
 
     def _once(self, allowed: list[np.ndarray], ask: Callable[[], Answer]) -> Answer:
-        """The answer to a question, which is asked if it was not answered to the end before."""
+        """Return the answer to a question, which is searched unless it was completely answered before."""
         key = _key(allowed)
         if key not in self._answers:
             self.so_far = None
@@ -161,7 +161,7 @@ class Search:
         return answer
 
     def _bounds_of(self, allowed: list[np.ndarray]) -> list[np.ndarray]:
-        """For each choice and option what all allowed picks with it cost at least, if they fit."""
+        """Return for each choice and option a lower bound on the seconds of allowed picks with it that fit."""
         key = _key(allowed)
         if key not in self._bounds:
             messages = Messages(self._tables.keep(allowed), self._buckets, self._rate)
@@ -173,11 +173,11 @@ class Search:
         return self._bounds[key]
 
     def _widen(self, allowed: list[np.ndarray], bounds: list[np.ndarray]) -> Answer:
-        """The best among few promising options, then among more, until what is left out is no better.
+        """Search few promising options, then more, until the options left out cannot be better; return the best picks.
 
         Args:
             allowed: Which options may be taken.
-            bounds: For each of them what all picks with it cost at least.
+            bounds: For each of them a lower bound on the seconds of picks with it.
         """
         allowed = [mask & np.isfinite(each) for mask, each in zip(allowed, bounds)]
         each_bound = np.sort(np.concatenate([each[mask] for mask, each in zip(allowed, bounds)]))

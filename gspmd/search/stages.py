@@ -1,9 +1,8 @@
 """Layers to the stages of a pipeline: the contiguous split, and the submesh of each stage, in the fewest seconds.
 
-A pipeline of B microbatches takes Σ t_i + (B - 1) · max t_j, where t_i is what stage i takes for one of them. Whoever
-fixes t_max, the most that a stage may take, is left with the fewest Σ t_i, which is a dynamic program over the last
-stages; t_max is one of the seconds that were given, and all of them are tried, the smallest first, until no larger one
-can be better.
+A pipeline of B microbatches takes Σ t_i + (B - 1) · max t_j, where stage i takes t_i for one microbatch. For a fixed
+t_max, the most that a stage may take, the fewest Σ t_i is a dynamic program over the last stages. t_max is one of the
+given seconds; all of them are tried, the smallest first, until no larger one can be better.
 
 Source: Zheng et al. 2022, Alpa (arXiv 2201.12023), section 5.2, equations 2 to 4.
 Differs: every t_max is tried, not one in each interval of ε, so the answer is exact.
@@ -21,7 +20,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class LayerRange:
-    """A stage: layers that follow one another, on one submesh.
+    """A stage: consecutive layers on one submesh.
 
     Attributes:
         first, last: its layers, both included.
@@ -39,9 +38,9 @@ class StageSplit:
 
     Attributes:
         stages: in the order of the layers.
-        seconds: of all microbatches through all stages.
+        seconds: the seconds of all microbatches through all stages.
         slowest: seconds of the slowest stage for one microbatch, which sets the pace.
-        bound: no split takes fewer seconds, whether its stages are alike or not.
+        bound: a lower bound on the seconds of any split, with equal stages or not.
     """
 
     stages: tuple[LayerRange, ...]
@@ -65,21 +64,23 @@ def split(
     fits: Fits | None = None,
     alike: bool = False,
 ) -> StageSplit:
-    """Split layers into stages, each on a submesh, all devices in use, in the fewest seconds.
+    """Split layers into stages, each on a submesh, so that all devices are used, in the fewest seconds.
 
     Args:
-        seconds: [layers, layers, submeshes], for the stage of layers i to j on a submesh its seconds for one
-            microbatch; `inf` where that is not possible. What is below the diagonal is not read.
-        submesh_devices: how many devices each submesh has.
-        devices: how many there are.
+        seconds: [layers, layers, submeshes], the seconds for one microbatch of the stage of layers i to j on a submesh;
+        +`inf` if that is not possible. Entries below the diagonal are not read.
+        submesh_devices: the number of devices of each submesh.
+        devices: the number of all devices.
         microbatches: B.
-        fits: whether a stage with so many stages behind it fits in memory. In 1F1B it holds the inputs of one
-            microbatch more than there are stages behind it, if there are as many.
-        alike: only stages with as many layers each, on one kind of submesh: those that one program can run.
+        fits: returns whether a stage fits in memory, given the number of stages after it. In 1F1B it holds the inputs
+            of one
+        +microbatch more than there are stages after it, if there are as many.
+        alike: whether all stages must have the same number of layers and the same submesh, so that one program runs
+            them.
 
     Raises:
-        NoSplit: there is none.
-        ValueError: the numbers are none of a split.
+        NoSplit: no split uses all devices, is allowed and fits.
+        ValueError: the shape of `seconds` is wrong, or a number is not positive.
 
     Example:
         >>> layers = np.array([3.0, 1.0, 1.0, 1.0])  # the first layer takes longer, and two devices halve it all
@@ -124,12 +125,12 @@ class _SplitSpace:
 
     @cached_property
     def unit(self) -> int:
-        """Devices are counted in these."""
+        """The number of devices in which devices are counted."""
         return math.gcd(self.devices, *self.sizes)
 
     @cached_property
     def allowed(self) -> list[np.ndarray]:
-        """By the number of stages behind: the seconds of every stage that fits there, infinite for others."""
+        """By the number of stages after it: the seconds of every stage that fits there, infinite for others."""
         if self.fits is None:
             return [self.table] * self.most_stages
         return [self._within(behind, self.fits) for behind in range(self.most_stages)]
@@ -151,11 +152,11 @@ def _seconds(table: np.ndarray, stages: Stages, microbatches: int) -> float:
 
 
 def _cheapest(space: _SplitSpace, microbatches: int) -> Stages | None:
-    """The cheapest split of any kind, by all of t_max."""
+    """Find the cheapest split of any kind, trying all t_max."""
     best = free = _fewest(space, math.inf)
     if free is None:
         return None
-    # However small t_max is, the sum is no smaller than where every stage may take as long as it likes.
+    # However small t_max is, the sum is no smaller than without a limit on the stages.
     least, known = _seconds(space.table, free, 1), _seconds(space.table, free, microbatches)
     paces = np.unique(space.table[np.isfinite(space.table)])
     for pace in paces[_first_possible(space, paces) :]:
@@ -169,7 +170,7 @@ def _cheapest(space: _SplitSpace, microbatches: int) -> Stages | None:
 
 
 def _first_possible(space: _SplitSpace, paces: np.ndarray) -> int:
-    """The index of the smallest t_max with which there is a split: with all that are larger there is one too."""
+    """Return the index of the smallest t_max with which there is a split: every larger one has a split too."""
     low, high = 0, len(paces) - 1
     while low < high:
         middle = (low + high) // 2
@@ -181,9 +182,9 @@ def _first_possible(space: _SplitSpace, paces: np.ndarray) -> int:
 
 
 def _fewest(space: _SplitSpace, pace: float) -> Stages | None:
-    """The split with the fewest Σ t_i in which no stage takes longer than `pace`.
+    """Find the split with the fewest Σ t_i in which no stage takes longer than `pace`.
 
-    F[k, d] is the fewest seconds of layers k and behind on d devices, in as many stages as there have been rounds.
+    F[k, d] is the fewest seconds of layers k and later on d devices, in as many stages as there have been rounds.
     """
     layers, devices = space.layers, space.devices // space.unit
     fewest = np.full((layers + 1, devices + 1), math.inf)
@@ -200,7 +201,7 @@ def _fewest(space: _SplitSpace, pace: float) -> Stages | None:
 
 
 def _one_more(table: np.ndarray, sizes: Sequence[int], behind: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """F with one more stage in front, and which: its last layer and its submesh in one number."""
+    """Return F with one more stage in front, and that stage: its last layer and its submesh in one number."""
     layers, columns = len(table), behind.shape[1]
     fewest, picked = np.full_like(behind, math.inf), np.zeros(behind.shape, int)
     for submesh, size in enumerate(sizes):
@@ -223,7 +224,7 @@ def _followed(space: _SplitSpace, picks: Sequence[np.ndarray]) -> Iterator[Layer
 
 
 def _cheapest_alike(space: _SplitSpace, microbatches: int) -> Stages | None:
-    """The cheapest split into stages of as many layers each, on submeshes of one kind."""
+    """Find the cheapest split into stages with equal numbers of layers, on equal submeshes."""
     found = [stages for stages in _alike(space) if _is_allowed(space, stages)]
     return min(found, key=lambda stages: _seconds(space.table, stages, microbatches), default=None)
 
@@ -244,7 +245,7 @@ def _is_allowed(space: _SplitSpace, stages: Stages) -> bool:
 
 
 def _upper(table: np.ndarray) -> np.ndarray:
-    """The table with its lower triangle infinite: no stage ends before it begins."""
+    """Return the table with its lower triangle infinite: no stage ends before it begins."""
     return np.where(np.triu(np.ones(table.shape[:2], bool))[..., None], table, math.inf)
 
 
@@ -268,7 +269,7 @@ def _check(table: np.ndarray, sizes: Sequence[int], devices: int, microbatches: 
 
 
 def _fault(space: _SplitSpace, alike: bool) -> str:
-    """Say why there is no split, and what would help."""
+    """Return why there is no split, and a remedy."""
 
     def possible(table: np.ndarray, fits: Fits | None) -> bool:
         space_of = _SplitSpace(table, space.sizes, space.devices, fits)

@@ -11,14 +11,14 @@ from gspmd.search.problem import Problem
 
 @dataclass(frozen=True)
 class Tables:
-    """The tables that a search adds up. Choices and terms go by number, and picks by index among the options that are
-    kept.
+    """The tables that a search adds up. Choices and terms are numbered, and picks are indices among the options that
+    are kept.
 
     Attributes:
         problem: Where the tables come from.
-        kept: For each choice the options that may be taken, by index in the problem, rising.
+        kept: For each choice the options that may be taken, by index in the problem, ascending.
         of: For each term the choices of its axes.
-        seconds, bytes: For each term its tables; None where it holds no bytes.
+        seconds, bytes: For each term its tables; None if it holds no bytes.
     """
 
     problem: Problem
@@ -29,9 +29,9 @@ class Tables:
 
     @classmethod
     def whole(cls, problem: Problem) -> "Tables":
-        """All options of a problem."""
+        """Return the tables of all options of a problem."""
         numbers = {choice.name: number for number, choice in enumerate(problem.choices)}
-        # By name, so that sums, and with them the answers, do not depend on the order in which terms were given.
+        # Sorted by name, so that sums, and with them the answers, do not depend on the order in which terms were given.
         terms = sorted(problem.terms, key=lambda term: term.name)
         return cls(
             problem,
@@ -45,7 +45,7 @@ class Tables:
         )
 
     def keep(self, masks: Sequence[np.ndarray]) -> "Tables":
-        """The tables of fewer options: for each choice those where its mask is true."""
+        """Return the tables of fewer options: for each choice those for which its mask is true."""
         if all(mask.all() for mask in masks):
             return self
         places = [np.flatnonzero(mask) for mask in masks]
@@ -59,7 +59,7 @@ class Tables:
         )
 
     def apart(self) -> list[np.ndarray]:
-        """For each choice and option the least seconds of each term with it, added up: a guess of what it is worth."""
+        """Return, for each choice and option, the sum of each term's least seconds with it: a guess of its value."""
         result = [np.zeros(len(kept)) for kept in self.kept]
         for of, table in zip(self.of, self.seconds):
             for axis, choice in enumerate(of):
@@ -67,18 +67,18 @@ class Tables:
         return result
 
     def least_bytes(self) -> float:
-        """Bytes that no picks fall below: the least of each term, added up."""
+        """Return a lower bound on the bytes of picks: the sum of each term's least."""
         return math.fsum(float(table.min()) for table in self.bytes if table is not None)
 
     def seconds_of(self, picks: Sequence[int]) -> float:
-        """The seconds of picks."""
+        """Return the seconds of picks."""
         return math.fsum(float(t[tuple([picks[c] for c in of])]) for t, of in zip(self.seconds, self.of))
 
     def bytes_of(self, picks: Sequence[int]) -> float:
-        """The bytes that picks hold."""
+        """Return the bytes that picks hold."""
         held = zip(self.bytes, self.of)
         return math.fsum(float(t[tuple([picks[c] for c in of])]) for t, of in held if t is not None)
 
     def named(self, picks: Sequence[int]) -> dict[str, int]:
-        """Picks as they are answered: by name of the choice, and by index in the problem."""
+        """Return picks in the form of an answer: by name of the choice, and by index in the problem."""
         return {c.name: int(kept[pick]) for c, kept, pick in zip(self.problem.choices, self.kept, picks)}

@@ -18,14 +18,14 @@ def document(
     lowering: str = "blocking",
     comments: Mapping[str, str] = MappingProxyType({}),
 ) -> str:
-    """Return the text of a layout file; sections and lines stand in the order in which they are given.
+    """Return the text of a layout file, with sections and lines in the given order.
 
     Args:
         header: lines of the comment at the top.
         mesh: sizes of the mesh axes.
-        lines: every line by key, those that override with their section in front, `"optimizer.ffn.w_in"`.
-        lowering: what the layout asks for.
-        comments: what stands behind lines, by key.
+        lines: every line by key; overriding lines have their section in front, `"optimizer.ffn.w_in"`.
+        lowering: the lowering that the layout sets.
+        comments: the comment behind each line, by key.
 
     Example:
         >>> print(document(["found"], {"x": 4}, {"ffn.w_in": "EF_x", "optimizer.ffn.w_in": "E_xF"}))
@@ -56,7 +56,7 @@ def document(
 
 def _mesh(mesh: Mapping[str, int]) -> Iterator[str]:
     axes, devices = tuple(mesh), prod(mesh.values())
-    # The order by which as many devices become this mesh without --mesh, where there is one.
+    # The order in which this number of devices is factored into this mesh without --mesh, if there is one.
     fits = (order for count in range(1, len(axes) + 1) for order in permutations(axes, count)
             if factorise(devices, axes, order) == dict(mesh))  # fmt: skip
     for name, names in (("axes", axes), ("factor", next(fits, axes))):
@@ -64,7 +64,7 @@ def _mesh(mesh: Mapping[str, int]) -> Iterator[str]:
 
 
 def _sections(lines: Mapping[str, str]) -> Iterator[tuple[str, list[str]]]:
-    """Every section with the keys of its lines; those that override others stand last."""
+    """Yield every section with the keys of its lines; sections that override others come last."""
     found: dict[str, list[str]] = {}
     for key in lines:
         found.setdefault(key.partition(".")[0], []).append(key)
@@ -73,7 +73,7 @@ def _sections(lines: Mapping[str, str]) -> Iterator[tuple[str, list[str]]]:
 
 def _block(name: str, keys: list[str], lines: Mapping[str, str], comments: Mapping[str, str]) -> str:
     inside = [key.partition(".")[2] for key in keys]
-    names = [f'"{key}"' if name in OVERRIDES else key for key in inside]  # of an overriding section, with a dot
+    names = [f'"{key}"' if name in OVERRIDES else key for key in inside]  # Keys in an overriding section have a dot.
     texts = [f'"{lines[key]}"' for key in keys]
     widths = max(map(len, names)), max(map(len, texts))
     rows = [f"[{name}]"]

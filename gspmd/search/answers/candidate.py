@@ -1,4 +1,4 @@
-"""A mesh, the problem on it, and its answer: bounded without its limit of memory, and solved when it may win."""
+"""A mesh, the problem on it, and its answer: first bounded without a limit on memory, and solved only if it may win."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from gspmd.search.answers.options import Options
 from gspmd.search.phase import PhaseProblem
 
 NEAR = 5e-4
-"""The fraction of a step's seconds by which an answer may be dearer than the cheapest, if it holds less."""
+"""The fraction of a step's seconds by which an answer may be slower than the cheapest, if it holds less."""
 TOLERANCE = 1e-4
-"""The fraction below which layouts at the limit of memory are not told apart."""
+"""The fraction of a step's seconds below which layouts at the limit on memory are not told apart."""
 MOST, LESS = 40_000, 2_000
-"""Times that the search for an answer, and for each of the others beside it, may ask whether to stop: counted, so
-that the same question always has the same answer."""
+"""Number of times that the search for an answer, or for one of the other options, may ask whether to stop. It counts
+calls instead of seconds, so that the same question always has the same answer."""
 
 
 class StepBudget:
-    """Ends a search that asks too often."""
+    """A condition to stop that becomes true after a number of calls."""
 
     def __init__(self) -> None:
         self.left = MOST
@@ -34,18 +34,18 @@ class StepBudget:
 
 
 TIE = 1e-9
-"""The fraction of a step's seconds by which two of them cost the same: sums are taken in other orders."""
+"""The relative difference of two costs that count as equal: their sums are taken in different orders."""
 HALVINGS = 6
-"""Times that the bytes between the least and those of the cheapest are halved to find it."""
+"""Number of bisections between the fewest bytes and those of the cheapest answer."""
 
 
 GAIN = 0.02
 """The fraction of a step's seconds that several microbatches have to gain over one: compiled steps lost more than the
-plan had them gain, to what is neither product nor collective, of which a tenth is priced."""
+planned gain to work that is neither product nor collective, a tenth of which is priced."""
 
 
 def to_beat(seconds: float, microbatches: int) -> float:
-    """Seconds below which a step in several microbatches is better than one that is known."""
+    """Return the seconds below which a step in several microbatches is better than a known one."""
     return seconds * (1 - GAIN) if microbatches == 1 else seconds
 
 
@@ -57,9 +57,9 @@ class Candidate:
         limit: bytes that a device may hold.
 
     Attributes:
-        free: the answer if memory had no end, whose seconds are a bound of those with a limit.
-        problem, search: those with the limit.
-        answer: what the search found; None before, or where nothing fits.
+        free: the answer without a limit on memory; its seconds are a lower bound of those with a limit.
+        problem, search: the problem and the search with the limit.
+        answer: the answer found; None before the search, or if nothing fits.
     """
 
     def __init__(self, phase: PhaseProblem, limit: float):
@@ -72,14 +72,14 @@ class Candidate:
         self.answer: Answer | None = None
 
     def within(self, limit: float) -> Problem:
-        """The problem with another limit."""
+        """Return the problem with another limit."""
         return Problem(self.unlimited.choices, self.unlimited.terms, limit)
 
     def solve(self) -> Answer:
-        """The answer within the limit: of those as cheap as the cheapest, to within `NEAR`, one that holds little.
+        """Find an answer within the limit that costs the least, to within `NEAR`, and holds little.
 
         Raises:
-            NothingFits: there is none.
+            NothingFits: no layout fits within the limit.
         """
         if self.answer is None:
             self.budget.left = MOST
@@ -88,7 +88,7 @@ class Candidate:
         return self.answer
 
     def _holding_less(self, cheapest: Answer) -> Answer:
-        """Bisect the limit of memory for the least under which an answer is as cheap."""
+        """Bisect the limit on memory for the smallest under which an answer is as cheap."""
         found, least = cheapest, self.least.bytes
         for _ in range(HALVINGS if cheapest.complete else 0):
             if found.bytes <= least * (1 + NEAR):
@@ -122,10 +122,10 @@ class Candidate:
         return Options(self.phase)
 
     def best(self, without: Mapping[str, Collection[int]]) -> Answer:
-        """The cheapest that fits without some options; the best that was found soon is not `complete`.
+        """Find the cheapest answer that fits without some options; it is not `complete` if the search was cut short.
 
         Raises:
-            NothingFits: there is none.
+            NothingFits: no layout fits without these options.
         """
         self.budget.left = MOST
         return self.search.best(without=without)
@@ -133,7 +133,7 @@ class Candidate:
     def soon(
         self, without: Mapping[str, Collection[int]] | None = None, fixed: Mapping[str, int] | None = None
     ) -> Answer:
-        """The same, and with some options, of a search that is given up sooner.
+        """Find the same as `best`, also with some options fixed, in a search that gives up sooner.
 
         Raises:
             NothingFits: nothing was found.
@@ -142,16 +142,16 @@ class Candidate:
         return self.search.best(fixed, without)
 
     def next_best(self, answer: Answer, name: str) -> Answer | None:
-        """The cheapest that fits in which one choice is another than an answer's, by more than names of axes.
+        """Find the cheapest answer that fits with another option of one choice, beyond a renaming of mesh axes.
 
-        Where it takes long to find, the best that was found soon, which is not `complete`.
+        If that takes long, return the best found so far, which is not `complete`.
         """
         self.budget.left = LESS
         return self.search.next_best(answer, name, without={name: self.options.alike(name, answer.picks[name])})
 
     @cached_property
     def least(self) -> Answer:
-        """The layout that holds the fewest bytes."""
+        """Find the layout that holds the fewest bytes."""
         try:
             return Search(self.within(-1.0)).best()
         except NothingFits as fault:
@@ -159,12 +159,12 @@ class Candidate:
 
     @property
     def named(self) -> str:
-        """The mesh, `x=4,y=8`."""
+        """The mesh as text, `x=4,y=8`."""
         return mesh_text(self.phase.case.mesh)
 
     @property
     def remat(self) -> str:
-        """The choice of remat, as of `Case`."""
+        """The choice of remat, as in `Case`."""
         return self.phase.case.remat
 
     @property
@@ -174,12 +174,12 @@ class Candidate:
 
     @property
     def microbatches(self) -> int:
-        """Parts of the batch, one after the other; 1 where nothing is trained."""
+        """Number of parts of the batch, computed one after the other; 1 if nothing is trained."""
         return self.phase.case.microbatches
 
     @property
     def in_microbatches(self) -> str:
-        """`in 4 microbatches`; empty where the batch is not cut."""
+        """`in 4 microbatches`; empty if the batch is not cut."""
         return f"in {self.microbatches} microbatches" if self.microbatches > 1 else ""
 
     @property

@@ -1,10 +1,10 @@
-"""An answer as a layout file: sections and keys in the order of the presets, and behind each line what it costs.
+"""An answer as a layout file: sections and keys in the order of the presets, and behind each line its cost.
 
     w_in = "E_yzF"   # 591 ms; next E_xyzF: +0.012%
 
-The seconds are those of all terms of the cost that the choice is part of: of a weight its moves and its update, of an
-activation its products and moves, of a via both. The next best is the cheapest layout that fits in which this choice is
-another, all others as they are best for it.
+The seconds are those of all terms of the cost that the choice takes part in: for a weight its moves and its update,
+for an activation its products and moves, for a via both. The next best is the cheapest layout that fits with another
+option of this choice, and the best options of all others for it.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from gspmd.search.answers.candidate import Candidate
 from gspmd.search.phase import Case, LayoutLine
 
 PRICED = "blocking"
-"""The lowering whose seconds are searched."""
+"""The lowering that the search prices."""
 _SAME = 1e-9
-"""The fraction of a step by which two layouts cost the same."""
+"""The fraction of a step's seconds within which two layouts cost the same."""
 _LATER = ("gradients", "optimizer")
 _SECTIONS = (PIPELINE, *PARTS, *_LATER, *(name for name in OVERRIDES if name not in _LATER))
 
 
 @dataclass(frozen=True)
 class LineCost:
-    """The remark behind a line.
+    """The comment behind a line: its cost, and the next best option.
 
     Attributes:
-        seconds: of the terms that it is part of.
-        next: the text of the next best, with the section that it stands in where that is no part of the model; empty if
+        seconds: the seconds of the terms that the choice takes part in.
+        next: the text of the next best, with its section if that overrides a part of the model; empty if
             there is no other that fits.
-        more: by which fraction of a step that costs more.
-        other: the layout in which it stands; where it is not complete, there may be a cheaper one.
-        alone: whether there is no other at all, on one device say, or of sizes that nothing else divides.
+        more: the fraction of a step's seconds that the next best costs more.
+        other: the layout with the next best; if it is not complete, there may be a cheaper one.
+        alone: whether there is no other option at all, for example on one device.
     """
 
     seconds: float
@@ -54,7 +54,7 @@ class LineCost:
 
 
 def remarks(candidate: Candidate, answer: Answer) -> Iterator[tuple[str, LineCost]]:
-    """Yield the remark on each choice that has lines, one after the other, since each is a search of its own."""
+    """Yield the comment on each choice that has lines, one after the other, since each needs a search."""
     seconds = candidate.problem.seconds_of(answer.picks)
     for choice in candidate.problem.choices:
         if not any(candidate.options.texts[choice.name]):
@@ -70,7 +70,7 @@ def remarks(candidate: Candidate, answer: Answer) -> Iterator[tuple[str, LineCos
 
 
 def _changed(candidate: Candidate, name: str, answer: Answer, other: Answer) -> str:
-    """The first line of a choice that is another in the other answer."""
+    """Return the first line of a choice that differs in the other answer."""
     (section, key), text = next(changed(candidate, name, answer, other))
     first = next(iter(candidate.options.texts[name][answer.picks[name]]))
     before = f"{section} " if section else "" if key == first[1] else f"{key.partition('.')[2]} "
@@ -78,9 +78,9 @@ def _changed(candidate: Candidate, name: str, answer: Answer, other: Answer) -> 
 
 
 def changed(candidate: Candidate, name: str, answer: Answer, other: Answer) -> Iterator[tuple[tuple[str, str], str]]:
-    """Section and key, and text, of each line of a choice that is another in the other answer.
+    """Yield section and key, and text, of each line of a choice that differs in the other answer.
 
-    The text of a line of a section that the other one does not have is that of the parameter.
+    If the other answer has no such line in an overriding section, the text is that of the parameter.
     """
     texts = candidate.options.texts[name]
     ours, theirs = texts[answer.picks[name]], texts[other.picks[name]]
@@ -90,7 +90,7 @@ def changed(candidate: Candidate, name: str, answer: Answer, other: Answer) -> I
 
 
 def _percent(fraction: float) -> str:
-    """Return how much dearer a step is, in percent.
+    """Return how much slower a step is, in percent.
 
     >>> [_percent(each) for each in (0.0, 0.014, -0.00047, 0.996, 2.345, 75.25, 123456.7)]
     ['the same', '+1.4%', '-0.047%', '+100%', '+230%', '+7,500%', '+12,000,000%']
@@ -104,17 +104,17 @@ def _percent(fraction: float) -> str:
 def document(
     candidate: Candidate, answer: Answer, header: Iterable[str], said: Mapping[str, LineCost], lowering: str = ""
 ) -> str:
-    """The text of a layout file.
+    """Return the text of a layout file.
 
     Args:
         candidate: the mesh and its problem.
-        answer: what was found on it.
+        answer: the answer found on it.
         header: lines of the comment at the top.
-        said: for each choice what is said of it; of those that are missing nothing is.
-        lowering: what it asks for; `lowering_of` if not given.
+        said: the comment on each choice; a missing choice has none.
+        lowering: the lowering that the file sets; `lowering_of` if not given.
 
     Returns:
-        TOML that `gspmd.Layout.load` reads; the same for the same answer.
+        TOML that `gspmd.Layout.load` reads; the same text for the same answer.
     """
     case = candidate.phase.case
     lines = candidate.phase.lines(answer.picks)
@@ -129,14 +129,14 @@ def of_lines(
     lowering: str = PRICED,
     mesh: Mapping[str, int] = MappingProxyType({}),
 ) -> str:
-    """The text of a layout file, from its lines: of a pipeline say, which is no candidate.
+    """Return the text of a layout file from its lines, for example of a pipeline, which is no candidate.
 
     Args:
-        lines: in any order; those of a model of one's own are written as they stand.
+        lines: the lines, in any order; lines of a user's own model are written as they are.
         case: the phase of a model.
-        header, said: as of `document`.
-        lowering: what it asks for.
-        mesh: sizes of the mesh axes, if not those of the case.
+        header, said: as in `document`.
+        lowering: the lowering that the file sets.
+        mesh: sizes of the mesh axes, if they are not those of the case.
     """
     kept = [line for line in lines if line.key not in case.absent]
     if all(line.key in KEYS for line in kept):
@@ -148,21 +148,22 @@ def of_lines(
 
 
 def lowering_of(case: Case) -> str:
-    """The lowering that a layout asks for where no compiler has compared any.
+    """Return the lowering that a layout sets if no compiler has compared any.
 
-    Served it is `auto`, which loops what its model says gains more than the model's error: PaLM 540B's prompts on 16
-    TPU v5p take 7.12 s so, compiled, and 7.63 s under `blocking`. The model is of forward passes; training lost by it.
+    In serving it is `auto`, which loops a product if the predicted gain is above the model's error. Compiled,
+    PaLM 540B's prompts on 16 TPU v5p take 7.12 s this way, and 7.63 s under `blocking`. The model covers forward passes
+    only; training was slower with it.
     """
     return PRICED if case.trains else "auto"
 
 
 def _named(line: LayoutLine) -> str:
-    """The key of a line, with the section that it overrides in."""
+    """Return the key of a line, with the section that it overrides in."""
     return f"{line.section}.{line.key}" if line.section else line.key
 
 
 def _comments(lines: Sequence[LayoutLine], said: Mapping[str, LineCost]) -> Iterator[tuple[str, str]]:
-    """A choice's first line says what it costs, and the others where that is said."""
+    """Yield the comment of each line: the cost on a choice's first line, and a reference to it on the others."""
     first: dict[str, str] = {}
     for line in lines:
         if line.choice in first:
@@ -173,4 +174,4 @@ def _comments(lines: Sequence[LayoutLine], said: Mapping[str, LineCost]) -> Iter
 
 
 _DERIVED = ("embedding.tokens",)
-"""Keys that lie as another does which is written later."""
+"""Keys that are sharded as another key which is written later."""

@@ -1,4 +1,4 @@
-"""The best layout over several meshes, choices of remat and numbers of microbatches, each solved while it may win."""
+"""The best layout over several meshes, choices of remat and numbers of microbatches, each solved only if it may win."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from gspmd.search.phase import PhaseProblem
 
 @dataclass(frozen=True)
 class Space:
-    """A part of the search space: one mesh, in training with one choice of remat.
+    """A part of the search space: one mesh, and in training one choice of remat.
 
     Attributes:
-        phase: makes the problem there.
-        several: makes the numbers of microbatches that are searched besides, of the bytes that a device may hold; None
+        phase: makes the problem of this part.
+        several: makes the further numbers of microbatches, given the bytes that a device may hold; None
             for none.
     """
 
@@ -32,16 +32,16 @@ class Space:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """The best of several meshes.
+    """The best answer over several meshes.
 
     Attributes:
         best: the mesh of the cheapest answer that fits.
         answer: that answer.
-        candidates: all meshes that were looked at, by what they cost or may cost at least.
-        bound: no layout of the candidates costs less; of an answer in one microbatch, none in one.
-        several: of an answer in one microbatch, what no layout in several costs less than.
-        ranges: the numbers of microbatches that were searched besides.
-        complete: whether it was not interrupted.
+        candidates: all meshes that were tried, in the order of their cost or of its lower bound.
+        bound: no layout of the candidates costs less; if the answer is in one microbatch, no layout in one.
+        several: if the answer is in one microbatch, a lower bound on the cost in several.
+        ranges: the further numbers of microbatches that were searched.
+        complete: whether the search was not interrupted.
         refused: meshes that cannot be searched, with the reason.
     """
 
@@ -56,7 +56,7 @@ class SearchResult:
 
     @property
     def microbatches(self) -> tuple[int, ...]:
-        """Their numbers that were searched, ascending."""
+        """The numbers of microbatches that were searched, ascending."""
         return tuple(sorted({each.microbatches for each in self.candidates}.union(*(r.counts for r in self.ranges))))
 
     @property
@@ -81,7 +81,7 @@ class SearchResult:
         return f"of all layouts on {where}{beside}, none is faster by {gap:.2%}{more}"
 
     def taking(self, best: Candidate, answer: Answer) -> SearchResult:
-        """The same search with another of its layouts for an answer, and what was proved of that."""
+        """Return the same search with another of its layouts as the answer, and the bound proved for that."""
         bound = self.bound
         if best.microbatches > 1 and self.best.microbatches == 1:  # several were searched as far as they could be taken
             bound = min(bound, self.several, to_beat(self.answer.seconds, 1))
@@ -94,12 +94,12 @@ class SearchResult:
 
 
 class NoneFits(ValueError):
-    """On no mesh does anything fit.
+    """Nothing fits on any mesh.
 
     Attributes:
-        candidate: the mesh on which the least is missing; None if no layout is possible at all.
+        candidate: the mesh that lacks the least memory; None if no layout is possible at all.
         nearest: the picks that hold the fewest bytes there.
-        over: by how many bytes they exceed the limit.
+        over: the bytes by which they exceed the limit.
     """
 
     def __init__(self, candidate: Candidate | None, nearest: Answer | None, over: float | None):
@@ -116,13 +116,13 @@ def find(spaces: Iterable[Space], limit: float, tell: Tell = lambda text: None) 
     An interrupt ends the search with the best so far, if there is one.
 
     Args:
-        spaces: where it may be.
+        spaces: the parts of the search space.
         limit: bytes that a device may hold.
-        tell: told what is being done.
+        tell: receives a text about the progress.
 
     Raises:
-        NoneFits: there is no layout within the limit.
-        KeyboardInterrupt: before anything was found that fits.
+        NoneFits: no layout fits within the limit.
+        KeyboardInterrupt: an interrupt came before anything that fits was found.
     """
     search, every = BestFirstSearch(limit, tell), [*spaces]
     try:
@@ -148,7 +148,7 @@ class BestFirstSearch:
         self._best: Candidate | None = None
 
     def gather(self, spaces: Iterable[Space]) -> None:
-        """Bound the problem of each space without its limit.
+        """Bound the problem of each space, without the limit.
 
         Raises:
             LayoutError, PlanError: no space can be searched.
@@ -170,12 +170,12 @@ class BestFirstSearch:
             raise next(iter(self.refused.values()))
 
     def solve(self) -> None:
-        """Solve them in the order of their bounds, while they may win."""
+        """Solve the candidates in the order of their bounds, while they may win."""
         for each in sorted(self.candidates, key=_rank):
             self._try(each)
 
     def divide(self, spaces: Iterable[Space]) -> None:
-        """Bound numbers of microbatches, many at a time; halve what may win until there is one, and solve that."""
+        """Bound ranges of microbatches; halve those that may win until one number is left, and solve that."""
         heap: list[tuple[float, int, int, int, Range]] = []
 
         def push(each: Range) -> None:
@@ -212,7 +212,7 @@ class BestFirstSearch:
             self._best = candidate
 
     def _may_win(self, seconds: float, axes: int, microbatches: int) -> bool:
-        """Return whether this is cheaper than the best, or as cheap on fewer axes or in fewer microbatches."""
+        """Return whether this is cheaper than the best, or equally cheap on fewer axes or in fewer microbatches."""
         if self._best is None:
             return True
         if microbatches > self._best.microbatches == 1 and seconds > self._to_beat:
@@ -222,14 +222,14 @@ class BestFirstSearch:
 
     @property
     def _to_beat(self) -> float:
-        """The seconds below which several microbatches are better than what is known."""
+        """The seconds below which several microbatches are better than the best known."""
         return to_beat(self._best.solve().seconds, self._best.microbatches) if self._best else inf
 
     def finding(self) -> SearchResult:
-        """Return the finding.
+        """Return the result.
 
         Raises:
-            NoneFits: nothing fits.
+            NoneFits: nothing fits on any mesh.
         """
         best = self._best
         if best is None:
@@ -244,7 +244,7 @@ class BestFirstSearch:
         return SearchResult(best, answer, tuple(every), bound, several, tuple(self.ranges), refused=self.refused)
 
     def so_far(self) -> SearchResult | None:
-        """Return the best so far, at an interrupt; None where nothing is known that fits."""
+        """Return the best result so far, after an interrupt; None if nothing that fits is known."""
         every = sorted(self.candidates, key=_rank)
         known = [(each.so_far.seconds, *_order(each), n) for n, each in enumerate(every) if each.so_far]
         one = min((each for each in known if each[2] == 1), default=None)
@@ -260,11 +260,10 @@ class BestFirstSearch:
 
 
 def _proved(candidate: Candidate, answer: Answer) -> float:
-    """Return the least that a layout on a mesh costs, where prices may be above that; infinite where it is not
-    known."""
+    """Return a lower bound on the cost on a mesh, which may be below its prices; infinite if none is known."""
     if candidate.answer:
         return candidate.answer.bound - candidate.phase.overestimate
-    # It was left out because of what it is priced at least, or nothing fits.
+    # It was left out because of its lower bound, or because nothing fits.
     left = candidate.phase.overestimate and candidate.free.seconds >= answer.seconds * (1 - TIE)
     return candidate.free.seconds - candidate.phase.overestimate if left else inf
 

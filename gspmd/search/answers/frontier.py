@@ -1,4 +1,4 @@
-"""Seconds against bytes: the cheapest layout for every limit of memory, as far as a few searches know it."""
+"""Seconds against bytes: the cheapest layout for every limit on memory, approximated by a few searches."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from gspmd.search.answers.candidate import TIE, TOLERANCE, Candidate, StepBudget
 
 SEARCHES = 12
 _NARROW = 1e-3
-"""A fraction of bytes that is not divided further."""
+"""The fraction of bytes below which an interval is not divided further."""
 SEEN = 3.0
-"""The multiple of the seconds of the cheapest layout, and of the limit's bytes, up to which they are of interest."""
+"""The largest multiple of the cheapest layout's seconds, and of the limit's bytes, that is of interest."""
 
 
 @dataclass(frozen=True)
 class Point:
-    """A layout that is the cheapest within limits from its own bytes to `limit`.
+    """A layout that is the cheapest for all limits from its own bytes to `limit`.
 
-    Nothing there costs less than its bound: its own seconds, to `TOLERANCE`, unless the search was long, and ended with
-    the best so far.
+    No layout within these limits costs less than `bound`: its own seconds, to `TOLERANCE`, unless the search was
+    stopped with the best so far.
     """
 
     answer: Answer
@@ -32,9 +32,9 @@ class Point:
 def frontier(
     candidate: Candidate, searches: int = SEARCHES, tell: Callable[[str], None] = lambda text: None
 ) -> list[Point]:
-    """The cheapest layouts from the one that holds the fewest bytes to the one that costs the fewest seconds.
+    """Find the cheapest layouts, from the one that holds the fewest bytes to the one that costs the fewest seconds.
 
-    Each search is of a limit between two layouts that are known, where the most is not known yet. Between the limit of
+    Each search takes a limit between two known layouts, in the interval where the most is unknown. Between the limit of
     one point and the bytes of the next there may be layouts that cost less than the former and no less than the latter.
     The candidate's own answer, if it is known, is one of the points.
 
@@ -68,7 +68,7 @@ def _within(candidate: Candidate, limit: float) -> Point:
 
 
 def _unknown(before: Point, after: Point, slowest: float, largest: float) -> float:
-    """Return how much of interest is not known between two points: the area of a rectangle over logarithms."""
+    """Return the size of the unknown part between two points: the area of a rectangle over logarithms."""
     ratio = min(after.answer.bytes, largest) / before.limit
     slower = min(before.answer.seconds, slowest) / after.answer.seconds
     return log(ratio) * log(slower) if ratio > 1 + _NARROW and slower > 1 else 0.0

@@ -7,13 +7,13 @@ AXES = "xyz"
 
 
 def meshes(torus: Sequence[int], most: int = len(AXES)) -> list[dict[str, int]]:
-    """Every mesh in which a mesh axis is one torus axis, or several together; of those that differ in order, the first.
+    """List the meshes whose axes are one or several whole torus axes each; one for all orders of the axes.
 
-    A mesh axis that is a part of a torus axis has no ring of links of its own, which costs take it to have.
+    A part of a torus axis is no mesh axis here: it has no ring of links, which the cost of a mesh axis assumes.
 
     Args:
-        torus: devices along each torus axis; those of one chip count as an axis.
-        most: mesh axes at most.
+        torus: devices along each torus axis; the devices of one chip count as an axis.
+        most: the largest number of mesh axes.
 
     Returns:
         Sizes of x, y and z, meshes of fewer axes first.
@@ -37,7 +37,7 @@ def meshes(torus: Sequence[int], most: int = len(AXES)) -> list[dict[str, int]]:
 
 
 def _groups(sizes: Sequence[int]) -> Iterator[list[list[int]]]:
-    """The partitions of the torus axes into groups, each in order, and groups by their first."""
+    """Yield the partitions of the torus axes into groups, each in order, sorted by their first axes."""
     if not sizes:
         yield []
         return

@@ -1,4 +1,4 @@
-"""Numbers of microbatches, bounded many at a time: one bound excludes most of them before any has tables of its own."""
+"""Numbers of microbatches, bounded many at a time: one bound excludes most numbers before any has its own tables."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gspmd.search.phase import PhaseProblem, RelaxedProblem
 
 
 def several(batch: int) -> tuple[int, ...]:
-    """The numbers of microbatches above one that are searched: powers of two that divide the batch.
+    """Return the numbers of microbatches above one that are searched: powers of two that divide the batch.
 
     >>> several(24), several(7)
     ((2, 4, 8), ())
@@ -25,17 +25,17 @@ def several(batch: int) -> tuple[int, ...]:
 
 
 class Range:
-    """Some numbers of microbatches on one mesh, with one choice of remat.
+    """A range of numbers of microbatches on one mesh, with one choice of remat.
 
     Args:
-        phase: the problem that bounds them all.
-        options: of its choices, as text.
+        phase: the problem that bounds all of them.
+        options: the options of its choices, as text.
         counts: the numbers, ascending.
-        make: the problem of one of them.
+        make: makes the problem of one number.
         limit: bytes that a device may hold.
 
     Attributes:
-        bound: no layout that fits costs less in any of them; 0 before `tighten`.
+        bound: a lower bound on the cost of layouts that fit, for all these numbers; 0 before `tighten`.
     """
 
     def __init__(
@@ -51,22 +51,22 @@ class Range:
         self.bound = 0.0
 
     def tighten(self, enough: float) -> None:
-        """Raise the bound; above `enough` it is not looked for."""
+        """Raise the bound; the search for it stops above `enough`."""
         self.bound = max(self.bound, self.search.at_least(enough))
 
     @cached_property
     def search(self) -> Search:
-        """The search of layouts that cost and hold no more than those in any of these numbers, within the limit."""
+        """The search whose layouts cost and hold no more than those in any of these numbers, within the limit."""
         return Search(self.phase.between(self.counts[0], self.counts[-1], self.limit), tolerance=TOLERANCE)
 
     @cached_property
     def sizes(self) -> Mapping[str, int]:
-        """Sizes of every dimension: in one microbatch, or in the whole batch where their number is not yet known."""
+        """Sizes of every dimension in one microbatch; in the whole batch if their number is not yet known."""
         return (self.make(*self.counts) if len(self.counts) == 1 else self.phase).case.sizes
 
     @cached_property
     def least(self) -> float:
-        """The bytes that every layout holds, in whichever of these numbers; infinite where none is possible."""
+        """A lower bound on the bytes of every layout, in any of these numbers; infinite if none is possible."""
         try:
             return Search(self.phase.between(self.counts[0], self.counts[-1], -1.0)).best().bytes
         except NothingFits as fault:
@@ -74,7 +74,7 @@ class Range:
 
     @cached_property
     def halves(self) -> list[Range | Candidate]:
-        """The fewer and the more of them; of a single one its problem, which is nothing where no picks are allowed."""
+        """Return the lower and the upper half; for a single number its problem, or nothing if no picks are allowed."""
         if len(self.counts) == 1:
             try:
                 return [Candidate(self.make(*self.counts), self.limit)]
@@ -95,7 +95,7 @@ class Range:
 
 
 def smallest(candidates: Iterable[Candidate], ranges: Iterable[Range]) -> Candidate | None:
-    """The candidate with the layout that holds the fewest bytes of all, those of the ranges included; None of none."""
+    """Return the candidate with the layout that holds the fewest bytes, ranges included; None if there is none."""
     heap: list[tuple[float, int, Candidate | Range]] = []
 
     def push(each: Candidate | Range) -> None:

@@ -1,4 +1,4 @@
-"""Layouts that are little dearer than the cheapest: among them is one that is faster by what no price has."""
+"""Layouts that cost little more than the cheapest: one of them may run faster, by effects that no price counts."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from gspmd.search import Answer, NothingFits
 from gspmd.search.answers.candidate import NEAR, TIE, Candidate
 
 KINDS = 3
-"""Ways to shard each tensor that are gone through, the cheapest first."""
+"""Number of ways to shard each tensor that are tried, the cheapest first."""
 
 
 def nearby(candidate: Candidate, most: float) -> Iterator[tuple[str, Answer]]:
-    """For every tensor of the layers, the cheapest layouts that fit with it sharded in one way or in another.
+    """Yield, for every tensor of the layers and each way to shard it, the cheapest layout that fits.
 
-    The cheapest of all is not among them.
+    The cheapest layout of all is left out.
 
     Args:
         candidate: the mesh.
-        most: seconds; what costs more is left out.
+        most: seconds; layouts that cost more are left out.
 
     Yields:
-        The choice, and the answer; of answers that cost the same in seconds and bytes the first.
+        The choice, and the answer; only the first of answers with the same seconds and bytes.
 
     Raises:
-        NothingFits: nothing does.
+        NothingFits: no layout fits.
     """
     known = [candidate.solve()]
     for name, costs in candidate.search.bounds().items():
@@ -43,14 +43,14 @@ def nearby(candidate: Candidate, most: float) -> Iterator[tuple[str, Answer]]:
 
 
 def improved(candidate: Candidate, picks: Mapping[str, int]) -> list[tuple[str, Answer]]:
-    """For every choice that writes lines, the layout that is cheaper with other ones, and all else as it is.
+    """Find, for every choice that writes lines, the cheapest layout that changes only these lines.
 
     Args:
         candidate: the mesh.
         picks: the layout, which fits.
 
     Returns:
-        The choices, and the cheapest that fit; the cheapest first, none that gain less than 0.05% of a step.
+        The choices with the cheapest layouts that fit; the cheapest first, without gains of less than 0.05% of a step.
     """
     enough = with_picks(candidate, picks).seconds * (1 - NEAR)
     found = [
@@ -60,17 +60,17 @@ def improved(candidate: Candidate, picks: Mapping[str, int]) -> list[tuple[str, 
 
 
 def with_picks(candidate: Candidate, picks: Mapping[str, int], free: Collection[str] = ()) -> Answer:
-    """The cheapest layout that fits with these options, but for the choices that are free, and those without lines.
+    """Find the cheapest layout that fits with these options, except for the free choices and those without lines.
 
     Raises:
-        NothingFits: there is none.
+        NothingFits: no such layout fits.
     """
     texts = candidate.options.texts
     return candidate.soon(fixed={name: pick for name, pick in picks.items() if name not in free and any(texts[name])})
 
 
 def in_ends(key: str) -> bool:
-    """Return whether a line, or a choice, is of a part that a step has once, beside the many layers.
+    """Return whether a line, or a choice, belongs to a part that a step has once, outside the many layers.
 
     >>> [in_ends(key) for key in ("embedding.tokens", "attention.residual", "output.in_via")]
     [True, False, True]

@@ -1,4 +1,4 @@
-"""The options of every choice as a layout writes them, and which of them are the same but for the names of axes."""
+"""The options of every choice as a layout writes them, and which options are equal up to the names of mesh axes."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from gspmd.annotate import Spec
 from gspmd.search.phase import PhaseProblem
 
 Texts = Mapping[tuple[str, str], str]
-"""Section (empty for a part of the model) and key, to the text there."""
+"""A table from section (empty for a part of the model) and key to the text there."""
 
 
 def written(texts: Texts, section: str, key: str) -> str | None:
-    """Return an option's text in a line: as the part of the model has it, where an overriding section says nothing."""
+    """Return an option's text in a line: that of the part of the model, if the overriding section has none."""
     if (section, key) in texts or not section:
         return texts.get((section, key))
     text = texts.get(("", key))
@@ -21,7 +21,7 @@ def written(texts: Texts, section: str, key: str) -> str | None:
 
 
 def cached(text: str) -> str:
-    """Return the spec of a cache of keys that lie so.
+    """Return the spec of a cache of keys that are sharded in this way.
 
     >>> cached("B_xLK_yD")
     'B_xTK_yD'
@@ -47,11 +47,11 @@ class Options:
 
     @cached_property
     def choices(self) -> dict[tuple[str, str], str]:
-        """The choice that each line comes from."""
+        """The choice that decides each line."""
         return {where: name for name, options in self.texts.items() for texts in options for where in texts}
 
     def having(self, name: str, section: str, key: str, specs: tuple[Spec, ...]) -> frozenset[int]:
-        """The options of a choice that have these specs in a line: one, or both of a via."""
+        """Find the options of a choice that have these specs in a line: one spec, or both of a via."""
         where = name, section, key
         if where not in self._having:
             found: dict[tuple[Spec, ...], set[int]] = {}
@@ -62,15 +62,15 @@ class Options:
         return self._having[where].get(specs, frozenset())
 
     def alike(self, name: str, number: int) -> list[int]:
-        """The options that are this one but for the order of mesh axes on a dimension, and axes of one size swapped.
+        """Find the options equal to this one up to the order of axes on a dimension, or swaps of axes of one size.
 
-        What tells them apart is what else they stand beside, so the next best of them is no other way to shard.
+        Only other tensors can tell such options apart, so the next best of them would be no other way to shard.
         """
         shapes = self._shapes[name]
         return [other for other, shape in enumerate(shapes) if shape == shapes[number]]
 
     def kinds(self, name: str) -> list[list[int]]:
-        """The options of a choice, those that are alike together; none of a choice that has no lines."""
+        """Group the options of a choice by `alike`; no groups if the choice has no lines."""
         kinds: dict[tuple, list[int]] = {}
         for number, shape in enumerate(self._shapes[name]):
             kinds.setdefault(shape, []).append(number)
@@ -84,7 +84,7 @@ class Options:
         }
 
     def _shape(self, text: str) -> tuple:
-        """For each dimension, the sizes of its mesh axes in order."""
+        """Return for each dimension, the sizes of its mesh axes in order."""
         mesh, shape = self.phase.case.mesh, []
         for spec in map(Spec.parse, text.split(", ")):
             shape.append(tuple(tuple(sorted(mesh[axis] for axis in axes)) for axes in (*spec.axes, spec.partial)))

@@ -25,12 +25,12 @@ class Placed:
     """A layout on a mesh.
 
     Attributes:
-        name: of the layout.
+        name: the name of the layout.
         candidate: the mesh.
-        mesh: its sizes, by the names of the layout's mesh axes.
-        answer: what it costs; None if it is not in the space.
-        reason: why it is not, or cannot be used.
-        usable: whether the sizes have it on this mesh.
+        mesh: sizes of the layout's own mesh axes.
+        answer: its cost; None if it is not in the space.
+        reason: why it is not in the space, or cannot be used.
+        usable: whether the sizes allow the layout on this mesh.
         traced: its seconds by `gspmd.trace`, if it is not in the space and was traced.
     """
 
@@ -49,15 +49,15 @@ class Placed:
 
 
 def placed_presets(candidates: Iterable[Candidate], ranges: Iterable[Range] = ()) -> list[Placed]:
-    """Every preset on the mesh, and with the mesh axes, that are best for it; those that fit first, the cheapest first.
+    """Place every preset on its best mesh, with its best order of mesh axes; those that fit first, the cheapest first.
 
     Presets that are the same layout under two names appear twice.
 
     Args:
         candidates: the meshes.
-        ranges: numbers of microbatches besides, in which those are looked for that fit.
+        ranges: further numbers of microbatches, searched for presets that fit.
     """
-    # Those in several microbatches that the search came to are in its ranges: there a preset has to gain by them.
+    # The numbers that the search tried are in its ranges: several microbatches have to gain there for a preset too.
     ranges, every = [*ranges], [*candidates]
     first = [each for each in every if each.microbatches == 1] if ranges else every
     spaces = [_Space(each, Search(each.unlimited)) for each in first or every]
@@ -74,7 +74,7 @@ def _rank(placed: Placed) -> tuple[bool, bool, bool, float]:
 
 
 def _divided(ranges: Iterable[Range], layout: Layout, best: Placed, known: _Known) -> Placed:
-    """The best of what is known and of a layout in any of these numbers of microbatches in which it fits."""
+    """Return the best of the known placement and the layout in all numbers of microbatches in which it fits."""
     heap: list[tuple[float, int, Range]] = []
     number = count()
 
@@ -95,12 +95,12 @@ def _divided(ranges: Iterable[Range], layout: Layout, best: Placed, known: _Know
 
 
 def _enough(best: Placed) -> float:
-    """The seconds below which several microbatches are better than what is known."""
+    """Return the seconds below which several microbatches are better than the known placement."""
     return to_beat(best.answer.seconds, best.candidate.microbatches) if best.answer and best.fits else inf
 
 
 def _bound(numbers: Range, layout: Layout, enough: float, known: _Known) -> float:
-    """Return the least that a layout costs in any of these numbers; infinite where it does not fit. See
+    """Return a lower bound on a layout's cost in any of these numbers; infinite if it does not fit. See
     `Search.at_least`."""
     every = (known.asked(numbers, layout, own, names) for own, names in _orders(numbers, layout))
     return min((numbers.search.at_least(enough, each) for each in every if isinstance(each, dict)), default=inf)
@@ -108,21 +108,21 @@ def _bound(numbers: Range, layout: Layout, enough: float, known: _Known) -> floa
 
 @dataclass(frozen=True)
 class _Space:
-    """A candidate, and a search without its limit."""
+    """A candidate, and a search without its limit on memory."""
 
     of: Candidate
     search: Search
 
 
 def _orders(of: Candidate | Range, layout: Layout) -> Iterator[tuple[dict[str, int], tuple[str, ...]]]:
-    """The mesh by the layout's own axes, in every order on those of the mesh; none if it has fewer."""
+    """Yield the mesh with the layout's axes in every order on those of the mesh; nothing if it has fewer axes."""
     mesh = of.phase.case.mesh
     for names in permutations(layout.axes, len(mesh)):
         yield dict.fromkeys(layout.axes, 1) | dict(zip(names, mesh.values())), names
 
 
 def _placings(space: _Space, layout: Layout, known: _Known) -> Iterator[Placed]:
-    """The layout with its mesh axes in every order on those of the mesh."""
+    """Yield the layout with its mesh axes in every order on those of the mesh."""
     candidate = space.of
     if len(layout.axes) < len(candidate.phase.case.mesh):
         yield Placed(layout.name, candidate, {}, reason="it has fewer mesh axes.", usable=False)
@@ -139,7 +139,7 @@ def _placings(space: _Space, layout: Layout, known: _Known) -> Iterator[Placed]:
 
 @dataclass(frozen=True)
 class _Refused:
-    """Why a layout is not in a space, or, if it is not `usable`, on no such mesh."""
+    """The reason why a layout is not in a space, or, unless `usable`, on no such mesh."""
 
     reason: str
     usable: bool
@@ -155,7 +155,7 @@ class _Known:
     def asked(
         self, of: Candidate | Range, layout: Layout, own: Mapping[str, int], names: tuple[str, ...]
     ) -> Mapping[str, Collection[int]] | _Refused:
-        """The options that a layout does not have with its axes in this order; or why it is not there."""
+        """Return the options that a layout excludes with its axes in this order; or why it is not in the space."""
         case = of.phase.case
         checked = self._layout(layout, own, of.sizes)
         if isinstance(checked, _Refused):
@@ -170,7 +170,7 @@ class _Known:
         return self._asked[key]
 
     def _layout(self, layout: Layout, own: Mapping[str, int], sizes: Mapping[str, int]) -> Layout | _Refused:
-        """The layout on a mesh of its own axes; or why it cannot be there."""
+        """Return the layout on a mesh of its own axes; or why it cannot be used there."""
         key = layout.name, tuple(own.items()), tuple(sizes.items())
         if key not in self._checked:
             try:
@@ -185,14 +185,14 @@ def _short(error: LayoutError) -> str:
 
 
 def picks_of(candidate: Candidate, search: Search, layout: Layout, renamed: Mapping[str, str] | None = None) -> Answer:
-    """The picks of a layout, whose missing lines are as is best for the others.
+    """Find the picks of a layout, with the best options for lines that it does not have.
 
-    Scales of norms, biases and token ids are not compared: they are small, and lie where the activations are.
+    Scales of norms, biases and token ids are not compared: they are small, and are sharded as the activations are.
 
     Args:
-        candidate: has the space.
-        search: of its problem.
-        layout: resolved.
+        candidate: the candidate with the space.
+        search: the search of its problem.
+        layout: the layout, resolved.
         renamed: mesh axes of the layout, to those of the candidate; the others have size 1.
 
     Raises:
@@ -211,7 +211,7 @@ def _best(search: Search, without: Mapping[str, Collection[int]]) -> Answer:
 
 
 def _without(of: Candidate | Range, layout: Layout, names: Mapping[str, str]) -> dict[str, list[int]]:
-    """The options that a layout does not have.
+    """Return the options that a layout excludes.
 
     Raises:
         LayoutError: a line is not in the space.
@@ -221,7 +221,7 @@ def _without(of: Candidate | Range, layout: Layout, names: Mapping[str, str]) ->
     stages = layout.get("pipeline.layers")
     if stages and any(axis in names for axis in Spec.parse(stages).used):
         raise LayoutError(f"pipeline.layers = '{stages}' is not in the space that is searched.")
-    # Several microbatches add to gradients that [gradients] does not have as partial sums, too.
+    # With several microbatches also gradients that [gradients] does not list are partial sums.
     loss, without = layout.for_loss(parts), dict[str, list[int]]()
     for name, options in of.options.texts.items():
         wanted = dict(_wanted(layout, loss, {where for texts in options for where in texts}, names))
@@ -236,7 +236,7 @@ def _without(of: Candidate | Range, layout: Layout, names: Mapping[str, str]) ->
 
 
 def _odd(layout: Layout, options: Options, name: str, wanted: Mapping[Where, tuple[Spec, ...]]) -> str:
-    """The first line that no option has; all lines, where each of them is had by some."""
+    """Return the first line that no option has; all lines, if each of them occurs in some option."""
     alone = (where for where, specs in wanted.items() if not options.having(name, *where, specs))
     odd = next(([where] for where in alone), list(wanted))
     return " with ".join(f"{section} {key}".strip() + f" = '{_text(layout, section, key)}'" for section, key in odd)

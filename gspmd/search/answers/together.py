@@ -1,4 +1,4 @@
-"""One layout for both phases of serving: weights and cache lie as they are best to decode, and prompts are read so."""
+"""One layout for both phases of serving: weights and cache as is best for decoding, and prompts read with these."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from gspmd.search.phase import PhaseProblem
 
 @dataclass(frozen=True)
 class Prefill:
-    """The reading of prompts beside a layout to decode.
+    """The reading of prompts with the weights and the cache of a layout for decoding.
 
     Attributes:
-        candidate: the problem, on the mesh of the layout.
-        answer: the cheapest that stores what the layout stores.
-        section: what it has otherwise, key to text.
+        candidate: the problem of reading prompts, on the mesh of the layout.
+        answer: the cheapest layout with the same stored arrays.
+        section: the lines that differ from decoding, key to text.
     """
 
     candidate: Candidate
@@ -29,7 +29,7 @@ class Prefill:
 
     @property
     def text(self) -> str:
-        """The section as TOML, to follow a layout's file; empty if both phases are alike."""
+        """The section as TOML, to be added to a layout's file; empty if both phases are alike."""
         keys = [f'"{key}"' for key in self.section]
         width = max(map(len, keys), default=0)
         rows = [f'{key.ljust(width)} = "{text}"' for key, text in zip(keys, self.section.values())]
@@ -37,16 +37,16 @@ class Prefill:
 
 
 def read_beside(phase: PhaseProblem, decode: PhaseProblem, answer: Answer, limit: float) -> Prefill:
-    """Find how to read prompts with the weights and the cache that a layout to decode has.
+    """Find how to read prompts with the weights and the cache of a layout for decoding.
 
     Args:
-        phase: the problem of the prefill, on the mesh of the other one.
+        phase: the problem of the prefill, on the mesh of decoding.
         decode: the problem of decoding.
-        answer: to it.
+        answer: the answer of decoding.
         limit: bytes that a device may hold.
 
     Raises:
-        NoneFits: there is nothing that fits and stores the same.
+        NoneFits: no layout that stores the same arrays fits.
     """
     candidate = Candidate(phase, limit)
     wanted = {(line.section, line.key): line.text for line in decode.lines(answer.picks)}
@@ -67,13 +67,13 @@ def read_beside(phase: PhaseProblem, decode: PhaseProblem, answer: Answer, limit
 
 
 def _stored(at: tuple[str, str], text: str) -> bool:
-    """Whether a line says where a weight or the cache lies; vectors lie as what they are added to."""
+    """Return whether a line places a weight or the cache; vectors follow the tensors that they are added to."""
     section, key = at
     return section == "cache" or (not section and KEYS[key].kind == "parameter" and len(Spec.parse(text).dims) > 1)
 
 
 def _others(phase: PhaseProblem, answer: Answer, decode: PhaseProblem, other: Answer) -> Iterator[tuple[str, str]]:
-    """Activations and vias that are not as they are in decoding."""
+    """Yield the activations and vias that differ from those of decoding."""
     before = {line.key: line.text for line in decode.lines(other.picks) if not line.section}
     order = [*KEYS]
     for line in sorted(phase.lines(answer.picks), key=lambda line: order.index(line.key)):

@@ -1,4 +1,4 @@
-"""Why not: what another spec in one line would cost, with all other lines as are best beside it."""
+"""Why not: the cost of another spec in one line, with the best choice of all other lines for it."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from gspmd.search.answers.candidate import Candidate
 from gspmd.search.answers.options import written
 
 _NEAREST = 3
-"""Keys that an error names."""
+"""Number of keys that an error names."""
 _SHOWN = 6
-"""Options that an error lists."""
+"""Number of options that an error lists."""
 
 
 @dataclass(frozen=True)
 class Why:
-    """An answer beside the best one.
+    """An answer with one line given, beside the best one.
 
     Attributes:
-        key, text: what was asked for.
+        key, text: the given line.
         candidate: the mesh.
         best: the best answer.
-        answer: the best with this line, in memory without end if `over` is not 0.
-        over: by how many bytes every layout with this line exceeds the limit.
+        answer: the best with this line; without a limit on memory if `over` is not 0.
+        over: the bytes by which every layout with this line exceeds the limit.
     """
 
     key: str
@@ -40,7 +40,7 @@ class Why:
 
     @property
     def terms(self) -> list[tuple[str, float, float]]:
-        """Each term that is another: its name, the best's seconds and this one's; the greatest change first."""
+        """Each term that differs: its name, the best's seconds and this one's; the greatest change first."""
         problem = self.candidate.problem
         ours, theirs = problem.seconds_of(self.best.picks), problem.seconds_of(self.answer.picks)
         changed = [(name, ours[name], theirs[name]) for name in ours if ours[name] != theirs[name]]
@@ -48,7 +48,7 @@ class Why:
 
     @property
     def lines(self) -> list[tuple[str, str, str]]:
-        """Each line that is another: its key, the best's text and this one's; empty where one has no such line."""
+        """Each line that differs: its key, the best's text and this one's; empty if one of them has no such line."""
         ours, theirs = (_written(self.candidate, answer) for answer in (self.best, self.answer))
         keys = [*ours, *(key for key in theirs if key not in ours)]
         return [(key, ours.get(key, ""), theirs.get(key, "")) for key in keys if ours.get(key) != theirs.get(key)]
@@ -64,10 +64,10 @@ def why(candidate: Candidate, key: str, text: str) -> Why:
     Args:
         candidate: the mesh, solved.
         key: such as `ffn.w_in` or `optimizer.ffn.w_in`.
-        text: its spec; of a via, both.
+        text: its spec; for a via, both specs.
 
     Raises:
-        LayoutError: there is no such line, or this is none of its options; it names the fault and what is possible.
+        LayoutError: the line does not exist, or the text is none of its options; it names the fault and the options.
     """
     options, best = candidate.options, candidate.solve()
     section, name = _line(candidate, key)
@@ -120,7 +120,7 @@ def _specs(text: str) -> tuple[Spec, ...]:
 
 
 def _no_option(candidate: Candidate, key: str, wanted: tuple[Spec, ...], texts: list[str]) -> str:
-    """Every fault of what is no option, and what is possible."""
+    """Return every fault of a text that is no option, and the possible options."""
     faults = dict.fromkeys(_faults(candidate, wanted, _specs(texts[0])))
     fault = "; ".join(each.removesuffix(".") for each in faults) or "it does not go with what else this part needs"
     distinct = list(dict.fromkeys(texts))
@@ -143,7 +143,7 @@ def _faults(candidate: Candidate, wanted: tuple[Spec, ...], option: tuple[Spec, 
 
 
 def _alike(option: tuple[Spec, ...], wanted: tuple[Spec, ...]) -> int:
-    """Return the number of mesh axes that lie as was asked for."""
+    """Return the number of mesh axes that are placed as was asked."""
     return sum(
         spec.dims == other.dims and axis in other.axes_of(dim)
         for spec, other in zip(option, wanted)
