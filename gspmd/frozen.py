@@ -1,10 +1,10 @@
-"""A mapping that cannot be changed: plans are cached, and every caller gets the same object."""
+"""An immutable mapping: plans are cached, and every caller gets the same object."""
 
 from typing import Any, NoReturn
 
 
 class FrozenDict(dict):
-    """An immutable, hashable dict, which pickles and is written as JSON like any other. `copy()` is a plain dict.
+    """An immutable, hashable dict. It pickles and is written as JSON like any other; `copy()` is a plain dict.
 
     Example:
         >>> sizes = FrozenDict(B=8, E=16)

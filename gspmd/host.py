@@ -1,8 +1,8 @@
 """Devices: fake ones on this host's cores, or what an accelerator offers.
 
-Everything that must happen before JAX starts a backend happens here, and nowhere else. So does what must happen before
-JAX is imported: `import gspmd` comes here, and a command can end in one line only once that is done. So what takes a
-millisecond to import is imported in the functions that need it.
+Everything that must happen before JAX starts a backend, or before JAX is imported, happens here and nowhere else.
+`import gspmd` imports this module, and only afterwards can a command end in one line. So libraries that take a
+millisecond to import are imported in the functions that need them.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import atexit
 import os
 
-TYPE_CHECKING = False  # as that of typing, which takes as long to import as all of this
+TYPE_CHECKING = False  # As in typing, which takes as long to import as all of this.
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 # the size of that pool; it is read when the backend starts.
 _THREADS = 32
 
-# What libtpu reads while it is loaded, by JAX in search of a TPU (0.1 s, unless JAX_PLATFORMS says otherwise) or to
-# compile for one. Without a TPU it would ask a metadata server that is not there, complain about every answer it
-# lacks, keep logs in /tmp, and refuse to be loaded by two processes at once, though there is no chip to guard. What it
-# makes of a program does not depend on these, the type of accelerator included: it is not the topology.
+# The variables that libtpu reads while it is loaded, by JAX in search of a TPU (0.1 s, unless JAX_PLATFORMS says
+# otherwise) or to compile for one. Without a TPU it would ask a metadata server that does not exist, complain about
+# every missing answer, keep logs in /tmp, and refuse to be loaded by two processes at once, though there is no chip to
+# guard. Programs do not depend on these variables, the type of accelerator included: it is not the topology.
 WITHOUT_TPU = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_WORKER_HOSTNAMES": "localhost",
@@ -34,22 +34,22 @@ WITHOUT_TPU = {
     "TPU_LOG_DIR": "disabled",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
-# The schedule of every kernel, by which gspmd.audit knows how long it takes: HLO has no estimate for a Pallas kernel.
-# The folder is this process's alone: a child inherits the environment, and containers may share folders and numbers.
+# The schedule of every kernel tells gspmd.audit its time: HLO has no estimate for a Pallas kernel.
+# Each process has its own folder: a child inherits the environment, and containers may share folders and numbers.
 _TEMPORARY = next((os.environ[name] for name in ("TMPDIR", "TEMP", "TMP") if os.environ.get(name)), "/tmp")
 _SCHEDULES = f"--xla_jf_dump_to={_TEMPORARY}/gspmd-schedules-"
 _OWN = os.urandom(8).hex()
-# What a container's processes may take of the host's memory, in bytes, or "max".
+# The host's memory that a container's processes may use, in bytes, or "max".
 _LIMIT = "/sys/fs/cgroup/memory.max"
 _DUMPED = "--xla_jf_dump_llo_text=true", "--xla_jf_dump_llo_pass_label_regex=final_bundles"
 
 
-# Of a run, among which its devices are shared (see `share_devices`).
+# Number of processes of the run, which share its devices (see `share_devices`).
 _processes = 1
 
 
 class HostError(RuntimeError):
-    """Devices that were asked for cannot be had."""
+    """The requested devices are not available."""
 
 
 def use_host_devices(count: int) -> None:
@@ -83,24 +83,24 @@ def use_host_devices(count: int) -> None:
 
 
 def share_devices(processes: int) -> None:
-    """Make `start` count the devices of several processes, which JAX has been told of, each with as many.
+    """Make `start` count the devices of several processes, each with as many, once JAX knows of them.
 
     Args:
-        processes: how many.
+        processes: the number of processes.
     """
     global _processes
     _processes = processes
 
 
 def start(devices: int | None = None, platform: str | None = None, *, host_devices: int = 8) -> list[jax.Device]:
-    """Starts the backend and returns the devices to use, of all processes.
+    """Start the backend and return the devices to use, of all processes.
 
-    On an accelerator `devices` defaults to all that is there; on the CPU to `host_devices` fake ones.
+    On an accelerator `devices` defaults to all devices; on the CPU to `host_devices` fake ones.
 
     Args:
-        devices: how many devices; None for the default above.
+        devices: number of devices; None for the default above.
         platform: "cpu", "gpu" or "tpu"; None for the best that JAX finds.
-        host_devices: how many fake devices to make when the platform turns out to be the CPU.
+        host_devices: number of fake devices to make if the platform is the CPU.
 
     Returns:
         The devices, in JAX's order.
@@ -116,7 +116,7 @@ def start(devices: int | None = None, platform: str | None = None, *, host_devic
             raise HostError(f"cannot divide {count} devices evenly among {_processes} processes.")
         count //= _processes
     use_host_devices(count)
-    # "gpu" is CUDA or ROCm, and JAX starts every platform that it is told of or fails: it has to find this one itself.
+    # "gpu" is CUDA or ROCm. JAX starts every platform that it is given or fails, so it has to find this one itself.
     if platform not in (None, "gpu"):
         jax.config.update("jax_platforms", platform)
     try:
@@ -136,7 +136,7 @@ def start(devices: int | None = None, platform: str | None = None, *, host_devic
 
 
 def cache_folder(name: str) -> Path:
-    """The folder of what is kept from run to run: under $GSPMD_CACHE, $XDG_CACHE_HOME/gspmd or ~/.cache/gspmd."""
+    """Return the folder of files kept between runs, in $GSPMD_CACHE, $XDG_CACHE_HOME/gspmd or ~/.cache/gspmd."""
     from pathlib import Path
 
     base = os.environ.get("GSPMD_CACHE")
@@ -144,16 +144,16 @@ def cache_folder(name: str) -> Path:
 
 
 def keep_compiled(wanted: bool = True) -> str:
-    """Keep compiled programs on disk, so that the next start reads them: JAX's persistent compilation cache.
+    """Keep compiled programs on disk in JAX's persistent compilation cache, so that the next start reads them.
 
-    A user's own JAX_COMPILATION_CACHE_DIR and JAX_ENABLE_COMPILATION_CACHE come first. Otherwise they are in
+    A user's own JAX_COMPILATION_CACHE_DIR and JAX_ENABLE_COMPILATION_CACHE take precedence. Otherwise programs are in
     `compiled/` of the cache folder, in one folder for each kind of CPU, whose machine code others cannot run.
 
     Args:
-        wanted: False to compile everything anew, and keep nothing.
+        wanted: False to compile everything anew and keep nothing.
 
     Returns:
-        Where they are kept; or why they are not.
+        The folder where programs are kept, or the reason why they are not.
     """
     import warnings
     from pathlib import Path
@@ -176,14 +176,14 @@ def keep_compiled(wanted: bool = True) -> str:
     except OSError as error:
         jax.config.update("jax_enable_compilation_cache", False)
         return f"not kept: cannot write to {str(folder)!r}: {error.strerror}"
-    # A disk that is full later on costs a compilation, and no run: JAX goes on, with a warning for each program.
+    # If the disk is full later, JAX compiles anew and goes on, with a warning for each program.
     warnings.filterwarnings("ignore", message="Error (reading|writing) persistent compilation cache entry")
     jax.config.update("jax_compilation_cache_dir", str(folder))
     return f"kept in {folder}"
 
 
 def _cpu() -> str:
-    """The kind of this machine's CPU, and a digest of what it can do."""
+    """Return the kind of this machine's CPU, and a digest of its features."""
     import hashlib
     import platform
 
@@ -197,12 +197,12 @@ def _cpu() -> str:
 
 
 def is_fake(devices: Sequence[jax.Device]) -> bool:
-    """Whether the devices are fake ones that share this host's cores, so that times say nothing about parallelism."""
+    """Return whether the devices are fake ones that share this host's cores, so that times say nothing about speed."""
     return devices[0].platform == "cpu" and len(devices) > 1
 
 
 def describe(devices: Sequence[jax.Device]) -> str:
-    """One line on the devices, honest about fake ones: "8 fake host devices sharing 2 cores"."""
+    """Describe the devices in one line; fake ones are called so: "8 fake host devices sharing 2 cores"."""
     if is_fake(devices):
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         return f"{len(devices)} fake host devices sharing {cores} core{'s' * (cores != 1)}"
@@ -211,36 +211,37 @@ def describe(devices: Sequence[jax.Device]) -> str:
 
 
 def memory(devices: Sequence[jax.Device]) -> int | None:
-    """Bytes that programs may use on each of these devices, or None if they do not tell.
+    """Return the bytes that programs may use on each of these devices, or None if they do not say.
 
-    Devices of a CPU share the memory of their host, or what its container may take of it.
+    Devices of a CPU share the memory of their host, or the part that its container may use.
     """
     if devices[0].platform != "cpu":
         return (devices[0].memory_stats() or {}).get("bytes_limit")
     try:
         there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, OSError, ValueError):  # not a POSIX system
+    except (AttributeError, OSError, ValueError):  # Not a POSIX system.
         return None
     try:
         with open(_LIMIT) as file:
             there = min(there, int(file.read()))
-    except (OSError, ValueError):  # no container, or one without a limit ("max")
+    except (OSError, ValueError):  # No container, or one without a limit ("max").
         pass
     return there // len(devices)
 
 
 def quiet_libtpu() -> None:
-    """Tell libtpu, where there is no TPU, that there is none and it only compiles; leave what the user has set."""
+    """Tell libtpu, if there is no TPU, that there is none and it only compiles; keep the variables that the user has
+    set."""
     flags = os.environ.get("LIBTPU_INIT_ARGS", "").split()
-    if any(flag.startswith(_SCHEDULES) for flag in flags):  # those of the process that started this one
+    if any(flag.startswith(_SCHEDULES) for flag in flags):  # Flags of the process that started this one.
         flags = [flag for flag in flags if not flag.startswith(_SCHEDULES) and flag not in _DUMPED]
         os.environ["LIBTPU_INIT_ARGS"] = " ".join(flags)
-    # A machine with TPUs has one of these files per chip, and knows its own answers.
+    # A machine with TPUs has one of these files per chip, and libtpu knows its own answers there.
     if not (_numbered("/dev/accel") or _numbered("/dev/vfio/")):
         for variable, value in WITHOUT_TPU.items():
             os.environ.setdefault(variable, value)
-        if not any(flag.startswith("--xla_jf_dump_") for flag in flags):  # a dump of the user's own
-            # For libtpu, not for Python: JAX finds kept programs by what os.environ says, also those of CPUs and GPUs.
+        if not any(flag.startswith("--xla_jf_dump_") for flag in flags):  # The user's own dump.
+            # For libtpu, not for Python: JAX's keys of kept programs include os.environ, also for CPUs and GPUs.
             os.putenv("LIBTPU_INIT_ARGS", " ".join((*flags, _SCHEDULES + _OWN, *_DUMPED)))
             atexit.unregister(_forget_schedules)
             atexit.register(_forget_schedules)
@@ -263,7 +264,7 @@ def _numbered(prefix: str) -> bool:
 
 
 def _forget_schedules() -> None:
-    if os.path.isdir(folder := schedules_folder()):  # not where nothing was compiled for a TPU
+    if os.path.isdir(folder := schedules_folder()):  # Not if nothing was compiled for a TPU.
         import shutil
 
         shutil.rmtree(folder, ignore_errors=True)

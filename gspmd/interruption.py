@@ -1,14 +1,14 @@
 """Interrupts: the exception of each signal, and how one ends a command in one line while its libraries are imported.
 
-This imports nothing that takes time: what begins a process that is a command imports it before all else, so that an
-interrupt is answered from the first moment on.
+This module imports nothing slow. The first file of a command imports it before everything else, so that an interrupt
+is handled from the first moment on.
 """
 
 import os
 import signal
 
-# What answers a signal where nobody has asked for anything else; one that is ignored, as SIGINT is in the background of
-# a script and SIGHUP under nohup, stays so.
+# The default handlers of the signals. An ignored signal, such as SIGINT for a background job of a script or SIGHUP
+# under nohup, stays ignored.
 _USUAL: "dict[signal.Signals, signal._HANDLER]" = {
     signal.SIGINT: signal.default_int_handler,
     signal.SIGTERM: signal.SIG_DFL,
@@ -17,7 +17,7 @@ _USUAL: "dict[signal.Signals, signal._HANDLER]" = {
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM, where it is not deferred.
+    """SIGTERM, unless it is deferred.
 
     Attributes:
         number: the signal.
@@ -27,7 +27,7 @@ class Terminated(KeyboardInterrupt):
 
 
 class HungUp(KeyboardInterrupt):
-    """SIGHUP, where it is not deferred: the terminal is closed.
+    """SIGHUP, unless it is deferred: the terminal is closed.
 
     Attributes:
         number: the signal.
@@ -37,7 +37,7 @@ class HungUp(KeyboardInterrupt):
 
 
 def number_of(interrupt: BaseException | type[BaseException]) -> int:
-    """Return the signal that an interrupt came from, by the exception or by its type.
+    """Return the signal that caused an interrupt, from the exception or its type.
 
     >>> number_of(KeyboardInterrupt()) == signal.SIGINT, number_of(Terminated) == signal.SIGTERM
     (True, True)
@@ -47,7 +47,7 @@ def number_of(interrupt: BaseException | type[BaseException]) -> int:
 
 def end(number: int, frame: object) -> None:
     """Handle a signal by ending the process, in one line."""
-    cursor = b"\x1b[?25h" if os.isatty(2) else b""  # which a changing line has hidden
+    cursor = b"\x1b[?25h" if os.isatty(2) else b""  # A progress line has hidden the cursor.
     try:
         os.write(2, cursor + b"\nInterrupted.\n")
     finally:
@@ -55,14 +55,14 @@ def end(number: int, frame: object) -> None:
 
 
 def end_at_once() -> None:
-    """Let SIGINT, SIGTERM and SIGHUP end this process from here on."""
+    """Make SIGINT, SIGTERM and SIGHUP end this process from here on."""
     for number, usual in _USUAL.items():
         if signal.getsignal(number) == usual:
             signal.signal(number, end)
 
 
 def end_as_usual() -> None:
-    """Take back `end_at_once`."""
+    """Undo `end_at_once`."""
     for number, usual in _USUAL.items():
         if signal.getsignal(number) == end:
             signal.signal(number, usual)

@@ -1,9 +1,9 @@
-"""Read JSON, TOML and text that others wrote: of bounded size and depth, and any fault as one reason.
+"""Read JSON, TOML and text from untrusted files: with bounds on size and depth, and with one error for any fault.
 
 Files come from strangers (public checkpoints), from other versions, and from disks that failed. Python's own readers
-answer some of them with errors that nobody expects of a reader (RecursionError for deep nesting, a plain ValueError
-for a number of 5,000 digits), wait for ever for a FIFO that nobody writes to, or fill the memory. Whoever reads
-through here handles one error, `ReadError`.
+raise unexpected errors for some of them (RecursionError for deep nesting, a plain ValueError for a number of 5,000
+digits), block for ever on a FIFO that nobody writes to, or fill the memory. Callers of this module have to handle
+only one error, `ReadError`.
 """
 
 import json
@@ -18,10 +18,10 @@ from typing import Any, BinaryIO
 
 #: The largest JSON file that is read, in bytes. The tokenizers of public models have up to 35 MB.
 LARGEST = 2**26
-#: The largest TOML file that is read, in bytes: settings and layouts are written by hand, and have some kB.
+#: The largest TOML file that is read, in bytes: settings and layouts are written by hand, and have a few kB.
 LARGEST_TOML = 2**22
-#: The deepest nesting of objects, lists and tables. What is read here has less than ten levels, and whatever walks
-#: through it later may be recursive.
+#: The deepest nesting of objects, lists and tables. The files read here have less than ten levels, and later code that
+#: walks through them may be recursive.
 DEEPEST = 64
 
 # A dotted key of more parts than the deepest nesting. The parser copies the key at each of its dots, so 50,000 of them
@@ -37,29 +37,29 @@ _KINDS = {
     stat.S_IFCHR: "a device",
     stat.S_IFBLK: "a device",
 }
-# What a shell writes for the output of a command, as in `--config <(command)`: a pipe that is open already.
+# The file that a shell makes for the output of a command, as in `--config <(command)`: a pipe that is open already.
 _PIPES = ("/dev/fd/", "/dev/stdin", "/proc/self/fd/")
 
 
-#: What `whole_number` takes, for a message.
+#: The numbers that `whole_number` accepts, for a message.
 WHOLE = "a whole number of at most 18 digits"
 
 
 class ReadError(ValueError):
-    """A file that cannot be read; the message is the reason, without the file's name and without a full stop."""
+    """A file cannot be read; the message is the reason, without the file's name and without a full stop."""
 
 
 class MissingError(ReadError):
-    """A file that is not there."""
+    """A file does not exist."""
 
 
 def open_file(path: str | os.PathLike) -> BinaryIO:
     """Open a file to read bytes.
 
-    A FIFO or a device is refused rather than waited for: it stands where the name of a file came from a stranger.
+    A FIFO or a device is refused, since reading it could block: its name may have come from a stranger.
 
     Raises:
-        ReadError: there is no such file (`MissingError`), it is no regular one, or the system refuses it.
+        ReadError: the file does not exist (`MissingError`), is not a regular file, or the system refuses it.
     """
     try:
         mode = os.stat(path).st_mode
@@ -74,7 +74,7 @@ def read_text(path: str | os.PathLike, most: int = LARGEST) -> str:
     """Read a text file of at most `most` bytes.
 
     Raises:
-        ReadError: as `open_file`; or it is larger, or no UTF-8.
+        ReadError: as for `open_file`; or the file is larger than `most`, or not UTF-8.
     """
     try:
         with open_file(path) as file:
@@ -91,7 +91,8 @@ def read_text(path: str | os.PathLike, most: int = LARGEST) -> str:
 
 
 def _chunks(file: BinaryIO, most: int) -> Iterable[bytes]:
-    """The first bytes of a file in pieces: a pipe has no size, and to read `most` at once would take as much memory."""
+    """Yield the first bytes of a file in pieces: a pipe has no size, and reading `most` at once would allocate as
+    much."""
     while most and (chunk := file.read(min(most, 2**20))):
         most -= len(chunk)
         yield chunk
@@ -101,7 +102,7 @@ def read_json(path: str | os.PathLike, *, unique: bool = False) -> Any:
     """Read a JSON file; `unique` as for `parse_json`.
 
     Raises:
-        ReadError: as `read_text` and `parse_json`.
+        ReadError: as for `read_text` and `parse_json`.
     """
     return parse_json(read_text(path), unique=unique)
 
@@ -110,7 +111,7 @@ def read_toml(path: str | os.PathLike) -> dict[str, Any]:
     """Read a TOML file.
 
     Raises:
-        ReadError: as `read_text` and `parse_toml`.
+        ReadError: as for `read_text` and `parse_toml`.
     """
     return parse_toml(read_text(path, LARGEST_TOML))
 
@@ -120,10 +121,10 @@ def parse_json(text: str, *, unique: bool = False) -> Any:
 
     Args:
         text: JSON.
-        unique: whether to refuse an object in which a key comes twice; otherwise its last value counts.
+        unique: whether to refuse an object with a repeated key; otherwise the last value counts.
 
     Raises:
-        ReadError: it is not JSON, or nested too deeply.
+        ReadError: the text is not JSON, or nested too deeply.
 
     Example:
         >>> parse_json("[" * 5000 + "]" * 5000)
@@ -139,9 +140,9 @@ def parse_json(text: str, *, unique: bool = False) -> Any:
         raise ReadError(f"it is not JSON: {error.msg} at {line}column {error.colno}") from None
     except ReadError:
         raise
-    except ValueError:  # of a number; the message is on Python's settings
+    except ValueError:  # From a number; the message is about Python's settings.
         raise _too_long() from None
-    # Nothing is nested deeper than brackets are opened, and few files open so many.
+    # Nesting is at most the number of opening brackets, and few files have so many.
     if text.count("[") + text.count("{") > DEEPEST:
         _check_depth(value)
     if "\\u" in text and not _is_unicode(value):
@@ -153,7 +154,7 @@ def parse_toml(text: str) -> dict[str, Any]:
     """Parse TOML.
 
     Raises:
-        ReadError: it is not TOML, or nested too deeply.
+        ReadError: the text is not TOML, or nested too deeply.
 
     Example:
         >>> parse_toml("a.b = 1"), parse_toml("a = [1, 2]")
@@ -167,7 +168,7 @@ def parse_toml(text: str) -> dict[str, Any]:
         raise _too_deep() from None
     except tomllib.TOMLDecodeError as error:
         raise ReadError(f"it is not TOML: {error}") from None
-    except ValueError as error:  # of a number, or of a date that there is not
+    except ValueError as error:  # From a number, or an impossible date.
         raise (_too_long() if "digits" in str(error) else ReadError(f"it is not TOML: {error}")) from None
     _check_depth(value)
     _check_numbers(value)
@@ -175,7 +176,7 @@ def parse_toml(text: str) -> dict[str, Any]:
 
 
 def folder_fault(path: str | os.PathLike) -> str | None:
-    """Say why there is no folder at a path; None if there is one.
+    """Return why there is no folder at a path; None if there is one.
 
     Example:
         >>> folder_fault("/"), folder_fault("/nowhere"), folder_fault("/" + 5000 * "a")
@@ -190,10 +191,10 @@ def folder_fault(path: str | os.PathLike) -> str | None:
 
 
 def whole_number(text: str) -> int | None:
-    """Parse a whole number of at most 18 digits, as a flag has it; None for any other text.
+    """Parse a whole number of at most 18 digits, as flags accept it; None for any other text.
 
-    `int` alone takes digits of other scripts and underscores, and answers 5,000 digits with an error of its own;
-    `str.isdigit` is true of `²`, which `int` does not take.
+    `int` alone accepts digits of other scripts and underscores, and has an error of its own for 5,000 digits;
+    `str.isdigit` is true for `²`, which `int` does not accept.
 
     Example:
         >>> [whole_number(text) for text in ("8", " 8 ", "-8", "²", "٣", "1_000", "9" * 5000)]
@@ -204,7 +205,7 @@ def whole_number(text: str) -> int | None:
 
 
 def is_inside(name: str) -> bool:
-    """Return whether a name that a file gives for one beside it stays in that folder: neither absolute, nor up by `..`.
+    """Return whether a name that a file gives for another one stays in its folder: not absolute, and not up by `..`.
 
     Symbolic links are not followed: a download cache keeps a model's files as links to elsewhere.
 
@@ -226,7 +227,7 @@ def _unique(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _is_unicode(value: Any) -> bool:
-    """Whether all text can be encoded: JSON can write half of a surrogate pair, and then Python's text has it."""
+    """Return whether all text can be encoded: JSON, and so Python's text, may have half of a surrogate pair."""
     try:
         return bool(json.dumps(value, ensure_ascii=False).encode())
     except UnicodeEncodeError:
@@ -234,7 +235,7 @@ def _is_unicode(value: Any) -> bool:
 
 
 def _check_depth(value: Any) -> None:
-    """Refuse nesting that is deeper than `DEEPEST`, level by level and so without recursion."""
+    """Refuse nesting deeper than `DEEPEST`, level by level and so without recursion."""
     level: Sequence[Any] = [value]
     for _ in range(DEEPEST):
         level = [inner for each in level for inner in _inner(each)]

@@ -1,4 +1,4 @@
-"""The compiler's side: ledgers, machines one does not have, memory, and time."""
+"""The audit of compiled programs: ledgers, machines that are not attached, memory, and time."""
 
 from gspmd.audit.hlo import HloError
 from gspmd.audit.ledgers.comparison import Comparison

@@ -14,13 +14,13 @@ from gspmd.annotate.validation import whole
 
 
 def mesh_sizes(mesh: Any) -> dict[str, int]:
-    """The sizes of a mesh's axes, in its order.
+    """Return the sizes of a mesh's axes, in its order.
 
     Args:
         mesh: a mesh, or a mapping.
 
     Raises:
-        PlanError: it is neither.
+        PlanError: `mesh` is neither a mesh nor a mapping of sizes.
     """
     try:
         sizes: dict[str, Any] = dict(getattr(mesh, "shape", mesh))
@@ -35,10 +35,10 @@ def mesh_sizes(mesh: Any) -> dict[str, int]:
 
 
 def operations(flops: Any) -> float:
-    """A number of floating-point operations, 0 or more.
+    """Return a number of floating-point operations, 0 or more.
 
     Raises:
-        PlanError: it is no such number.
+        PlanError: `flops` is no such number.
     """
     number = isinstance(flops, Real) and not isinstance(flops, bool)
     if not number or not isfinite(flops) or flops < 0:
@@ -47,15 +47,15 @@ def operations(flops: Any) -> float:
 
 
 def argument_numbers(name: str, given: Any, count: int) -> tuple[int, ...]:
-    """Numbers of arguments, counted from 0 or from behind, as for `jax.jit`.
+    """Return numbers of arguments, counted from 0 or from the end, as for `jax.jit`.
 
     Args:
-        name: of the keyword, for the error.
-        given: what stands there.
-        count: how many arguments there are.
+        name: the name of the keyword, for the error.
+        given: the value of the keyword.
+        count: number of arguments.
 
     Raises:
-        PlanError: it is no sequence of such numbers.
+        PlanError: `given` is no sequence of such numbers.
     """
     numbers = [whole(each) for each in given] if isinstance(given, Sequence) and not isinstance(given, str) else [None]
     known = [number for number in numbers if number is not None and -count <= number < count]
@@ -68,10 +68,10 @@ def argument_numbers(name: str, given: Any, count: int) -> tuple[int, ...]:
 
 
 def file_path(given: Any) -> Path:
-    """The path of a file to write.
+    """Return the path of a file to write.
 
     Raises:
-        PlanError: it is no path.
+        PlanError: `given` is no path.
     """
     if not isinstance(given, str | PathLike):
         raise PlanError(f"cannot write into {shown(given)}: it is no path.\n  Give the name of a file.")

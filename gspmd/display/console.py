@@ -1,7 +1,7 @@
 """Print tables and figures: as wide as the terminal, in characters that its encoding has, and as HTML in notebooks.
 
-Everything that is printed comes through here: `console` for what a program says, `text` and `html` for objects that
-`print` and notebooks show (`gspmd.display.printed`), `printable` (`gspmd.display.plain`) for one line. Tables
+Everything that is printed passes through here: `console` prints a program's messages, `text` and `html` show objects
+for `print` and notebooks (`gspmd.display.printed`), `printable` (`gspmd.display.plain`) converts one line. Tables
 are made in `tables`.
 """
 
@@ -21,15 +21,15 @@ from gspmd.display.plain import HANDLER, printable
 __all__ = ["columns", "console", "html", "never_fail", "printable", "text"]
 
 _WIDE = 140
-"""Columns where there is no terminal."""
+"""Number of columns without a terminal."""
 
 
 def console(width: int | None = None, *, stderr: bool = False, highlight: bool = False) -> Console:
-    """A rich console whose output never fails to encode; where it is closed, that is a BrokenPipeError.
+    """Make a rich console whose output never fails to encode; if its stream is closed, it raises BrokenPipeError.
 
     Args:
-        width: columns where there is no terminal and `COLUMNS` is not set; by default those of `rich`.
-        stderr: whether on standard error instead of standard output.
+        width: columns if there is no terminal and `COLUMNS` is not set; by default those of `rich`.
+        stderr: whether to write to standard error instead of standard output.
         highlight: whether numbers and names are colored.
     """
     stream = sys.stderr if stderr else sys.stdout
@@ -40,16 +40,16 @@ def console(width: int | None = None, *, stderr: bool = False, highlight: bool =
 
 class _Console(Console):
     def on_broken_pipe(self) -> None:
-        """Raise what `print` does, for the command to end as it should; rich would end the process at once.
+        """Raise the error of `print`, so that the command ends as it should; rich would end the process at once.
 
-        A thread that says what takes long leaves it to the next who prints.
+        A thread that reports progress leaves the error to the next one that prints.
         """
         del self._buffer[:]
         if current_thread() is main_thread():
             raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
 
     def _check_buffer(self) -> None:
-        # A terminal that is closed fails with another error than a pipe, and rich knows that of a pipe only.
+        # A closed terminal fails with another error than a pipe, and rich only knows that of a pipe.
         try:
             super()._check_buffer()
         except OSError as error:
@@ -66,7 +66,8 @@ def never_fail(stream: Any) -> None:
 
 
 def columns(console: Console) -> int | None:
-    """The columns of a terminal, or of `COLUMNS` if it is set; None for a file or a pipe, where no line is too long."""
+    """Return the columns of a terminal, or `COLUMNS` if it is set; None for a file or a pipe, where any length is
+    fine."""
     return console.width if console.is_terminal or os.environ.get("COLUMNS") else None
 
 
@@ -83,7 +84,7 @@ def text(renderable: Any, width: int | None = None) -> str:
 
     Args:
         renderable: a table, a text, or a group of them.
-        width: columns; by default those of the terminal or of `COLUMNS`, and 140 where there is neither.
+        width: columns; by default those of the terminal or of `COLUMNS`, and 140 if there is neither.
     """
     width = width or shutil.get_terminal_size((_WIDE, 24)).columns
     # Not the real stream: for one without Unicode rich would draw other borders than `printable` does.

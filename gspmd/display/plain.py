@@ -28,7 +28,7 @@ codecs.register_error(HANDLER, _replace)
 
 
 def printable(text: str, encoding: str | None = None) -> str:
-    """The text in characters that an encoding has, by default that of standard output.
+    """Return the text in characters that an encoding has, by default that of standard output.
 
     >>> printable("── all-gather yz ─▶ BLE_x, 28.6 µs", "ascii")
     '-- all-gather yz -> BLE_x, 28.6 us'

@@ -1,9 +1,9 @@
-"""The text that `print` and a notebook show of an object with a `__rich__`; rich is imported when something is
+"""The text that `print` and a notebook show for an object with a `__rich__`; rich is imported only when something is
 printed."""
 
 
 class Printed:
-    """Base of objects that `print` and notebooks show whole, by their `__rich__`; their `repr` is one line."""
+    """Base of objects that `print` and notebooks show in full, by their `__rich__`; their `repr` is one line."""
 
     def __str__(self) -> str:
         from gspmd.display.console import text

@@ -1,4 +1,4 @@
-"""Progress of what takes long, so that nothing is silent for more than three seconds, or a hundredth of its time."""
+"""Progress of long tasks, so that no command is silent for more than three seconds, or a hundredth of its time."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -13,22 +13,23 @@ from rich.text import Text
 from gspmd.display.units import amount_of_bytes
 
 _EVERY, _SOON, _POLL = 2.0, 0.8, 0.2
-"""Seconds where there is no terminal: between two lines, to the first one at least, and between two looks at these."""
+"""Seconds without a terminal: before the first line, between two lines, and between two checks of the time."""
 _SHARE, _SELDOM = 1 / 150, 60.0
-"""The share of the time it has taken after which a long task is said again, and at least once a minute."""
+"""The share of the elapsed time after which a long task is reported again, at least once a minute."""
 
 What = str | Callable[[], str]
 
 
 class Progress:
-    """Say what is being done and for how long: in a line of a terminal, elsewhere in a line every few seconds.
+    """Report the current task and its time: on a terminal in a line that changes, elsewhere in a line every few
+    seconds.
 
-    What takes less than those seconds says nothing where there is no terminal. While one is inside of another, only
-    the inner one speaks.
+    Without a terminal, a task that takes less than those seconds is not reported. While one task is inside another,
+    only the inner one reports.
 
     Args:
-        console: where; None for nowhere.
-        doing: what is done at first: a text, or a function that returns it whenever it is shown.
+        console: the console to print to; None for none.
+        doing: the first task: a text, or a function that returns it whenever it is shown.
     """
 
     _open: ClassVar[list["Progress"]] = []
@@ -48,23 +49,23 @@ class Progress:
             self._console.print(sentence, soft_wrap=True, markup=False, highlight=False)
 
     def say(self, doing: What) -> None:
-        """Change what is said, and say it, if it is time; only then is a function asked."""
+        """Change the task, and report it if it is time; a function is called only then."""
         self._what = doing
         if not self._live and self.due:
             self._line()
 
     def begin(self, doing: What) -> None:
-        """Begin with something else, whose time counts from now."""
+        """Begin another task, whose time counts from now."""
         self._what, self._began = doing, time.monotonic()
 
     @property
     def due(self) -> bool:
-        """Whether nothing has been said for so long that it is time for a line."""
+        """Whether nothing has been reported for so long that it is time for a line."""
         now = time.monotonic()
         return now - Progress._said >= max(_EVERY, min(_SELDOM, _SHARE * (now - self._since)))
 
     def counter(self, doing: str, whole: int) -> Callable[[int], None]:
-        """Return a function that is told, again and again, how many more bytes of the whole are done."""
+        """Return a function to be called with the number of further bytes of the whole that are done."""
         done, began = 0, time.monotonic()
 
         def read(count: int) -> None:
@@ -74,14 +75,14 @@ class Progress:
 
         def said() -> str:
             speed = done / max(1e-3, time.monotonic() - began)
-            of = f" of {amount_of_bytes(whole)}" if done <= whole else ""  # what is compressed is more
+            of = f" of {amount_of_bytes(whole)}" if done <= whole else ""  # Decompressed bytes are more.
             return f"{doing}: {amount_of_bytes(done)}{of}, {amount_of_bytes(speed)} per second"
 
         return read
 
     def __enter__(self) -> "Progress":
         self._since = self._began = time.monotonic()
-        # Not two seconds from now: what came before may have been as silent. Tables do not pass through here.
+        # Not two seconds from now: the code before may have been as silent. Tables do not pass through here.
         Progress._said = max(Progress._said, self._began - max(0.0, _EVERY - _SOON))
         Progress._open.append(self)
         self._status.__enter__()
@@ -98,7 +99,7 @@ class Progress:
         yield Text(str(self), no_wrap=True, overflow="ellipsis")
 
     def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
-        return Measurement(1, options.max_width)  # the text may change between measuring and drawing it
+        return Measurement(1, options.max_width)  # The text may change between measuring and drawing.
 
     def __str__(self) -> str:
         what = self._what if isinstance(self._what, str) else self._what()
@@ -106,7 +107,7 @@ class Progress:
         return f"{what} …" if seconds < 1 else f"{what} … {seconds:.0f} s"
 
     def _watch(self) -> None:
-        """Say it again while nothing else is said, such as by a call that does not return for minutes."""
+        """Report again while the task reports nothing, for example in a call that takes minutes."""
         while not self._over.wait(_POLL):
             if Progress._open[-1:] == [self] and self.due:
                 self._line()

@@ -15,12 +15,12 @@ _FOLDED = 24
 
 @dataclass(frozen=True)
 class Column:
-    """A column.
+    """A column of a table.
 
     Attributes:
         name: its heading.
         justify: `"left"` or `"right"`.
-        goes: 0 if it is never left out; of the others, the largest is left out first.
+        goes: 0 if it is never left out; among the others, the largest is left out first.
         folds: whether a long text may continue on the next line.
     """
 
@@ -32,10 +32,10 @@ class Column:
 
 @dataclass
 class Sheet:
-    """A table whose width is fitted to the room there is when it is printed.
+    """A table that is fitted to the available width when it is printed.
 
     Attributes:
-        title: stands above it.
+        title: the title above it.
         columns: all of them, in order.
         rows: cells in rich's markup, and whether a row is a total below a line.
     """
@@ -52,14 +52,14 @@ class Sheet:
         yield self.fitted(options.max_width)
 
     def fitted(self, width: int) -> Table:
-        """The table, in `width` characters."""
+        """Return the table, in `width` characters."""
         kept = [at for at, column in enumerate(self.columns) if column.name or any(row[at] for row, _ in self.rows)]
         while self._width(kept) > width and (going := [at for at in kept if self.columns[at].goes]):
             kept.remove(max(going, key=lambda at: self.columns[at].goes))
         table = Table(title=self.title, title_justify="left", box=HEAVY_HEAD)
         tight = self._width(kept) > width
         for column in (self.columns[at] for at in kept):
-            # If even the columns that stay do not fit, names continue on the next line; figures never do.
+            # If even the columns that stay are too wide, names continue on the next line; figures never do.
             whole = not column.folds and not (tight and column.justify == "left")
             table.add_column(column.name, justify=column.justify, no_wrap=whole, overflow="fold")
         for number, (cells, total) in enumerate(self.rows):
@@ -69,7 +69,7 @@ class Sheet:
         return table
 
     def _width(self, kept: Sequence[int]) -> int:
-        """The width that these columns need, their borders included."""
+        """Return the width that these columns need, their borders included."""
         return 1 + sum(3 + self._needs(at) for at in kept)
 
     def _needs(self, at: int) -> int:
@@ -79,7 +79,7 @@ class Sheet:
 
 
 def counted(number: int, what: str) -> str:
-    """A number with its noun in the singular or the plural.
+    """Return a number with its noun in the singular or the plural.
 
     >>> counted(1, "step"), counted(2, "step")
     ('1 step', '2 steps')

@@ -8,7 +8,7 @@ OUT, ERR = 1, 2
 
 
 def hung_up(descriptor: int) -> bool:
-    """Return whether this was a terminal, and no longer is one; whatever is no character device never was.
+    """Return whether this was a terminal and no longer is one; anything but a character device never was.
 
     >>> with open(os.devnull) as nothing, open(__file__) as file:
     ...     hung_up(nothing.fileno()), hung_up(file.fileno())
@@ -22,7 +22,7 @@ def hung_up(descriptor: int) -> bool:
 
 
 def leave() -> None:
-    """Let standard output and error go nowhere if they were a terminal that is closed."""
+    """Redirect standard output and error to nowhere if they were a terminal that is closed."""
     for descriptor in (OUT, ERR):
         if hung_up(descriptor):
             nothing = os.open(os.devnull, os.O_WRONLY)

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 
 def amount_of_bytes(amount: float) -> str:
-    """An amount of bytes, in decimal units.
+    """Return an amount of bytes, in decimal units.
 
     >>> amount_of_bytes(4423680), amount_of_bytes(999.7), amount_of_bytes(3.2e18)
     ('4.42 MB', '1 kB', '3.2 EB')
@@ -13,17 +13,17 @@ def amount_of_bytes(amount: float) -> str:
 
 
 def amount_of_flops(amount: float) -> str:
-    """An amount of floating-point operations."""
+    """Return an amount of floating-point operations."""
     return _scaled(amount, ("FLOP", "kFLOP", "MFLOP", "GFLOP", "TFLOP", "PFLOP", "EFLOP", "ZFLOP"))
 
 
 def amount_of_seconds(amount: float) -> str:
-    """A duration."""
+    """Return a duration."""
     return "0 µs" if not amount else _scaled(amount * 1e9, ("ns", "µs", "ms", "s"))
 
 
 def duration(seconds: float) -> str:
-    """A time of day-to-day length, in its two largest units.
+    """Return a time of day-to-day length, in its two largest units.
 
     >>> duration(7.6), duration(272), duration(3600 * 50)
     ('8 s', '4 min 32 s', '2 d 2 h')
@@ -38,7 +38,7 @@ def duration(seconds: float) -> str:
 
 def _scaled(amount: float, units: tuple[str, ...]) -> str:
     for unit in units[:-1]:
-        if amount < 999.5:  # what rounds to 1000 belongs to the next unit
+        if amount < 999.5:  # A figure that rounds to 1000 belongs to the next unit.
             return f"{amount:.3g} {unit}" if amount < 100 else f"{amount:.0f} {unit}"
         amount /= 1000
     return f"{amount:.3g} {units[-1]}"
@@ -56,7 +56,7 @@ def axes_text(axes: tuple[str, ...]) -> str:
 
 
 def mesh_text(mesh: Mapping[str, int], *, trivial: bool = True) -> str:
-    """A mesh as `--mesh` reads it; perhaps without its axes of size 1.
+    """Return a mesh as `--mesh` reads it; without its axes of size 1 if not `trivial`.
 
     >>> mesh_text({"x": 4, "y": 1}), mesh_text({"x": 4, "y": 1}, trivial=False)
     ('x=4,y=1', 'x=4')

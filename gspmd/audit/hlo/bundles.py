@@ -15,21 +15,21 @@ _REGION = re.compile(r"Start(?:/End empty)? region (\d+)")
 _BRANCH = re.compile(r"sbr\.rel (?:\(!?%\w+\) )?target = \$region(\d+)")
 _TRIPS = re.compile(r"scmp\.ge\.s32\.totalorder %\w+, (\d+) /\* loop exit test \*/")
 _DELAY = 5
-"""Bundles from a branch to the first that it may skip: those behind it are executed whether it is taken or not."""
+"""Bundles from a branch to the first that it may skip: those before that are executed in any case."""
 _STAGES = 2
 """Trips of the loop beyond the steps of the grid, in which transfers begin and end."""
 
 
 @dataclass(frozen=True)
 class KernelSchedule:
-    """Bundles of one core.
+    """The number of bundles of one core, by part of the loop.
 
     Attributes:
-        trips: of the loop over the grid.
-        step: in every trip.
-        block: in trips with matrix products, besides.
-        row: in trips that begin or end a sum, besides.
-        outside: of the loop.
+        trips: trips of the loop over the grid.
+        step: bundles of every trip.
+        block: further bundles of trips with matrix products.
+        row: further bundles of trips that begin or end a sum.
+        outside: bundles outside of the loop.
     """
 
     trips: int
@@ -40,7 +40,7 @@ class KernelSchedule:
 
     @classmethod
     def read(cls, text: str) -> "KernelSchedule | None":
-        """Read a dump; None where it is not one loop with branches that skip parts of it."""
+        """Read a dump; None if it is not one loop with branches that skip parts of it."""
         found = list(_BUNDLE.finditer(text))
         ends = [each.start() for each in found[1:]] + [len(text)]
         bundles = {int(each[1], 16): text[each.start() : end] for each, end in zip(found, ends)}
@@ -69,10 +69,10 @@ class KernelSchedule:
         return cls(int(trips[0]), body - sum(parts.values()), parts[True], parts[False], len(bundles) - body)
 
     def seconds(self, work: KernelWork, chip: Chip) -> float:
-        """Return the seconds of a kernel that does such work: no less than its products take at the chip's peak, nor
-        than its bytes take at its bandwidth.
+        """Return the seconds of a kernel that does this work: at least the time of its products at the chip's peak, and
+        of its bytes at the chip's bandwidth.
 
-        Waits for transfers are not in the schedule, but for the bandwidth.
+        The schedule has no waits for transfers; only the bandwidth accounts for them.
         """
         cores = max(1, round(work.steps / max(1, self.trips - _STAGES)))
         products = max(work.blocks * self.block / cores / chip.clock, work.flops / chip.flops("bfloat16"))
@@ -81,5 +81,5 @@ class KernelSchedule:
 
 
 def least_seconds(work: KernelWork, chip: Chip) -> float:
-    """A lower bound where there is no schedule: products at the chip's peak, or bytes at its bandwidth."""
+    """Return a lower bound without a schedule: products at the chip's peak, or bytes at its bandwidth."""
     return max(work.flops / chip.flops("bfloat16"), work.bytes / chip.hbm_bandwidth)

@@ -23,9 +23,9 @@ class Collective:
     Attributes:
         kind: as in a plan.
         phase: `"sync"`, or `"start"` and `"done"` of an asynchronous one.
-        instruction: the collective itself, where the scheduled line wraps or fuses it.
-        arrays: those of the larger side on one device: after a gather, before a scatter.
-        group: devices that communicate with each other; of a permute 2, or 1 if nothing moves.
+        instruction: the collective itself, if the scheduled line wraps or fuses it.
+        arrays: the arrays of the larger side on one device: after a gather, before a scatter.
+        group: number of devices that communicate with each other; for a permute 2, or 1 if nothing moves.
         fused: whether the instruction is part of a fusion, and only the fusion is scheduled.
         rings: sizes of the torus rings that the algorithm runs along, as the TPU compiler says; empty if it does not.
     """
@@ -45,23 +45,23 @@ class Collective:
 
     @property
     def wire_bytes(self) -> int:
-        """Bytes that one device sends; of a permute, the device that sends most."""
+        """Bytes that one device sends; for a permute, the device that sends most."""
         if self.kind == "collective-permute":
             return self.buffer if self.group > 1 else 0
         return sum(wire_bytes(self.kind, self.group, array.bytes) for array in self.arrays)
 
     @property
     def dtype(self) -> str:
-        """HLO's name of the dtype on the wire; of several, of the largest array."""
+        """HLO's name of the dtype on the wire; for several arrays, that of the largest."""
         return max(self.arrays, key=lambda array: array.bytes).dtype if self.arrays else ""
 
 
 def collective(module: Module, computation: Computation, instruction: Instruction, devices: int) -> Collective | None:
-    """The collective that a scheduled instruction runs, starts or waits for; None for any other instruction.
+    """Return the collective that a scheduled instruction runs, starts or waits for; None for any other instruction.
 
     Args:
         module: the program.
-        computation: that contains the instruction.
+        computation: the computation that contains the instruction.
         instruction: any but one inside a fusion.
         devices: number of devices that run the program.
 
@@ -70,7 +70,7 @@ def collective(module: Module, computation: Computation, instruction: Instructio
     opcode = _OPCODE.fullmatch(instruction.opcode)
     if opcode:
         kind, phase = _OTHER.get(opcode[1], opcode[1]), opcode[2] or "sync"
-        if phase == "done":  # its start may stand before a loop that passes it on in its tuple
+        if phase == "done":  # The start may be before a loop that passes it on in its tuple.
             return Collective(kind, "done", instruction, instruction.arrays, 0)
         return _make(kind, phase, instruction, devices)
     if instruction.opcode == "send":
@@ -81,16 +81,16 @@ def collective(module: Module, computation: Computation, instruction: Instructio
 
 
 def _sent(send: Instruction) -> Collective | None:
-    """A permute that XLA:GPU splits into send and recv; it lasts from the send to its done, and counts once."""
+    """Return a permute that XLA:GPU splits into send and recv; it lasts from the send to its done, and counts once."""
     pairs_text = _SENT.search(send.attribute("frontend_attributes"))
-    if not pairs_text:  # a send to the host, or to one other device by its channel
+    if not pairs_text:  # A send to the host, or to one other device by its channel.
         return None
     permute = replace(send, attributes=f"source_target_pairs={pairs_text[1]}, {send.attributes}")
     return Collective("collective-permute", "start", permute, send.arrays[:1], _group(permute, 0))
 
 
 def _wrapped(module: Module, instruction: Instruction, devices: int) -> Collective | None:
-    """The collective in the computation that an `async-start` or `async-done` wraps."""
+    """Return the collective in the computation that an `async-start` or `async-done` wraps."""
     phase = instruction.opcode.removeprefix("async-")
     for name in instruction.called:
         inner = module.computations[name]
@@ -101,9 +101,9 @@ def _wrapped(module: Module, instruction: Instruction, devices: int) -> Collecti
 
 
 def _fused(module: Module, fusion: Instruction, devices: int) -> Collective | None:
-    """The collective in a fusion of the TPU compiler.
+    """Return the collective in a fusion of the TPU compiler.
 
-    There a reduce-scatter is an all-reduce fused with a slice. An asynchronous collective is three fusions: one starts
+    A reduce-scatter is an all-reduce fused with a slice there. An asynchronous collective is three fusions: one starts
     it, one computes products meanwhile and passes it on, one waits for it.
     """
     inner = module.computations[fusion.called[0]]
@@ -130,7 +130,8 @@ def _make(kind: str, phase: str, instruction: Instruction, devices: int) -> Coll
 
 
 def _rings(scheduled: Instruction, group: int) -> tuple[int, ...]:
-    """The rings of a collective's algorithm: `cores:{4 4 4}` of its strategy, or of a gather one (`1DAllGather...`)."""
+    """Return the rings of a collective's algorithm: `cores:{4 4 4}` of its strategy; for a gather one
+    (`1DAllGather...`)."""
     algorithm = scheduled.config.get("collective_algorithm_config", {})
     if cores := _CORES.search(algorithm.get("debug", "")):
         return tuple(map(int, cores[1].split()))
@@ -144,7 +145,7 @@ def _group(instruction: Instruction, devices: int) -> int:
 
 
 def _results(instruction: Instruction) -> tuple[Array, ...]:
-    """The arrays of the result.
+    """Return the arrays of the result.
 
     The start of a gather or a permute returns its operands first, then the results, then context. So does a wrapped
     collective, which XLA prints as one instruction (`reduce-scatter-start`) where it can.

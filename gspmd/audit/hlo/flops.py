@@ -20,8 +20,8 @@ def product_flops(module: Module, computation: Computation, instruction: Instruc
 
     Args:
         module: the program.
-        computation: that contains the instruction.
-        instruction: any; of a fusion, all its instructions count.
+        computation: the computation that contains the instruction.
+        instruction: any; for a fusion, all its instructions count.
     """
     if instruction.opcode == "fusion":
         inner = module.computations[instruction.called[0]]
@@ -41,8 +41,8 @@ def uncounted(module: Module, computation: Computation, instruction: Instruction
 
     Args:
         module: the program.
-        computation: that contains the instruction.
-        instruction: any; of a fusion, all its instructions.
+        computation: the computation that contains the instruction.
+        instruction: any; for a fusion, all its instructions.
     """
     if instruction.opcode == "fusion":
         inner = module.computations[instruction.called[0]]
@@ -60,7 +60,7 @@ def _dot(computation: Computation, dot: Instruction, contracted: tuple[int, ...]
 
 
 def _contracted(computation: Computation, call: Instruction) -> tuple[int, ...] | None:
-    """The contracted dimensions of the first operand of a library's product; None if they are unknown."""
+    """Return the contracted dimensions of the first operand of a library's product; None if they are unknown."""
     if call.target == "__onednn$matmul":  # XLA:CPU, rows times columns
         rank = len(computation.by_name[call.operands[0]].arrays[0].shape)
         across = call.config.get("onednn_matmul_config", {}).get("transpose_a", False)

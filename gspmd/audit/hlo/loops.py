@@ -19,7 +19,7 @@ def trips(module: Module, computation: Computation, loop: Instruction) -> int | 
 
     Args:
         module: the program.
-        computation: that contains the loop.
+        computation: the computation that contains the loop.
         loop: the `while` instruction.
 
     Returns:
@@ -42,7 +42,7 @@ def _counted(module: Module, computation: Computation, loop: Instruction) -> int
         return None
     counter = 0 if steps[0] else 1
     place, step, other = places[counter], steps[counter], places[1 - counter]
-    assert place is not None  # it has the one step that is known
+    assert place is not None  # It has the one step that is known.
     assert step is not None
     start = _value_in(module, computation, loop, place)
     bound = _constant(condition, sides[1 - counter])
@@ -88,14 +88,14 @@ def _comparison(module: Module, condition: Computation) -> tuple[str, tuple[str,
 
 
 def _through(computation: Computation, instruction: Instruction) -> Instruction:
-    """The instruction whose value this one passes on unchanged."""
+    """Return the instruction whose value this one passes on unchanged."""
     while instruction.opcode in _SAME and instruction.operands:
         instruction = computation.by_name[instruction.operands[0]]
     return instruction
 
 
 def _literal(instruction: Instruction) -> str | None:
-    """A constant as `=value`, which no instruction's name can be."""
+    """Return a constant as `=value`, which no instruction's name can be."""
     number = _number(instruction)
     return None if number is None else f"={number}"
 
@@ -116,7 +116,7 @@ def _constant(computation: Computation, name: str) -> int | None:
 
 
 def _place(computation: Computation, name: str) -> int | None:
-    """The element of the loop's tuple that a value is; None if it is none."""
+    """Return the element of the loop's tuple that a value is; None if it is no element."""
     if name.startswith("="):
         return None
     source = _through(computation, computation.by_name[name])
@@ -126,7 +126,7 @@ def _place(computation: Computation, name: str) -> int | None:
 
 
 def _step(module: Module, body: Computation, place: int) -> int | None:
-    """By how much the body changes an element of the tuple: 0 if it passes it on, None if unknown."""
+    """Return the change of an element of the tuple in the body: 0 if it is passed on, None if unknown."""
     root = _through(body, body.root)
     if root.opcode != "tuple":
         return None
@@ -154,7 +154,7 @@ def _change(module: Module, computation: Computation, value: Instruction, is_cou
 
 
 def _value_in(module: Module, computation: Computation, loop: Instruction, place: int) -> int | None:
-    """The initial value of an element of the tuple, also through outer loops that do not change it."""
+    """Return the initial value of an element of the tuple, also through outer loops that do not change it."""
     entering = _through(computation, computation.by_name[loop.operands[0]])
     if entering.opcode != "tuple":
         return None

@@ -30,7 +30,7 @@ _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 
 @dataclass(frozen=True)
 class Array:
-    """One array of an instruction's result: dtype, as HLO names it, and shape on one device."""
+    """One array of an instruction's result: its dtype, named as in HLO, and its shape on one device."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -58,8 +58,8 @@ class Instruction:
     """One line of HLO.
 
     Attributes:
-        name: without the percent sign.
-        opcode: as HLO spells it: `all-gather-start`, `fusion`, ...
+        name: its name, without the percent sign.
+        opcode: its opcode in HLO: `all-gather-start`, `fusion`, ...
         type: text of the result's type, layouts included.
         operands: names of the operands, in the same computation.
         arguments: text between the parentheses: a constant's value, a parameter's number.
@@ -112,12 +112,12 @@ class Instruction:
 
     @property
     def kernel_work(self) -> KernelWork | None:
-        """Return the work of the kernel that it calls; None where nothing says so."""
+        """The work of the kernel that it calls; None if the program does not say it."""
         return kernel_work(self.op_name) if self.is_kernel else None
 
     @cached_property
     def _unquoted(self) -> str:
-        """The attributes with empty strings: a user's names in them may look like anything."""
+        """The attributes with empty strings: names of users in them may look like anything."""
         return re.sub(_STRING, '""', self.attributes)
 
     @property
@@ -128,7 +128,7 @@ class Instruction:
 
     @property
     def line(self) -> tuple[str, int] | None:
-        """File and line, where the metadata has them instead of a stack frame."""
+        """File and line, if the metadata has them instead of a stack frame."""
         line = _LINE.search(self.attributes)
         return (line[1], int(line[2] or 0)) if line else None
 
@@ -139,7 +139,7 @@ class Instruction:
         return int(cycles[1]) if cycles else 0
 
     def attribute(self, name: str) -> str:
-        """The text of an attribute; empty if there is none.
+        """Return the text of an attribute; empty if there is none.
 
         >>> Instruction("s.1", "slice", "f32[8]{0}", ("p",), "%p", "slice={[0:8]}, sharding={r}").attribute("slice")
         '{[0:8]}'
@@ -160,7 +160,7 @@ class Instruction:
 
 @dataclass(frozen=True)
 class Computation:
-    """A list of instructions, in the order of execution where the module is scheduled."""
+    """A list of instructions, in the order of execution if the module is scheduled."""
 
     name: str
     instructions: tuple[Instruction, ...]
@@ -196,13 +196,13 @@ class Module:
     """A compiled program.
 
     Attributes:
-        name: such as `jit_step`.
+        name: its name, such as `jit_step`.
         entry: the computation that runs first.
         computations: every computation by name.
         frames: stack frames by number.
         is_scheduled: whether the order of instructions is that of execution.
         devices: number of devices that run it; 1 if the text does not say.
-        kernels: what the TPU compiler scheduled for Pallas kernels, by the instruction that calls one.
+        kernels: the TPU compiler's schedules of Pallas kernels, by the instruction that calls one.
     """
 
     name: str
@@ -233,7 +233,7 @@ class Module:
         return ""
 
     def stack(self, instruction: Instruction) -> Iterator[Frame]:
-        """The stack frames of an instruction, innermost first."""
+        """Yield the stack frames of an instruction, innermost first."""
         number = instruction.frame
         while frame := self.frames.get(number):
             yield frame

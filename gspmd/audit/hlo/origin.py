@@ -15,7 +15,7 @@ OURS = f"{Path(__file__).parents[2]}{os.sep}"
 """The directory of this package: the source line of an instruction is the innermost one outside of it."""
 
 _KERNELS = f"{Path(jax.__file__).parent / 'experimental' / 'pallas'}{os.sep}"
-"""The directory of JAX's kernels, whose lines nobody asked for either."""
+"""The directory of JAX's kernels, whose lines are not the user's either."""
 
 _NEAR = 4
 """Producers that are searched for a source line if the compiler left a collective without one."""
@@ -23,7 +23,7 @@ _NEAR = 4
 
 @dataclass(frozen=True)
 class Origin:
-    """The equation and step of a plan, and `file:line`; empty where the metadata does not say."""
+    """The equation and step of a plan, and `file:line`; empty if the metadata does not say."""
 
     equation: str
     step: str
@@ -36,13 +36,13 @@ def origin(
     """Return the origin of an instruction.
 
     A compiler that rewrites a reduction drops its metadata. The reduction's computation still has the scopes, and the
-    source line is then that of the operand.
+    source line is then taken from the operand.
 
     Args:
-        module, computation: that contain it.
+        module, computation: the program and the computation that contain it.
         scheduled: its line in the schedule.
-        instruction: itself; another one than `scheduled` if it is wrapped or fused.
-        ours: directory of the files that are no source lines.
+        instruction: the instruction itself; different from `scheduled` if it is wrapped or fused.
+        ours: directory of the files whose lines do not count as source lines.
     """
     reducer = module.computations.get(instruction.attribute("to_apply").lstrip("%"))
     own = [instruction, scheduled, *([reducer.root] if reducer and not instruction.op_name else ())]
@@ -65,15 +65,15 @@ def _producers(computation: Computation, instruction: Instruction) -> list[Instr
 def by_origin(
     module: Module, computation: Computation, scheduled: Instruction, collective: Collective
 ) -> Iterator[tuple[Origin, Collective]]:
-    """A collective in parts, each of the arrays of one origin: compilers combine several collectives into one.
+    """Split a collective into parts, each with the arrays of one origin: compilers combine several collectives.
 
     XLA gives the instruction that takes an array out of the combined result (`get-tuple-element`) the metadata of the
     array's own collective.
 
     Args:
-        module, computation: that contain it.
+        module, computation: the program and the computation that contain it.
         scheduled: its line in the schedule.
-        collective: what that line is.
+        collective: the collective of that line.
     """
     own = origin(module, computation, scheduled, collective.instruction)
     taken = _taken(computation, scheduled) if len(collective.arrays) > 1 and not collective.fused else {}
@@ -87,7 +87,8 @@ def by_origin(
 
 
 def _taken(computation: Computation, scheduled: Instruction) -> dict[int, Instruction]:
-    """The `get-tuple-element` of each array of a result; of an asynchronous collective, of its done's result."""
+    """Return the `get-tuple-element` of each array of a result; for an asynchronous collective, of its done's
+    result."""
     users = [each for each in computation.instructions if each.operands == (scheduled.name,)]
     done = next((each for each in users if each.opcode.endswith("-done")), scheduled)
     out = (each for each in computation.instructions if each.operands == (done.name,))

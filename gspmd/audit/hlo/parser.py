@@ -21,7 +21,7 @@ _DEVICES = re.compile(r", (?:num_partitions|replica_count)=(\d+)")
 
 
 class HloError(PlanError):
-    """A text that is no HLO module."""
+    """A text is not an HLO module."""
 
 
 def parse(text: str) -> Module:
@@ -62,7 +62,8 @@ def parse(text: str) -> Module:
 
 
 def _body(lines: Iterator[str]) -> Iterator[Instruction]:
-    """The instructions of a computation. What the text of a kernel's metadata breaks goes on in the next line."""
+    """Yield the instructions of a computation. A line that the text of a kernel's metadata breaks is joined with the
+    next."""
     begun, text = None, ""
     for line in lines:
         ends, begins = _END.match(line), _START.match(line)
@@ -77,7 +78,7 @@ def _body(lines: Iterator[str]) -> Iterator[Instruction]:
 
 
 def _instruction(start: re.Match[str], line: str) -> Instruction:
-    """`  ROOT %name = type opcode(arguments), attributes`, of which `start` is what stands before the type."""
+    """Read `  ROOT %name = type opcode(arguments), attributes`; `start` is the match up to the type."""
     kind = until(line, start.end(), " ")
     at = start.end() + len(kind) + 1
     opcode, _, _ = line[at:].partition("(")
@@ -88,7 +89,7 @@ def _instruction(start: re.Match[str], line: str) -> Instruction:
 
 
 def _operands(arguments: str) -> tuple[str, ...]:
-    """The names between the parentheses; some printers omit the percent sign."""
+    """Return the names between the parentheses; some printers omit the percent sign."""
     if "%" in arguments or not arguments:
         return tuple(_NAME.findall(arguments))
     names, at = [], 0
@@ -100,7 +101,7 @@ def _operands(arguments: str) -> tuple[str, ...]:
 
 
 def _frames(text: str) -> dict[int, Frame]:
-    """The stack frames, which the header lists in four tables."""
+    """Return the stack frames, which the header lists in four tables."""
     files, functions = _table(text, "FileNames"), _table(text, "FunctionNames")
     locations = {number: _fields(row) for number, row in _table(text, "FileLocations").items()}
     rows = {number: _fields(row) for number, row in _table(text, "StackFrames").items()}
@@ -117,7 +118,7 @@ def _frames(text: str) -> dict[int, Frame]:
 
 
 def _table(text: str, title: str) -> dict[int, str]:
-    """A numbered table of the module's header."""
+    """Return a numbered table of the module's header."""
     table = re.search(rf"^{title}\n((?:\d+ .*\n?)*)", text, re.MULTILINE)
     rows = (row.partition(" ") for row in table[1].splitlines()) if table else ()
     return {int(number): value for number, _, value in rows}

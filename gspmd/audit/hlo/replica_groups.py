@@ -16,20 +16,20 @@ from gspmd.audit.hlo.module import Instruction
 from gspmd.audit.hlo.text import integers
 
 UNNAMED = ("?",)
-"""The axes of a collective whose groups no set of mesh axes spans."""
+"""The axes of a collective whose groups match no set of mesh axes."""
 
 Groups = tuple[tuple[int, ...], ...]
 
 
 def groups(instruction: Instruction, devices: int) -> Groups:
-    """The groups of devices that communicate with each other, by their position in the mesh.
+    """Return the groups of devices that communicate with each other, by their position in the mesh.
 
     Args:
         instruction: a collective.
-        devices: how many there are; an instruction without groups runs over all of them.
+        devices: number of devices; an instruction without groups runs over all of them.
     """
     text = instruction.attribute("replica_groups")
-    if text.startswith("mesh["):  # a mesh in another order has a second attribute, which ends in the axes
+    if text.startswith("mesh["):  # A mesh in another order has a second attribute, which ends in the axes.
         return _of_mesh(text, instruction.attribute("device_ids"))
     return _groups(text, devices)
 
@@ -59,8 +59,8 @@ def _of_iota(text: str) -> Groups:
 def _of_mesh(text: str, reordered: str) -> Groups:
     """`mesh['x'=4,'y'=2] {'y'}`: the groups along named axes of a mesh.
 
-    `'x':(2)4` is part of an axis: x split into 2, 4 and the rest, major first, and of these the second. A mesh whose
-    devices are in another order is followed by `device_ids=(1,0,...)`, or `device_ids=([2,4]T(1,0))`.
+    `'x':(2)4` is part of an axis: x is split into 2, 4 and the rest, major first, and this is the second part. A mesh
+    whose devices are in another order is followed by `device_ids=(1,0,...)`, or `device_ids=([2,4]T(1,0))`.
     """
     sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", text)}
     named = re.findall(r"'([^']+)'(?::\((\d+)\)(\d+))?", (reordered or text).rpartition("{")[2])
@@ -73,7 +73,7 @@ def _of_mesh(text: str, reordered: str) -> Groups:
 
 
 def _factors(name: str, size: int, along: Sequence[tuple[str, int, int]]) -> list[tuple[str, int, int]]:
-    """A mesh axis split where parts of it begin and end, major first: (name, product of sizes before, size)."""
+    """Return a mesh axis split where parts of it begin and end, major first: (name, product of sizes before, size)."""
     cuts = sorted({1, size, *(at for other, *ends in along if other == name for at in ends)})
     return [(name, first, last // first) for first, last in pairwise(cuts)]
 
@@ -88,7 +88,7 @@ def _order_of(text: str, devices: int) -> np.ndarray:
 
 
 def pairs(instruction: Instruction) -> tuple[tuple[int, int], ...]:
-    """The (source, target) pairs of a permute."""
+    """Return the (source, target) pairs of a permute."""
     listed = re.findall(r"\{(\d+),\s*(\d+)\}", instruction.attribute("source_target_pairs"))
     return tuple((int(source), int(target)) for source, target in listed)
 
@@ -99,15 +99,15 @@ def is_permute(instruction: Instruction) -> bool:
 
 
 def axes_of(instruction: Instruction, mesh: Mapping[str, int]) -> tuple[str, ...]:
-    """The mesh axes over which a collective runs, in the mesh's order; axes of size 1 do not count.
+    """Return the mesh axes over which a collective runs, in the mesh's order; axes of size 1 do not count.
 
     Args:
         instruction: a collective, or the instruction that starts it.
         mesh: sizes of the mesh axes; devices are numbered in row-major order (last axis fastest).
 
     Returns:
-        Names; of a permute, those of the axes along which anything moves. `UNNAMED` if no set of axes spans the groups:
-        half of an axis, for instance.
+        Names; for a permute, those of the axes along which anything moves. `UNNAMED` if the groups match no set of
+        axes, for example if they are half of an axis.
     """
     if is_permute(instruction):
         return _crossed(pairs(instruction), tuple(mesh.items()))
@@ -115,7 +115,7 @@ def axes_of(instruction: Instruction, mesh: Mapping[str, int]) -> tuple[str, ...
 
 
 def touched_by(instruction: Instruction, mesh: Mapping[str, int]) -> tuple[str, ...]:
-    """The mesh axes along which the devices of a group differ, even if the group is only part of an axis."""
+    """Return the mesh axes along which the devices of a group differ, even if the group is only part of an axis."""
     named = axes_of(instruction, mesh)
     if named != UNNAMED or is_permute(instruction):
         return named

@@ -6,7 +6,7 @@ _OPEN, _CLOSE = "({[", ")}]"
 
 
 def until(text: str, start: int, stop: str) -> str:
-    """The text from `start` to the first `stop` outside of brackets and strings.
+    """Return the text from `start` to the first `stop` outside of brackets and strings.
 
     >>> until("{0,2}, metadata={}", 0, ",")
     '{0,2}'
@@ -30,7 +30,7 @@ def until(text: str, start: int, stop: str) -> str:
 
 
 def integers(text: str) -> tuple[int, ...]:
-    """Every number in a text, such as an attribute's `{0,2}`.
+    """Return every number in a text, such as an attribute's `{0,2}`.
 
     >>> integers("{0,2}")
     (0, 2)

@@ -1,1 +1,1 @@
-"""Ledgers: what a compiled program sends, beside its plan, and beside another program."""
+"""Ledgers: the bytes that a compiled program sends, beside its plan, and beside another program."""

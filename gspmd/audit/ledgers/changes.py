@@ -1,4 +1,4 @@
-"""`Difference`: what changes from one compiled program to another, by kind, mesh axes and dtype."""
+"""`Difference`: the changes from one compiled program to another, by kind, mesh axes and dtype."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -22,7 +22,7 @@ class Change:
 
     Attributes:
         kind, axes, dtype: as in the entries of a ledger; axes in alphabetical order.
-        before: how often they run, and the bytes that one device sends; (0, 0) if there are none.
+        before: number of runs, and the bytes that one device sends; (0, 0) if there are none.
         after: the same in the other program.
     """
 
@@ -38,10 +38,10 @@ class Difference(Printed):
     """Two ledgers compared; counts and bytes are per device and execution. False if they are equal.
 
     Attributes:
-        rows: what changed, most bytes first.
+        rows: the changes, most bytes first.
         wire_bytes: bytes that one device sends, before and after.
-        flops: of the matrix products, before and after.
-        names: of the programs.
+        flops: operations of the matrix products, before and after.
+        names: names of the programs.
     """
 
     rows: tuple[Change, ...]

@@ -1,4 +1,4 @@
-"""`Comparison`: what was planned and what was compiled, by kind and mesh axes, and step by step."""
+"""`Comparison`: planned and compiled collectives, by kind and mesh axes, and step by step."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -26,7 +26,7 @@ class Comparison(Printed):
     Attributes:
         rows: a row per step.
         totals: (kind, mesh axes) -> (planned bytes, compiled bytes).
-        notes: what could not be counted, on either side.
+        notes: the parts that could not be counted, on either side.
     """
 
     rows: tuple[ComparedStep, ...]
@@ -44,7 +44,7 @@ class Comparison(Printed):
         return tuple(row for row in self.rows if row.verdict != "as planned")
 
     def __getitem__(self, verdict: str) -> tuple[ComparedStep, ...]:
-        """The rows of one verdict."""
+        """Return the rows of one verdict."""
         if verdict not in VERDICTS:
             raise KeyError(f"no verdict is called {verdict!r}; there are {', '.join(VERDICTS)}")
         return tuple(row for row in self.rows if row.verdict == verdict)
@@ -59,7 +59,7 @@ class Comparison(Printed):
         return sheet
 
     def steps_table(self, verdicts: Sequence[str] = VERDICTS[1:]) -> Sheet:
-        """The steps with some verdicts, by default all that differ from the plan; equal steps in one row."""
+        """Return the steps with some verdicts, by default all that differ from the plan; equal steps in one row."""
         sheet = Sheet("step by step, where they differ", _STEPS)
         for row in _added_up(row for verdict in verdicts for row in self[verdict]):
             told = f"{row.verdict}: {row.how}" if row.how else row.verdict
@@ -106,7 +106,7 @@ _STEPS = (
 
 
 def _added_up(rows: Iterable[ComparedStep]) -> Iterator[ComparedStep]:
-    """Rows with the figures added up of those that are otherwise equal."""
+    """Yield rows, with the figures of those that are otherwise equal added up."""
     alike: dict[ComparedStep, list[ComparedStep]] = defaultdict(list)
     for row in rows:
         alike[replace(row, planned=(0, 0), compiled=(0, 0))].append(row)

@@ -15,24 +15,24 @@ Key = tuple[str, tuple[str, ...]]
 
 @dataclass(frozen=True, repr=False)
 class Entry:
-    """One collective instruction of a compiled program, all its executions together; figures are per device.
+    """One collective instruction of a compiled program, with all its executions; figures are per device.
 
-    Where the compiler combined several collectives into one instruction, each has an entry of its own.
+    If the compiler combined several collectives into one instruction, each has an entry of its own.
 
     Attributes:
-        kind: as in a plan: all-gather, reduce-scatter, all-reduce, all-to-all, collective-permute.
+        kind: its kind, as in a plan: all-gather, reduce-scatter, all-reduce, all-to-all, collective-permute.
         axes: the mesh axes it runs over, in the mesh's order; `("?",)` if no set of mesh axes spans its groups.
-        count: how often it runs.
-        wire_bytes: bytes that one device sends in all of them; of a permute, the device that sends most.
-        dtype: what crosses the wire, as HLO names it: `f32`, `bf16`.
+        count: number of runs.
+        wire_bytes: bytes that one device sends in all runs; for a permute, the device that sends most.
+        dtype: the dtype on the wire, as HLO names it: `f32`, `bf16`.
         source: the line of the program that asked for it, `file:line`; empty if unknown.
         equation: the planned equation it belongs to; empty if no plan asked for it.
         step: the plan's step, `step2.reduce-scatter.x`; empty if the compiler chose it within an equation.
-        name: of the instruction in the HLO.
+        name: the name of the instruction in the HLO.
         asynchronous: whether separate instructions start it and wait for it.
-        arrays: how many arrays of this entry it moves at once.
-        group: how many devices communicate with each other.
-        together: how many arrays the instruction moves, those of other entries included.
+        arrays: number of arrays of this entry that it moves at once.
+        group: number of devices that communicate with each other.
+        together: number of arrays that the instruction moves, those of other entries included.
     """
 
     kind: str
@@ -67,12 +67,12 @@ def step_text(step: str) -> str:
 
 
 def short(source: str) -> str:
-    """A source line with the last two parts of its path."""
+    """Return a source line with the last two parts of its path."""
     return "/".join(Path(source).parts[-2:]) if source else ""
 
 
 def by_kind_and_axes(entries: Iterable[Entry]) -> dict[Key, tuple[int, int]]:
-    """For every kind of collective and set of mesh axes: how often it runs, and the bytes sent."""
+    """Return, for every kind of collective and set of mesh axes, the number of runs and the bytes sent."""
     counts: Counter[tuple[str, tuple[str, ...]]] = Counter()
     sent: Counter[tuple[str, tuple[str, ...]]] = Counter()
     for entry in entries:

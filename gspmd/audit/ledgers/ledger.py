@@ -1,4 +1,4 @@
-"""`Ledger`: what a compiled program sends, to print, and to compare with a plan or with another ledger."""
+"""`Ledger`: the bytes that a compiled program sends, to print, and to compare with a plan or with another ledger."""
 
 import json
 from collections.abc import Mapping
@@ -31,10 +31,10 @@ class Ledger(Printed):
 
     Attributes:
         entries: every collective instruction, in program order.
-        flops: of the matrix products, times loop trips: two per multiplication.
+        flops: operations of the matrix products, times loop trips: two per multiplication.
         mesh: sizes of the mesh axes.
-        name: of the program.
-        notes: what could not be counted.
+        name: the name of the program.
+        notes: the parts that could not be counted.
     """
 
     entries: tuple[Entry, ...]
@@ -49,11 +49,11 @@ class Ledger(Printed):
         return sum(entry.wire_bytes for entry in self.entries)
 
     def by_kind_and_axes(self) -> dict[Key, tuple[int, int]]:
-        """For every kind of collective and set of mesh axes: how often it runs, and the bytes sent."""
+        """Return, for every kind of collective and set of mesh axes, the number of runs and the bytes sent."""
         return by_kind_and_axes(self.entries)
 
     def compare(self, plan: ProgramPlan | Plan) -> Comparison:
-        """Compare with what was planned, by (kind, axes) and by step; see `gspmd.audit.compare`."""
+        """Compare with a plan, by (kind, axes) and by step; see `gspmd.audit.compare`."""
         return compare(self, plan)
 
     def diff(self, other: "Ledger") -> Difference:
@@ -61,12 +61,12 @@ class Ledger(Printed):
         return difference(self, other)
 
     def to_json(self) -> str:
-        """The whole ledger as JSON: name, mesh, wire_bytes, flops, notes, entries."""
+        """Return the whole ledger as JSON: name, mesh, wire_bytes, flops, notes, entries."""
         totals = {"name": self.name, "mesh": dict(self.mesh), "wire_bytes": self.wire_bytes, "flops": self.flops}
         return json.dumps({**totals, "notes": self.notes, "entries": [asdict(entry) for entry in self.entries]})
 
     def table(self) -> Sheet:
-        """The collectives as a rich table, equal ones in one row, most bytes first."""
+        """Return the collectives as a rich table, equal ones in one row, most bytes first."""
         sheet = Sheet(f"ledger of {self._named}: what one of {prod(self.mesh.values())} devices sends", _COLUMNS)
         for entry, count, sent in self._rows():
             kind = f"[{COLORS[entry.kind]}]{entry.kind}[/]"
@@ -114,17 +114,17 @@ _COLUMNS = (
 
 
 def compare(ledger: Ledger, plan: ProgramPlan | Plan) -> Comparison:
-    """Compare what was compiled with what was planned.
+    """Compare the compiled collectives with the planned steps.
 
-    Compiled collectives are joined to planned steps by their scopes. Where the compiler combines several into one
-    instruction it keeps the scopes of one of them; the others are matched by kind, axes and bytes. A step compiled in
-    parts, over some of its axes and then the others, counts under the axes of the step. For two steps that share a
-    result, either may be compiled.
+    Compiled collectives are joined to planned steps by their scopes. If the compiler combines several into one
+    instruction, it keeps the scopes of one of them; the others are matched by kind, axes and bytes. A step compiled in
+    parts, over some of its axes and then the others, counts under the axes of the step. If two steps share a result,
+    either may be compiled.
 
     Args:
-        ledger: of the compiled program.
-        plan: `gspmd.trace` of the same function with the same arguments; of a program that is one equation, forward,
-            its `gspmd.plan` will do.
+        ledger: the ledger of the compiled program.
+        plan: `gspmd.trace` of the same function with the same arguments; for a program that is one equation, forward,
+        +its `gspmd.plan` is enough.
 
     Raises:
         PlanError: `ledger` is no ledger, or `plan` no plan.
@@ -146,10 +146,10 @@ def difference(before: Ledger, after: Ledger) -> Difference:
     """Compare the ledgers of two programs.
 
     Args:
-        before, after: of programs on meshes with the same axis names.
+        before, after: the ledgers of programs on meshes with the same axis names.
 
     Raises:
-        PlanError: one of them is no ledger.
+        PlanError: `before` or `after` is no ledger.
 
     Example:
         >>> before = Ledger((), 128, {"x": 4})

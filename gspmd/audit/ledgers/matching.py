@@ -18,7 +18,7 @@ Name = tuple[str, str]
 
 
 def planned_steps(entries: Iterable[PlannedStep]) -> dict[Name, list[PlannedStep]]:
-    """The planned collectives by name."""
+    """Return the planned collectives by name."""
     steps: dict[Name, list[PlannedStep]] = defaultdict(list)
     for entry in entries:
         if entry.step.is_collective and entry.step.wire_bytes:
@@ -27,7 +27,7 @@ def planned_steps(entries: Iterable[PlannedStep]) -> dict[Name, list[PlannedStep
 
 
 def by_name(entries: Iterable[Entry]) -> dict[Name, list[Entry]]:
-    """The compiled collectives by name."""
+    """Return the compiled collectives by name."""
     named: dict[Name, list[Entry]] = defaultdict(list)
     for entry in entries:
         named[entry.equation, entry.step].append(entry)
@@ -35,20 +35,20 @@ def by_name(entries: Iterable[Entry]) -> dict[Name, list[Entry]]:
 
 
 def planned_total(steps: Sequence[PlannedStep]) -> tuple[int, int]:
-    """Return how often steps run, and the bytes they send."""
+    """Return the number of runs of steps, and the bytes that they send."""
     return sum(step.trips for step in steps), sum(step.wire_bytes for step in steps)
 
 
 def compiled_total(entries: Sequence[Entry]) -> tuple[int, int]:
-    """Return how often entries run, and the bytes they send."""
+    """Return the number of runs of entries, and the bytes that they send."""
     return sum(entry.count for entry in entries), sum(entry.wire_bytes for entry in entries)
 
 
 def credit_shared_steps(plan: ProgramPlan, entries: Sequence[Entry]) -> list[Entry]:
-    """The entries, those compiled in the scope of a shared step credited to the step with the same result.
+    """Return the entries; those compiled in the scope of a shared step are credited to the step with the same result.
 
-    Of two equal collectives the plan counts the first, and the compiler may keep either. Looped steps may share some of
-    their permutes only: part of such an entry is credited.
+    Among equal collectives the plan counts the first, and the compiler may keep any. Looped steps may share only some
+    of their permutes: then a part of the entry is credited.
     """
     planned, named = planned_steps(plan.entries), by_name(entries)
     surplus = Counter({name: compiled_total(found)[1] for name, found in named.items()})  # bytes beyond the plan
@@ -66,14 +66,14 @@ def credit_shared_steps(plan: ProgramPlan, entries: Sequence[Entry]) -> list[Ent
 
 
 def _firsts(shared: Sequence[PlannedStep], planned: Iterable[Name]) -> list[Name]:
-    """The steps whose results shared ones use."""
+    """Return the steps whose results shared ones use."""
     return [name for name in planned if any(step.first == (name[0], read_step(name[1]).number) for step in shared)]
 
 
 def _credit(
     entry: Entry, first: Name, planned: Mapping, named: Mapping, surplus: Counter
 ) -> tuple[Entry | None, Entry | None]:
-    """The part of an entry that `first` lacks, under that name, and the rest of the entry."""
+    """Return the part of an entry that `first` lacks, under that name, and the rest of the entry."""
     name = entry.equation, entry.step
     only_here = name not in planned and first not in named
     part, rest = _split(entry, entry.wire_bytes if only_here else min(surplus[name], -surplus[first]))
@@ -84,7 +84,7 @@ def _credit(
 
 
 def _split(entry: Entry, amount: int) -> tuple[Entry | None, Entry | None]:
-    """The part of an entry that sends so many bytes, and the rest; only permutes are split."""
+    """Split an entry into the part that sends `amount` bytes, and the rest; only permutes are split."""
     if amount >= entry.wire_bytes:
         return entry, None
     if amount <= 0 or entry.kind != "collective-permute" or entry.count < 2:
@@ -95,7 +95,7 @@ def _split(entry: Entry, amount: int) -> tuple[Entry | None, Entry | None]:
 
 
 def under_axes_of_steps(planned: Mapping[Name, list[PlannedStep]], entries: Sequence[Entry]) -> list[Entry]:
-    """The entries; a step compiled in parts, each over some of its axes, has all entries under the axes of the step."""
+    """Return the entries; those of a step compiled in parts, each over some of its axes, get the axes of the step."""
     axes = {}
     for name, found in by_name(entries).items():
         if name not in planned:
@@ -103,7 +103,7 @@ def under_axes_of_steps(planned: Mapping[Name, list[PlannedStep]], entries: Sequ
         step = planned[name][0].step
         over = {axis for entry in found for axis in entry.axes}
         enough = compiled_total(found)[1] >= planned_total(planned[name])[1]
-        covered = _covers(step, over) or (over == {*UNNAMED} and enough)  # parts of an axis have no name
+        covered = _covers(step, over) or (over == {*UNNAMED} and enough)  # Parts of an axis have no name.
         if covered and all(entry.kind == step.kind for entry in found):
             axes[name] = step.axes
     return [replace(entry, axes=axes.get((entry.equation, entry.step), entry.axes)) for entry in entries]

@@ -20,19 +20,21 @@ from gspmd.display.units import mesh_text
 
 
 def ledger(compiled: Any, mesh: Any = None) -> Ledger:
-    """Read what a compiled program sends.
+    """Read the collectives and products of a compiled program.
 
     Args:
         compiled: `jax.jit(f).lower(...).compile()`, for any platform, or the text of its optimized HLO.
-        mesh: a mesh, or sizes of its axes in its order; by default that of the program's inputs or outputs, or else
-            the current mesh.
+        mesh: a mesh, or sizes of its axes in its order; by default that of the program's inputs or outputs, or
+            otherwise
+        +the current mesh.
 
     Returns:
         A `Ledger`: every collective with its mesh axes, executions, bytes, dtype, plan step and source line.
 
     Raises:
-        PlanError: `compiled` is not compiled, or `mesh` no mesh; no mesh is given, and none can be found; or mesh and
-            program have different numbers of devices.
+        PlanError: `compiled` is not compiled; `mesh` is no mesh; no mesh is given or found; or mesh and program have
+            different
+        +numbers of devices.
         HloError: the text is no HLO module.
 
     Example:
@@ -48,7 +50,7 @@ def ledger(compiled: Any, mesh: Any = None) -> Ledger:
 
 
 def of_module(module: Module, mesh: Mapping[str, int]) -> Ledger:
-    """The ledger of a parsed module."""
+    """Return the ledger of a parsed module."""
     if module.devices not in (1, prod(mesh.values())):
         raise PlanError(
             f"cannot name the mesh axes of {module.name}: {module.devices} devices run it, and the mesh "
@@ -68,7 +70,7 @@ class _ModuleReader:
         self.devices = prod(mesh.values())
 
     def read(self, computation: Computation, times: int) -> tuple[list[Entry], int]:
-        """The entries of a computation that runs `times` times, and the operations of its products."""
+        """Return the entries of a computation that runs `times` times, and the operations of its products."""
         entries: list[Entry] = []
         flops = 0
         for instruction in computation.instructions:
@@ -93,7 +95,7 @@ class _ModuleReader:
         return [self.module.computations[name] for name in instruction.called]
 
     def _runs(self, computation: Computation, caller: Instruction) -> Iterator[tuple[Computation, int]]:
-        """The computations that an instruction runs, and how often."""
+        """Yield the computations that an instruction runs, with the number of their runs."""
         if caller.opcode != "while":
             yield from ((each, 1) for each in self._called(caller))
             return
@@ -107,7 +109,7 @@ class _ModuleReader:
     def _entries(
         self, computation: Computation, instruction: Instruction, sent: Collective, times: int
     ) -> Iterator[Entry]:
-        """The entries of a collective, one for each origin of its arrays."""
+        """Yield the entries of a collective, one for each origin of its arrays."""
         for origin, part in by_origin(self.module, computation, instruction, sent):
             yield Entry(
                 part.kind,
@@ -142,7 +144,7 @@ def _text_of(compiled: Any) -> str:
 
 
 def _mesh_of(compiled: Any) -> Any:
-    """The mesh of a program's inputs or outputs, or else the current one."""
+    """Return the mesh of a program's inputs or outputs, or otherwise the current one."""
     if not isinstance(compiled, str):
         for sharding in jax.tree.leaves((compiled.input_shardings, compiled.output_shardings)):
             if isinstance(sharding, jax.NamedSharding) and not sharding.mesh.empty:

@@ -21,19 +21,17 @@ Steps = Mapping[Name, Sequence[PlannedStep]]
 
 @dataclass(frozen=True)
 class ComparedStep:
-    """One step of one equation, all its executions together, or what the compiler sends without a step.
+    """One step of one equation with all its executions, or a collective that the compiler sends without a step.
 
     Attributes:
         verdict: `"as planned"`; `"shared"`: the step uses the result of another, equal one; `"rewritten"`: something
-            else was compiled in its place; `"gone"`: nothing was; `"the compiler's choice"`: no step, in an equation
-            under lowering `xla`; `"not planned"`: no step asked for it.
-        how: what a rewriting did: `"reduce-scatter made an all-reduce"`, `"f32 on the wire"`, `"padded"`, ...; of a
-            shared step, with which one; of a step as planned, whether it is combined with others.
-        kind, axes: as planned; as compiled if nothing was planned.
-        equation, step: what it belongs to.
-        planned: times it runs and bytes that one device sends, by the plan.
-        compiled: the same of what was compiled.
-        source: the line that asked for it.
+        +else was compiled in its place; `"gone"`: nothing was compiled; `"the compiler's choice"`: there is no step, in
+        an +equation under lowering `xla`; `"not planned"`: no step asked for it. how: the kind of rewriting:
+        `"reduce-scatter made an all-reduce"`, `"f32 on the wire"`, `"padded"`, ...; for a +shared step, the other step;
+        for a step as planned, whether it is combined with others. kind, axes: as planned; as compiled if nothing was
+        planned. equation, step: the equation and the step that it belongs to. planned: number of runs and bytes that
+        one device sends, by the plan. compiled: the same for the compiled program. source: the source line that asked
+        for it.
     """
 
     verdict: str
@@ -48,7 +46,7 @@ class ComparedStep:
 
 
 def rows(plan: ProgramPlan, entries: Sequence[Entry]) -> Iterator[ComparedStep]:
-    """The verdicts on the steps that run, on what was compiled without a step, and on the shared steps."""
+    """Yield the verdicts on the steps that run, on compiled collectives without a step, and on the shared steps."""
     planned = planned_steps(plan.entries)
     combined = _combined_in_full(planned, entries)
     for row in _judged(planned, entries, plan):
@@ -57,14 +55,14 @@ def rows(plan: ProgramPlan, entries: Sequence[Entry]) -> Iterator[ComparedStep]:
         yield row
     for name, steps in planned_steps(plan.shared).items():
         first = steps[0].first
-        assert first is not None  # that is what a shared step is
+        assert first is not None  # A shared step has such a first one.
         equation, number = first
         other = f" of {equation}" if equation != name[0] else ""
         yield _row("shared", f"with step {number}{other}" if equation else "", name, steps, [])
 
 
 def _combined_in_full(planned: Steps, entries: Sequence[Entry]) -> set[tuple]:
-    """The kinds and axes whose collectives the compiler combined, and whose bytes in all are those of their steps."""
+    """Return the kinds and axes whose collectives the compiler combined with the same total of bytes as their steps."""
     keys = {name: _kind_and_axes(steps[0].step) for name, steps in planned.items()}
     wanted: defaultdict[tuple, int] = defaultdict(int)
     found: defaultdict[tuple, list[Entry]] = defaultdict(list)
@@ -110,7 +108,8 @@ def _stands_in_for(entry: Entry, steps: Sequence[PlannedStep]) -> bool:
 
 
 def _absent(name: Name, steps: Sequence[PlannedStep], entries: Sequence[Entry]) -> ComparedStep:
-    """A step in whose scope nothing was compiled: it is combined into another's collective, or gone."""
+    """Return the row of a step in whose scope nothing was compiled: it is combined into another's collective, or
+    gone."""
     step = steps[0].step
     kinds = _REDUCTIONS if step.kind in _REDUCTIONS else (step.kind,)
     several = (entry for entry in entries if entry.arrays > 1 and entry.step and entry.kind in kinds)
@@ -122,7 +121,7 @@ def _absent(name: Name, steps: Sequence[PlannedStep], entries: Sequence[Entry]) 
 
 
 def _without_step(entry: Entry, plan: ProgramPlan) -> ComparedStep:
-    """A collective that no step accounts for."""
+    """Return the row of a collective that no step accounts for."""
     chosen = "the compiler's choice" if entry.equation in plan.lowered else "not planned"
     verdict = "rewritten" if entry.step else chosen
     again = (entry.equation, entry.step) in planned_steps(plan.shared)
@@ -132,7 +131,7 @@ def _without_step(entry: Entry, plan: ProgramPlan) -> ComparedStep:
 
 
 def _compared(name: Name, steps: Sequence[PlannedStep], entries: Sequence[Entry]) -> ComparedStep:
-    """The verdict on a step in whose scope something was compiled."""
+    """Return the verdict on a step in whose scope something was compiled."""
     planned, compiled = planned_total(steps), compiled_total(entries)
     largest = max(steps, key=lambda step: step.step.wire_bytes)
     how = _rewriting(largest, entries, planned[1] == compiled[1])
@@ -147,7 +146,7 @@ def _compared(name: Name, steps: Sequence[PlannedStep], entries: Sequence[Entry]
 def _rewriting(planned: PlannedStep, entries: Sequence[Entry], in_full: bool) -> str:
     """Return how a compiler rewrote a step; empty if each execution is the planned collective.
 
-    In full: all planned bytes are sent, so several arrays in one collective are the step's own.
+    `in_full` says that all planned bytes are sent, so several arrays in one collective are the step's own.
     """
     step, changes = planned.step, []
     kinds = sorted({entry.kind for entry in entries})
@@ -166,7 +165,7 @@ def _rewriting(planned: PlannedStep, entries: Sequence[Entry], in_full: bool) ->
 
 
 def _size_change(planned: str, compiled: str, ratio: float) -> list[str]:
-    """Say why one execution sends more or less than planned: another dtype, or else padding."""
+    """Yield why one execution sends more or less than planned: another dtype, or otherwise padding."""
     if planned and planned != compiled and (_bits(compiled) - _bits(planned)) * (ratio - 1) > 0:
         return [f"{compiled} on the wire"]
     return ["padded"] if ratio > 1 else []

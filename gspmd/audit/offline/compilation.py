@@ -1,4 +1,5 @@
-"""`gspmd.audit.compile_offline`: compile for a machine that is not attached: does it fit, and what does it cost?"""
+"""`gspmd.audit.compile_offline`: compile for a machine that is not attached, to see whether it fits and what it
+costs."""
 
 import re
 import time
@@ -47,23 +48,24 @@ def compile_offline(
     Args:
         fn: any function that JAX traces.
         abstract_args: `jax.ShapeDtypeStruct`s with shardings over a mesh of `topology`.
-        topology: such as `"tpu-v4:4x4x4"`, or `gspmd.audit.topology(...)`.
+        topology: a name such as `"tpu-v4:4x4x4"`, or `gspmd.audit.topology(...)`.
         mesh: the mesh, if no argument has one: a `Mesh`, or sizes of its axes.
         donate_argnums: arguments whose memory the results may reuse, such as a training state.
         auto_layout_argnums: arguments whose order of dimensions in memory the compiler may choose, such as the weights
-            of a decode step, which are stored once and read in every step. In JAX's default order a TPU may have to
-            reorder a weight before its product. Other arguments keep the order that their formats state.
-        out_shardings: of the results, as for `jax.jit`: a donated argument of an order of its own has to leave in it.
-        compiler_options: of this program, as for `jax.jit`: `{"xla_tpu_scoped_vmem_limit_kib": 81920}`.
+        +of a decode step, which are stored once and read in every step. In JAX's default order a TPU may have to
+        +reorder a weight before its product. Other arguments keep the order that their formats give.
+        out_shardings: shardings of the results, as for `jax.jit`; needed for a donated argument with an order of its
+            own.
+        compiler_options: options for this program, as for `jax.jit`: `{"xla_tpu_scoped_vmem_limit_kib": 81920}`.
         flops: model FLOPs of one execution over all devices, for the MFU; by default those of the matrix products.
-        progress: called with what starts: "planning", "lowering", "compiling", "reading".
+        progress: called with the name of each phase as it starts: "planning", "lowering", "compiling", "reading".
 
     Returns:
-        A `Report`; if memory does not suffice, one that says so, with the plan's figures.
+        A `Report`; if memory does not suffice, it says so, and has the plan's figures.
 
     Raises:
-        PlanError: there is no such topology, the mesh does not fit it, libtpu is missing, no argument has a mesh, the
-            compiler does not know an option or refuses the program, or another argument has the wrong type.
+        PlanError: the topology does not exist, the mesh does not fit it, libtpu is missing, no argument has a mesh, the
+        +compiler does not know an option or refuses the program, or another argument has the wrong type.
 
     Example:
         >>> topology = gspmd.audit.topology("tpu-v4:4x4x4")             # doctest: +SKIP
@@ -140,7 +142,7 @@ def _is_sharding(leaf: Any) -> bool:
 
 
 def _formats(args: Sequence[Any], chosen: Sequence[int]) -> dict[str, Any]:
-    """The formats of arguments for `jax.jit`: those of the arguments `chosen` are the compiler's choice."""
+    """Return the formats of arguments for `jax.jit`: those of the arguments `chosen` are the compiler's choice."""
     if not chosen:
         return {}
 
@@ -152,7 +154,7 @@ def _formats(args: Sequence[Any], chosen: Sequence[int]) -> dict[str, Any]:
 
 
 def _mesh(given: Any, target: Topology, args: Any) -> jax.sharding.Mesh:
-    """The mesh of the arguments, or the one given; both over exactly the devices of the slice."""
+    """Return the mesh of the arguments, or the one given; both over exactly the devices of the slice."""
     meshes = [leaf.sharding.mesh for leaf in jax.tree.leaves(args) if _is_placed(leaf)]
     if isinstance(given, Mapping):
         meshes.append(target.mesh(given))
@@ -189,7 +191,7 @@ def _is_placed(leaf: Any) -> bool:
 
 
 def _overfull(held: Sequence[memory.AllocatedArray], target: Topology) -> str:
-    """Say why the arguments alone do not fit; empty if they do."""
+    """Return why the arguments alone do not fit; empty if they do."""
     taken, room = sum(buffer.bytes for buffer in held), target.chip.hbm_bytes
     if taken <= room:
         return ""
@@ -215,10 +217,10 @@ def _too_large(
     reason: str,
     seconds: float,
 ) -> Report:
-    """The report of a function that does not fit, with figures from the plan and the compiler's message."""
+    """Return the report of a function that does not fit, with figures from the plan and the compiler's message."""
     taken = sum(buffer.bytes for buffer in buffers if buffer.kind == "argument")
     room = target.chip.hbm_bytes
-    needed = max(0, _amount(_NEEDED, reason) - taken)  # the compiler counts arguments and results too
+    needed = max(0, _amount(_NEEDED, reason) - taken)  # The compiler counts arguments and results too.
     room = _amount(_OFFERED, reason) or room
     first = _BINARY.sub(lambda found: amount_of_bytes(_amount(_BINARY, found[0])), reason.partition("\n")[0])
     buffers = tuple(sorted(buffers, key=lambda buffer: -buffer.bytes)[:KEPT])

@@ -1,4 +1,4 @@
-"""libtpu, the compiler for TPUs: the devices of a slice as it describes them, and which version is needed."""
+"""libtpu, the compiler for TPUs: the devices of a slice as it describes them, and the required version."""
 
 import os
 import re
@@ -20,13 +20,13 @@ from gspmd.host import quiet_libtpu, schedules_folder
 
 _COMPILING = threading.RLock()
 
-# A v4 chip is one device ("megacore") in JAX, but not by default in its compiler. The defaults of other chips are what
-# JAX shows: v5p one device, v3 and tpu7x one for each of their two cores.
+# A v4 chip is one device ("megacore") in JAX, but not by default in its compiler. For the other chips the defaults
+# agree with JAX: v5p is one device, v3 and tpu7x one for each of their two cores.
 _OPTIONS = {"tpu-v4": {"chip_config_name": "megacore"}}
 
 
 def slice_devices(chip: Chip, sizes: str) -> tuple[jax.Device, ...]:
-    """The devices of a slice, such as `4x4x4`, in torus order; starts no backend.
+    """Return the devices of a slice, such as `4x4x4`, in torus order; starts no backend.
 
     Raises:
         PlanError: libtpu refuses the slice.
@@ -44,7 +44,8 @@ def slice_devices(chip: Chip, sizes: str) -> tuple[jax.Device, ...]:
 
 @contextmanager
 def own_schedules() -> Iterator[None]:
-    """Compile one program at a time, with no schedules of others in the folder: names of kernels repeat in programs."""
+    """Compile one program at a time, with no other schedules in the folder: several programs have kernels of one
+    name."""
     with _COMPILING:
         shutil.rmtree(schedules_folder(), ignore_errors=True)
         try:
@@ -54,15 +55,15 @@ def own_schedules() -> Iterator[None]:
 
 
 def with_schedules(module: Module) -> Module:
-    """A program that was just compiled, with the schedules of the Pallas kernels in it, as far as libtpu wrote them.
+    """Return a program that was just compiled with the schedules of its Pallas kernels, as far as libtpu wrote them.
 
-    To be called within `own_schedules`.
+    Call it within `own_schedules`.
     """
     kernels = {}
     for computation in module.computations.values():
         for name in (each.name for each in computation.instructions if each.is_kernel):
             dumps = [*schedules_folder().glob(f"*-{name}-[0-9]*-final_bundles.txt")]
-            # of several it is not known which is meant; without one the timeline says that it has a lower bound
+            # If there are several, the right one is unknown; without one the timeline says that it has a lower bound.
             if len(dumps) == 1 and (schedule := KernelSchedule.read(dumps[0].read_text())):
                 kernels[name] = schedule
     return replace(module, kernels=kernels)
@@ -72,14 +73,14 @@ def require_libtpu(name: str) -> None:
     """Check that libtpu is installed, in the version that this JAX needs.
 
     Raises:
-        PlanError: it is not; the topology `name` cannot be described.
+        PlanError: libtpu is missing, or has another version; the topology `name` cannot be described.
     """
     jax_version, pin = metadata.version("jax"), _pinned()
     try:
         found = metadata.version("libtpu")
     except metadata.PackageNotFoundError:
         if os.path.isfile(os.environ.get("TPU_LIBRARY_PATH", "")):
-            return  # the user's own build, which JAX loads
+            return  # The user's own build, which JAX loads.
         raise PlanError(
             f"cannot describe {name!r}: libtpu, the compiler for TPUs, is not installed.\n"
             f"  Install it with pip install 'gspmd[tpu]', on Linux x86-64 (jax {jax_version} needs libtpu=={pin})."
@@ -92,6 +93,6 @@ def require_libtpu(name: str) -> None:
 
 
 def _pinned() -> str:
-    """The version of libtpu that this JAX requires, such as `0.0.42.*`; `*` for any."""
+    """Return the version of libtpu that this JAX requires, such as `0.0.42.*`; `*` for any."""
     pins = (re.match(r"libtpu\s*==\s*([\w.*]+)", line) for line in metadata.requires("jax") or ())
     return next((pin[1] for pin in pins if pin), "*")

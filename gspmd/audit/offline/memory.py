@@ -22,9 +22,9 @@ from gspmd.tracing.jaxprs import inner_jaxprs
 _NO_BUFFER = ("parameter", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call", "constant")
 _SMALLER = "a smaller batch or length, or a layout that shards it; in training, remat around it"
 KEPT = 64
-"""Buffers that a report lists."""
+"""Number of buffers that a report lists."""
 
-_STARTS = ("-start", "-update")  # their results include their operands; the -done has the result alone
+_STARTS = ("-start", "-update")  # Their results include their operands; the -done has the result alone.
 _LAYOUT = re.compile(r"([a-z]\w*)\[([\d,<=]*)\](?:\{([\d,]*)(?::((?:T\([\d,]+\)(?:\([\d,]+\))*)?)([^}]*))?\})?")
 
 
@@ -36,8 +36,8 @@ class AllocatedArray:
         kind: `"argument"` or `"temporary"`.
         name: the path of an argument, or the source line that makes a temporary.
         array: dtype and shape on one device.
-        bytes: in memory, padded to tiles.
-        remedy: what would make it smaller.
+        bytes: bytes in memory, padded to tiles.
+        remedy: a change that would make it smaller.
     """
 
     kind: str
@@ -48,7 +48,7 @@ class AllocatedArray:
 
 
 def arguments(args: Any, mesh: Mapping[str, int]) -> list[AllocatedArray]:
-    """The arguments of a program on one device, largest first, without padding to tiles.
+    """Return the arguments of a program on one device, largest first, without padding to tiles.
 
     Args:
         args: a tree of `jax.ShapeDtypeStruct`s or arrays with shardings.
@@ -60,16 +60,16 @@ def arguments(args: Any, mesh: Mapping[str, int]) -> list[AllocatedArray]:
 
 
 def _on_host(leaf: Any) -> bool:
-    """Return whether an argument lies in host memory."""
+    """Return whether an argument is in host memory."""
     return "host" in (getattr(getattr(leaf, "sharding", None), "memory_kind", None) or "")
 
 
 def values(jaxpr: Jaxpr, manual: bool = False) -> list[AllocatedArray]:
-    """The values of a traced function on one device, largest first, where their types include their sharding.
+    """List the values of a traced function on one device, largest first, if their types include their sharding.
 
-    That is inside a shard_map (`manual`), and everywhere under Explicit axes.
+    They do inside a shard_map (`manual`), and everywhere under Explicit axes.
 
-    Leaves out: that the compiler fuses some of them away, and lets others share a buffer.
+    Leaves out: the compiler fuses some values away, and lets others share a buffer.
     """
     buffers: list[AllocatedArray | None] = []
     for equation in jaxpr.eqns:
@@ -92,7 +92,7 @@ def _value(aval: Any, equation: Any, manual: bool) -> AllocatedArray | None:
 
 
 def _line(equation: Any) -> str:
-    """The source line that made a value: the innermost frame outside of this package and of JAX."""
+    """Return the source line that made a value: the innermost frame outside of this package and of JAX."""
     frames = equation.source_info.traceback.frames if equation.source_info.traceback else ()
     ours = (OURS, str(Path(jax.__file__).parent))
     line = next((f"{f.file_name}:{f.line_num}" for f in frames if not f.file_name.startswith(ours)), "")
@@ -140,7 +140,7 @@ def _temporary(module: Module, instruction: Instruction, array: Array, size: int
 
 
 def placed(instruction: Instruction) -> list[tuple[Array, int]]:
-    """An instruction's arrays in main memory, each with its bytes there."""
+    """Return an instruction's arrays in main memory, each with its bytes there."""
     arrays = []
     for dtype, shape, order, tiles, rest in _LAYOUT.findall(instruction.type):
         if "S(" not in (rest or "") or "S(0)" in rest:
@@ -150,7 +150,7 @@ def placed(instruction: Instruction) -> list[tuple[Array, int]]:
 
 
 def _padded(array: Array, order: str, tiles: str) -> int:
-    """Bytes of an array whose minor dimensions are padded to whole tiles: `T(8,128)` is 8 rows of 128."""
+    """Return bytes of an array whose minor dimensions are padded to whole tiles: `T(8,128)` is 8 rows of 128."""
     tile = [int(n) for n in re.findall(r"\d+", tiles.partition(")")[0])] if tiles else []
     shape = [array.shape[int(d)] for d in order.split(",") if d] if order else list(reversed(array.shape))
     shape += [1] * (len(tile) - len(shape))
@@ -162,7 +162,7 @@ def _padded(array: Array, order: str, tiles: str) -> int:
 def buffers_table(
     buffers: Sequence[AllocatedArray], most: int = KEPT, title: str = "largest buffers of one device"
 ) -> Sheet:
-    """The largest buffers as a rich table, equal ones in one row."""
+    """Return the largest buffers as a rich table, equal ones in one row."""
     alike = Counter(buffers)
     sheet = Sheet(title, _COLUMNS)
     for buffer in sorted(alike, key=lambda buffer: -buffer.bytes)[:most]:

@@ -1,4 +1,4 @@
-"""Names of TPU slices, `tpu-v4:4x4x4`: what they mean, and which slices exist."""
+"""Names of TPU slices, such as `tpu-v4:4x4x4`: their meaning, and the slices that exist."""
 
 import re
 from collections.abc import Iterator
@@ -8,15 +8,16 @@ from gspmd.annotate.errors import PlanError, shown, suggestion
 from gspmd.hardware.chips import CHIPS, Chip
 
 POD_CHIPS = {"tpu-v3": 1024, "tpu-v4": 4096, "tpu-v5e": 256, "tpu-v5p": 8960, "tpu-v6e": 256, "tpu7x": 9216}
-"""Chips of the largest slice that exists (Google Cloud documentation, 'TPU v3', 'TPU v4', ...: pod size). The compiler
-describes any."""
+"""Number of chips of the largest slice that exists (Google Cloud documentation, 'TPU v3', 'TPU v4', ...: pod size). The
+compiler describes larger ones too."""
 
 CORES = {"tpu-v3": 2, "tpu7x": 2}
-"""Devices of one chip, where they are not one (see `libtpu.py`)."""
+"""Number of devices of one chip, if it is not one (see `libtpu.py`)."""
 
 
 def shapes(chip: Chip) -> Iterator[tuple[int, ...]]:
-    """The shapes of a chip's slices from the smallest to a pod, each twice the one before, as near a cube as possible.
+    """Yield the shapes of a chip's slices from the smallest to a pod, doubling in size, each as near a cube as
+    possible.
 
     Example:
         >>> list(shapes(CHIPS["tpu-v6e"]))
@@ -29,10 +30,10 @@ def shapes(chip: Chip) -> Iterator[tuple[int, ...]]:
 
 
 def read_name(name: str) -> tuple[Chip, tuple[int, ...]]:
-    """The chip of a slice, and its chips along each torus axis.
+    """Return the chip of a slice, and the number of chips along each torus axis.
 
     Raises:
-        PlanError: no such slice exists.
+        PlanError: the slice does not exist.
     """
     if not isinstance(name, str):
         raise PlanError(f"there is no topology {shown(name)}: it is no text.\n  Write 'tpu-v4:4x4x4'.")
@@ -56,7 +57,7 @@ def _chip(head: str) -> Chip | None:
 
 
 def _impossible(chip: Chip, shape: tuple[int, ...]) -> str:
-    """Say why no such slice exists, though the compiler would describe one; empty if it may exist."""
+    """Return why no such slice exists, though the compiler would describe one; empty if it may exist."""
     pod, sizes = POD_CHIPS[chip.name], "x".join(map(str, shape))
     side = isqrt(pod)
     if len(shape) != chip.torus:

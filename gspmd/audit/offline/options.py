@@ -9,11 +9,11 @@ from gspmd.annotate.errors import PlanError, shown
 
 
 def check_compiler_options(options: Mapping[str, Any], device: "jax.Device | None" = None) -> None:
-    """Check that the compiler knows options and can read their values, by a program of one number.
+    """Check that the compiler knows options and can read their values, by compiling a trivial program.
 
     Args:
         options: name to value, as for `jax.jit`: `{"xla_tpu_scoped_vmem_limit_kib": 81920}`.
-        device: what is compiled for; the first device that JAX has if not given.
+        device: the device to compile for; JAX's first device if not given.
 
     Raises:
         PlanError: the compiler for this platform does not know one of them, or cannot read its value; or an argument
@@ -33,7 +33,7 @@ def check_compiler_options(options: Mapping[str, Any], device: "jax.Device | Non
     if not (device is None or isinstance(device, jax.Device)):
         raise PlanError(f"cannot compile for {shown(device)}.\n  Give one of jax.devices(), or of a topology.")
     device = device or jax.devices()[0]
-    # A mesh of its own: JAX refuses a number on one device where a mesh of others is in force.
+    # On a mesh of one device: JAX refuses a number on one device while a mesh of others is set.
     mesh = jax.sharding.Mesh([device], ("device",))
     with jax.set_mesh(mesh):
         number = jax.ShapeDtypeStruct((), "float32", sharding=jax.NamedSharding(mesh, jax.P()))

@@ -1,4 +1,4 @@
-"""`Report`: what compiling a function for an absent machine has shown: whether it fits, and what it costs."""
+"""`Report`: the result of compiling a function for an absent machine: whether it fits, and its cost."""
 
 import json
 from collections.abc import Mapping
@@ -32,13 +32,13 @@ class Report(Printed):
         output_bytes: results that are not donated arguments.
         temporary_bytes: peak of everything else; results included if it does not fit.
         hbm_bytes: memory of one device.
-        plan: what gspmd planned.
-        ledger, timeline: of the compiled program; None if it does not fit.
+        plan: the plan of the function.
+        ledger, timeline: those of the compiled program; None if it does not fit.
         module, hlo: the scheduled program, parsed and as text; None and empty if it does not fit.
         buffers: the largest arrays of one device, largest first: arguments and temporaries. If it does not fit,
             temporaries are the values of the traced function, some of which the compiler would have merged.
-        compile_seconds: of tracing, lowering and compiling.
-        reason: why it does not fit, in the compiler's words, with decimal units for its binary ones.
+        compile_seconds: seconds of tracing, lowering and compiling.
+        reason: why it does not fit, in the compiler's words, with its binary units converted to decimal ones.
     """
 
     topology: Topology
@@ -73,7 +73,7 @@ class Report(Printed):
         return self.ledger.wire_bytes if self.ledger else self.plan.wire_bytes
 
     def to_json(self) -> str:
-        """The figures as JSON; those of the timeline are null if it does not fit."""
+        """Return the figures as JSON; those of the timeline are null if it does not fit."""
         line = self.timeline
         figures = {
             "topology": self.topology.name,
@@ -98,7 +98,7 @@ class Report(Printed):
         return json.dumps(figures, indent=2)
 
     def summary(self) -> Table:
-        """The figures as a table of two columns: whether it fits, and what it costs."""
+        """Return the figures as a table of two columns: whether it fits, and what it costs."""
         table = Table(show_header=False, box=None, pad_edge=False)
         mesh = " ".join(f"{axis}={size}" for axis, size in self.mesh.items())
         verdict = "[bold green]fits[/]" if self.fits else "[bold red]does not fit[/]"

@@ -6,13 +6,13 @@ from math import gcd, log
 
 
 def lay(torus: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    """For each torus axis, its factorization into parts of the mesh axes; earlier mesh axes vary more slowly along it.
+    """Return for each torus axis its factorization into parts of the mesh axes; earlier mesh axes are major.
 
     The result minimizes the number of mesh axes that take only part of a torus axis, and then the number of pieces.
 
     Args:
         torus: sizes of the torus axes.
-        sizes: of the mesh axes, with the same product.
+        sizes: sizes of the mesh axes, with the same product.
 
     Differs: from `jax.experimental.mesh_utils.create_device_mesh`, which is greedy from the last mesh axis to the
     first, and takes no account of the two devices of a TPU v3 chip.
@@ -32,7 +32,7 @@ def lay(torus: tuple[int, ...], sizes: tuple[int, ...]) -> tuple[tuple[int, ...]
 
 
 def nearest(count: int, sizes: Sequence[int], most: int = 3) -> list[tuple[int, ...]]:
-    """Factorizations of `count` into as many factors as there are sizes, the most similar ones first.
+    """Return factorizations of `count` into as many factors as there are sizes, the most similar ones first.
 
     Example:
         >>> nearest(64, (4, 8))
@@ -55,7 +55,7 @@ def _layings(torus: tuple[int, ...], room: tuple[int, ...]) -> Iterator[tuple[tu
 
 
 def _factorings(number: int, room: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """Factorizations of the number into one divisor of each of `room`, large first factors first."""
+    """Yield factorizations of the number into one divisor of each of `room`, large first factors first."""
     if not room:
         yield from [()] if number == 1 else []
         return

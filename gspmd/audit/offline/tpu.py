@@ -28,8 +28,9 @@ class Topology:
         name: canonical, such as `tpu-v4:4x4x4`.
         chip: the figures of one device.
         shape: chips along each torus axis.
-        devices: to compile for, not to run on; in torus order, last axis fastest, devices of one chip next to each
-            other.
+        devices: devices to compile for, not to run on; in torus order, last axis fastest, devices of one chip next to
+            each
+        +other.
     """
 
     name: str
@@ -38,7 +39,7 @@ class Topology:
     devices: tuple[jax.Device, ...] = field(repr=False)
 
     def __reduce__(self) -> tuple:
-        return topology, (self.name,)  # the compiler's devices cannot be pickled, and are recreated
+        return topology, (self.name,)  # The compiler's devices cannot be pickled, and are recreated.
 
     @property
     def num_devices(self) -> int:
@@ -47,11 +48,11 @@ class Topology:
 
     @property
     def cores(self) -> int:
-        """Devices of one chip: two on TPU v3 and TPU7x, one otherwise."""
+        """Number of devices of one chip: two on TPU v3 and TPU7x, one otherwise."""
         return len(self.devices) // prod(self.shape)
 
     def mesh(self, axes: Mapping[str, int], axis_type: "str | AxisType" = "explicit") -> Mesh:
-        """A mesh over the slice, in which each mesh axis is one or several whole torus axes if the sizes allow it.
+        """Make a mesh over the slice, in which each mesh axis is one or several whole torus axes if the sizes allow it.
 
         Args:
             axes: mesh axis -> size; among equally good layouts, earlier mesh axes take earlier torus axes.
@@ -82,9 +83,9 @@ class Topology:
         return f"{fact}\n  The sizes have to multiply to {self.num_devices}, as in {listed(fits, 'or')}."
 
     def rings(self, mesh: Mesh) -> dict[str, tuple[int, ...]]:
-        """For each axis of a mesh over this slice, the sizes of the torus axes that it spans.
+        """Return for each axis of a mesh over this slice the sizes of the torus axes that it spans.
 
-        An axis that spans no box of the torus counts as one ring. The two devices of one chip are no ring.
+        An axis that spans no box of the torus counts as one ring. The two devices of one chip are not a ring.
 
         Example:
             >>> slice64 = topology("tpu-v4:4x4x4")                  # doctest: +SKIP
@@ -109,7 +110,7 @@ def _torus_axes(mesh: Mesh, number: int) -> tuple[int, ...]:
 
 
 def topology(name: str) -> Topology:
-    """The devices and the chip of a TPU slice, from the real compiler; starts no backend, needs no TPU.
+    """Describe a TPU slice, with its devices and its chip, by the real compiler; starts no backend, needs no TPU.
 
     Args:
         name: chip and torus: `tpu-v3:4x4`, `tpu-v4:4x4x4`, `tpu-v5e:16x16`, `tpu-v5p:8x8x16`, `tpu-v6e:16x16`,
@@ -119,7 +120,7 @@ def topology(name: str) -> Topology:
         The slice; the same object for the same name, so that meshes over it are equal.
 
     Raises:
-        PlanError: no such slice exists; libtpu is missing, is not the version that this JAX needs, or refuses.
+        PlanError: the slice does not exist; libtpu is missing, is not the version that this JAX needs, or refuses.
 
     Example:
         >>> topology("v5p:4x4x8").mesh({"data": 8, "model": 16}).devices.shape  # doctest: +SKIP
@@ -137,10 +138,10 @@ def topology(name: str) -> Topology:
 
 
 def slices(chip: Chip | str) -> Iterator[Topology]:
-    """The slices of a chip from the smallest to a whole pod, each twice the one before, as near a cube as possible.
+    """Yield the slices of a chip from the smallest to a whole pod, doubling in size, each as near a cube as possible.
 
     Raises:
-        PlanError: no chip has this name, or it is no TPU.
+        PlanError: no chip has this name, or the chip is no TPU.
     """
     chip = chip_named(chip)
     if chip.name not in POD_CHIPS:

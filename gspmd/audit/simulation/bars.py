@@ -18,7 +18,7 @@ PALETTE = {
     "copy": "#009e73",
 }
 """The hues of a printed plan (`gspmd.planner.drawing.COLORS`), in the tones of Okabe and Ito (*Color Universal Design*,
-2008), which the color-blind can tell apart."""
+2008), which color-blind readers can tell apart."""
 
 INK, FAINT = "#27313d", "#8b96a3"
 WIDTH, LANE = 12.0, 0.13
@@ -26,16 +26,16 @@ WIDTH, LANE = 12.0, 0.13
 HEIGHT, ROW = 0.66, 0.55
 """Fraction of a row that bars fill, and inches of a row."""
 DRAWN = 0.93 * WIDTH
-"""Inches of the time axis, about."""
+"""Approximate inches of the time axis."""
 
 _EDGED = 0.03
-"""Inches of a bar from which on it gets a white edge; narrower ones would be nothing but edge."""
+"""Least width in inches of a bar with a white edge; narrower ones would be nothing but edge."""
 
 _LABEL = 7.5
 """Points of a bar's label."""
 
 _NARROWEST = 0.25
-"""Lower bound of a letter's mean width, in font sizes: texts too long by this bound are not measured."""
+"""Lower bound on a letter's mean width, in font sizes: texts too long by this bound are not measured."""
 
 
 def draw_row(
@@ -50,10 +50,10 @@ def draw_row(
     """Draw the bars of one row; those that overlap in time lie above one another, in lanes.
 
     Args:
-        axes: of matplotlib.
+        axes: matplotlib's axes.
         placed: spans with their lanes, `Timeline.lanes`.
-        stops: seconds at which a label beside a bar has to end: where loops start, and the end.
-        middle, room: of the row, in units of the vertical axis.
+        stops: seconds at which a label beside a bar has to end: the starts of loops, and the end.
+        middle, room: middle and height of the row, in units of the vertical axis.
         scale: units of the time axis per second.
         inch: seconds per inch.
     """
@@ -72,7 +72,7 @@ def draw_row(
 
 
 def _overlapping(placed: list[tuple[Span, int]]) -> Iterator[list[tuple[Span, int]]]:
-    """Spans in groups that overlap in time; a new group starts where all lanes are free again, in lane 0."""
+    """Yield spans in groups that overlap in time; a new group starts when all lanes are free again, in lane 0."""
     group: list[tuple[Span, int]] = []
     end = 0.0
     for span, lane in placed:
@@ -86,7 +86,7 @@ def _overlapping(placed: list[tuple[Span, int]]) -> Iterator[list[tuple[Span, in
 
 
 def _bar(axes: Any, span: Span, bottom: float, height: float, scale: float, inch: float) -> None:
-    """Draw one bar; of a collective, the seconds that the device waits for come last."""
+    """Draw one bar; for a collective, the seconds in which the device waits come last."""
     for begun, seconds, color in _shades(span):
         edge = 0.5 if seconds > _EDGED * inch else 0.0
         style = {"edgecolors": "white", "linewidth": edge, "zorder": 3}
@@ -94,7 +94,7 @@ def _bar(axes: Any, span: Span, bottom: float, height: float, scale: float, inch
 
 
 def _shades(span: Span) -> list[tuple[float, float, str]]:
-    """The hidden and the exposed part of a bar: start, seconds, color."""
+    """Return the hidden and the exposed part of a bar: start, seconds, color."""
     color = PALETTE.get(span.category, FAINT)
     exposed = span.seconds if _on_chip(span) else min(span.exposed, span.seconds)
     hidden = span.seconds - exposed
@@ -107,12 +107,12 @@ def _on_chip(span: Span) -> bool:
 
 
 def pale_of(color: str) -> str:
-    """The color of what is hidden: mixed with twice as much white."""
+    """Return the color of hidden time: mixed with twice as much white."""
     return "#" + "".join(f"{(int(color[at : at + 2], 16) + 2 * 255) // 3:02x}" for at in (1, 3, 5))
 
 
 def _label(axes: Any, span: Span, beside: float, middle: float, scale: float, inch: float) -> None:
-    """Write the fullest name that fits into the longer part of a bar, or else into the free seconds beside it."""
+    """Write the longest name that fits into the longer part of a bar, or else into the free seconds beside it."""
     begun, seconds, color = max(_shades(span), key=lambda part: part[1])
     style = {"va": "center", "fontsize": _LABEL, "zorder": 4, "clip_on": True}
     if text := _fitting(span, seconds / inch - 0.03):
@@ -122,26 +122,26 @@ def _label(axes: Any, span: Span, beside: float, middle: float, scale: float, in
 
 
 def _fitting(span: Span, inches: float) -> str:
-    room = inches / (_NARROWEST * _LABEL / 72)  # characters at most: measuring a text takes a hundred times as long
+    room = inches / (_NARROWEST * _LABEL / 72)  # Longer texts are not measured, which is slow.
     return next((name for name in _names(span) if len(name) < room and width_of(name, _LABEL) < inches), "")
 
 
 @lru_cache(maxsize=4096)
 def width_of(text: str, points: float) -> float:
-    """The width of a text in inches."""
-    from matplotlib.textpath import TextPath  # slow to import; only pictures need it
+    """Return the width of a text in inches."""
+    from matplotlib.textpath import TextPath  # Slow to import; only pictures need it.
 
     return TextPath((0, 0), text, size=points).get_extents().width / 72 if text.strip() else 0.0
 
 
 def ink_on(color: str) -> str:
-    """The text color that is legible on a color: white on a dark one."""
+    """Return the text color that is legible on a color: white on a dark one."""
     red, green, blue = (int(color[at : at + 2], 16) / 255 for at in (1, 3, 5))
     return INK if 0.3 * red + 0.59 * green + 0.11 * blue > 0.5 else "white"
 
 
 def _names(span: Span) -> list[str]:
-    """Names for a bar, the fullest first; a collective also says what was planned, where that differs."""
+    """Return names for a bar, the longest first; for a collective with the planned kind, if that differs."""
     if _on_chip(span):
         return [f"{span.name}  {span.equation}", span.equation, span.name] if span.equation else [span.name]
     name = f"{span.category} {axes_text(span.rows)}"

@@ -1,4 +1,4 @@
-"""A timeline as a Gantt chart: what a device computes, and below it what each mesh axis carries meanwhile."""
+"""A timeline as a Gantt chart: the computation of a device, and below it the transfers on each mesh axis."""
 
 from collections.abc import Mapping, Sequence
 from math import prod
@@ -23,19 +23,19 @@ from gspmd.audit.simulation.machine import Span
 from gspmd.audit.simulation.timeline import Timeline, amount, checked_timeline
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure  # slow to import; only pictures need it
+    from matplotlib.figure import Figure  # Slow to import; only pictures need it.
 
 _NAMES = {"einsum": "matrix products", "other": "other computing", "copy": "memory copies"}
 _BAND = "#f4f6f8"
 _LANES = 6
-"""Lanes that make a row higher; with more of them lanes are thinner."""
+"""The most lanes for which a row gets higher; more lanes are thinner."""
 
 _MARK = 9.0
-"""Points of a loop's mark."""
+"""Font size of a loop's mark, in points."""
 
 
 def draw(timeline: Timeline, path: str | Path) -> None:
-    """Draw a timeline into a file, in the format that its suffix says (.png, .svg, ...); see `figure`."""
+    """Draw a timeline into a file, in the format of its suffix (.png, .svg, ...); see `figure`."""
     figure(timeline).savefig(file_path(path))
 
 
@@ -43,8 +43,8 @@ def figure(timeline: Timeline) -> "Figure":
     """Draw a timeline as a matplotlib figure.
 
     It has a row for computation, one per mesh axis, and one for copies between memories if there are any. The hidden
-    part of a collective is pale. A loop is drawn as one iteration, marked with how many it stands for: the time axis is
-    that of the drawing, and the title has the seconds of the whole step.
+    part of a collective is pale. A loop is drawn as one iteration, marked with the number that it stands for. The time
+    axis is that of the drawing; the title has the seconds of the whole step.
 
     Args:
         timeline: from `gspmd.audit.timeline`.
@@ -57,7 +57,7 @@ def figure(timeline: Timeline) -> "Figure":
     above = 0.34 * max(marks.values(), default=0)
     made = Figure(figsize=(WIDTH, 1.9 + ROW * (_bottom(places) + above)), dpi=150, layout="constrained")
     axes = made.subplots()
-    axes.set_autoscale_on(False)  # otherwise every bar recomputes the limits, which `_frame` sets
+    axes.set_autoscale_on(False)  # Otherwise every bar recomputes the limits, which `_frame` sets.
     stops = [*(loop.start for loop in _loops(timeline)), _end(timeline)]
     for number, (row, (middle, height)) in enumerate(places.items()):
         if number % 2 == 0:
@@ -76,18 +76,18 @@ def _unit(timeline: Timeline) -> tuple[float, str]:
 
 
 def _end(timeline: Timeline) -> float:
-    """Seconds at which the drawing ends."""
+    """Return seconds at which the drawing ends."""
     return max((span.start + span.seconds for span in timeline.spans), default=1e-6)
 
 
 def _rows(timeline: Timeline) -> tuple[str, ...]:
-    """The timeline's rows, without one for copies too short to be seen."""
+    """Return the timeline's rows, without one for copies too short to be seen."""
     seen = any(span.seconds > _end(timeline) / 1000 for span, _ in timeline.lanes("memory"))
     return tuple(row for row in timeline.rows if row != "memory" or seen)
 
 
 def _places(timeline: Timeline, rows: Sequence[str]) -> dict[str, tuple[float, float]]:
-    """Middle and height of each row: the first is at 0; a row of few lanes is 1 high."""
+    """Return middle and height of each row: the first is at 0; a row of few lanes is 1 high."""
     places, top = {}, -0.5
     for row in rows:
         lanes = 1 + max((lane for _, lane in timeline.lanes(row)), default=0)
@@ -101,12 +101,12 @@ def _bottom(places: Mapping[str, tuple[float, float]]) -> float:
 
 
 def _loops(timeline: Timeline) -> list[Span]:
-    """The loops whose drawn iteration stands for several."""
+    """Return the loops whose drawn iteration stands for several."""
     return [span for span in timeline.spans if span.category == "loop" and span.trips > 1]
 
 
 def _marks(timeline: Timeline) -> dict[Span, int]:
-    """The tier of each loop's mark: above those of the loops inside it, where no other mark overlaps."""
+    """Return the tier of each loop's mark: above those of the loops inside it, without overlapping another mark."""
     tiers: dict[Span, int] = {}
     for loop in sorted(_loops(timeline), key=lambda loop: (_depth(timeline, loop), loop.start)):
         tier = _depth(timeline, loop)
@@ -147,7 +147,7 @@ def _height(tier: int) -> float:
 
 
 def _depth(timeline: Timeline, loop: Span) -> int:
-    """Return how deeply loops are nested inside a loop; their marks lie under its own."""
+    """Return how deeply loops are nested inside a loop; their marks are below its own."""
     end = loop.start + loop.seconds
     inside = [span for span in _loops(timeline) if span.start >= loop.start and span.start + span.seconds <= end]
     return 1 + max(_depth(timeline, span) for span in inside[: inside.index(loop)]) if inside.index(loop) else 0

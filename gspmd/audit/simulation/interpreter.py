@@ -15,7 +15,7 @@ from gspmd.audit.simulation.roofline import cost, traffic
 from gspmd.hardware.chips import Chip
 
 Value = int | dict | None
-"""A value as far as waiting is concerned: the number of a transfer, a tuple with some in it, or neither."""
+"""A value, as waiting sees it: the number of a transfer, a tuple with some transfers in it, or neither."""
 
 
 class Interpreter:
@@ -28,7 +28,7 @@ class Interpreter:
         self.notes: list[str] = []
 
     def run(self, computation: Computation, arguments: list[Value]) -> Value:
-        """Execute the instructions of a computation; returns the value of its root."""
+        """Execute the instructions of a computation, and return the value of its root."""
         known: dict[str, Value] = {}
         for instruction in computation.instructions:
             known[instruction.name] = self._execute(computation, instruction, known, arguments)
@@ -92,7 +92,7 @@ class Interpreter:
         return self.machine.start(span, transfer(sent, self.mesh, self.chip, self.torus))
 
     def _copy(self, computation: Computation, instruction: Instruction) -> int:
-        """A copy or a slice between memories, at the bandwidth of main memory."""
+        """Start a copy or a slice between memories, at the bandwidth of main memory."""
         moved = self._copied_bytes(computation, instruction)
         span = self._span(computation, instruction, "copy", ("memory",), moved)
         return self.machine.start(span, Transfer(moved / self.chip.hbm_bandwidth, 0.0, frozenset({MEMORY})))
@@ -105,7 +105,7 @@ class Interpreter:
         return next((each.bytes for each in users if each.opcode.endswith("-done")), instruction.arrays[0].bytes)
 
     def _loop(self, computation: Computation, loop: Instruction, carried: Value) -> Value:
-        """Iterations until one starts in the same state as the one before; that one counts for the rest."""
+        """Run iterations until one starts in the same state as the one before; that one counts for the rest."""
         runs = trips(self.module, computation, loop)
         if runs is None:
             runs = 1
@@ -134,7 +134,7 @@ class Interpreter:
             value = self.run(self.module.computations[name], [argument])
             if taken is None or self.machine.elapsed > taken[0].elapsed:
                 taken = self.machine, value
-        assert taken is not None  # a conditional has branches
+        assert taken is not None  # A conditional has branches.
         self.machine, value = taken
         return value
 
@@ -147,7 +147,7 @@ class Interpreter:
         moved: int = 0,
         sent: Collective | None = None,
     ) -> Span:
-        """A span of this instruction, as yet without start and seconds."""
+        """Make a span of this instruction, without start and seconds for now."""
         came = origin(self.module, computation, scheduled, sent.instruction if sent else scheduled)
         return Span(
             _name(scheduled, came.step, category),
@@ -164,7 +164,7 @@ class Interpreter:
 
 
 def _name(instruction: Instruction, step: str, category: str) -> str:
-    """The plan's step; an operation that prepares it; without a plan, JAX's name for it, or the opcode."""
+    """Return the plan's step, or the operation that prepares it; without a plan, JAX's name for it, or the opcode."""
     if step and (category not in ("other", "copy") or ".einsum" in step):
         return step
     if step:

@@ -1,4 +1,4 @@
-"""The links that a compiled collective uses, and for how long if nothing else uses them."""
+"""The links that a compiled collective uses, and its time if nothing else uses them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -12,7 +12,7 @@ from gspmd.hardware.chips import Chip
 from gspmd.hardware.links import fewest_together, occupancy
 
 Link = tuple[str, int]
-"""A mesh axis and a direction along it, +1 or -1: all chips use this link of theirs alike."""
+"""A mesh axis and a direction along it, +1 or -1: all chips use this link in the same way."""
 
 SWITCH: Link = ("switch", 0)
 NETWORK: Link = ("network", 0)
@@ -21,12 +21,12 @@ MEMORY: Link = ("memory", 0)
 
 @dataclass(frozen=True)
 class Transfer:
-    """The links that a collective or a copy uses, and how long.
+    """The links that a collective or a copy uses, and for how long.
 
     Attributes:
         busy: seconds for which it fills its links, if nothing else uses them.
         latency: seconds after that until the last bytes arrive; the links are free again.
-        links: those that it fills.
+        links: the links that it fills.
     """
 
     busy: float
@@ -39,21 +39,21 @@ Torus = Mapping[str, tuple[int, ...]]
 
 
 def transfer(sent: Collective, mesh: Mapping[str, int], chip: Chip, torus: Torus) -> Transfer:
-    """The links and seconds of a collective.
+    """Return the links and seconds of a collective.
 
     - A permute by the same number of places along one mesh axis (a step of a ring) uses one direction of that axis;
-      without wrap-around links, what would close the ring goes back the other way.
+      without wrap-around links, the transfer that closes the ring goes back the other way.
     - Any other collective takes the seconds of `gspmd.hardware.links.occupancy` in both directions of its axes, along
-      the rings that the compiler says its algorithm uses: libtpu gathers and scatters over several torus axes round one
-      ring through all devices, with the bandwidth of one axis. With an even number of them it closes over neighbours,
-      there and back, whether or not the torus has wrap-around links. Where the compiler does not say, along all torus
-      rings; groups that cover part of an axis use some of its rings, or count as one ring of their own.
+      the rings that the compiler names for its algorithm. libtpu gathers and scatters over several torus axes round one
+      ring through all devices, with the bandwidth of one axis. If one axis has an even size, this ring joins only
+      neighbours, whether or not the torus has wrap-around links. If the compiler names no rings, all torus rings are
+      used; groups that cover part of an axis use some of its rings, or count as one ring of their own.
     - On a switch all collectives share the bandwidth of a chip; between nodes they share the network.
 
     Args:
         sent: the collective.
         mesh: sizes of the mesh axes.
-        chip: whose links they are.
+        chip: the chip that has the links.
         torus: the rings of mesh axes that are not one torus axis each.
     """
     axes, near = touched_by(sent.instruction, mesh), _near(sent, mesh, chip)
@@ -70,7 +70,7 @@ def transfer(sent: Collective, mesh: Mapping[str, int], chip: Chip, torus: Torus
     several = len([size for size in rings.values() if size > 1]) > 1
     closes = (
         len(sizes) == 1 and several and sizes[0] % 2 == 0
-    )  # a grid with an even side has a cycle through all places
+    )  # A grid with an even side has a cycle through all places.
     used = replace(chip, wrap_multiple=1) if closes else chip
     takes = occupancy(sent.kind, sizes, prod(sizes), near or prod(sizes), sent.buffer, used)
     if takes.network > takes.links:
@@ -81,7 +81,7 @@ def transfer(sent: Collective, mesh: Mapping[str, int], chip: Chip, torus: Torus
 
 
 def _near(sent: Collective, mesh: Mapping[str, int], chip: Chip) -> int:
-    """The fewest devices of a group that share a node; 0 if every group lies on one node."""
+    """Return the fewest devices of a group that share a node; 0 if every group is on one node."""
     devices = prod(mesh.values())
     if chip.nodes(mesh) == 1:
         return 0
@@ -92,7 +92,7 @@ def _near(sent: Collective, mesh: Mapping[str, int], chip: Chip) -> int:
 
 
 def _rings(axes: tuple[str, ...], sizes: Mapping[str, int], torus: Torus) -> dict[str, int]:
-    """The torus rings of these axes, under names that only have to differ."""
+    """Return the torus rings of these axes, under names that only have to differ."""
     rings = {axis: torus.get(axis, (sizes[axis],)) for axis in axes}
     return {f"{axis}{number}": size for axis, parts in rings.items() for number, size in enumerate(parts)}
 
@@ -105,7 +105,8 @@ def _part(rings: list[int], group: int) -> dict[str, int]:
 
 
 def _shift(sent: tuple[tuple[int, int], ...], mesh: tuple[tuple[str, int], ...]) -> tuple[str, int, bool] | None:
-    """Axis, places (the shorter direction) and whether any pair wraps around, of a permute that is a uniform shift."""
+    """Return the axis, the places (in the shorter direction) and whether any pair wraps around, if a permute is a
+    shift."""
     shape = [size for _, size in mesh]
     if not sent or max(max(pair) for pair in sent) >= np.prod(shape):
         return None
@@ -115,7 +116,7 @@ def _shift(sent: tuple[tuple[int, int], ...], mesh: tuple[tuple[str, int], ...])
     if len(moved) != 1 or (places[moved[0]] != places[moved[0], 0]).any():
         return None
     (axis, size), by = mesh[moved[0]], int(places[moved[0], 0])
-    if 2 * by == size > 2:  # both directions are equally short
+    if 2 * by == size > 2:  # Both directions are equally short.
         return None
     by = by if 2 * by <= size else by - size
     return axis, by, bool((target[moved[0]] - source[moved[0]] != by).any())

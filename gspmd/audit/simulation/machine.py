@@ -1,4 +1,4 @@
-"""One device in simulated time: a clock, what it computes, and the transfers in flight meanwhile."""
+"""One device in simulated time: a clock, its computation, and the transfers in flight meanwhile."""
 
 from collections import defaultdict
 from collections.abc import Hashable, Mapping
@@ -12,17 +12,17 @@ class Span:
     """One bar of a timeline.
 
     Attributes:
-        name: a plan's step, `step2.reduce-scatter.x`, or what JAX or HLO calls it.
-        rows: where it is drawn: `compute`, `memory`, or every mesh axis that it uses.
-        start: seconds from the beginning of the program; of loops, only the simulated iterations take time here.
-        seconds: of one execution.
+        name: a plan's step, `step2.reduce-scatter.x`, or the name in JAX or HLO.
+        rows: the rows of the drawing: `compute`, `memory`, or every mesh axis that it uses.
+        start: seconds from the beginning of the program; for loops, only the simulated iterations take time here.
+        seconds: seconds of one execution.
         category: kind of a collective, `einsum` (a matrix product), `other` (other computation), `copy`, `loop`.
-        times: how often it runs.
-        trips: of a loop, how many iterations this one stands for.
+        times: number of executions.
+        trips: for a loop, the number of iterations that this one stands for.
         equation: the planned equation it belongs to.
         source: `file:line` that asked for it.
         instruction: its name in the HLO.
-        cycles: as the compiler estimates them.
+        cycles: the compiler's estimate of its cycles.
         bytes: per execution: sent by one device, or moved to and from its memory.
         exposed: seconds per execution in which the device waits for it.
     """
@@ -44,7 +44,7 @@ class Span:
 
 @dataclass
 class _InFlight:
-    """A transfer in flight: seconds that are left of it, alone on its links."""
+    """A transfer in flight: the remaining seconds, if it is alone on its links."""
 
     span: Span
     busy: float
@@ -73,7 +73,7 @@ class Machine:
     started: int = 0
 
     def copy(self) -> "Machine":
-        """The same state, from which another branch can continue."""
+        """Return the same state, from which another branch can continue."""
         in_flight = {number: replace(transfer) for number, transfer in self.in_flight.items()}
         return Machine(self.now, in_flight, list(self.spans), self.sums.copy(), self.started)
 
@@ -94,7 +94,7 @@ class Machine:
             left -= self._advance(left)
 
     def start(self, span: Span, transfer: Transfer) -> int:
-        """Start a transfer; returns the number by which to wait for it."""
+        """Start a transfer, and return the number by which to wait for it."""
         self.started += 1
         span = replace(span, start=self.now)
         self.in_flight[self.started] = _InFlight(span, transfer.busy, transfer.latency, transfer.links)
@@ -124,13 +124,13 @@ class Machine:
         return tuple((each.span.instruction, round(each.busy, 15), round(each.latency, 15)) for each in transfers)
 
     def repeat(self, sums: Mapping[Hashable, float], recorded: int, more: int) -> None:
-        """Count all that has happened since a moment (its sums, its number of spans) so many times more."""
+        """Count everything since a moment (given by its sums and its number of spans) `more` times more."""
         for key in list(self.sums):
             self.sums[key] += more * (self.sums[key] - sums[key])
         self.spans[recorded:] = [replace(span, times=span.times * (more + 1)) for span in self.spans[recorded:]]
 
     def _advance(self, most: float, waited: _InFlight | None = None) -> float:
-        """Let time pass until a transfer changes its state, or for `most` seconds; returns the seconds."""
+        """Let time pass until a transfer changes its state, or for `most` seconds; return the seconds."""
         hides = any(not transfer.is_copy for transfer in self.in_flight.values())
         sharing = {number: self._sharing(transfer) for number, transfer in self.in_flight.items()}
         ends = [each.busy * sharing[n] if each.busy else each.latency for n, each in self.in_flight.items()]

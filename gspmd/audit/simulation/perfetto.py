@@ -13,8 +13,8 @@ from gspmd.audit.simulation.timeline import Timeline, checked_timeline
 def write(timeline: Timeline, path: str | Path) -> None:
     """Write a timeline in the Chrome trace event format.
 
-    A loop is one slice around its first iteration, which says how many it stands for: times after it are those of the
-    drawing. A collective over several mesh axes is on each of their rows. Totals are in `otherData`.
+    A loop is one slice around its first iteration, which says how many iterations it stands for: later times are those
+    of the drawing. A collective over several mesh axes is on each of their rows. Totals are in `otherData`.
 
     Args:
         timeline: from `gspmd.audit.timeline`.
@@ -26,7 +26,7 @@ def write(timeline: Timeline, path: str | Path) -> None:
 
 
 def trace(timeline: Timeline) -> dict[str, Any]:
-    """The trace as data."""
+    """Return the trace as data."""
     lanes = _lanes(checked_timeline(timeline, "write"))
     named = f"{timeline.name or 'program'} on {timeline.chip.name}"
     events = [_metadata("process_name", 0, name=named)]
@@ -34,12 +34,12 @@ def trace(timeline: Timeline) -> dict[str, Any]:
         events.append(_metadata("thread_name", thread, name=name))
         events.append(_metadata("thread_sort_index", thread, sort_index=thread))
     drawn = [_event(span, thread) for span, thread, _ in lanes]
-    events += sorted(drawn, key=lambda event: (event["tid"], event["ts"], -event["dur"]))  # enclosing slices first
+    events += sorted(drawn, key=lambda event: (event["tid"], event["ts"], -event["dur"]))  # Enclosing slices first.
     return {"traceEvents": events, "displayTimeUnit": "ns", "otherData": _totals(timeline)}
 
 
 def _lanes(timeline: Timeline) -> list[tuple[Span, int, str]]:
-    """Each span with a thread per row, and that thread's name; loops enclose what is computed in them.
+    """Return each span with a thread per row, and that thread's name; loops enclose what is computed in them.
 
     Spans that overlap without nesting need threads of their own, so a row takes a thread per lane.
     """

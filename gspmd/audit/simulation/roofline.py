@@ -1,4 +1,4 @@
-"""Seconds of one instruction: the compiler's estimate, or else the roofline of matrix unit and main memory."""
+"""Seconds of one instruction: the compiler's estimate, or otherwise the roofline of matrix unit and main memory."""
 
 import re
 from collections.abc import Iterator
@@ -17,19 +17,19 @@ FREE = (
 """Opcodes that only name a value, allocate or wait: they take no time."""
 
 _PLACED = re.compile(r"\b[a-z]\w*\[[\d,<=]*\](\{[^}]*\})?")
-_CHIP = re.compile(r"S\((?!0\)|5\))\d+\)")  # 0 is main memory, 5 the host's
+_CHIP = re.compile(r"S\((?!0\)|5\))\d+\)")  # 0 is main memory, 5 the host's.
 _PARTS = ("dynamic-slice", "slice", "gather")
 _ALIASED = re.compile(r": \((\d+),")
 
 
 @dataclass(frozen=True)
 class Cost:
-    """One execution of one instruction.
+    """The cost of one execution of one instruction.
 
     Attributes:
-        seconds: that it takes.
-        flops: of its matrix products.
-        bytes: read from and written to main memory.
+        seconds: seconds of the execution.
+        flops: operations of its matrix products.
+        bytes: bytes read from and written to main memory.
         memory_bound: whether the bytes take longer than the products, both at the chip's peak.
     """
 
@@ -40,19 +40,19 @@ class Cost:
 
 
 def cost(module: Module, computation: Computation, instruction: Instruction, chip: Chip) -> Cost:
-    """The cost of an instruction that communicates with no other device.
+    """Return the cost of an instruction that communicates with no other device.
 
     Args:
         module: the program.
-        computation: that contains the instruction.
-        instruction: no collective, and no loop, conditional or call.
+        computation: the computation that contains the instruction.
+        instruction: any except a collective, a loop, a conditional or a call.
         chip: the hardware.
 
     Returns:
-        The compiler's estimated cycles over the clock, if there is an estimate (only the TPU compiler makes them); zero
-        of a Pallas kernel whose caller says what it computes, what its schedule says; zero
-        for instructions that only name a value, allocate a buffer, or compute scalars; otherwise the roofline:
-        max(flops / peak, bytes / memory bandwidth).
+        The compiler's estimated cycles over the clock, if there is an estimate (only the TPU compiler makes them); for
+        a Pallas kernel whose caller says its work, the seconds of its schedule; zero for instructions that only name a
+        value, allocate a buffer, or compute scalars; otherwise the roofline: max(flops / peak, bytes / memory
+        bandwidth).
     """
     if instruction.opcode in FREE or not (instruction.cycles or _runs(computation, instruction)):
         return Cost(0.0)
@@ -77,13 +77,13 @@ def _runs(computation: Computation, instruction: Instruction) -> bool:
 
 
 def _dtype(computation: Computation, instruction: Instruction) -> str:
-    """The dtype whose peak counts: float32 if the first operand is, else bfloat16."""
+    """Return the dtype whose peak counts: float32 if the first operand is, otherwise bfloat16."""
     first = computation.by_name[instruction.operands[0]].arrays[:1] if instruction.operands else ()
     return "float32" if first and first[0].dtype in ("f32", "f64") else "bfloat16"
 
 
 def traffic(module: Module, computation: Computation, instruction: Instruction) -> int:
-    """Bytes that an instruction reads from main memory and writes to it.
+    """Return bytes that an instruction reads from main memory and writes to it.
 
     Arrays in on-chip memory (`S(1)`, ... in their layouts) do not count. Of a sliced array the slice counts, of one
     updated in place, or scattered into, the update. An array in host memory (`S(5)`) counts as if in main memory, a
@@ -105,34 +105,34 @@ def traffic(module: Module, computation: Computation, instruction: Instruction) 
 
 
 def _in_memory(instruction: Instruction) -> Iterator[bool]:
-    """For each array of the result, whether it lies in main memory."""
+    """Yield for each array of the result whether it is in main memory."""
     for layout in _PLACED.finditer(instruction.type):
         yield not _CHIP.search(layout[1] or "")
 
 
 def _updates(instruction: Instruction) -> slice:
-    """The operands that an instruction writes into as many others, its first, in place; the others stay as they are."""
+    """Return the operands that update as many other operands, the first ones, in place; the others are unchanged."""
     if instruction.opcode == "dynamic-update-slice":
         return slice(1, 2)
     arrays = len(instruction.operands) // 2 if instruction.opcode == "scatter" else 0
-    return slice(arrays + 1, 2 * arrays + 1)  # arrays, one operand of indices, and as many updates
+    return slice(arrays + 1, 2 * arrays + 1)  # Arrays, one operand of indices, and as many updates.
 
 
 def _taken(user: Instruction, number: int, source: Instruction) -> int:
-    """Bytes of an operand that an instruction reads."""
+    """Return bytes of an operand that an instruction reads."""
     if number == 0 and user.opcode in _PARTS:
         return user.bytes
     return 0 if number < len(user.operands[_updates(user)]) else source.bytes
 
 
 def _made(computation: Computation, instruction: Instruction) -> int:
-    """Bytes that an instruction writes."""
+    """Return bytes that an instruction writes."""
     updates = instruction.operands[_updates(instruction)]
     return sum(computation.by_name[name].bytes for name in updates) if updates else instruction.bytes
 
 
 def _read(module: Module, inner: Computation, number: int) -> int:
-    """Bytes that a fusion reads of one operand."""
+    """Return bytes that a fusion reads of one operand."""
     parameter = inner.parameters[number]
     return min(parameter.bytes, _used(module, inner, parameter))
 
@@ -155,14 +155,14 @@ def _used(module: Module, inner: Computation, value: Instruction) -> int:
 
 
 def _aliased(instruction: Instruction) -> set[int]:
-    """The operands whose bytes the result is, under another type or another name."""
+    """Return the operands whose bytes are the result, under another type or another name."""
     if instruction.opcode == "bitcast":
         return {0}
     return {int(number) for number in _ALIASED.findall(instruction.attribute("output_to_operand_aliasing"))}
 
 
 def _written(inner: Computation, root: Instruction) -> Iterator[int]:
-    """Bytes of each array that a fusion writes."""
+    """Yield bytes of each array that a fusion writes."""
     while root.opcode == "bitcast":
         root = inner.by_name[root.operands[0]]
     if root.opcode == "tuple":

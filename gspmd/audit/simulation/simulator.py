@@ -19,7 +19,7 @@ def timeline(
     """Simulate one device running a compiled program once.
 
     - **Computation**: an instruction takes the cycles that the TPU compiler estimates, over the chip's clock (of both
-      cores together, where a chip has two). Without an estimate it takes the longer of its matrix products at peak and
+      cores together, if a chip has two). Without an estimate it takes the longer of its matrix products at peak and
       its bytes at the bandwidth of main memory. Instructions that only name a value are free.
     - **Collectives** take `gspmd.hardware.links.collective_seconds`; a mesh axis is one ring, or those of `torus`. A
       permute by the same number of places along one axis (a step of a ring) takes its bytes over one link per place,
@@ -32,20 +32,21 @@ def timeline(
     - **Copies** between memories (`copy-start`, asynchronous slices) take their bytes at the bandwidth of main memory,
       which they share. Waiting for one counts as computing.
     - **Loops** are simulated until an iteration starts in the same state as the one before (the second does, unless a
-      transfer is in flight across iterations); that one counts for the rest. Of a conditional, the slowest branch runs.
+      transfer is in flight across iterations); that one counts for the rest. The slowest branch of a conditional runs.
 
     Args:
         module: an optimized and scheduled program, `gspmd.audit.hlo.parse(compiled.as_text())`.
         chip: the hardware to simulate.
         mesh: sizes of the mesh axes, in the order of the devices.
-        flops: of the model, per device and step, for `mfu`; by default those of the program's matrix products.
+        flops: operations of the model, per device and step, for `mfu`; by default those of the program's matrix
+            products.
         torus: mesh axis -> sizes of its torus axes (`Topology.rings`); by default one.
 
     Returns:
         A `Timeline`, to print; `gspmd.audit.gantt.draw` and `gspmd.audit.perfetto.write` make pictures of it.
 
     Raises:
-        PlanError: `module` is no parsed program or `mesh` no mesh, or no chip has this name.
+        PlanError: `module` is no parsed program, `mesh` is no mesh, or no chip has this name.
 
     Example:
         >>> from gspmd.audit import hlo

@@ -28,9 +28,9 @@ class CategoryTotal:
     Attributes:
         category: a collective's kind, `einsum`, `other` or `copy`.
         axes: mesh axes of a collective.
-        count: executions.
-        seconds: of all of them, each from start to end.
-        exposed: of these, seconds in which the device waits for them.
+        count: number of executions.
+        seconds: seconds of all of them, each from start to end.
+        exposed: seconds of these in which the device waits for them.
     """
 
     category: str
@@ -45,20 +45,20 @@ class Timeline(Printed):
     """One device running a compiled program once; figures are seconds, every iteration of every loop counted.
 
     Attributes:
-        compute_seconds: in which the device computes, or waits for its own memory.
-        hidden_seconds: of these, those in which a collective is in flight.
-        exposed_seconds: in which the device waits for a collective.
-        memory_seconds: of `compute_seconds`, those bound by main memory: waiting for copies, and instructions whose
-            bytes at full bandwidth take longer than their matrix products at peak. All instructions without products
-            that touch main memory are among them, with the seconds that the compiler estimates.
+        compute_seconds: seconds in which the device computes, or waits for its own memory.
+        hidden_seconds: seconds of these in which a collective is in flight.
+        exposed_seconds: seconds in which the device waits for a collective.
+        memory_seconds: seconds of `compute_seconds` bound by main memory: waiting for copies, and instructions whose
+        +bytes at full bandwidth take longer than their matrix products at peak. They include all instructions without
+        +products that touch main memory, with the seconds that the compiler estimates.
         flops: operations of the matrix products: two per multiplication.
         model_flops: numerator of `mfu`: as given, or else `flops`.
-        spans: what to draw, by the time at which it ends. A loop is drawn once, with how often it runs.
+        spans: the spans to draw, by their end. A loop is drawn once, with the number of its runs.
         parts: the same added up by category and mesh axes, longest first.
         chip: the hardware.
         mesh: sizes of the mesh axes.
-        name: of the program.
-        notes: what could not be counted.
+        name: the name of the program.
+        notes: the parts that could not be counted.
     """
 
     compute_seconds: float
@@ -76,7 +76,7 @@ class Timeline(Printed):
 
     @property
     def step_seconds(self) -> float:
-        """The whole program once."""
+        """Seconds of one run of the whole program."""
         return self.compute_seconds + self.exposed_seconds
 
     @property
@@ -98,7 +98,7 @@ class Timeline(Printed):
         return ("compute", *axes, *last, *(["memory"] if "memory" in used else []))
 
     def lanes(self, row: str) -> list[tuple[Span, int]]:
-        """The spans on a row by start, loops excepted, each with the first lane that is free: spans may overlap."""
+        """Return the spans on a row by start, except loops, each with the first free lane: spans may overlap."""
         ends: list[float] = []
         placed = []
         spans = (span for span in self.spans if row in span.rows and span.category != "loop")
@@ -109,7 +109,7 @@ class Timeline(Printed):
         return placed
 
     def table(self) -> Sheet:
-        """The parts as a rich table, longest first, and the whole step in its last row."""
+        """Return the parts as a rich table, longest first, and the whole step in its last row."""
         mesh = " ".join(f"{axis}={size}" for axis, size in self.mesh.items())
         chips = f"{prod(self.mesh.values())} {self.chip.describe(self.mesh)}"
         title = f"timeline of {self.name or 'a program'}: one of {chips}, {mesh}"
@@ -158,15 +158,15 @@ def _amounts(*seconds: float) -> tuple[str, ...]:
 
 
 def amount(seconds: float) -> str:
-    """Seconds for a reader; less than a nanosecond is rounding error."""
+    """Return seconds as text; less than a nanosecond is rounding error."""
     return amount_of_seconds(seconds if seconds >= 1e-9 else 0)
 
 
 def checked_timeline(given: Any, doing: str) -> Timeline:
-    """The timeline, checked to be one.
+    """Return the timeline, checked to be one.
 
     Raises:
-        PlanError: it is no timeline.
+        PlanError: `given` is no timeline.
     """
     if not isinstance(given, Timeline):
         raise PlanError(

@@ -11,17 +11,17 @@ from gspmd.annotate.errors import PlanError
 from gspmd.audit.verification.result import Parting
 
 TOLERANCE = {"float64": 1e-11, "float32": 5e-5, "float16": 1e-2, "bfloat16": 4e-2}
-"""Largest difference from one device, over the largest number of the array; other dtypes are compared exactly."""
+"""Largest difference from one device, relative to the largest number of the array; other dtypes have to be equal."""
 
 
 def partition_of(leaf: Any) -> jax.P:
-    """The partition spec of an array; empty if it has no mesh."""
+    """Return the partition spec of an array; empty if it has no mesh."""
     sharding = getattr(leaf, "sharding", None)
     return sharding.spec if isinstance(sharding, jax.NamedSharding) else jax.P()
 
 
 def random_array(shape: tuple[int, ...], dtype: Any, seed: int) -> np.ndarray:
-    """Normal numbers; integers and booleans are 0 or 1."""
+    """Return normal numbers; integers and booleans are 0 or 1."""
     rng = np.random.default_rng([seed, *shape])
     if jnp.issubdtype(dtype, jnp.inexact):
         return rng.normal(size=shape).astype(dtype)
@@ -31,7 +31,7 @@ def random_array(shape: tuple[int, ...], dtype: Any, seed: int) -> np.ndarray:
 def values_and_gradients(
     fn: Callable, args: Any, mesh: jax.sharding.Mesh, gradients: bool, seed: int
 ) -> dict[str, jax.Array]:
-    """The results of a function, and the gradients of floating-point arguments for random cotangents, by path.
+    """Return the results of a function, and the gradients of floating-point arguments for random cotangents, by path.
 
     Raises:
         PlanError: a result is a partial sum.
@@ -63,7 +63,7 @@ def values_and_gradients(
 
 
 def difference(name: str, where: str, got: jax.Array | None, wanted: jax.Array) -> Parting | None:
-    """The difference of one array from that of one device, if any: of its copies, the one that is furthest off."""
+    """Return the difference of one array from that of one device, if any: of its copies, the largest."""
     if got is None or got.shape != wanted.shape or got.dtype != wanted.dtype:
         kind = "nothing" if got is None else f"{got.dtype}{list(got.shape)}"
         return Parting(name, where, error=f"nothing, but {where} is {kind}, not {wanted.dtype}{list(wanted.shape)}")

@@ -1,4 +1,4 @@
-"""`Verification`: where a function on a mesh differs from the same function on one device."""
+"""`Verification`: the differences of a function on a mesh from the same function on one device."""
 
 from dataclasses import dataclass
 
@@ -11,13 +11,13 @@ class Parting:
     """One difference between a lowering and one device.
 
     Attributes:
-        lowering: its name.
+        lowering: the name of the lowering.
         where: path of the array in the results, such as `"value[0]['logits']"`; empty if the function raised.
         absolute: largest difference.
         relative: that difference over the largest number in one device's array.
-        tolerance: largest `relative` allowed; 0 for exact.
-        index: of the first element that differs by more.
-        error: what the function raised.
+        tolerance: largest `relative` allowed; 0 if the arrays have to be equal.
+        index: index of the first element that differs by more.
+        error: the error that the function raised.
     """
 
     lowering: str
@@ -46,9 +46,9 @@ class Verification:
     """The result of `gspmd.audit.verify`; true if every lowering gives what one device gives.
 
     Attributes:
-        name: of the function.
-        lowerings: under which it ran.
-        arrays: how many were compared under each.
+        name: the name of the function.
+        lowerings: the lowerings under which it ran.
+        arrays: number of arrays compared under each.
         partings: the differences, in the order of the lowerings and of the results.
         equations: (lowering, equation) for each of the function's equations that differs by itself.
     """

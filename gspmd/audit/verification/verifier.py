@@ -26,14 +26,14 @@ def verify(
     """Compare a function under each lowering, on the current mesh, with the same function on one device.
 
     On one device the mesh has the same axes, each of size 1, so that the same equations hold. Floating-point arrays may
-    differ by `TOLERANCE` of their largest number, all others not at all. Every copy of an array is compared.
+    differ by `TOLERANCE` of their largest number; all others have to be equal. Every copy of an array is compared.
 
     Args:
         fn: any function of arrays that `jax.jit` takes.
         args: its arguments; for a `jax.ShapeDtypeStruct`, random numbers under its sharding (integers are 0 or 1).
         lowerings: their names; equations of `fn` that name a lowering keep it.
         gradients: whether to compare the gradients of all floating-point arguments too, for random cotangents.
-        seed: of all random numbers.
+        seed: seed of all random numbers.
 
     Returns:
         A `Verification`, with `.ok`, `.partings`, `.raise_if_wrong()`; `print` lists the differences, and the equations
@@ -64,7 +64,7 @@ def verify(
 def _partings(
     fn: Callable, name: str, args: Any, mesh: jax.sharding.Mesh, names: Sequence[str], gradients: bool, seed: int
 ) -> tuple[list[Parting], int]:
-    """Return where the lowerings differ from one device, and how many arrays were compared."""
+    """Return the differences of the lowerings from one device, and the number of arrays compared."""
     first = mesh.devices.reshape(-1)[:1].reshape((1,) * mesh.devices.ndim)
     one = jax.sharding.Mesh(first, mesh.axis_names, mesh.axis_types)
     try:
@@ -109,7 +109,7 @@ def _is_abstract(leaf: Any) -> bool:
 
 
 def _argument(name: str, leaf: Any, mesh: jax.sharding.Mesh, seed: int) -> Any:
-    """An argument as an array on the mesh, or a Python number."""
+    """Return an argument as an array on the mesh, or as a Python number."""
     if isinstance(leaf, (bool, int, float, complex)):
         return leaf
     numberless = isinstance(leaf, np.ndarray) and leaf.dtype.kind in "OSUmM"
@@ -131,18 +131,18 @@ def _on(one: jax.sharding.Mesh, args: Any) -> Any:
 
 
 def _wrong_equations(fn: Callable, args: Any, mesh: jax.sharding.Mesh, name: str, seed: int) -> list[str]:
-    """The equations of a function that differ from one device by themselves, on random numbers."""
+    """Return the equations of a function that differ from one device by themselves, on random numbers."""
     with jax.set_mesh(mesh), lowering(name):
         try:
             jaxpr = jax.make_jaxpr(fn)(*args).jaxpr
-        except Exception:  # a parting says so already
+        except Exception:  # A parting says so already.
             return []
         equations = dict.fromkeys(_equations(jaxpr))
         return [text for text, shapes in equations if not _verified(text, shapes, name, seed)]
 
 
 def _equations(jaxpr: Any) -> Iterator[tuple[str, tuple]]:
-    """Every equation of a jaxpr, with its operands' shapes and dtypes."""
+    """Yield every equation of a jaxpr, with its operands' shapes and dtypes."""
     for each in jaxpr.eqns:
         program = program_of(each)
         if program is not None:
@@ -156,7 +156,7 @@ def _verified(text: str, shapes: tuple, name: str, seed: int) -> bool:
     """Return whether an equation is right by itself; one that cannot run alone counts as right."""
     try:
         equation = parse_equation(text)
-    except SpecError:  # another planned operation
+    except SpecError:  # Another planned operation.
         return True
     specs = [spec for operand in equation.operands for spec in operand.specs]
     ranks = [len(spec.dims) for spec in specs] == [len(shape) for shape, _ in shapes]
