@@ -1,4 +1,4 @@
-"""Will it fit, and what will it cost? The real TPU compiler's answer for a slice that is not there.
+"""Whether a model fits on a slice that is not attached, and what it costs: the answer of the real TPU compiler.
 
     gspmd compile --config palm-540b --layout weight-stationary-2d \
         --topology tpu-v4:4x4x4 --phase decode --batch 512 --length 2048
@@ -57,27 +57,27 @@ class CompileSettings:
     batch: int = 32
     """Sequences, over all devices."""
     length: int = 256
-    """Tokens of a sequence; of a prefill, those that it reads at once."""
+    """Tokens of a sequence; for a prefill, the tokens that it reads at once."""
     microbatches: int = 1
-    """Parts of a training step's batch, as of `gspmd train`."""
+    """Parts of a training step's batch, as in `gspmd train`."""
     parameter_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Dtype in which a training step stores matrices, as of `gspmd train`."""
+    """Dtype in which a training step stores matrices, as in `gspmd train`."""
     frozen: tuple[str, ...] = ()
-    """Patterns of parameters that a training step leaves as they are, as of `gspmd train`."""
+    """Patterns of parameters that a training step leaves unchanged, as in `gspmd train`."""
     room: int = 0
-    """Tokens that a row of the cache has room for; 0 for --length."""
+    """Number of tokens that a row of the cache can hold; 0 for --length."""
     prefill_layout: str = ""
-    """Another layout for --phase prefill, which reads the weights where --layout stores them: preset or TOML file."""
+    """Another layout for --phase prefill, which reads weights as --layout shards them: preset or TOML file."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Dtype that the model computes in."""
     weights: Literal["dtype", "int8"] = "dtype"
-    """Dtype in which prefill and decode store matrices; int8 ones have a float32 scale for every channel."""
+    """Dtype in which prefill and decode store matrices; int8 has a float32 scale for every channel."""
     cache: Literal["dtype", "int8"] = "dtype"
-    """Dtype in which prefill and decode keep keys and values; int8 has a float32 scale for each token and head."""
+    """Dtype in which prefill and decode store keys and values; int8 has a float32 scale for each token and head."""
     smallest: bool = False
     """Look for the smallest slice of the chip that the model fits on, from the least that could hold its arguments."""
     json: str = ""
-    """File for the figures."""
+    """File for the figures, as JSON."""
     hlo: str = ""
     """File for the scheduled program."""
     trace: str = ""
@@ -85,7 +85,7 @@ class CompileSettings:
     gantt: str = ""
     """PNG file for the timeline."""
     model_class: Annotated[str, tyro.conf.arg(name="model", metavar="MODULE:NAME")] = ""
-    """A model of one's own, as of `gspmd train`; without --config, the model alone."""
+    """Your own model, as in `gspmd train`; without --config, the model alone."""
     model: ModelConfig = field(default_factory=ModelConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
     optimizer: tyro.conf.OmitArgPrefixes[OptimizerConfig] = field(default_factory=OptimizerConfig)
@@ -105,8 +105,8 @@ def run(argv: Sequence[str], script: str = "") -> int:
 def main(argv: Sequence[str], script: str = "") -> int:
     """Compile, and print the report; return 1 if the model does not fit."""
     settings = parse(argv, script)
-    host.keep_compiled(False)  # JAX cannot read back what was compiled for devices that are not there
-    host.start(1, "cpu")  # for JAX itself: the slice's devices exist for the compiler only
+    host.keep_compiled(False)  # JAX cannot read back programs compiled for devices that are not attached.
+    host.start(1, "cpu")  # For JAX itself: the slice's devices exist for the compiler only.
     console = printing.console(140)
     asked = topology(settings.topology)
     report = smallest(settings, asked) if settings.smallest else compiled(settings, asked)
@@ -120,7 +120,7 @@ def main(argv: Sequence[str], script: str = "") -> int:
 
 
 def parse(argv: Sequence[str], script: str = "") -> CompileSettings:
-    """The settings: those of the file, replaced by flags."""
+    """Return the settings: those of the file, replaced by flags."""
     file, name = file_of(argv, DEFAULT)
     said = {name: getattr(file.training, name) for name in ("batch", "length", *TRAINED)}
     said |= {name: getattr(file, name) for name in ("model_class", "model", "lora", "optimizer", "sharding")}
@@ -161,13 +161,13 @@ def parse(argv: Sequence[str], script: str = "") -> CompileSettings:
         raise ConfigError("cannot compile:", faults)
     if own.is_own(settings):
         return settings
-    # What was trained with adapters is served with them in its weights.
+    # A model trained with adapters is served with them merged into its weights.
     lora = settings.lora if settings.phase == "train" and settings.lora.rank else None
     return replace(settings, model=replace(settings.model, lora=lora))
 
 
 def for_training(settings: CompileSettings, default: CompileSettings) -> list[str]:
-    """The flags given that say something of a training step alone; what a file says of one counts for that."""
+    """Return the given flags that only a training step uses; other phases ignore a file's."""
     changed = lambda of, by, names: [name for name in names if getattr(of, name) != getattr(by, name)]  # noqa: E731
     names = lambda table: [each.name for each in fields(table)]  # noqa: E731
     given = changed(settings, default, TRAINED) + changed(settings.sharding, default.sharding, ["schedule", "rounds"])
@@ -177,15 +177,15 @@ def for_training(settings: CompileSettings, default: CompileSettings) -> list[st
 
 
 def smallest(settings: CompileSettings, asked: Topology) -> Report:
-    """The report for the smallest slice that the model fits on, or for the largest that there is."""
+    """Return the report for the smallest slice that the model fits on, or for the largest one."""
     report, reason = None, ""
-    layout = phase_layout(settings)  # what is wrong with the layout itself is wrong on every slice
+    layout = phase_layout(settings)  # A fault of the layout itself is the same on every slice.
     if settings.phase == "train":
         check_stages(settings.sharding.rounds, settings.sharding.schedule, layout)
     for target in slices(asked.chip):
         try:
             mesh_of(settings, target)
-        except (gspmd.LayoutError, gspmd.PlanError) as error:  # no mesh of so many divides the sizes, or has a schedule
+        except (gspmd.LayoutError, gspmd.PlanError) as error:  # No mesh of this size works.
             reason = reason or f"Of {target.name}: {error}"
             continue
         report = compiled(settings, target)
@@ -197,14 +197,14 @@ def smallest(settings: CompileSettings, asked: Topology) -> Report:
 
 
 def layout_of(settings: CompileSettings) -> Layout:
-    """The layout that the flags name, with their changes."""
+    """Return the layout that the flags name, with their changes."""
     sharding = settings.sharding
     layout = Layout.load(sharding.layout).override(sharding.overrides)
     return layout.lowered(sharding.lowering) if sharding.lowering else layout
 
 
 def phase_layout(settings: CompileSettings) -> Layout:
-    """The layout as the phase that is compiled has it."""
+    """Return the layout of the phase that is compiled."""
     layout = layout_of(settings)
     if settings.phase == "prefill" and settings.prefill_layout:
         layout = Layout.load(settings.prefill_layout)
@@ -213,11 +213,11 @@ def phase_layout(settings: CompileSettings) -> Layout:
     if settings.phase != "decode":
         return layout
     layout.check()
-    return layout.one_position()  # L is whole in what decodes, whatever prompts have: one position cannot be divided
+    return layout.one_position()  # Decoding has one position, which cannot be divided, whatever L is for prompts.
 
 
 def mesh_of(settings: CompileSettings, target: Topology) -> jax.sharding.Mesh:
-    """The mesh of a slice, which divides the sizes in the layout of the phase that is compiled."""
+    """Return the mesh of a slice that divides the sizes in the layout of the phase that is compiled."""
     sharding, layout, config = settings.sharding, phase_layout(settings), settings.model
     served = {"T": settings.room or settings.length} if settings.phase in ("prefill", "decode") else {}
     sizes = config.sizes(settings.batch, 1 if settings.phase == "decode" else settings.length) | served
@@ -226,7 +226,7 @@ def mesh_of(settings: CompileSettings, target: Topology) -> jax.sharding.Mesh:
         layout.check(sizes, shape)
     else:
         shape = layout.mesh_for(target.num_devices, sizes)
-    if served:  # for prefill, too: weights and cache are stored as for decoding
+    if served:  # For prefill too: weights and cache are stored as for decoding.
         one = config.sizes(settings.batch, 1) | served
         layout_of(settings).phase("decode").resolved(one, shape).one_position().check(one, shape)
     if settings.phase == "train":
@@ -242,10 +242,10 @@ def mesh_of(settings: CompileSettings, target: Topology) -> jax.sharding.Mesh:
 
 
 def compiled(settings: CompileSettings, target: Topology, called: str = "") -> Report:
-    """The report for one slice; `called` is what progress calls the program, by default its model and layout."""
+    """Compile and report for one slice; `called` names the program in progress, by default its model and layout."""
     config, layout, mesh = settings.model, layout_of(settings), mesh_of(settings, target)
     program, args, options = program_of(settings, layout, mesh)
-    # one token of every row, which reads all that the cache has room for, or all tokens, which read one another
+    # One token of every row, which attends to the whole cache, or all tokens, which attend to one another.
     read, seen = (1, settings.room or settings.length) if settings.phase == "decode" else (settings.length,) * 2
     if own.is_own(settings):
         of_one, at = Own(settings.model), layout.resolved(config.sizes(settings.batch, settings.length), mesh)
@@ -253,7 +253,7 @@ def compiled(settings: CompileSettings, target: Topology, called: str = "") -> R
     else:
         each, parameters = config.flops_per_token(seen), config.num_parameters
     flops = settings.batch * read * each
-    flops /= 1 if settings.phase == "train" else 3  # a backward pass is two forward passes
+    flops /= 1 if settings.phase == "train" else 3  # A backward pass is two forward passes.
     named = called or f"{parameters:,} parameters, {layout.name}, {target.name}"
     console = printing.console(stderr=True)
     with gspmd.lowering(layout.lowering or "auto"), Progress(console, named) as progress:
@@ -296,12 +296,12 @@ def program_of(settings: CompileSettings, layout: Layout, mesh) -> tuple[Callabl
 
 
 def say_chosen(layout: Layout) -> None:
-    """Say on stderr which of a layout's alternatives were taken."""
+    """Report on stderr which of a layout's alternatives were taken."""
     print(*layout.chosen, sep="\n", end="\n" * bool(layout.chosen), file=sys.stderr)
 
 
 def save(settings: CompileSettings, report: Report) -> None:
-    """Write the files that were asked for; of a program that does not fit there are figures only."""
+    """Write the files of the flags; a program that does not fit only has figures."""
     if settings.json:
         Path(settings.json).write_text(report.to_json())
     if not report.timeline:

@@ -1,4 +1,4 @@
-"""The configurations that are shipped, and how a command is introduced in its help."""
+"""The configurations that are shipped, and the introduction of a command in its help."""
 
 import os
 import re
@@ -9,17 +9,17 @@ from gspmd.training.toml import ConfigError
 
 _PACKAGE = Path(__file__).parents[1]
 
-#: gspmd/configs where it is installed from a wheel, configs/ at the top of a checkout.
+#: gspmd/configs if installed from a wheel, configs/ at the top of a checkout.
 FOLDER = _PACKAGE / "configs" if (_PACKAGE / "configs").is_dir() else _PACKAGE.parent / "configs"
 
 
 def find(name: str) -> str:
-    """Return the path of a configuration's file, given that path, or the name of one that is shipped.
+    """Return the path of a configuration's file, from that path or from the name of a shipped one.
 
-    A file wins over a shipped configuration of its name.
+    A file takes precedence over a shipped configuration with its name.
 
     Raises:
-        ConfigError: the name is no path (it has no slash and no `.toml`), and nothing is called so.
+        ConfigError: the name is no path (it has no slash and no `.toml`), and no configuration has it.
 
     Example:
         >>> Path(find("tiny")).name, find("mine/tiny.toml")
@@ -44,7 +44,7 @@ def called(documentation: str, command: str, script: str) -> tuple[str | None, s
         script: the file in scripts/, or "".
 
     Returns:
-        The name (None for what the script was called as), and the description with the script's examples.
+        The name (None to use the script's own), and the description with the script's examples.
     """
     if not script:
         return command, documentation

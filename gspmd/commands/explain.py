@@ -49,7 +49,7 @@ def run(argv: Sequence[str], script: str = "") -> int:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str):
-        self.exit(2, f"{self.prog}: {message}\n")  # the message, without the usage before it
+        self.exit(2, f"{self.prog}: {message}\n")  # The message, without the usage before it.
 
 
 def _parser(prog: str) -> argparse.ArgumentParser:
@@ -57,10 +57,10 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     parser.add_argument("equation", help='an equation, such as "BLE_xyz, E_xF_yz -> BLF_yzx"')
     parser.add_argument("--mesh", type=_numbers, required=True, help="sizes of the mesh axes, such as x=4,y=4,z=4")
     parser.add_argument("--sizes", type=_numbers, required=True, help="sizes of the dimensions, such as B=512,E=18432")
-    parser.add_argument("--dtype", default="bfloat16", help="of every operand (default: %(default)s)")
-    parser.add_argument("--chip", default="tpu-v4", help="a row of chips.toml (default: %(default)s)")
-    parser.add_argument("--lowering", default="auto", help=f"{', '.join(LOWERINGS)} (default: %(default)s)")
-    parser.add_argument("--via", help='the specs of the local einsum, such as "BLE_x, E_xF_yz"')
+    parser.add_argument("--dtype", default="bfloat16", help="dtype of every operand (default: %(default)s)")
+    parser.add_argument("--chip", default="tpu-v4", help="chip, a row of chips.toml (default: %(default)s)")
+    parser.add_argument("--lowering", default="auto", help=f"one of {', '.join(LOWERINGS)} (default: %(default)s)")
+    parser.add_argument("--via", help='specs of the operands in the local einsum, such as "BLE_x, E_xF_yz"')
     parser.add_argument("--no-gradients", dest="gradients", action="store_false", help="leave the gradients out")
     parser.add_argument("--json", action="store_true", help="print plain data instead of the figure")
     return parser

@@ -1,4 +1,4 @@
-"""Writes a trained run as a public checkpoint, which transformers and `gspmd generate` read.
+"""Write a trained run as a public checkpoint, which transformers and `gspmd generate` read.
 
     gspmd export runs/001 exported
     gspmd export runs/001 exported --dtype bfloat16
@@ -34,11 +34,11 @@ class ExportSettings:
     """A checkpoint to write, its place, and its format."""
 
     folder: tyro.conf.Positional[str] = ""
-    """Folder of a run of `gspmd train`; its newest checkpoint is taken."""
+    """Folder of a run of `gspmd train`; its newest checkpoint is exported."""
     out: tyro.conf.Positional[str] = ""
     """New folder."""
     dtype: Literal["float32", "float16", "bfloat16"] = "float32"
-    """Dtype in which the tensors are kept."""
+    """Dtype of the tensors in the file."""
 
 
 def run(argv: Sequence[str], script: str = "") -> int:
@@ -62,7 +62,7 @@ def main(argv: Sequence[str], script: str = "") -> int:
         raise ConfigError(_DOING, [f"there is no checkpoint of a run under {settings.folder!r}."])
     source, console = Source.at(folder), printing.console(120)
     try:
-        family = expressing(source.config)  # before anything large is read
+        family = expressing(source.config)  # Before anything large is read.
         here = ShardingConfig(layout="", platform="cpu", devices=1)
         layout = source.layout("", here)
         sizes = {dim: size for dim, size in source.config.sizes(batch=1, length=1).items() if dim not in "BLTG"}
@@ -80,5 +80,5 @@ def main(argv: Sequence[str], script: str = "") -> int:
 
 
 def promised(kept: Path) -> int:
-    """Tokens of the longest sequence of the checkpoint that a run began with; 0 if it began with none."""
+    """Return the longest sequence, in tokens, of the checkpoint that a run began with; 0 if it began with none."""
     return described(kept).config.context_length or 0 if (kept / "config.json").exists() else 0

@@ -1,4 +1,4 @@
-"""The settings file of a command that plans or compiles a step: its tables, and a model of one's own that it names."""
+"""The settings file of a command that plans or compiles a step: its tables, and the user's own model that it names."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -17,7 +17,7 @@ from gspmd_models.finetuning.config import LoraConfig
 
 @dataclass(frozen=True)
 class File:
-    """The tables that a settings file may have; of [training], a command reads what it has flags for."""
+    """The tables that a settings file may have; from [training], a command reads the fields for which it has flags."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
@@ -27,15 +27,15 @@ class File:
     model_class: str = ""
 
     def beside(self, folder: Path) -> "File":
-        """Return these settings with a model of one's own that is named relatively taken from `folder`."""
+        """Return these settings, with a relative path of a user's own model taken from `folder`."""
         return replace(self, model_class=finding.beside(self.model_class, folder))
 
 
 def file_of(argv: Sequence[str], default: str) -> tuple[File, str]:
-    """Return the tables of the settings file that flags name, and its name: none for a model of one's own without one.
+    """Return the tables of the settings file that flags name, and its name: none for a user's own model without one.
 
     Args:
-        argv: the flags, of which --config and --model are read: their defaults come from the file.
+        argv: the flags; --config and --model are read here, since the other defaults come from the file.
         default: the config of a command without flags.
     """
     early = EarlyFlags.of(argv)

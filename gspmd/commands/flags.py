@@ -1,4 +1,4 @@
-"""The flags of a command: a first look at those that decide how the others are read, and the parser of them all."""
+"""The flags of a command: an early look at those that decide how the others are read, and the parser of all flags."""
 
 import argparse
 import io
@@ -24,24 +24,24 @@ from gspmd.training.toml import ConfigError, Dataclass, from_mapping, load_toml,
 
 T = TypeVar("T", bound=Dataclass)
 
-# Booleans are pairs, --tied and --no-tied: with one of them, the one that changes the default, which flags there are
-# would depend on the file that the defaults come from, and a run could not be resumed with the flags that began it.
+# Booleans are pairs, --tied and --no-tied. With only the flag that changes the default, the existing flags would
+# depend on the file with the defaults, and a run could not be resumed with the flags that began it.
 _STYLE = (tyro.conf.AvoidSubcommands,)
 _REGISTRY = ConstructorRegistry()
 """How `Literal`s and optional `Literal`s are parsed."""
 
 
 class FlagError(ValueError):
-    """Flags that cannot be read, with what the parser has to say of them."""
+    """Flags that cannot be read, with the parser's message."""
 
 
 @dataclass(frozen=True)
 class EarlyFlags:
     """The flags that have to be known before all of them can be read, as they were given.
 
-    The defaults of a command's flags come from a file or from a run's folder, which are named by flags; with a model of
-    one's own, which flags there are does too. So these few are looked up first. A value is None for a flag that is not
-    given, and "" for one without a value, which the parser of all flags then refuses.
+    The defaults of a command's flags come from a file or from a run's folder, which flags name; a user's own model also
+    decides which flags exist. So these few are looked up first. A value is None for a flag that is not given, and ""
+    for a flag without a value, which the parser of all flags then refuses.
     """
 
     config: str | None = None
@@ -59,16 +59,16 @@ class EarlyFlags:
 
     @classmethod
     def of(cls, argv: Sequence[str]) -> "EarlyFlags":
-        """Look up these flags, whatever is right or wrong about them and about the others.
+        """Look up these flags, without checking them or the others.
 
         Nothing is refused here: one of several processes has to know where to join the others before it can tell them
-        what is wrong with its flags.
+        about faults of its flags.
 
         >>> EarlyFlags.of(["--steps", "many", "--resume", "300", "--distributed=auto"])
         EarlyFlags(..., resume=True, ..., distributed='auto', ...)
         """
-        # argparse, as tyro uses it, so that both take the same word for the value of a flag; and with values optional,
-        # so that it has nothing to refuse.
+        # argparse, as tyro uses it, so that both take the same word for the value of a flag; and with optional values,
+        # so that it refuses nothing.
         parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
         for field in fields(cls):
             if field.name == "resume":
@@ -92,21 +92,22 @@ def parse(
     """Read settings from a TOML file and from flags, which take precedence.
 
     Args:
-        cls: a dataclass of settings. If it has a field `model_class`, `--model` or `class` in [model] names a model of
-            one's own, whose fields then are those of [model] (`gspmd.training.model.finding`); of such a model without
+        cls: a dataclass of settings. If it has a field `model_class`, `--model` or `class` in [model] names a user's
+            own
+            model, whose fields then are those of [model] (`gspmd.training.model.finding`); for such a model without
             `--config`, `default` is not read.
         argv: the flags. `--config FILE` names the TOML file. `--resume` without it starts from the settings of the run,
             without its platform, its number of devices if `--devices` or `--mesh` is given, its meshes if `--devices`
             is, its `--set` if `--layout` or `--set` is, and its changes of layout if `--layout` or `--relayout` is.
             `--resume STEP` is `--resume --resume-step STEP`, and excludes another step.
         default: the TOML file if neither is given.
-        find: from the name in --config or `default` to the path of the TOML file.
+        find: maps the name in --config, or `default`, to the path of the TOML file.
         description: for --help.
         prog: the program name in --help; `sys.argv[0]` if not given.
 
     Raises:
-        ConfigError: from `load_toml`, or from the dataclasses; the step to resume from is said more than once.
-        FlagError: as of `parse_flags`.
+        ConfigError: from `load_toml`, or from the dataclasses; or the step to resume from is given more than once.
+        FlagError: as for `parse_flags`.
     """
     argv = _spelled_out(argv)
     early = EarlyFlags.of(argv)
@@ -133,7 +134,7 @@ def parse(
 
 
 def distributed(argv: Sequence[str]) -> str:
-    """Return what the flags give as `--distributed`, whatever else is right or wrong about them; "" for --help.
+    """Return the value of `--distributed`, without checking the other flags; "" for --help.
 
     >>> distributed(["--steps", "many", "--distributed=auto"])
     'auto'
@@ -145,7 +146,7 @@ def parse_flags(cls: type[T], argv: Sequence[str], base: T, description: str = "
     """Read settings from flags, with defaults from `base`.
 
     Raises:
-        FlagError: in one of several processes, what is wrong with the flags; elsewhere it is printed, and the process
+        FlagError: in one of several processes, the flags are faulty; elsewhere the message is printed, and the process
             ends.
     """
     said = io.StringIO()
@@ -162,13 +163,13 @@ def parse_flags(cls: type[T], argv: Sequence[str], base: T, description: str = "
 
 
 def _spelled_out(argv: Sequence[str]) -> list[str]:
-    """Return flags with `--resume STEP` as the two settings that it is, and names with hyphens, as tyro reads them.
+    """Return flags with `--resume STEP` as two settings, and names with hyphens, as tyro reads them.
 
     >>> _spelled_out(["--resume", "300", "--steps", "400"])
     ['--resume', '--resume-step', '300', '--steps', '400']
 
     Raises:
-        ConfigError: the step to resume from is said more than once.
+        ConfigError: the step to resume from is given more than once.
     """
     hyphened = [_hyphened(flag) for flag in argv]
     words = [word for flag in hyphened for word in (flag.split("=") if flag.startswith("--resume=") else [flag])]
@@ -197,11 +198,11 @@ def _carried_over(settings: dict[str, Any], given: EarlyFlags) -> dict[str, Any]
     if given.layout is not None or given.set is not None:
         dropped.add("set")
     if given.layout is not None:
-        dropped |= {"rounds", "schedule"}  # of the stages of the layout before
+        dropped |= {"rounds", "schedule"}  # They belong to the stages of the layout before.
     training, sharding = settings.get("training", {}), settings.get("sharding", {})
     changed = training.get("relayout", ()) if isinstance(training, dict) and isinstance(sharding, dict) else None
     if not isinstance(changed, list | tuple) or not all(isinstance(change, str) for change in changed):
-        return settings  # damaged, as `from_mapping` will say
+        return settings  # Damaged, as `from_mapping` will report.
     training = dict(training)
     changes = [parse_relayout(change) for change in training.pop("relayout", ())]
     if given.layout is None and given.relayout is None:

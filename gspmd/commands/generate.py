@@ -1,12 +1,12 @@
-"""Continues prompts with a public checkpoint or a trained run, in a layout to read them and one to decode.
+"""Continue prompts with a public checkpoint or a trained run, in one layout to read them and one to decode.
 
     gspmd generate --checkpoint DIR --prompt "def main():" --tokens 100
     gspmd generate --checkpoint DIR --prompt "Once" --samples 4 --temperature 0.8 --top-p 0.95
     gspmd generate --checkpoint DIR --prompt "Once" --devices 8 --layout megatron-1d --set cache.attention.key=BT_yzKD
-    gspmd generate --checkpoint DIR --prompt "Once" --explain  # what both programs would send, and no loading
+    gspmd generate --checkpoint DIR --prompt "Once" --explain  # the plans of both programs, without loading
 
-DIR holds config.json, safetensors and tokenizer.json, or a run of `gspmd train`. Text goes to standard output as it
-comes, everything else to standard error.
+DIR holds config.json, safetensors and tokenizer.json, or a run of `gspmd train`. Text is printed to standard output
+as it is generated, everything else to standard error.
 """
 
 import sys
@@ -49,14 +49,14 @@ _DOING = "cannot generate text:"
 
 @dataclass(frozen=True)
 class SamplingFlags:
-    """GenerateSettings of sampling; the filters apply in this order."""
+    """Settings of sampling; the filters apply in this order."""
 
     temperature: float = 1.0
     """Divides the logits; 0 takes the likeliest token."""
     top_k: int = 0
     """Draw among the k likeliest tokens; 0 for all."""
     top_p: float = 1.0
-    """Draw among the likeliest tokens whose probabilities add up to p."""
+    """Draw among the likeliest tokens whose probabilities sum to p."""
     min_p: float = 0.0
     """Draw among tokens at least min_p times as likely as the likeliest."""
 
@@ -66,7 +66,7 @@ class ServingSharding(ShardingConfig):
     """The devices, the mesh over them, and the layout on it."""
 
     devices: int | None = None
-    """Number of devices; all of an accelerator, or one of a CPU, if not given."""
+    """Number of devices; if not given, all of an accelerator, or one of a CPU."""
     schedule: tyro.conf.Suppress[str] = "1f1b"
     rounds: tyro.conf.Suppress[int] = 1
     distributed: tyro.conf.Suppress[str] = ""
@@ -75,42 +75,43 @@ class ServingSharding(ShardingConfig):
 
 @dataclass(frozen=True)
 class GenerateSettings:
-    """The prompts to continue, the model, and where it runs."""
+    """The prompts to continue, the model, and the devices to run on."""
 
     checkpoint: str = ""
     """Folder of a public checkpoint, or of a run of `gspmd train`."""
     prompt: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
     """Text to continue; repeatable."""
     prompt_file: str = ""
-    """File whose text is one more prompt; - for standard input."""
+    """File with one more prompt; - for standard input."""
     samples: int = 1
-    """Texts for each prompt. A prompt is read once for all of them."""
+    """Number of texts for each prompt. A prompt is read once for all of them."""
     tokens: int = 128
-    """The most tokens that a text adds to its prompt."""
+    """The largest number of tokens added to a prompt."""
     seed: int = 0
-    """Seed of the first text; each of the others has the next one, so that it can be had again by itself."""
+    """Seed of the first text; each further text has the next seed, so it can be generated again by itself."""
     stop: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
-    """A string that ends a text, and is not shown; repeatable. So does the model's own end of text."""
+    """A string that ends a text, and is not printed; repeatable. The model's own end of text ends a text too."""
     prefill_layout: str = ""
-    """Layout in which prompts are read, in place of --layout; weights stay where the decode layout has them."""
+    """Layout for reading prompts, in place of --layout; weights stay as the decode layout shards them."""
     decode_layout: str = ""
-    """Layout in which tokens are decoded, in place of --layout."""
+    """Layout for decoding tokens, in place of --layout."""
     chunk: int = 128
-    """The most tokens of a prompt that are read in one step."""
+    """The largest number of prompt tokens that are read in one step."""
     burst: int = 8
-    """Tokens of a text that come to the host together."""
+    """Number of tokens of a text that are sent to the host together."""
     cache_length: int | None = None
-    """Tokens of a text that the cache has room for; as many as are needed, or a few more, if not given."""
+    """Number of tokens of a text that the cache can hold; if not given, as many as are needed, or a few more."""
     weights: Literal["int8"] | None = None
-    """Dtype in which matrices are kept, with a scale for every channel; the compute type if not given."""
+    """Dtype of stored matrices; int8 has a scale for every channel. The compute dtype if not given."""
     cache: Literal["int8"] | None = None
-    """Dtype in which keys and values are kept, with a scale for every token and head; the compute type if not given."""
+    """Dtype of stored keys and values; int8 has a scale for every token and head. The compute dtype if not given."""
     dtype: Literal["float32", "bfloat16"] | None = None
-    """Dtype that the model computes in, and is kept in; float32 on a CPU and bfloat16 elsewhere if not given."""
+    """Dtype of computation and weights; if not given, float32 on a CPU and bfloat16 elsewhere."""
     compile_cache: bool = True
-    """Whether compiled programs are kept on disk, where the next start finds them."""
+    """Whether to keep compiled programs on disk for the next start."""
     explain: bool = False
-    """Print what a chunk of the prefill and a step of decoding send, and what weights and cache take; load nothing."""
+    """Print the bytes that a prefill chunk and a decode step send, and the memory of weights and cache; load
+    nothing."""
     sampling: tyro.conf.OmitArgPrefixes[SamplingFlags] = field(default_factory=SamplingFlags)
     sharding: tyro.conf.OmitArgPrefixes[ServingSharding] = field(default_factory=lambda: ServingSharding(layout=""))
 
@@ -140,7 +141,7 @@ def main(argv: Sequence[str], script: str = "") -> int:
 
 
 def generate(settings: GenerateSettings) -> int:
-    """Continue the prompts, or explain what that would take."""
+    """Continue the prompts, or explain what the programs would send and hold."""
     prompts, sampling = prompts_of(settings), decoding.Sampling(**vars(settings.sampling))
     if not settings.checkpoint:
         raise ConfigError(_DOING, ["--checkpoint names the folder of the model; it is missing."])
@@ -167,7 +168,7 @@ def generate(settings: GenerateSettings) -> int:
         decoding.check_seeds(settings.seed, batch.texts)
         decode = batch.sizes.decode
         shapes = models.abstract(config, decode, mesh, dtype, stored=settings.weights or dtype)
-        planned = models.Generator(shapes, layout, prefill, **options)  # with the faults of its settings
+        planned = models.Generator(shapes, layout, prefill, **options)  # Raises the faults of its settings.
         if settings.explain:
             overview.explain(printing.console(120), planned, batch.sizes)
             return 0
@@ -178,7 +179,7 @@ def generate(settings: GenerateSettings) -> int:
         console.print(f"Loaded: {taken}.", soft_wrap=True, markup=False)
         ended: set[int] = set()
         generator = models.Generator(model, layout, prefill, **options)
-        del model  # whose weights the generator may move to another order of memory
+        del model  # The generator may move its weights to another order of memory.
         bursts = generator.stream(
             ids, settings.tokens, sampling=sampling, seed=settings.seed, stop=sorted(source.tokenizer.ends),
             ended=ended, **job,
@@ -196,7 +197,7 @@ def generate_own(
     prompts: Sequence[str],
     sampling: decoding.Sampling,
 ) -> int:
-    """Continue the prompts with the model of a run that is one's own, or explain what that would take."""
+    """Do the same with the user's own model of a run."""
     tokenizer = tokenizer_of(folder)
     subject = Own(run.model)
     refuse_for_own(settings, subject)
@@ -245,10 +246,10 @@ def generate_own(
 
 
 def refuse_for_own(settings: GenerateSettings, subject: Own) -> None:
-    """Refuse what a model of one's own does not have.
+    """Refuse flags that a user's own model does not support.
 
     Raises:
-        ConfigError: with every fault.
+        ConfigError: some flags are not supported; lists every fault.
     """
     faults = []
     if not subject.decodes:
@@ -271,14 +272,14 @@ def refuse_for_own(settings: GenerateSettings, subject: Own) -> None:
 def arranged(
     console: Console, settings: GenerateSettings, config: models.ModelConfig, ids: Sequence[Sequence[int]]
 ) -> tuple[ServingSharding, str | Layout]:
-    """The sharding and the layout of --layout: with `auto` one that is found, on its mesh."""
+    """Return the sharding and the layout of --layout; for `auto`, a layout that is found, on its mesh."""
     sharding = settings.sharding
     if not automatic.asks_for_search(sharding.layout, _DOING):
         return sharding, sharding.layout
     if settings.prefill_layout or settings.decode_layout:
         fault = "--layout auto finds the layout of both phases; leave out --prefill-layout and --decode-layout."
         raise ConfigError(_DOING, [fault])
-    from gspmd.commands.automatic.searched import for_serving  # the search, which no other layout needs
+    from gspmd.commands.automatic.searched import for_serving  # The search, which no other layout needs.
 
     with Progress(console, "Starting the devices"):
         devices = start(sharding, host_devices=1)
@@ -296,7 +297,7 @@ def dtype_on(devices: Sequence[jax.Device], settings: GenerateSettings) -> str:
 
 
 def unless_stopped(bursts: Iterator[decoding.Burst], stop: Stop) -> Iterator[decoding.Burst]:
-    """The bursts, until an interrupt; one that came while JAX was at work would be lost as an exception."""
+    """Yield the bursts until an interrupt; as an exception, one that came while JAX computes would be lost."""
     while not stop.asked:
         burst = next(bursts, None)
         if burst is None:
@@ -306,7 +307,7 @@ def unless_stopped(bursts: Iterator[decoding.Burst], stop: Stop) -> Iterator[dec
 
 
 def prompts_of(settings: GenerateSettings) -> list[str]:
-    """The prompts: those of the flags, then that of the file."""
+    """Return the prompts: those of the flags, then that of the file."""
     prompts, name = list(settings.prompt), settings.prompt_file
     if name:
         try:
@@ -314,7 +315,7 @@ def prompts_of(settings: GenerateSettings) -> list[str]:
         except (OSError, UnicodeDecodeError, ReadError) as error:
             reason = error if isinstance(error, ReadError) else getattr(error, "strerror", None) or "it is not UTF-8"
             raise ConfigError(_DOING, [f"the prompt in {name!r} cannot be read: {reason}."]) from None
-    if any("\ud800" <= letter <= "\udfff" for prompt in prompts for letter in prompt):  # bytes that Python escaped
+    if any("\ud800" <= letter <= "\udfff" for prompt in prompts for letter in prompt):  # Bytes that Python escaped.
         raise ConfigError(_DOING, ["a prompt is not UTF-8."])
     if not prompts:
         raise ConfigError(_DOING, ["there is no prompt; give --prompt TEXT, or --prompt-file FILE (- for stdin)."])
@@ -328,14 +329,14 @@ def write(
     bursts: Iterator[decoding.Burst],
     ended: set[int],
 ) -> None:
-    """Write texts as they come: the first one live, and each other one from when the one before it has ended.
+    """Print texts as they are generated: the first one live, and each other one once the one before it has ended.
 
     Args:
-        console: for all that is not text.
-        prompts: what the texts begin with, each for as many of them.
-        texts: not begun.
-        bursts: their tokens.
-        ended: where to put the numbers of texts that end by a string.
+        console: the console for everything except text.
+        prompts: the beginnings of the texts, each for the same number of them.
+        texts: the texts, not yet begun.
+        bursts: the tokens of the texts.
+        ended: receives the numbers of texts that end with a stop string.
     """
     samples, at, count, first, seconds = len(texts) // len(prompts), 0, 0, 0.0, 0.0
     waiting = [prompts[number // samples] for number in range(len(texts))]

@@ -21,7 +21,7 @@ from gspmd_models.parameters import stages_axes
 
 
 def show_run(console: Console, settings: Any, arrangements: Sequence[Arrangement], kept: str) -> None:
-    """The header: what is run, and on what; `kept` says where compiled programs are."""
+    """Print the header: the run and its devices; `kept` says where compiled programs are kept."""
     (layout, mesh), changes = (arrangements[0].layout, arrangements[0].mesh), arrangements[1:]
     training, model, sharding = settings.training, settings.model, settings.sharding
     lines = {
@@ -66,7 +66,7 @@ def _facts(settings: Any) -> dict[str, str]:
 
 
 def pipeline_of(settings: Any, arrangement: Arrangement) -> Schedule | None:
-    """The schedule of the stages in an arrangement; None where it has none."""
+    """Return the schedule of the stages in an arrangement; None if it has no stages."""
     if own.is_own(settings):
         return None
     training, sharding, mesh = settings.training, settings.sharding, arrangement.mesh.shape
@@ -75,7 +75,7 @@ def pipeline_of(settings: Any, arrangement: Arrangement) -> Schedule | None:
 
 
 def rounds_in(settings: Any, layout: Layout) -> int:
-    """Return how often a microbatch goes round the stages of one of a run's layouts; once where it has none."""
+    """Return how often a microbatch goes round the stages of one of a run's layouts; 1 if it has no stages."""
     return settings.sharding.rounds if stages_axes(layout) else 1
 
 
@@ -90,7 +90,7 @@ def show_tensors(console: Console, settings: Any, layout: Layout, mesh: Mesh) ->
 
 
 def in_short(settings: Any, arrangement: Arrangement) -> str:
-    """The run in a few words, for its pictures."""
+    """Describe the run in a few words, for its pictures."""
     moe = None if own.is_own(settings) else settings.model.moe
     experts = f", {moe.experts} experts" if moe else ""
     devices = arrangement.mesh.size

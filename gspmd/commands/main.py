@@ -1,6 +1,6 @@
-"""`gspmd COMMAND ...`: which commands there are, and how one is started.
+"""`gspmd COMMAND ...`: the list of commands, and their start.
 
-This imports nothing that takes time: a command that is misspelled is told at once.
+This imports nothing slow, so that a misspelled command is reported at once.
 """
 
 import _thread
@@ -21,9 +21,9 @@ import gspmd
 from gspmd.display import terminal
 from gspmd.interruption import end, end_as_usual, end_at_once, number_of
 
-#: Command -> what it does. Each is a module of this package with `run(argv, script) -> exit code`.
+#: Command -> its description. Each is a module of this package with `run(argv, script) -> exit code`.
 COMMANDS = {
-    "explain": "what an equation will do on a mesh, drawn as the papers draw it",
+    "explain": "show the plan of an equation on a mesh, drawn as the papers draw it",
     "train": "train a Mixture-of-Experts language model on text, every tensor placed by a layout",
     "generate": "continue prompts with a public checkpoint or a trained run, in any layout",
     "export": "write a trained run as a public checkpoint, which transformers loads",
@@ -40,17 +40,17 @@ _EXAMPLES = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command, or list them; return the exit code: 2 for a command that there is not, 130 for an interrupt.
+    """Run a command, or list them; return the exit code: 2 for an unknown command, 130 for an interrupt.
 
     Args:
-        argv: the command and its flags; those of this process if not given, and then the process is to end with this.
+        argv: the command and its flags; if not given, those of this process, which should then end with the exit code.
     """
     name, *flags = (sys.argv[1:] if argv is None else argv) or [""]
     return _run(name, flags) if argv is not None else _process(name, flags)
 
 
 def script(name: str, file: str) -> int:
-    """Run a command for the file in scripts/ that stands for it, with the flags of this process, which ends with this.
+    """Run a command for its file in scripts/, with the flags of this process, and end the process.
 
     Args:
         name: the command.
@@ -60,29 +60,29 @@ def script(name: str, file: str) -> int:
 
 
 def _process(name: str, flags: Sequence[str], file: str = "") -> int:
-    """Run a command, with which the process ends."""
+    """Run a command, and end the process."""
     sys.unraisablehook = partial(_interrupt_again, sys.unraisablehook)
     try:
         code = _written(partial(_run, name, flags, file, ends=True))
-    except KeyboardInterrupt as stopped:  # while the last of the output was written
+    except KeyboardInterrupt as stopped:  # While the last of the output was written.
         code = 128 + number_of(stopped)
     finally:
-        if _raises():  # the command has ended, and libraries tidy up
+        if _raises():  # The command has ended, and libraries clean up.
             signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if code > 128:  # XLA may still be compiling in threads of its own, which crash when they are taken down
+    if code > 128:  # XLA may still compile in threads of its own, which crash if they are torn down.
         os._exit(code)
     return code
 
 
 def _written(command: Callable[[], int]) -> int:
-    """Run a command to where its output is written; return its exit code, or another one where that is not possible.
+    """Run a command until its output is written; return its exit code, or another one if the output cannot be written.
 
-    Of an output that is closed, as by `| head` or with its terminal, nothing is said: who closed it has seen enough.
+    A closed output, as with `| head` or a closed terminal, is not reported: its reader has seen enough.
     """
     try:
         try:
             code = command()
-        except SystemExit:  # of --help
+        except SystemExit:  # From --help.
             _flush()
             raise
         _flush()
@@ -98,9 +98,9 @@ def _written(command: Callable[[], int]) -> int:
         for stream in _streams():
             try:
                 stream.flush()
-            except OSError:  # what is left in it would fail once more when the interpreter ends
+            except OSError:  # Its remaining data would fail once more when the interpreter ends.
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
-        return 1 if full else 128 + signal.SIGPIPE  # also of a terminal: no SIGHUP has come
+        return 1 if full else 128 + signal.SIGPIPE  # Also for a terminal: no SIGHUP has come.
 
 
 def _streams() -> list[TextIO]:
@@ -121,7 +121,7 @@ def _run(name: str, flags: Sequence[str], file: str = "", ends: bool = False) ->
                 with _starting() if ends else nullcontext():
                     command = import_module(f"gspmd.commands.{name}")
             except ModuleNotFoundError as error:
-                if error.name != "gspmd_models":  # installed with gspmd; a checkout alone does not have it by that name
+                if error.name != "gspmd_models":  # A checkout that is not installed lacks it.
                     raise
                 print(f"{error}. Install gspmd first; in a checkout: pip install -e .", file=sys.stderr)
                 return 2
@@ -133,11 +133,11 @@ def _run(name: str, flags: Sequence[str], file: str = "", ends: bool = False) ->
 
 @contextmanager
 def _ending_at_once() -> Iterator[None]:
-    """Let a signal end the process, in one line, where there is nothing to save: while libraries are imported.
+    """Let a signal end the process, in one line, while libraries are imported and there is nothing to save.
 
-    As an exception it may come up anywhere in them, and some print it, or take it for a module that is not there.
+    An exception could be raised anywhere in them, and some print it, or take it for a missing module.
     """
-    ours = current_thread() is main_thread()  # only there can signals be handled
+    ours = current_thread() is main_thread()  # Only the main thread can handle signals.
     if ours:
         end_at_once()
     try:
@@ -148,38 +148,38 @@ def _ending_at_once() -> Iterator[None]:
 
 
 def _starting() -> Any:
-    """Say on stderr that libraries are imported, once that has taken a while."""
-    from gspmd.display.console import console  # here, as below: rich takes longer to import than all of this file
+    """Report on stderr that libraries are imported, once that has taken a while."""
+    from gspmd.display.console import console  # Rich is slow to import.
     from gspmd.display.progress import Progress
 
     return Progress(console(stderr=True), "Starting JAX")
 
 
 def _raises() -> bool:
-    """Whether an interrupt is this process's own concern, rather than being ignored, or the concern of the caller."""
+    """Return whether this process should react to an interrupt: it is not ignored, and not the caller's concern."""
     usual = signal.getsignal(signal.SIGINT) in (signal.default_int_handler, end)
     return usual and current_thread() is main_thread()
 
 
 def _interrupt_again(show: Callable[[Any], None], raised: Any) -> None:
-    """Interrupt once more, and soon, where the exception of an interrupt came up in code that Python lets none leave.
+    """Interrupt once more, soon, after the exception of an interrupt was raised in code that swallows exceptions.
 
-    That is a callback of the garbage collector or a finalizer. JAX has such a callback; a signal that arrives during a
-    collection, which takes longer the more there is, comes up in it.
+    Such code is a callback of the garbage collector, or a finalizer. JAX has such a callback; a signal that arrives
+    during a collection is raised in it, and collections take longer the more objects there are.
     """
     if not issubclass(raised.exc_type, KeyboardInterrupt):
         return show(raised)
     number = number_of(raised.exc_type)
-    _thread.start_new_thread(_interrupt_soon, (number,))  # a Thread takes locks, which may be held here
+    _thread.start_new_thread(_interrupt_soon, (number,))  # A Thread takes locks, which may be held here.
 
 
 def _interrupt_soon(number: int) -> None:
-    time.sleep(0.02)  # until the callback has returned
-    os.kill(os.getpid(), number)  # rather than _thread.interrupt_main, which ends no wait
+    time.sleep(0.02)  # Until the callback has returned.
+    os.kill(os.getpid(), number)  # Not _thread.interrupt_main, which does not end a wait.
 
 
 def _without_command(name: str) -> int:
-    """Answer what is no command: the list of commands, the version, or the name of one that may be meant."""
+    """Handle arguments that are no command: print the list of commands, the version, or the nearest name."""
     from gspmd.display.console import console
 
     if name in ("", "-h", "--help"):

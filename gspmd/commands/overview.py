@@ -1,4 +1,4 @@
-"""An overview of a generation, before anything is loaded: its devices, and what it sends and holds."""
+"""An overview of a generation, before anything is loaded: its devices, and the bytes that it sends and holds."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -35,7 +35,7 @@ def facts(source: Source, sizes: decoding.Sizes, mesh: Mesh, dtype: str) -> dict
 
 
 def facts_of_own(name: str, model: Own, layout: Layout, mesh: Mesh) -> dict[str, str]:
-    """Return the same of a model of one's own."""
+    """Describe the same for a user's own model."""
     chosen = {"chosen": "; ".join(layout.chosen)} if layout.chosen else {}
     return {
         "devices": host.describe(list(mesh.devices.flat)),
@@ -47,7 +47,7 @@ def facts_of_own(name: str, model: Own, layout: Layout, mesh: Mesh) -> dict[str,
 
 
 def explain_own(console: Console, writer: decoding.Stepwise, params: Mapping[str, Any]) -> None:
-    """Print the plan of a step of a model of one's own."""
+    """Print the plan of a step of a user's own model."""
     whole = jax.NamedSharding(jax.sharding.get_mesh(), jax.P())
     tokens, position = (jax.ShapeDtypeStruct(shape, "int32", sharding=whole) for shape in ((writer.rows, 1), ()))
     plan = gspmd.trace(writer.step, params, writer.abstract_kept, tokens, position)
@@ -57,7 +57,7 @@ def explain_own(console: Console, writer: decoding.Stepwise, params: Mapping[str
 
 
 def explain(console: Console, generator: models.Generator, sizes: decoding.Sizes) -> None:
-    """Print the plans of both programs, and what a device holds between them."""
+    """Print the plans of both programs, and the bytes that a device holds between them."""
     for line in dict.fromkeys((*sizes.prefill.chosen, *sizes.decode.chosen)):
         console.print(line, markup=False)
     reads = {"prefill": f"{sizes.prefill_rows} × {sizes.chunk} tokens", "decode": f"{sizes.rows} × 1 token"}
@@ -76,6 +76,6 @@ def held(generator: models.Generator, sizes: decoding.Sizes) -> dict[str, Any]:
 
 
 def check_memory(generator: models.Generator, sizes: decoding.Sizes, mesh: Mesh) -> None:
-    """Refuse what devices have no room for, before anything is loaded."""
+    """Refuse arrays that the devices have no room for, before anything is loaded."""
     remedy = "Take more devices, a layout that shards more, --weights int8, --cache int8, or fewer texts."
     memory.check("cannot generate text:", held(generator, sizes), mesh.local_devices, remedy)

@@ -1,6 +1,6 @@
 """The programs of a run in one of its arrangements: its update and its evaluation, and the state that they take.
 
-Each stands beside its abstract form (shapes, dtypes and shardings in place of arrays), by which a program is checked,
+Each comes with its abstract form (shapes, dtypes and shardings in place of arrays), by which a program is checked,
 planned and explained without an array.
 """
 
@@ -32,7 +32,8 @@ Tree = Any
 
 
 def make_program(console: Console, settings: RunSettings, arrangement: Arrangement) -> Program:
-    """Make the programs of an arrangement, with the state where a run begins: elsewhere it is restored, or moved."""
+    """Make the programs of an arrangement, with the state if the run begins here: otherwise it is restored, or
+    moved."""
     training, layout, mesh = settings.training, arrangement.layout, arrangement.mesh
     if arrangement.after:
         console.print(f"After step {arrangement.after}: {arrangement}.", markup=False)
@@ -40,7 +41,7 @@ def make_program(console: Console, settings: RunSettings, arrangement: Arrangeme
     with arrangement.context():
         with Progress(console, "Building the model") as progress:
             subject, state = own.trainable(settings), abstract_state(settings, arrangement)
-            # Where the state is restored or moved, its shapes are enough; arrays would be made to be thrown away.
+            # If the state is restored or moved, its shapes are enough; arrays would be made to be thrown away.
             if not (arrangement.after or training.resume):
                 values = initial_values(console, settings, arrangement)
                 state = building.initial_state(subject, layout, values, update_of(settings), mesh)
@@ -126,10 +127,10 @@ def flops_per_token(settings: RunSettings, layout: gspmd.Layout) -> float:
 
 
 def check_traced(settings: RunSettings, arrangement: Arrangement, state: TrainState) -> None:
-    """Trace one update and one evaluation, which raises what no other check knows.
+    """Trace one update and one evaluation, which finds the faults that no other check finds.
 
-    It is said before the text is read and the model is built, and not at the step from which on an arrangement is in
-    force. It takes about a second, and a third of that on top of a run, which finds what is planned here.
+    So a fault is reported before the text is read and the model is built, and not at the step at which the arrangement
+    begins. It takes about a second; a run, which plans the same here, takes only a third of that more.
     """
     with arrangement.context():
         update, *args = step_of(settings, arrangement, state)
@@ -138,7 +139,7 @@ def check_traced(settings: RunSettings, arrangement: Arrangement, state: TrainSt
 
 
 def explain(console: Console, settings: RunSettings, arrangement: Arrangement, state: TrainState) -> None:
-    """Show what one training step really sends, and what was planned; nothing is allocated and nothing runs."""
+    """Print what one training step really sends beside its plan; nothing is allocated and nothing runs."""
     training, layout, mesh = settings.training, arrangement.layout, arrangement.mesh
     with arrangement.context():
         update, *args = step_of(settings, arrangement, state)
@@ -160,7 +161,7 @@ def explain(console: Console, settings: RunSettings, arrangement: Arrangement, s
 def sample(
     settings: RunSettings, arrangement: Arrangement, params: Tree, tokenizer: checkpoints.Tokenizer | None = None
 ) -> str:
-    """Return text that the trained model continues the prompt with."""
+    """Return the text with which the trained model continues the prompt."""
     training, tokenizer = settings.training, tokenizer or checkpoints.byte_tokenizer()
     model = merge(models.with_arrays(abstract_model(settings, arrangement), params))
     prompt, how = tokenizer.encode(training.prompt), models.Sampling(temperature=0.8)

@@ -1,4 +1,4 @@
-"""The runner of a command: its errors in one message, its exit code, and how a run that was interrupted goes on."""
+"""The runner of a command: one message for its errors, its exit code, and advice to resume after an interrupt."""
 
 import logging
 import shlex
@@ -34,27 +34,27 @@ def guarded(
 ) -> int:
     """Run a command and return its exit code: its own, or 1 for a failed run, 2 for bad input, 130 for an interrupt.
 
-    A run that SIGTERM ends returns 0 if it has a checkpoint to resume from, else 143.
+    A run that SIGTERM ends returns 0 if it has a checkpoint to resume from, otherwise 143.
 
-    Errors of the user are one message on stderr; any other exception is a bug and keeps its traceback. Of several
-    processes the first one says it, and all of them end.
+    Errors of the user are one message on stderr; any other exception is a bug and keeps its traceback. In several
+    processes the first one prints the message, and all of them end.
 
     Args:
-        command: takes the flags, and returns an exit code or None.
+        command: the function to run: it takes the flags, and returns an exit code or None.
         argv: the flags.
-        called: the command line of the program, for the advice how to resume; `python sys.argv[0]` if not given.
-        errors: further types of errors of the user.
-        interrupted: what is said of an interrupt that the command does not answer itself.
+        called: the command line of the program, for the advice to resume; `python sys.argv[0]` if not given.
+        errors: further types of errors that are the user's.
+        interrupted: the message for an interrupt that the command does not handle itself.
     """
-    for stream in (sys.stdout, sys.stderr):  # --help and messages do not go through a console
+    for stream in (sys.stdout, sys.stderr):  # --help and messages do not go through a console.
         printing.never_fail(stream)
     # The checkpoint writer logs the traceback of every error several times, in addition to raising it; the writer of
-    # events warns of each loss that is not finite.
+    # events warns about each loss that is not finite.
     for name in ("absl", "asyncio", "tensorboardX"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
     refused: tuple[type[Exception], ...] = (*_USER_ERRORS, *errors)
-    together = False  # whether all processes come to this end
-    sure = True  # whether the fault is this process's own, and not perhaps a consequence of the loss of another one
+    together = False  # Whether all processes come to this end.
+    sure = True  # Whether the fault is this process's own, and not perhaps a consequence of the loss of another one.
     try:
         with terminable(), _naming_files():
             _check_encoding(argv)
@@ -81,9 +81,9 @@ def guarded(
         if not processes.several():
             raise
         message, code, sure = "".join(traceback.format_exception(error)).rstrip(), 1, False
-    terminal.leave()  # or the message would fail where the terminal was closed
+    terminal.leave()  # Otherwise the message would fail if the terminal was closed.
     if processes.several() and not together:
-        processes.fail(code, message, sure=sure)  # which may wait for processes that are still to come
+        processes.fail(code, message, sure=sure)  # It may wait for processes that have not arrived.
     with unheard():
         if processes.first():
             print(message, file=sys.stderr)
@@ -95,7 +95,7 @@ def _check_encoding(argv: Sequence[str]) -> None:
     """Refuse flags that are not UTF-8: libraries cannot open such names, and a run's config.json cannot hold them.
 
     Raises:
-        ConfigError: with each of them.
+        ConfigError: some flags are not UTF-8; lists each of them.
     """
     faults = [f"{flag!r:.200} is not UTF-8." for flag in argv if any("\ud800" <= each <= "\udfff" for each in flag)]
     if faults:
@@ -104,11 +104,11 @@ def _check_encoding(argv: Sequence[str]) -> None:
 
 @contextmanager
 def _naming_files() -> Iterator[None]:
-    """Convert what the system says of a named file, such as that its name is too long, to an error of the user."""
+    """Convert a system error about a named file, for example that its name is too long, to an error of the user."""
     try:
         yield
     except OSError as error:
-        if not isinstance(error.filename, str):  # such as a closed standard output
+        if not isinstance(error.filename, str):  # For example a closed standard output.
             raise
         raise ConfigError(f"cannot use {error.filename!r}:", [f"{error.strerror or error}."]) from None
 
@@ -122,10 +122,10 @@ def _advice(step: int | None, out: Path, called: str, when: str = "To go on") ->
 def interrupts(out: Path, called: str = "") -> Iterator[None]:
     """Convert a signal or a full disk, at any point of a run, to an error that names the newest checkpoint.
 
-    Where another process is lost, its message names the checkpoint likewise.
+    If another process is lost, its message names the checkpoint in the same way.
 
     Raises:
-        Interrupted: in place of KeyboardInterrupt, at SIGTERM and SIGHUP, and where standard output is closed.
+        Interrupted: in place of KeyboardInterrupt, after SIGTERM or SIGHUP, or when standard output is closed.
         Unwritable: in place of OSError.
     """
     try:
@@ -147,13 +147,13 @@ def _saved(out: Path, called: str) -> str:
 
 
 def next_commands(out: Path, steps: int, prompt: str | None, called: str = "") -> dict[str, str]:
-    """The commands that train a run on, and that sample from it, by what they do.
+    """Return the commands that train a run on, and that sample from it, by their purpose.
 
     Args:
         out: the run's folder.
-        steps: that it has done.
-        prompt: the beginning of the text; None if the model cannot generate any.
-        called: as of `guarded`; if not given, the file beside `sys.argv[0]` samples.
+        steps: number of steps that it has done.
+        prompt: the beginning of the text; None if the model cannot generate text.
+        called: as in `guarded`; if not given, the file beside `sys.argv[0]` samples.
 
     Example:
         >>> next_commands(Path("runs/001"), 800, "def ", "gspmd train")["to sample from it"]
@@ -168,6 +168,6 @@ def next_commands(out: Path, steps: int, prompt: str | None, called: str = "") -
 
 
 def _resume_command(out: Path, called: str) -> str:
-    """The command that resumes this run; its settings are in its folder."""
+    """Return the command that resumes this run; its settings are in its folder."""
     program = f"python {shlex.quote(sys.argv[0])}"
     return f"{called or program} --resume --out {shlex.quote(str(out))}{processes.flag()}"

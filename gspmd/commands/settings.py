@@ -1,4 +1,4 @@
-"""The settings of a run of `gspmd train`: tables and flags, and what the checkpoint that it begins with says of it."""
+"""The settings of a run of `gspmd train`: tables and flags, and those of the checkpoint that it begins with."""
 
 import os
 from collections.abc import Sequence
@@ -24,21 +24,21 @@ from gspmd_models.finetuning.config import LoraConfig
 
 @dataclass(frozen=True)
 class RunSettings:
-    """Everything a run is told, by file and by flag."""
+    """All settings of a run, from file and flags."""
 
     config: str = ""
     """TOML file with tables [model], [training], [optimizer] and [sharding]; configs/default.toml if not given, or
     configs/finetune.toml with --from."""
     explain: bool = False
-    """Compile the training step, print what it sends beside what was planned, and stop."""
+    """Compile the training step, print what it sends beside the plan, and stop."""
     compile_cache: bool = True
-    """Whether compiled programs are kept on disk, where the next start finds them."""
+    """Whether to keep compiled programs on disk for the next start."""
     checkpoint: Annotated[str, tyro.conf.arg(name="from")] = ""
-    """Folder of a public checkpoint, whose model, weights and tokenizer the run begins with; of [model] only remat
-    counts."""
+    """Folder of a public checkpoint, with the model, weights and tokenizer that the run begins with; from [model] only
+    remat is used."""
     model_class: Annotated[str, tyro.conf.arg(name="model", metavar="MODULE:NAME")] = ""
-    """A model of one's own, such as mixer:Mixer for the class Mixer of mixer.py, whose fields the flags of [model] then
-    are; in a file, class in [model]. docs/your-model.md builds one."""
+    """Your own model, such as mixer:Mixer for the class Mixer of mixer.py, whose fields become the flags of [model];
+    in a file, class in [model]. docs/your-model.md builds one."""
     model: ModelConfig = field(default_factory=ModelConfig)
     training: tyro.conf.OmitArgPrefixes[TrainingConfig] = field(default_factory=TrainingConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
@@ -46,19 +46,19 @@ class RunSettings:
     sharding: tyro.conf.OmitArgPrefixes[ShardingConfig] = field(default_factory=ShardingConfig)
 
     def beside(self, folder: Path) -> "RunSettings":
-        """Return these settings with what they name relatively taken from `folder`, that of their file."""
+        """Return these settings, with relative paths taken from `folder`, that of their file."""
         checkpoint = os.path.join(folder, self.checkpoint) if self.checkpoint else ""
         return replace(self, checkpoint=checkpoint, model_class=finding.beside(self.model_class, folder))
 
 
 def of_checkpoint(settings: RunSettings, argv: Sequence[str]) -> RunSettings:
-    """Return the settings with model and tokenizer of the checkpoint that a run begins with, or has begun with.
+    """Return the settings, with the model and the tokenizer of the checkpoint that a run begins or began with.
 
-    A resume by folder has both in the settings of the run. One with the flags that began it, `--from` among them, is
-    the same run, unless it names another checkpoint.
+    A resume by folder has both in the settings of the run. A resume with the flags that began it, `--from` among them,
+    is the same run, unless it names another checkpoint.
 
     Raises:
-        ConfigError: flags say what model it is, which the checkpoint does; or the run began with something else.
+        ConfigError: flags describe the model, which the checkpoint does; or the run began with something else.
         CheckpointError: the checkpoint cannot be read.
     """
     resumed = settings.training.resume
@@ -74,18 +74,19 @@ def of_checkpoint(settings: RunSettings, argv: Sequence[str]) -> RunSettings:
         fault = f"the checkpoint {settings.checkpoint!r} says what model it is; leave out {', '.join(fixed)}."
         raise ConfigError("cannot begin with this checkpoint:", [fault])
     model = replace(checkpoints.model_config(settings.checkpoint), remat=settings.model.remat)
-    if model.context_length is not None:  # trained at longer sequences, it writes as long ones
+    if model.context_length is not None:  # A model trained on longer sequences can write longer ones.
         model = replace(model, context_length=max(model.context_length, settings.training.length))
     training = replace(settings.training, tokenizer=settings.training.tokenizer or settings.checkpoint)
     return replace(settings, model=model, training=training)
 
 
 def _another_beginning(settings: RunSettings) -> str:
-    """Say that a run did not begin with the checkpoint that its resume names; empty if it did, or cannot be asked."""
+    """Return a message if a run did not begin with the checkpoint that its resume names; empty if it did, or if
+    unknown."""
     out = Path(settings.training.out) if settings.training.out else newest_run()
     try:
         begun = str(load_settings(out).get("checkpoint") or "")
-    except ConfigError:  # the remedy for a config.json that is lost is to give all settings again, as here
+    except ConfigError:  # The remedy for a lost config.json is to give all settings again, as here.
         return ""
     if begun and os.path.realpath(begun) == os.path.realpath(settings.checkpoint):
         return ""
@@ -104,14 +105,14 @@ def adapted(settings: RunSettings) -> RunSettings:
 
 
 def facts_of(settings: RunSettings) -> dict[str, Any]:
-    """Return what the processes of a run must agree about before they start their devices, by name."""
+    """Return the settings that the processes of a run must agree about before they start their devices, by name."""
     facts = to_mapping(settings)
-    del facts["config"], facts["sharding"]["distributed"]  # which file the settings are from, and which process this is
+    del facts["config"], facts["sharding"]["distributed"]  # The file of the settings, and the number of this process.
     named = {"layout": settings.sharding.layout}
     named |= {
         f"layout after {change.after}": change.layout for change in map(parse_relayout, settings.training.relayout)
     }
-    # A file of one name may have other lines on another machine.
+    # A file of the same name may have other lines on another machine.
     files = {at: name if (lines := lines_searched(name)) is None else lines for at, name in named.items()}
     layouts = {at: gspmd.Layout.load(file) for at, file in files.items() if file}
     tables = {at: {each.name: getattr(layout, each.name) for each in fields(layout)} for at, layout in layouts.items()}

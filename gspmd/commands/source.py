@@ -31,7 +31,7 @@ class Source:
 
     @classmethod
     def at(cls, folder: Path) -> "Source":
-        """The checkpoint or run in a folder. Raises CheckpointError or ConfigError if it holds neither."""
+        """Read the checkpoint or run in a folder. Raises CheckpointError or ConfigError if it holds neither."""
         if newest(folder) is None:
             return cls(folder, checkpoints.model_config(folder), checkpoints.tokenizer(folder))
         kept_settings = load_settings(folder)
@@ -40,11 +40,12 @@ class Source:
         return cls(folder, replace(run.model, lora=None), tokenizer_of(folder), run)
 
     def layout(self, name: str | Layout, sharding: ShardingConfig) -> Layout:
-        """A layout with the changes of `--set` and `--lowering`; without a name the run's own, or megatron-1d."""
+        """Return a layout with the changes of `--set` and `--lowering`; without a name the run's own, or
+        megatron-1d."""
         return layout_of(self.folder, self.run, name, sharding)
 
     def load(self, layout: Layout, mesh: Mesh, dtype: str, *, int8: bool = False) -> tuple[models.Transformer, str]:
-        """The model, placed by a layout, and what loading it took."""
+        """Return the model, placed by a layout, and a description of what was loaded."""
         if self.run is None:
             model, taken = checkpoints.load(self.folder, layout, mesh, dtype, int8=int8)
             return model, str(taken)
@@ -58,10 +59,10 @@ def tokenizer_of(folder: Path) -> checkpoints.Tokenizer:
     """Return the tokenizer that a run keeps, or that of bytes.
 
     Raises:
-        ConfigError: it is damaged.
+        ConfigError: the kept tokenizer is damaged.
     """
     kept = folder / "tokenizer"
-    if (kept / checksums.FILE).exists() and (fault := checksums.fault_of(kept)):  # earlier versions wrote none
+    if (kept / checksums.FILE).exists() and (fault := checksums.fault_of(kept)):  # Earlier versions wrote none.
         remedy = "A resume of the run writes it anew."
         raise ConfigError("cannot read the tokenizer of the run:", [f"{str(kept)!r} is damaged: {fault}.", remedy])
     return checkpoints.tokenizer(kept) if kept.is_dir() else checkpoints.byte_tokenizer()
@@ -78,10 +79,10 @@ def layout_of(folder: Path, run: RunSettings | None, name: str | Layout, shardin
 
 
 def own_run(folder: Path) -> RunSettings | None:
-    """Return the settings of a run whose model is one's own; None of other folders.
+    """Return the settings of a run with a user's own model; None for other folders.
 
     Raises:
-        ConfigError: its class is not found any more, or is another one now.
+        ConfigError: its class is not found any more, or has changed.
     """
     if newest(folder) is None:
         return None

@@ -179,10 +179,11 @@ class Found:
         seconds: predicted seconds of everything that was priced.
         planned_seconds: seconds of planned steps, as `gspmd.trace` adds them up for this layout.
         priced_seconds: seconds of planned steps, as the search added them up: the same, except that on a mesh of three
-        +axes a norm of all gradients is over all of them. If they differ by more, nothing is proved, and `bound` is 0.
+            axes a norm of all gradients is over all of them. If they differ by more, nothing is proved, and `bound` is
+            0.
         bytes: bytes that a device holds when most is held.
         bound: a lower bound on the seconds of all layouts on all given meshes; 0 if the search was stopped before
-        +it had reached all of them.
+            it had reached all of them.
         complete: whether the layout is proved to be the cheapest on all of them.
     """
 

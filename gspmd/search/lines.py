@@ -433,7 +433,7 @@ def choices_of(
         sizes: for each unknown, the sizes of the dimensions sharded over it; if it is missing, nothing has to divide.
         mesh: sizes of the mesh axes, all above 1.
         dimensions: sizes by which the layout is checked. Lines have to divide them even if tensors are larger, as two
-        +shared experts together are.
+            shared experts together are.
 
     Raises:
         PlanError: a choice has too many options.

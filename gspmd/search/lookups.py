@@ -27,7 +27,7 @@ class LookupPrices:
         widths: bytes of an id, of a number of the table, of one of the rows, and of a scale of the table's rows, if it
             has some.
         backward: whether the gradient of the table is computed. It goes to the table's placement, or to the partial sum
-        +that the table's spec gives.
+            that the table's spec gives.
     """
 
     environment: Environment

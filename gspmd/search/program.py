@@ -59,7 +59,7 @@ class Use:
         times: how often it runs.
         once: how often those of its first steps run that leave a loop in which its tensor is invariant; `times` if
             there are
-        +none.
+            none.
         inside: whether it runs in a shard_map of the program's own, and is planned without the mesh axes of that.
     """
 

@@ -31,7 +31,7 @@ class Search:
         problem: Choices, terms and limit.
         stop: Called often; once it returns true, a search returns its best picks, with the bound proved for them.
         tolerance: The fraction of their seconds by which picks may be slower than the cheapest: near-ties at a limit of
-        +bytes take long to tell apart. `Answer.bound` is the proved bound all the same.
+            bytes take long to tell apart. `Answer.bound` is the proved bound all the same.
 
     Attributes:
         so_far: The best picks of the last question, also after an interrupt; None before any were found.

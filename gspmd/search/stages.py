@@ -68,13 +68,13 @@ def split(
 
     Args:
         seconds: [layers, layers, submeshes], the seconds for one microbatch of the stage of layers i to j on a submesh;
-        +`inf` if that is not possible. Entries below the diagonal are not read.
+            `inf` if that is not possible. Entries below the diagonal are not read.
         submesh_devices: the number of devices of each submesh.
         devices: the number of all devices.
         microbatches: B.
         fits: returns whether a stage fits in memory, given the number of stages after it. In 1F1B it holds the inputs
             of one
-        +microbatch more than there are stages after it, if there are as many.
+            microbatch more than there are stages after it, if there are as many.
         alike: whether all stages must have the same number of layers and the same submesh, so that one program runs
             them.
 

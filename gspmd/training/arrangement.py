@@ -1,4 +1,4 @@
-"""Arrangements of a run: a layout on a mesh, in force from a step on, and the state moved from one to the next."""
+"""Arrangements of a run: a layout on a mesh, in force from a step on, and moves of the state between them."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,7 +16,7 @@ from gspmd.training.state import TrainState
 from gspmd.training.syntax import parse_mesh, parse_relayout
 from gspmd.training.toml import ConfigError
 
-# Arrays that an error names.
+# Number of arrays that an error names.
 _SHOWN = 4
 
 
@@ -26,8 +26,8 @@ class Arrangement:
 
     Attributes:
         after: the step; 0 for the arrangement that a run begins in.
-        layout: resolved for this mesh.
-        mesh: of the run's devices, which are the same for all arrangements.
+        layout: the layout, resolved for this mesh.
+        mesh: a mesh of the run's devices, which are the same for all arrangements.
     """
 
     after: int
@@ -51,14 +51,14 @@ def arrange(
     """Check all layouts of a run, start the backend, and return the arrangements in the order of their steps.
 
     Args:
-        training: with the changes of layout.
-        sharding: layout and mesh that the run begins in; its lowering and axis types are for all.
-        sizes: of the model's dimensions, as for `Layout.check`.
+        training: the settings with the changes of layout.
+        sharding: the first layout and mesh; its lowering and axis types are for all.
+        sizes: sizes of the model's dimensions, as for `Layout.check`.
         begin: the layout to begin in; the one that `sharding` names if not given.
 
     Raises:
         ConfigError: the mesh of a change has another number of devices than the run.
-        HostError, LayoutError: as of `make_mesh`, for any of the layouts.
+        HostError, LayoutError: as for `make_mesh`, for any of the layouts.
     """
     changes = [parse_relayout(change) for change in training.relayout]
     layouts = [Layout.load(begin or sharding.layout).override(sharding.overrides)]
@@ -85,8 +85,8 @@ def make_mesh(sharding: ShardingConfig, layout: Layout, sizes: Mapping[str, int]
     Args:
         sharding: the requested mesh or number of devices; None for all devices.
         layout: factors devices into a mesh that divides the sizes, if no mesh is given.
-        sizes: of the model's dimensions, as for `Layout.check`.
-        host_devices: how many fake devices a CPU has if neither a mesh nor their number is requested.
+        sizes: sizes of the model's dimensions, as for `Layout.check`.
+        host_devices: number of fake devices of a CPU if neither a mesh nor their number is requested.
 
     Raises:
         ConfigError: mesh and number of devices contradict each other.
@@ -96,14 +96,14 @@ def make_mesh(sharding: ShardingConfig, layout: Layout, sizes: Mapping[str, int]
     wanted = _wanted(sharding)
     if given:
         layout.check(sizes, given)
-    elif wanted:  # raises before the devices are started
+    elif wanted:  # It raises before the devices are started.
         given = layout.mesh_for(wanted, sizes)
     devices = start(sharding, host_devices=host_devices)
     return _mesh(given or layout.mesh_for(len(devices), sizes), devices, sharding)
 
 
 def start(sharding: ShardingConfig, *, host_devices: int = 8) -> list[jax.Device]:
-    """Start the backend, and return the devices that mesh or settings ask for; `host_devices` as of `make_mesh`.
+    """Start the backend, and return the devices for the mesh or the settings; `host_devices` as for `make_mesh`.
 
     Raises:
         ConfigError: mesh and number of devices contradict each other.
@@ -113,7 +113,7 @@ def start(sharding: ShardingConfig, *, host_devices: int = 8) -> list[jax.Device
 
 
 def _wanted(sharding: ShardingConfig) -> int | None:
-    """The number of devices that are asked for; None for all."""
+    """Return the requested number of devices; None for all."""
     wanted = math.prod(parse_mesh(sharding.mesh).values()) if sharding.mesh else sharding.devices
     if sharding.devices not in (None, wanted):
         fault = f"it has {wanted} devices, but --devices asks for {sharding.devices}. Leave one of the two out."
@@ -127,15 +127,15 @@ def _mesh(shape: Mapping[str, int], devices: Sequence[jax.Device], sharding: Sha
 
 
 def move(state: TrainState, like: TrainState) -> TrainState:
-    """Return a state sharded as `like` is, of the same devices; the old one is given up, array by array.
+    """Return a state sharded as `like` is, on the same devices; the old one is freed, array by array.
 
     Args:
-        state: arrays.
+        state: the state, of arrays.
         like: shapes with shardings, or arrays, on another mesh; of the form of `state`.
 
-    Source: the idea is that of PipeTransformer (He et al. 2021, arXiv 2102.03161), which changes the parallelism of a
+    Source: the idea is from PipeTransformer (He et al. 2021, arXiv 2102.03161), which changes the parallelism of a
         run as it goes on.
-    Differs: any layout follows any other one, and no process is started anew.
+    Differs: any layout may follow any other one, and no process is restarted.
     """
 
     def put(leaf: jax.Array, to: jax.Array) -> jax.Array:
@@ -147,13 +147,13 @@ def move(state: TrainState, like: TrainState) -> TrainState:
 
 
 def check_same_form(states: Sequence[tuple[str, TrainState]]) -> None:
-    """Refuse states of which one cannot be moved to the shardings of the next, such as of layouts that pad differently.
+    """Refuse states that cannot be moved to each other's shardings, for example of layouts that pad differently.
 
     Args:
         states: an arrangement's name, and the shapes and dtypes of its state.
 
     Raises:
-        ConfigError: with the arrays that differ from those of the first.
+        ConfigError: arrays differ from those of the first state; lists them.
     """
     (first, wanted), *others = [(name, _forms(state)) for name, state in states]
     for name, forms in others:

@@ -42,7 +42,7 @@ def initial(params: Tree, transform: optax.GradientTransformation, mesh: Mesh, s
         params: tree of placed parameters.
         transform: the optimizer.
         mesh: the mesh of the state.
-        specs: a spec per parameter, for its optimizer state; None for that of the parameter.
+        specs: a spec per parameter, for its optimizer state; None to use that of the parameter.
 
     Returns:
         The state; moments are placed by their specs, counts are replicated.
@@ -56,7 +56,7 @@ def initial(params: Tree, transform: optax.GradientTransformation, mesh: Mesh, s
 def abstract_initial(
     params: Tree, transform: optax.GradientTransformation, mesh: Mesh, specs: Tree | None = None
 ) -> TrainState:
-    """Shapes, dtypes and shardings of `initial`, whose parameters may be `jax.ShapeDtypeStruct`s."""
+    """Return shapes, dtypes and shardings of `initial`, whose parameters may be `jax.ShapeDtypeStruct`s."""
     like = jax.tree.map(lambda leaf: leaf.sharding, params) if specs is None else shardings(specs, mesh)
     everywhere = NamedSharding(mesh, P())
     # Outside the current mesh: the optimizer computes a few numbers, and its devices may be of an offline topology.
@@ -75,7 +75,7 @@ def abstract(state: Tree) -> Tree:
 
 
 def _placed(leaf: Any, sharding: NamedSharding | None) -> Any:
-    """Return a `jax.ShapeDtypeStruct`, to stand in a state where the array would."""
+    """Return a `jax.ShapeDtypeStruct` that replaces an array in a state."""
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 

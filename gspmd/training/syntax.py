@@ -1,4 +1,4 @@
-"""Flags with a syntax of their own: a mesh, a change of layout, the processes of a run, the steps of a profile."""
+"""Flags with their own syntax: a mesh, a change of layout, the processes of a run, the steps of a profile."""
 
 import os
 from dataclasses import dataclass, replace
@@ -35,11 +35,11 @@ class Relayout:
 
 @dataclass(frozen=True)
 class Processes:
-    """The processes of a run, and which of them this is.
+    """The processes of a run, and the number of this one.
 
     Attributes:
         address: host and port of the first process.
-        processes: how many there are.
+        processes: the number of processes.
         process: this one's number.
     """
 
@@ -89,7 +89,7 @@ def parse_relayout(text: str) -> Relayout:
     """
     step, equals, rest = text.partition("=")
     layout, colon, mesh = rest.rpartition(":")
-    if not (colon and "=" in mesh):  # a colon may be part of a path
+    if not (colon and "=" in mesh):  # A colon may be part of a path.
         layout, mesh = rest, ""
     if not (equals and (after := whole_number(step)) is not None and layout.strip()):
         fault = f"relayout must read STEP=LAYOUT, such as 200=zero-3 or 200=zero-3:x=8, but is {text!r}."
@@ -100,11 +100,11 @@ def parse_relayout(text: str) -> Relayout:
 
 
 AUTO = "auto"
-"""The value of `--layout` that asks for a search; `auto:FILE` for one of the lines of a file."""
+"""The value of `--layout` that asks for a search; `auto:FILE` for a search of the lines of a file."""
 
 
 def lines_searched(layout: str) -> str | None:
-    """Return the file whose lines `--layout` asks to search: none, `""`, for a model whose lines are known.
+    """Return the file whose lines `--layout` asks to search; `""` for a model whose lines are known.
 
     Example:
         >>> lines_searched("auto"), lines_searched("auto:mixer.toml"), lines_searched("zero-3")
@@ -118,7 +118,7 @@ def lines_searched(layout: str) -> str | None:
 
 
 def layout_beside(layout: str, folder: Path) -> str:
-    """Take the relative path of a layout file from a folder; the name of a preset is left as it is."""
+    """Prefix the relative path of a layout file with a folder; the name of a preset is left unchanged."""
     if searched := lines_searched(layout):
         return f"{AUTO}:{os.path.join(folder, searched)}"
     return os.path.join(folder, layout) if is_path(layout) else layout
@@ -132,7 +132,7 @@ def parse_mesh(text: str) -> dict[str, int]:
         {'x': 4, 'y': 2}
 
     Raises:
-        ConfigError: the text is not a list of axis=size, an axis comes twice, or a size is not positive.
+        ConfigError: the text is not a list of axis=size, an axis appears twice, or a size is not positive.
     """
     mesh: dict[str, int] = {}
     faults = []
@@ -164,7 +164,7 @@ def parse_profile(text: str) -> tuple[int, int]:
         (20, 24)
 
     Raises:
-        ConfigError: the text is not FROM:TO, with 1 at least for FROM, and FROM at least for TO.
+        ConfigError: the text is not FROM:TO with 1 ≤ FROM ≤ TO.
     """
     first, colon, last = text.partition(":")
     begin, end = whole_number(first), whole_number(last)

@@ -13,7 +13,7 @@ from gspmd.reading import MissingError, ReadError, read_toml
 
 
 class Dataclass(Protocol):
-    """An instance of a dataclass, as `dataclasses` tells one."""
+    """An instance of a dataclass, recognized as `dataclasses` does."""
 
     __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]
 
@@ -21,7 +21,7 @@ class Dataclass(Protocol):
 T = TypeVar("T", bound=Dataclass)
 
 
-_LINES, _WIDTH = 24, 600  # of a message; text that somebody gives may be of any length
+_LINES, _WIDTH = 24, 600  # Of a message; a text that somebody gives may be of any length.
 
 
 class ConfigError(ValueError):
@@ -35,13 +35,13 @@ class ConfigError(ValueError):
 
 
 def _shortened(line: str) -> str:
-    """A line without its middle, if it is too long to be read."""
+    """Return a line without its middle, if it is too long to be read."""
     return line if len(line) <= _WIDTH else f"{line[: _WIDTH // 2]} … {line[-_WIDTH // 2 :]}"
 
 
 Typing = Callable[[type[T], Mapping[str, Any]], tuple[type[T], Mapping[str, Any]]]
-"""A function from a dataclass and the values of a file to the dataclass that they are read as, and to the values
-that it has."""
+"""A function that maps a dataclass and the values of a file to the dataclass to read them as, and the values for
+it."""
 
 
 def load_toml(cls: type[T], path: str | Path, typed: Typing | None = None) -> T:
@@ -50,7 +50,7 @@ def load_toml(cls: type[T], path: str | Path, typed: Typing | None = None) -> T:
     Args:
         cls: a dataclass of numbers, strings, booleans, tuples, literals and dataclasses, each perhaps `| None`.
         path: the file. Missing keys keep their defaults.
-        typed: where the values say what dataclass they are read as; None for `cls`.
+        typed: chooses the dataclass from the values; None for `cls`.
 
     Returns:
         An instance of `cls`, with relative paths taken from the file's folder.
@@ -68,7 +68,7 @@ def load_toml(cls: type[T], path: str | Path, typed: Typing | None = None) -> T:
 
 
 def beside(config: T, folder: Path) -> T:
-    """Take the relative paths of a configuration from a folder, by the method `beside` of its dataclasses."""
+    """Prefix the relative paths of a configuration with a folder, by the method `beside` of its dataclasses."""
     inner = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     moved = {name: beside(value, folder) for name, value in inner.items() if _is_instance(value)}
     config = dataclasses.replace(config, **moved)
@@ -101,7 +101,7 @@ def from_mapping(cls: type[T], values: Mapping[str, Any], *, source: str = "the 
 
 
 def to_mapping(config: Any) -> dict[str, Any]:
-    """The inverse of `from_mapping`: nested dictionaries and lists, without None values."""
+    """Invert `from_mapping`: return nested dictionaries and lists, without None values."""
     out = {}
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
@@ -115,7 +115,8 @@ LIMIT = 2**31
 
 
 def positive(faults: list[str], **values: float | None) -> None:
-    """Add a fault for every value that is not a finite number above zero, or not below `LIMIT` if whole; None passes.
+    """Add a fault for every value that is not a finite number above zero, or a whole number not below `LIMIT`; None
+    passes.
 
     Example:
         >>> faults = []
@@ -148,7 +149,7 @@ def _bounded(faults: list[str], values: Mapping[str, float | None]) -> None:
 
 
 def not_a_choice(name: str, value: object, choices: typing.Sequence) -> str:
-    """The fault of a value that is not one of the choices, with the nearest choice."""
+    """Return the fault of a value that is not one of the choices, with the nearest choice."""
     close = difflib.get_close_matches(str(value), [str(choice) for choice in choices], n=1, cutoff=0.7)
     hint = f" Did you mean {close[0]!r}?" if close else ""
     return f"{name} must be one of {', '.join(map(repr, choices))}, but is {value!r}.{hint}"
@@ -185,12 +186,12 @@ def _unknown(key: str, known: list[str]) -> str:
 
 
 def _text_fault(text: str) -> str | None:
-    """Say why a text cannot be a setting; None if it can."""
-    if "\0" in text:  # which no name of a file can have
+    """Return why a text cannot be a setting; None if it can."""
+    if "\0" in text:  # No file name can have it.
         return "must have no null bytes"
     try:
         text.encode()
-    except UnicodeEncodeError:  # a name in another encoding, which a run's config.json could not be read back with
+    except UnicodeEncodeError:  # A name in another encoding, with which a run's config.json could not be read back.
         return "must be UTF-8"
     return None
 
@@ -213,14 +214,14 @@ def _convert(hint: Any, value: Any, key: str, faults: list[str]) -> Any:
     elif _fits(hint, value):
         try:
             return float(value) if hint is float else value
-        except OverflowError:  # a whole number of 400 digits, as JSON can have it
+        except OverflowError:  # A whole number of 400 digits, which JSON can have.
             pass
     faults.append(f"{key} must be {_wanted(hint)}, but is {value!r:.200}.")
     return None
 
 
 def _unwrap(hint: Any) -> tuple[Any, bool]:
-    """The type itself, without Annotated and None, and whether None is allowed."""
+    """Return the type itself, without Annotated and None, and whether None is allowed."""
     if typing.get_origin(hint) is typing.Annotated:
         hint = typing.get_args(hint)[0]
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
@@ -254,7 +255,7 @@ def _wanted(hint: Any) -> str:
 
 
 def _near(path: Path) -> str:
-    """Suggest a file of a name that is near, in the same folder, or in one within it, such as configs/."""
+    """Suggest a file with a similar name in the same folder, or in a folder within it, such as configs/."""
     there = {str(near): near.stem for depth in ("*.toml", "*/*.toml") for near in path.parent.glob(depth)}
     close = difflib.get_close_matches(path.stem, there.values(), n=1, cutoff=0.7)
     hints = [f" Did you mean {name!r}?" for name, stem in there.items() if stem in close]

@@ -124,7 +124,7 @@ def compare(ledger: Ledger, plan: ProgramPlan | Plan) -> Comparison:
     Args:
         ledger: the ledger of the compiled program.
         plan: `gspmd.trace` of the same function with the same arguments; for a program that is one equation, forward,
-        +its `gspmd.plan` is enough.
+            its `gspmd.plan` is enough.
 
     Raises:
         PlanError: `ledger` is no ledger, or `plan` no plan.

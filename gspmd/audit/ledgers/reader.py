@@ -26,7 +26,7 @@ def ledger(compiled: Any, mesh: Any = None) -> Ledger:
         compiled: `jax.jit(f).lower(...).compile()`, for any platform, or the text of its optimized HLO.
         mesh: a mesh, or sizes of its axes in its order; by default that of the program's inputs or outputs, or
             otherwise
-        +the current mesh.
+            the current mesh.
 
     Returns:
         A `Ledger`: every collective with its mesh axes, executions, bytes, dtype, plan step and source line.
@@ -34,7 +34,7 @@ def ledger(compiled: Any, mesh: Any = None) -> Ledger:
     Raises:
         PlanError: `compiled` is not compiled; `mesh` is no mesh; no mesh is given or found; or mesh and program have
             different
-        +numbers of devices.
+            numbers of devices.
         HloError: the text is no HLO module.
 
     Example:

@@ -25,13 +25,15 @@ class ComparedStep:
 
     Attributes:
         verdict: `"as planned"`; `"shared"`: the step uses the result of another, equal one; `"rewritten"`: something
-        +else was compiled in its place; `"gone"`: nothing was compiled; `"the compiler's choice"`: there is no step, in
-        an +equation under lowering `xla`; `"not planned"`: no step asked for it. how: the kind of rewriting:
-        `"reduce-scatter made an all-reduce"`, `"f32 on the wire"`, `"padded"`, ...; for a +shared step, the other step;
-        for a step as planned, whether it is combined with others. kind, axes: as planned; as compiled if nothing was
-        planned. equation, step: the equation and the step that it belongs to. planned: number of runs and bytes that
-        one device sends, by the plan. compiled: the same for the compiled program. source: the source line that asked
-        for it.
+            else was compiled in its place; `"gone"`: nothing was compiled; `"the compiler's choice"`: there is no
+            step, in an equation under lowering `xla`; `"not planned"`: no step asked for it.
+        how: the kind of rewriting: `"reduce-scatter made an all-reduce"`, `"f32 on the wire"`, `"padded"`, ...; for a
+            shared step, the other step; for a step as planned, whether it is combined with others.
+        kind, axes: as planned; as compiled if nothing was planned.
+        equation, step: the equation and the step that it belongs to.
+        planned: number of runs and bytes that one device sends, by the plan.
+        compiled: the same for the compiled program.
+        source: the source line that asked for it.
     """
 
     verdict: str

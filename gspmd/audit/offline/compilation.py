@@ -52,8 +52,8 @@ def compile_offline(
         mesh: the mesh, if no argument has one: a `Mesh`, or sizes of its axes.
         donate_argnums: arguments whose memory the results may reuse, such as a training state.
         auto_layout_argnums: arguments whose order of dimensions in memory the compiler may choose, such as the weights
-        +of a decode step, which are stored once and read in every step. In JAX's default order a TPU may have to
-        +reorder a weight before its product. Other arguments keep the order that their formats give.
+            of a decode step, which are stored once and read in every step. In JAX's default order a TPU may have to
+            reorder a weight before its product. Other arguments keep the order that their formats give.
         out_shardings: shardings of the results, as for `jax.jit`; needed for a donated argument with an order of its
             own.
         compiler_options: options for this program, as for `jax.jit`: `{"xla_tpu_scoped_vmem_limit_kib": 81920}`.
@@ -65,7 +65,7 @@ def compile_offline(
 
     Raises:
         PlanError: the topology does not exist, the mesh does not fit it, libtpu is missing, no argument has a mesh, the
-        +compiler does not know an option or refuses the program, or another argument has the wrong type.
+            compiler does not know an option or refuses the program, or another argument has the wrong type.
 
     Example:
         >>> topology = gspmd.audit.topology("tpu-v4:4x4x4")             # doctest: +SKIP

@@ -30,7 +30,7 @@ class Topology:
         shape: chips along each torus axis.
         devices: devices to compile for, not to run on; in torus order, last axis fastest, devices of one chip next to
             each
-        +other.
+            other.
     """
 
     name: str

@@ -49,8 +49,8 @@ class Timeline(Printed):
         hidden_seconds: seconds of these in which a collective is in flight.
         exposed_seconds: seconds in which the device waits for a collective.
         memory_seconds: seconds of `compute_seconds` bound by main memory: waiting for copies, and instructions whose
-        +bytes at full bandwidth take longer than their matrix products at peak. They include all instructions without
-        +products that touch main memory, with the seconds that the compiler estimates.
+            bytes at full bandwidth take longer than their matrix products at peak. They include all instructions
+            without products that touch main memory, with the seconds that the compiler estimates.
         flops: operations of the matrix products: two per multiplication.
         model_flops: numerator of `mfu`: as given, or else `flops`.
         spans: the spans to draw, by their end. A loop is drawn once, with the number of its runs.

@@ -1,6 +1,6 @@
-"""`--layout auto`: the layout of a run is searched for the devices at hand, kept, and written beside its checkpoints.
+"""`--layout auto`: find a layout for a run on the available devices, keep it, and write it beside the checkpoints.
 
-Reading order: found, kept, searched. The last, which imports the search, is imported where a layout is searched.
+Reading order: found, kept, searched. The last imports the search, so it is imported only when a layout is searched.
 """
 
 from gspmd.commands.automatic.found import FILE, FoundLayout, asks_for_search, own

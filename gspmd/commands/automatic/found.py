@@ -1,4 +1,4 @@
-"""A layout that was found for a run: its file, its mesh, and what is said of it."""
+"""A layout that was found for a run: its file, its mesh, and its description."""
 
 import os
 from collections.abc import Mapping
@@ -20,16 +20,16 @@ FILE = "layout.toml"
 
 @dataclass(frozen=True)
 class FoundLayout:
-    """A layout that was found.
+    """A layout that was found for a run.
 
     Attributes:
-        text: of its file.
+        text: the text of its file.
         mesh: axes and sizes, `x=2,y=4`, as `--mesh` takes them; empty to leave the run's own.
-        seconds: that are predicted, by what takes them; empty where that is not known.
-        chip: whose seconds.
+        seconds: predicted seconds, by the program that takes them; empty if not known.
+        chip: the chip whose seconds are assumed.
         took: seconds of the search.
-        before: whether it was an earlier run's.
-        place: the path of its file; or why there is none.
+        before: whether an earlier run found it.
+        place: the path of its file, or the reason why there is none.
     """
 
     text: str
@@ -42,7 +42,7 @@ class FoundLayout:
 
     @property
     def layout(self) -> Layout:
-        """The layout, under the name that was asked for."""
+        """Return the layout, under the name that was given as --layout."""
         with TemporaryDirectory() as folder:
             path = Path(folder) / FILE
             path.write_text(self.text, encoding="utf-8")
@@ -68,7 +68,7 @@ def asks_for_search(layout: str, doing: str) -> bool:
         doing: the beginning of the message.
 
     Raises:
-        ConfigError: it names a file of lines.
+        ConfigError: the flag names a file of lines.
     """
     if lines_searched(layout):
         fault = f"--layout {layout} is for a model of one's own; the lines of this one are known."
@@ -77,7 +77,8 @@ def asks_for_search(layout: str, doing: str) -> bool:
 
 
 def own(folder: Path) -> FoundLayout | None:
-    """Return the layout found when the run in this folder began; None if it was not searched, or its file is gone."""
+    """Return the layout found when the run in this folder began; None if there was no search, or its file is
+    missing."""
     path = folder / FILE
     if not os.path.lexists(path):
         return None
@@ -88,5 +89,5 @@ def own(folder: Path) -> FoundLayout | None:
 
 
 def own_of(out: str) -> FoundLayout | None:
-    """Return the same for the run that is resumed: by its folder, or the newest."""
+    """Return the same for the resumed run: that in this folder, or the newest."""
     return own(Path(out) if out else newest_run())

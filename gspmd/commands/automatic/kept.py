@@ -1,4 +1,4 @@
-"""Layouts that were found, kept on disk from run to run: a layout file, and beside it what is known of it."""
+"""Layouts that were found, kept on disk between runs: a layout file, and a file with its description beside it."""
 
 import hashlib
 import json
@@ -14,7 +14,7 @@ _KNOWN = ("mesh", "seconds", "chip", "took")
 
 
 def load(key: str) -> FoundLayout | None:
-    """Return the layout found for a question of this key; None if there is none, or it is damaged."""
+    """Return the layout found for a question with this key; None if there is none, or it is damaged."""
     path = _path(key)
     try:
         known, text = read_json(path.with_suffix(".json")), read_text(path)
@@ -22,24 +22,24 @@ def load(key: str) -> FoundLayout | None:
             return None
         found = FoundLayout(text, **{name: known[name] for name in _KNOWN}, before=True, place=f"kept in {path}")
         return found if _is_whole(found) else None
-    except (ValueError, KeyError, TypeError):  # ReadError is a ValueError
+    except (ValueError, KeyError, TypeError):  # ReadError is a ValueError.
         return None
 
 
 def _is_whole(found: FoundLayout) -> bool:
-    """Return whether what was read of a layout is what `save` writes."""
+    """Return whether a layout that was read has everything that `save` writes."""
     if not (isinstance(found.mesh, str) and isinstance(found.chip, str) and isinstance(found.seconds, dict)):
         return False
     return all(type(each) in (int, float) and 0 <= each < 1e15 for each in (found.took, *found.seconds.values()))
 
 
 def save(key: str, found: FoundLayout) -> FoundLayout:
-    """Keep what was found, if the disk allows it, and return it with the place."""
+    """Keep a layout if the disk allows it, and return it with its place."""
     path = _path(key)
     known = {name: value for name, value in asdict(found).items() if name in _KNOWN} | {"digest": _digest(found.text)}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # The second file is what says that the first is whole.
+        # The second file marks the first as complete.
         for file, text in ((path, found.text), (path.with_suffix(".json"), json.dumps(known))):
             beside = file.with_name(f"{file.name}.{os.getpid()}.tmp")
             beside.write_text(text, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The search for the layout of a run, on the mesh that is given or on every one that its devices make."""
+"""The search for the layout of a run, on the given mesh or on every mesh of its devices."""
 
 import hashlib
 import json
@@ -46,7 +46,7 @@ from gspmd_models.search.workload import STEPS, Stored, Workload
 Tell = Callable[[str], None]
 
 SHARE = 0.9
-"""The part of a device's memory that a layout may fill."""
+"""The share of a device's memory that a layout may fill."""
 _AXES = "xyz"
 _OWN = "Give a layout of your own in place of auto: --layout NAME or --layout FILE."
 
@@ -56,12 +56,12 @@ class LayoutQuestion:
     """The question that a search for a layout answers.
 
     Attributes:
-        model: its configuration; of a model of one's own, the model.
-        parameters: how many it has.
-        chip: whose seconds and bytes.
-        meshes: those that are tried.
-        sizes: batch, length, dtype and whatever else the answer depends on.
-        listed: whether the devices are such chips; if not, the chip stands in for them.
+        model: its configuration; for a user's own model, the model.
+        parameters: number of its parameters.
+        chip: the chip whose seconds and bytes are assumed.
+        meshes: the meshes that are tried.
+        sizes: batch, length, dtype and everything else that the answer depends on.
+        listed: whether the devices are in the table of chips; if not, `chip` stands in for them.
     """
 
     model: Any
@@ -73,12 +73,12 @@ class LayoutQuestion:
 
     @property
     def limit(self) -> float:
-        """Bytes that a device may hold."""
+        """The bytes that a device may hold."""
         return SHARE * self.chip.hbm_bytes
 
     @property
     def devices(self) -> str:
-        """The devices whose seconds and bytes these are."""
+        """The devices that the seconds and bytes are for."""
         return self.chip.name if self.listed else f"{self.chip.name}, which stands in for devices that are not listed"
 
     @property
@@ -91,7 +91,8 @@ class LayoutQuestion:
 
 @cache
 def _code() -> str:
-    """A digest of the sources: a layout is not kept beyond a change of costs, which are read from programs, too."""
+    """Return a digest of the sources: costs are read from programs too, so any change of the code drops kept
+    layouts."""
     roots = Path(gspmd.__file__).parent, Path(models.__file__).parent
     files = [file for root in roots for file in sorted(root.rglob("*.[pt][yo]*"))]
     digest = hashlib.sha256(gspmd.__version__.encode())
@@ -102,18 +103,18 @@ def _code() -> str:
 
 
 def for_training(console: Console, file: File, devices: Sequence[jax.Device]) -> FoundLayout:
-    """The layout in which a run begins: its own where it is resumed, else one that is searched, or was before.
+    """Return the layout in which a run begins: its own if it is resumed, otherwise a kept or newly found one.
 
-    It is said on the console. Of several processes the first one searches.
+    The console reports it. If there are several processes, the first one searches.
 
     Args:
-        console: where.
-        file: what is trained, in which steps; of its sharding, the mesh: if that is empty, every mesh of the devices.
-        devices: of the run.
+        console: the console for messages.
+        file: the model and the step; of its sharding only the mesh is used: if it is empty, every mesh of the devices.
+        devices: the devices of the run.
 
     Raises:
-        PlanError: the model has what is not searched.
-        ConfigError: the step has what would be priced wrong, or nothing fits in the devices' memory.
+        PlanError: the model has parts that are not searched.
+        ConfigError: the step has settings that would be priced wrong, or nothing fits in the devices' memory.
     """
     model, training = file.model, file.training
     if training.resume and (found := own_of(training.out)):
@@ -152,7 +153,7 @@ def _train(question: LayoutQuestion, tell: Tell) -> FoundLayout:
 
 
 def _found(question: LayoutQuestion, finding: SearchResult, more: str = "") -> FoundLayout:
-    """The layout of a training step that was found; `more` is what else is said of the step."""
+    """Return the layout found for a training step; `more` is added to the description of the step."""
     sizes = question.sizes
     parts = f" in {sizes['microbatches']} microbatches" if sizes["microbatches"] > 1 else ""
     step = f"batch {sizes['batch']}, length {sizes['length']}{parts}, {sizes['dtype']}{more}"
@@ -176,19 +177,19 @@ def for_serving(
     weights: Stored = "dtype",
     cache: Stored = "dtype",
 ) -> FoundLayout:
-    """The layout to continue prompts in: to decode, and beside it what is otherwise while they are read.
+    """Return the layout to continue prompts in: to decode, with what differs while prompts are read.
 
     Args:
-        console, devices: as of `for_training`.
-        model: whose weights are there.
-        mesh: as of `--mesh`; empty for every mesh of the devices.
-        dtype: of activations, and of weights and cache that are not int8.
-        prompts, tokens, samples, chunk, cache_length: as of `gspmd_models.decoding.make_batch`.
-        weights, cache: as of `gspmd_models.search.workload.Workload`.
+        console, devices: as in `for_training`.
+        model: the model, whose weights exist.
+        mesh: as in `--mesh`; empty for every mesh of the devices.
+        dtype: the dtype of activations, and of weights and cache that are not int8.
+        prompts, tokens, samples, chunk, cache_length: as in `gspmd_models.decoding.make_batch`.
+        weights, cache: as in `gspmd_models.search.workload.Workload`.
 
     Raises:
-        GenerationError: as of `make_batch`.
-        PlanError, ConfigError: as of `for_training`.
+        GenerationError: as in `make_batch`.
+        PlanError, ConfigError: as in `for_training`.
     """
     checked(model, prompts, tokens, samples=samples, chunk=chunk, cache_length=cache_length)
     longest = max(map(len, prompts))
@@ -209,7 +210,7 @@ def _serve(question: LayoutQuestion, tell: Tell) -> FoundLayout:
     finding = _complete(find(spaces, question.limit, tell))
     decode, answer = finding.best.phase, finding.answer
     tell("how prompts are read")
-    # Each part of the cache has the rows of the prompts that its texts begin with.
+    # Each part of the cache has the rows of the prompts of its texts.
     mesh = decode.case.mesh
     stored = (line for line in decode.lines(answer.picks) if line.section == "cache")
     cache = Spec.parse(next(line.text for line in stored if line.key == "attention.key"))
@@ -225,7 +226,7 @@ def _serve(question: LayoutQuestion, tell: Tell) -> FoundLayout:
 
 
 def _complete(finding: SearchResult) -> SearchResult:
-    """The finding, unless an interrupt came before it was proved: that was meant for the run."""
+    """Return the result, unless an interrupt came before it was proved: then the interrupt was meant for the run."""
     if not finding.complete:
         raise KeyboardInterrupt
     return finding
@@ -238,7 +239,7 @@ def header(
     seconds: Mapping[str, float],
     facts: Mapping[str, str],
 ) -> Iterator[str]:
-    """The comment at the top of the file."""
+    """Yield the lines of the comment at the top of the file."""
     best = finding.best
     held = f"{amount_of_bytes(finding.answer.bytes)} of {amount_of_bytes(question.chip.hbm_bytes)} on each device"
     lines = {
@@ -273,9 +274,9 @@ def _question(
 
 
 def meshes(devices: int, of: Chip) -> list[dict[str, int]]:
-    """Every factorisation of a number of devices into at most three mesh axes.
+    """List every factorization of a number of devices into at most three mesh axes.
 
-    The order of axes counts only where the last ones lie within a node and the first ones between nodes.
+    The order of axes only matters if the last ones are within a node and the first ones between nodes.
 
     Example:
         >>> meshes(8, chip("tpu-v4"))
@@ -290,7 +291,8 @@ def meshes(devices: int, of: Chip) -> list[dict[str, int]]:
 
 
 def _factors(number: int, least: int, most: int) -> Iterator[tuple[int, ...]]:
-    """The ways to write a number as at most so many factors, none below the least, the smallest first."""
+    """Yield the ways to write a number as a product of at most `most` factors of `least` or more, the smallest
+    first."""
     if number >= least:
         yield (number,)
     for first in range(least, number if most > 1 else least):
@@ -303,13 +305,13 @@ def _factors(number: int, least: int, most: int) -> Iterator[tuple[int, ...]]:
 def _answered(
     console: Console, question: LayoutQuestion, search: Callable[[LayoutQuestion, Tell], FoundLayout], remedy: str
 ) -> FoundLayout:
-    """The answer that is kept, or that of a search; the same in all processes, and said.
+    """Return the kept answer, or that of a search; the same in all processes, and report it.
 
     Args:
-        console: where.
-        question: what is asked.
-        search: answers it.
-        remedy: what to do where nothing fits.
+        console: the console for messages.
+        question: the question.
+        search: the function that answers it.
+        remedy: advice for the case that nothing fits.
     """
 
     def searched() -> FoundLayout:
@@ -325,7 +327,7 @@ def _answered(
         found = replace(found, took=time.monotonic() - began)
         return kept.save(question.key, found) if is_kept else replace(found, place="in the folder of the run")
 
-    # The code of a model of one's own may change, and with it what is cheapest; a key knows of our code alone.
+    # The code of a user's own model may change, and the cheapest layout with it; the key covers only our code.
     is_kept = isinstance(question.model, ModelConfig)
     told = processes.told(lambda: json.dumps(asdict((kept.load(question.key) if is_kept else None) or searched())))
     found = FoundLayout(**json.loads(told))

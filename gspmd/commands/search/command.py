@@ -4,9 +4,9 @@
 
     gspmd search --model mixer:Mixer --layout mixer.toml --topology tpu-v5e:8x8 --batch 512 --out found.toml
 
-Layouts are priced as gspmd plans them, on every mesh whose axes are whole torus axes. The answer says by how much any
-other that fits in memory may be faster: by 0.05% at most, as a rule. Of a model of one's own, every line of --layout is
-searched. Nothing runs, and nothing is compiled unless --compile asks for it. Exit code 1 if nothing fits.
+Layouts are priced as gspmd plans them, on every mesh whose axes are whole torus axes. The answer states by how much any
+other layout that fits in memory could be faster: usually by 0.05% at most. For your own model, every line of --layout
+is searched. Nothing runs, and nothing is compiled unless --compile asks for it. Exit code 1 if nothing fits.
 """
 
 import sys
@@ -54,8 +54,8 @@ def run(argv: Sequence[str], script: str = "") -> int:
     """
 
     def begin(argv: Sequence[str]) -> int:
-        # Before a program is read: what is compiled later is for devices that are not there. Where JAX has started
-        # already, as in a program of one's own, its devices will do.
+        # Before a program is read: later programs are compiled for devices that are not attached. If JAX has started
+        # already, for example in a user's program, its devices are used.
         with suppress(host.HostError):
             host.start(1, "cpu")
         return main(argv, script)
@@ -65,7 +65,7 @@ def run(argv: Sequence[str], script: str = "") -> int:
 
 
 def parse(argv: Sequence[str], script: str = "") -> SearchSettings:
-    """The settings: those of the file, replaced by flags."""
+    """Return the settings: those of the file, replaced by flags."""
     return parse_settings(argv, script, __doc__)
 
 
@@ -95,12 +95,12 @@ def main(argv: Sequence[str], script: str = "") -> int:
 
 
 def refuse_unsearched(settings: SearchSettings, target: Slice) -> None:
-    """Refuse what is not searched, before minutes of searching.
+    """Refuse models that are not searched, before minutes of searching.
 
     Raises:
-        PlanError: the model, or with --stages stages of it.
+        PlanError: the model, or with --stages its stages, are not searched.
     """
-    if is_own(settings):  # whose program says it when it is read
+    if is_own(settings):  # Its program is refused when it is read.
         return
     workload = workload_of(settings, target, settings.model)
     use = "gspmd train" if settings.phase == "train" else "gspmd generate"
@@ -112,14 +112,14 @@ def refuse_unsearched(settings: SearchSettings, target: Slice) -> None:
 
 
 def said(progress: Progress, text: str) -> None:
-    """Say what is being searched, in a line that stays where there is no terminal."""
+    """Report what is being searched; without a terminal in a line that stays."""
     progress.begin(text)
     progress.say(text)
 
 
 def spaces(settings: SearchSettings) -> Callable[[Slice], Iterable[Space]]:
-    """Return a function from a slice to every mesh of it, with every choice of remat that may be taken, in the
-    microbatches that are given or in all numbers."""
+    """Return a function from a slice to every mesh of it, with every possible choice of remat, in the given number of
+    microbatches or in all numbers."""
     if is_own(settings):
         return own.spaces(settings)
 
@@ -135,7 +135,7 @@ def spaces(settings: SearchSettings) -> Callable[[Slice], Iterable[Space]]:
 
 
 def workload_of(settings: SearchSettings, target: Slice, model: ModelConfig) -> Workload:
-    """Return the workload of the model with a choice of remat; in one microbatch where their number is searched."""
+    """Return the workload of the model with a choice of remat; in one microbatch if their number is searched."""
     sizes = settings.batch, settings.length, settings.dtype
     count, update = settings.microbatches or 1, settings.update
     stored = {"weights": settings.weights, "cache": settings.cache}
@@ -146,7 +146,7 @@ def workload_of(settings: SearchSettings, target: Slice, model: ModelConfig) -> 
 
 
 def limit_of(settings: SearchSettings, target: Slice) -> float:
-    """The bytes that a device may hold."""
+    """Return the bytes that a device may hold."""
     return settings.memory * target.chip.hbm_bytes
 
 
@@ -157,15 +157,15 @@ class CommandResults:
     Attributes:
         finding: the answer.
         planned: the answer before anything was compiled.
-        said: what is said of each choice.
+        said: the comment on each choice.
         asked: the answers to --why.
-        presets: where they are in the space, and what those outside of it cost.
-        front, drawn: for --frontier, the staircase and where presets are on its mesh.
-        stages: for --stages.
-        shortlist: for --compile.
-        lowering: of the fastest program of those; empty where none was compiled.
-        faults: what was asked with --why and is no line of this mesh; the answer is not lost with it.
-        interrupted: whether something is missing.
+        presets: the presets with their costs, in the space or outside of it.
+        front, drawn: for --frontier, the staircase and the presets on its mesh.
+        stages: the pipelines, for --stages.
+        shortlist: the layouts compiled for --compile.
+        lowering: the lowering of the fastest of these programs; empty if none was compiled.
+        faults: questions of --why that are no line of this mesh; the answer is printed all the same.
+        interrupted: whether some results are missing.
     """
 
     finding: SearchResult
@@ -190,7 +190,7 @@ class CommandResults:
 
 
 def look_closer(found: CommandResults, settings: SearchSettings, progress: Progress) -> None:
-    """All that is asked about the answer, until an interrupt."""
+    """Answer all further questions about the answer, until an interrupt."""
     best = found.finding.best
     try:
         for key, _, text in (asked.partition("=") for asked in settings.why):
@@ -200,7 +200,7 @@ def look_closer(found: CommandResults, settings: SearchSettings, progress: Progr
             except LayoutError as fault:
                 found.faults.append(f"--why {key}={text}: {fault}")
         comment(found, progress)
-        if not is_own(settings):  # presets are layouts of our models
+        if not is_own(settings):  # Presets are layouts of our models.
             progress.begin("what presets cost")
             found.presets = placed_presets(found.finding.promising, found.finding.ranges)
             found.presets = compiling.traced(settings, found.presets)
@@ -208,7 +208,7 @@ def look_closer(found: CommandResults, settings: SearchSettings, progress: Progr
             found.stages = staged(best, settings, progress)
         if settings.compile:
             compile_best(found, settings, progress)
-        if settings.frontier:  # of the mesh of the answer, which may be another now
+        if settings.frontier:  # For the mesh of the answer, which may have changed.
             best = found.finding.best
             found.front = frontier(best, tell=progress.begin)
             found.drawn = [] if is_own(settings) else placed_presets([best])
@@ -217,26 +217,26 @@ def look_closer(found: CommandResults, settings: SearchSettings, progress: Progr
 
 
 def staged(best: Candidate, settings: SearchSettings, progress: Progress) -> pipelines.Table:
-    """Pipelines on the slice, for every number of stages."""
+    """Find pipelines on the slice, for every number of stages."""
     target = Slice.named(settings.topology)
     workload = workload_of(settings, target, best.phase.case.config)
     return pipelines.table(workload, target.torus, best.limit, tell=partial(said, progress))
 
 
 def comment(found: CommandResults, progress: Progress) -> None:
-    """Find what is said of each choice."""
-    progress.begin("what each line costs, and what the next best would")
+    """Find the comment on each choice."""
+    progress.begin("the cost of each line, and of the next best")
     for name, remark in remarks(found.finding.best, found.finding.answer):
         found.said[name] = remark
 
 
 def compile_best(found: CommandResults, settings: SearchSettings, progress: Progress) -> None:
-    """Compile the shortlist; the answer is then the layout whose program is the fastest, a preset's if it is that."""
+    """Compile the shortlist, and make the layout of the fastest program the answer, which may be a preset's."""
     finding, count = found.finding, settings.compile
     if settings.phase == "train":
         listed = shortlist.trained(finding, found.said, found.presets, count)
     else:
-        progress.begin("what loops hide in the cheapest layouts")
+        progress.begin("the communication that loops hide in the cheapest layouts")
         listed = shortlist.served(settings, finding, found.presets, count)
     take_fastest(found, compiling.compiled(settings, listed))
     improve_preset(found, settings, progress)
@@ -247,26 +247,26 @@ def compile_best(found: CommandResults, settings: SearchSettings, progress: Prog
 def take_fastest(found: CommandResults, programs: Iterable[compiling.Listed]) -> None:
     """Add programs to the shortlist as they are compiled, and make the layout of the fastest the answer.
 
-    What was said of another layout is forgotten then.
+    Comments on another layout are dropped then.
     """
     for each in programs:
         found.shortlist = compiling.fastest([*found.shortlist, each])
         if first := found.fastest:
             found.lowering = first.lowering
-            if first.answer is not found.finding.answer:  # whose bound is that of the search, whatever was between
+            if first.answer is not found.finding.answer:  # The bound is that of the search, whatever came in between.
                 found.finding, found.said = found.planned.taking(first.candidate, first.answer), {}
 
 
 def improve_preset(found: CommandResults, settings: SearchSettings, progress: Progress) -> None:
-    """Compile other lines where the fastest program is a preset's: each alone, and then the faster ones together. Among
-    the lines in which the answer differs may be one that gains and one that loses more.
+    """If the fastest program is a preset's, compile it with other lines: each alone, and then the faster ones together.
 
-    They are written as the search writes a layout, with its mesh axes, norms and biases, and not as the preset.
+    Among the lines in which the answer differs, one may gain and another lose more. The layouts are written as the
+    search writes one, with its mesh axes, norms and biases, and not as the preset.
     """
     first = found.fastest
     if not first or not first.preset:
         return
-    progress.begin(f"what would improve {first.name}")
+    progress.begin(f"improvements of {first.name}")
     improved = shortlist.improved(settings, first, settings.compile)
     take_fastest(found, compiling.compiled(settings, improved, both=False))
     names = {each.name for each in improved}
@@ -275,7 +275,7 @@ def improve_preset(found: CommandResults, settings: SearchSettings, progress: Pr
 
 
 def report(found: CommandResults, settings: SearchSettings, target: Slice, argv: Sequence[str]) -> None:
-    """Write the files that were asked for, and print the rest."""
+    """Write the files of the flags, and print the rest."""
     finding = found.finding
     top = header(settings, target, finding, argv, found.shortlist)
     text = document(finding.best, finding.answer, top, found.said, found.lowering)
@@ -307,7 +307,7 @@ def report(found: CommandResults, settings: SearchSettings, target: Slice, argv:
 
 
 def unwritten(flag: str, path: str, write: Callable[[], object]) -> list[str]:
-    """Write a file; return what is to be said where that is not possible."""
+    """Write a file; return the fault if that is not possible."""
     try:
         write()
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Layouts as programs for the slice: traced, which says what loops hide, and compiled."""
+"""Layouts as programs for the slice: traced, to see what loops hide, and compiled."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import redirect_stderr
@@ -29,13 +29,13 @@ class Listed:
     """A layout of the shortlist.
 
     Attributes:
-        name: what it is the best of, or the preset's name.
-        candidate, answer: the mesh, and where the layout lies in the space.
+        name: in what it is the best, or the preset's name.
+        candidate, answer: the mesh, and the layout's place in the space.
         mesh: sizes by the names of the layout's own mesh axes.
-        preset: whether it was written.
-        lowering: under which it is compiled; planned it is under `blocking`.
+        preset: whether it is a preset.
+        lowering: the lowering under which it is compiled; it is planned under `blocking`.
         hidden: seconds that the loops of that lowering hide, by the model of `auto`.
-        report: what the compiler made of it.
+        report: the compiler's report.
     """
 
     name: str
@@ -49,12 +49,12 @@ class Listed:
 
     @property
     def called(self) -> str:
-        """The name, and the lowering where that is not the one that is planned."""
+        """The name, with the lowering if that is not the planned one."""
         return self.name if self.lowering == PRICED else f"{self.name}, lowering {self.lowering}"
 
     @property
     def expected(self) -> float:
-        """Planned seconds, less what loops hide."""
+        """Planned seconds, minus those that loops hide."""
         return self.answer.seconds - self.hidden
 
     @property
@@ -74,18 +74,18 @@ def _text(listed: Listed) -> str:
 
 
 def compiled(settings: SearchSettings, listed: Iterable[Listed], both: bool = True) -> Iterator[Listed]:
-    """The layouts with what the compiler made of them, one after the other.
+    """Yield the layouts with the compiler's reports, one after the other.
 
     Args:
-        settings: of the search.
+        settings: the settings of the search.
         listed: the layouts.
-        both: compile each under `blocking`, and once more under `auto` where that loops some of its products, which
-            says better than a plan what that hides; or else only under the lowering that it is listed with.
+        both: compile each under `blocking`, and once more under `auto` if that loops some of its products, which shows
+            better than a plan what loops hide; otherwise only under the lowering that it is listed with.
 
     Raises:
         PlanError: the compiler for TPUs is not installed, or refuses the slice.
     """
-    host.keep_compiled(False)  # JAX cannot read back what was compiled for devices that are not there
+    host.keep_compiled(False)  # JAX cannot read back programs compiled for devices that are not attached.
     host.start(1, "cpu")
     target = topology(settings.topology)
     with TemporaryDirectory() as folder:
@@ -97,22 +97,22 @@ def compiled(settings: SearchSettings, listed: Iterable[Listed], both: bool = Tr
 
 
 def fastest(listed: Iterable[Listed]) -> list[Listed]:
-    """Compiled layouts, the fastest program first, those that do not fit last."""
+    """Sort compiled layouts, the fastest program first, those that do not fit last."""
     return sorted(listed, key=lambda each: (each.seconds, each.answer.seconds))
 
 
 def _programs(settings: SearchSettings, listed: Listed, target: Topology, folder: Path) -> list[Listed]:
-    """A layout as it is planned, and with loops where `auto` makes any."""
+    """Return a layout as it is planned, and with loops if `auto` makes any."""
     blocking, auto = (replace(listed, lowering=name, hidden=0.0) for name in (PRICED, "auto"))
     planned, looped = (_traced(settings, each, target, folder) for each in (blocking, auto))
     if looped.by_kind_and_axes() == planned.by_kind_and_axes():
         return [blocking]
-    # The model of what loops hide is of forward passes: in training they lost where it has them gain.
+    # The model of what loops hide covers forward passes: training was slower where it predicts a gain.
     return [blocking, replace(auto, hidden=looped.hidden_seconds if settings.phase != "train" else 0.0)]
 
 
 def with_loops(settings: SearchSettings, listed: Iterable[Listed]) -> Iterator[Listed]:
-    """Layouts under `auto`, with what its loops hide.
+    """Yield layouts under `auto`, with the seconds that its loops hide.
 
     Raises:
         PlanError: the compiler for TPUs is not installed, or refuses the slice.
@@ -126,9 +126,9 @@ def with_loops(settings: SearchSettings, listed: Iterable[Listed]) -> Iterator[L
 
 
 def _traced(settings: SearchSettings, listed: Listed, target: Topology, folder: Path) -> gspmd.ProgramPlan:
-    """The steps of a program."""
+    """Trace a program and return its planned steps."""
     mesh, asked = target.mesh(listed.mesh), _settings(settings, listed, folder)
-    # What alternatives it takes is no news here.
+    # The choice among alternatives was reported before.
     with jax.set_mesh(mesh), gspmd.lowering(listed.lowering), redirect_stderr(StringIO()):
         program, args, _ = offline.program_of(asked, offline.layout_of(asked), mesh)
         return gspmd.trace(program, *args)
@@ -157,10 +157,10 @@ def _settings(settings: SearchSettings, listed: Listed, folder: Path) -> offline
 
 
 def traced(settings: SearchSettings, presets: Iterable[Placed]) -> list[Placed]:
-    """Return presets with the seconds by `gspmd.trace` of those that are not in the space; as they are without libtpu.
+    """Return presets with the seconds by `gspmd.trace` of those outside the space; unchanged without libtpu.
 
-    A preset that the step refuses, such as one that cuts blocks of int8 moments, is not `usable`. Pipelines are not
-    traced: their step has slots in which nothing is done, which a trace does not count as a plan does.
+    A preset that the step refuses, for example because it cuts blocks of int8 moments, is not `usable`. Pipelines are
+    not traced: their step has idle slots, which a trace does not count as a plan does.
     """
     every = [*presets]
     wanted = [each for each in every if each.answer is None and each.usable and not _staged(each)]
@@ -168,14 +168,14 @@ def traced(settings: SearchSettings, presets: Iterable[Placed]) -> list[Placed]:
         return every
     try:
         target = topology(settings.topology)
-    except gspmd.PlanError:  # no compiler for TPUs is installed, which knows their devices
+    except gspmd.PlanError:  # No compiler for TPUs is installed, which knows their devices.
         return every
     host.start(1, "cpu")
     return [_outside(settings, each, target) if each in wanted else each for each in every]
 
 
 def _outside(settings: SearchSettings, preset: Placed, target: Topology) -> Placed:
-    """A preset that is not in the space, as it is traced, or refused."""
+    """Return a preset outside the space, traced or refused."""
     listed = Listed(preset.name, preset.candidate, preset.candidate.free, preset.mesh, preset=True)
     try:
         return replace(preset, traced=_traced(settings, listed, target, Path()).seconds)

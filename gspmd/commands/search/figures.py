@@ -25,7 +25,7 @@ def to_json(
     front: Sequence[Point],
     shortlist: Iterable[Listed],
 ) -> str:
-    """Everything that was found, in seconds and bytes."""
+    """Return all results in seconds and bytes."""
     best = finding.best
     figures = {
         "topology": target.name,
@@ -72,7 +72,7 @@ def _answer(candidate: Candidate, answer: Answer) -> dict:
 
 
 def _lines(candidate: Candidate, answer: Answer) -> dict[str, str]:
-    """The lines of the layout, key to text."""
+    """Return the lines of the layout, key to text."""
     lines = candidate.phase.lines(answer.picks)
     return {f"{line.section}.{line.key}" if line.section else line.key: line.text for line in lines}
 

@@ -1,5 +1,5 @@
-"""The message where nothing fits: the nearest layout, by how much it is too large, and the smallest slice that would
-do."""
+"""The message if nothing fits: the nearest layout, by how much it is too large, and the smallest slice that is large
+enough."""
 
 from collections.abc import Callable, Iterable
 
@@ -16,14 +16,14 @@ Spaces = Callable[[Slice], Iterable[Space]]
 def nothing_fits(
     fault: NoneFits, settings: SearchSettings, target: Slice, spaces: Spaces, tell: Callable[[str], None]
 ) -> str:
-    """The message.
+    """Return the message.
 
     Args:
-        fault: from `find`.
-        settings: of the search.
+        fault: the error of `find`.
+        settings: the settings of the search.
         target: the slice.
-        spaces: those of a slice.
-        tell: told which slice is tried.
+        spaces: makes the spaces of a slice.
+        tell: receives the slice that is tried.
     """
     remedies = ["a smaller --batch"] * (fault.candidate is None or fault.candidate.microbatches < settings.batch)
     if fault.nearest and fault.nearest.bytes <= target.chip.hbm_bytes:
@@ -49,15 +49,15 @@ def nothing_fits(
 
 
 def next_slice(target: Slice, limit: float, spaces: Spaces, tell: Callable[[str], None]) -> Slice | None:
-    """The smallest larger slice of the chip in some space of which something fits."""
+    """Return the smallest larger slice of the chip on which something fits, in some space."""
     for larger in target.larger():
         tell(f"whether it fits {larger.name}")
-        every = [*spaces(larger)][::-1]  # more axes have more layouts
+        every = [*spaces(larger)][::-1]  # More axes have more layouts.
         for space in every:
             try:
                 if Candidate(space.phase(), limit).least.bytes <= limit:
                     return larger
-            except NothingFits:  # the sizes have no layout on this mesh
+            except NothingFits:  # The sizes have no layout on this mesh.
                 continue
         for several in (space.several for space in every if space.several):
             least = smallest([], [several(limit)])

@@ -1,4 +1,4 @@
-"""The search space of a model of one's own."""
+"""The search space of a user's own model."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -13,12 +13,12 @@ from gspmd_models.search.own import OwnProblem, OwnStep
 
 
 def spaces(settings: SearchSettings) -> Callable[[Slice], Iterator[Space]]:
-    """Return a function from a slice to every mesh of it, with every number of microbatches that may be taken.
+    """Return a function from a slice to every mesh of it, with every possible number of microbatches.
 
     The program is read once for each number, whatever the slice.
 
     Raises:
-        LayoutError: the layout lacks lines of the model, or has no line that is fixed.
+        LayoutError: the layout lacks lines of the model, or a fixed line.
     """
     layout = Layout.load(settings.layout)
     step = OwnStep(settings.subject, settings.update, settings.batch, settings.length, layout, settings.given)

@@ -1,4 +1,4 @@
-"""The picture of seconds against bytes: what memory buys on one mesh, and where the presets are on it."""
+"""The picture of seconds against bytes: the cheapest layouts for each amount of memory on one mesh, and the presets."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 _FRONT, _FOUND, _PRESET = PALETTE["collective-permute"], PALETTE["all-reduce"], PALETTE["einsum"]
 _NAMED = 2
-"""Presets at about one place that are named."""
+"""Number of presets that are named at about one place."""
 _NEAR = 0.02, 0.03
-"""Parts of the picture's width and height within which marks are at about one place."""
+"""Differences, as parts of the picture's width and height, within which marks are at about one place."""
 _LETTER, _LINE = 0.0077, 0.042
-"""The width and the height that a letter of a label takes, likewise."""
+"""The width and the height of a letter of a label, likewise."""
 _STEEP = 1.5
-"""The ratio of the picture's seconds from which on they are drawn by their logarithm."""
+"""The ratio of the largest to the smallest seconds from which on the axis is logarithmic."""
 
 _Box = tuple[float, float, float, float]
 """Left, right, bottom and top of a label, as parts of the picture's width and height."""
@@ -31,7 +31,7 @@ _Box = tuple[float, float, float, float]
 
 @dataclass(frozen=True)
 class _Frame:
-    """The part of the plane that is seen: bytes from left to right, seconds from bottom to top, and the units of
+    """The visible part of the plane: bytes from left to right, seconds from bottom to top, and the units of
     both."""
 
     left: float
@@ -48,12 +48,12 @@ class _Frame:
         return next(((one, unit) for one, unit in ((1.0, "s"), (1e-3, "ms")) if self.bottom >= one), (1e-6, "µs"))
 
     def has(self, held: float, took: float) -> bool:
-        """Return whether it is seen, with room for a label above it."""
+        """Return whether a point is visible, with room for a label above it."""
         x, y = self.place(held, took)
         return 0 <= x <= 1 and 0 <= y <= 1 - 1.5 * _LINE
 
     def place(self, held: float, took: float) -> tuple[float, float]:
-        """Return its place as parts of the picture's width and height."""
+        """Return a point's place as parts of the picture's width and height."""
         over = log(took / self.bottom) / log(self.top / self.bottom) if self.steep else None
         height = (took - self.bottom) / (self.top - self.bottom) if over is None else over
         return (held - self.left) / (self.right - self.left), height
@@ -70,13 +70,13 @@ class _Frame:
 
 
 def figure(finding: SearchResult, front: Sequence[Point], presets: Sequence[Placed], title: str) -> "Figure":
-    """Draw the cheapest layout for every amount of memory as a staircase, with the region below in which there is none.
+    """Draw the cheapest layout for every amount of memory as a staircase, and shade the region that has no layout.
 
     Args:
         finding: the answer, which is marked.
-        front: from `frontier`.
-        presets: as they are on the mesh of the answer; marked where they are within the picture.
-        title: what was searched for.
+        front: the points of `frontier`.
+        presets: presets on the mesh of the answer; marked if they are within the picture.
+        title: the subject of the search.
     """
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
@@ -106,8 +106,8 @@ def figure(finding: SearchResult, front: Sequence[Point], presets: Sequence[Plac
 
 
 def _frame(finding: SearchResult, front: Sequence[Point], presets: Sequence[Placed]) -> _Frame:
-    """Return a frame from the smallest layout to beyond the limit or the largest, and from the cheapest to those not
-    much dearer."""
+    """Return a frame from the smallest layout to beyond the limit or the largest, and from the cheapest to those that
+    cost not much more."""
     least, most = front[0].answer.bytes, max(front[-1].answer.bytes, finding.answer.bytes)
     right = max(finding.answer.bytes, min(1.05 * most, SEEN * finding.best.limit))
     right += 0.05 * (right - least)
@@ -125,7 +125,7 @@ def _frame(finding: SearchResult, front: Sequence[Point], presets: Sequence[Plac
 def _staircase(axes: Any, frame: _Frame, front: Sequence[Point]) -> None:
     x, y = [frame.x(each.answer.bytes) for each in front], [frame.y(each.answer.seconds) for each in front]
     top, right = frame.y(frame.top), frame.x(frame.right)
-    # A limit within which a point is the cheapest ends the shade that it throws: what lies beyond is not known.
+    # The shade of a point ends at the limit up to which it is the cheapest: beyond that nothing is known.
     ends = [frame.x(each.limit) for each in front]
     shade = {"step": "post", "color": _FRONT, "alpha": 0.08, "linewidth": 0}
     bounds = [max(frame.y(each.answer.bound), frame.y(frame.bottom)) for each in front]
@@ -137,7 +137,8 @@ def _staircase(axes: Any, frame: _Frame, front: Sequence[Point]) -> None:
 
 
 def _presets(axes: Any, frame: _Frame, presets: Sequence[Placed], taken: list[_Box]) -> None:
-    """A mark for each preset that fits, and a label for those at about one place, of which the first are named."""
+    """Draw a mark for each preset that fits, and a label for those at about one place, which names the first of
+    them."""
     places: list[tuple[float, float, list[str]]] = []
     for each in presets:
         if not (each.answer and each.fits and frame.has(each.answer.bytes, each.answer.seconds)):
@@ -158,7 +159,7 @@ def _presets(axes: Any, frame: _Frame, presets: Sequence[Placed], taken: list[_B
 
 
 def _found(axes: Any, frame: _Frame, finding: SearchResult) -> _Box:
-    """The answer, and the memory that it may use; where its label is."""
+    """Draw the answer, and the memory that it may use; return the place of its label."""
     limit, answer = finding.best.limit, finding.answer
     if limit < frame.right:
         axes.axvline(frame.x(limit), color=FAINT, linewidth=1.1, linestyle=(0, (4, 3)), zorder=2)
@@ -183,7 +184,7 @@ def _label(
     taken: Sequence[_Box],
     below: bool = False,
 ) -> _Box:
-    """A name beside a mark, on the right while there is room, and as far up as no other label is there."""
+    """Write a name beside a mark, on the right while there is room, and above any label that is in the way."""
     x, y = frame.place(held, took)
     width, right = _LETTER * len(text), x < 0.55
     left = x + 0.008 if right else x - 0.008 - width

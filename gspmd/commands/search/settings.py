@@ -37,13 +37,13 @@ class SearchSettings:
     """The model and slice to find a layout for, and the files for the answer."""
 
     config: str = DEFAULT
-    """TOML file with a table [model], and perhaps [training], [optimizer] and, of a model of one's own, [sharding]
+    """TOML file with a table [model], and perhaps [training], [optimizer] and, for your own model, [sharding]
     layout."""
     topology: str = "tpu-v5p:4x8x8"
     """Chip and torus, such as tpu-v4:4x4x4, tpu-v5p:8x8x16 or tpu-v6e:16x16."""
     phase: Literal["train", "prefill", "decode"] = "train"
     """train: a whole update, as `gspmd train` makes it. prefill, decode: what `gspmd generate` runs, --length tokens of
-    every row into a cache, or one behind a full one; each phase is searched for itself."""
+    every row into a cache, or one token after a full cache; each phase is searched by itself."""
     mesh: str = ""
     """Mesh axes and their sizes, such as x=4,y=8,z=8; every mesh whose axes are whole torus axes if not given."""
     batch: int = 32
@@ -51,8 +51,8 @@ class SearchSettings:
     length: int = 256
     """Tokens of a sequence."""
     microbatches: int | None = None
-    """Parts of a training step's batch, as of `gspmd train`; of 1, 2, 4, ... that divide it what is best, if not given,
-    whatever [training] says."""
+    """Number of parts of a training step's batch, as in `gspmd train`; if not given, the best of 1, 2, 4, ... that
+    divide the batch, regardless of [training]."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Dtype that the model computes in."""
     weights: Literal["dtype", "int8"] = "dtype"
@@ -60,22 +60,21 @@ class SearchSettings:
     cache: Literal["dtype", "int8"] = "dtype"
     """Dtype in which prefill and decode keep keys and values; int8 has a float32 scale for each token and head."""
     remat: Literal["none", "full", "dots-except-hidden", "dots", "selective"] | None = None
-    """Choice of what the backward pass computes again; the best one, if not given."""
+    """What the backward pass recomputes; if not given, the best choice."""
     memory: float = 0.9
     """Share of a device's memory that may be used."""
     layout: str = ""
-    """TOML file whose lines are searched, for a model of one's own; what it writes counts for nothing but
-    dimensions."""
+    """TOML file whose lines are searched, for your own model; only the dimensions of its specs are used."""
     fixed: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
-    """A line that is not searched, with its spec, such as ffn.w_in=EF_x; repeatable."""
+    """A line that is fixed to a spec, such as ffn.w_in=EF_x; repeatable."""
     why: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
-    """A line to ask about, such as ffn.w_in=EF_x: what that would cost, and what would change with it; repeatable."""
+    """A line to ask about, such as ffn.w_in=EF_x: its cost, and the lines that would change with it; repeatable."""
     stages: bool = False
-    """Also search pipelines: a table of stages and microbatches, each with the best layout of a stage, on
-    every mesh that the rest of the torus makes, whatever --mesh says."""
+    """Also search pipelines: print a table of stages and microbatches, each with the best layout of a stage, on every
+    mesh of the remaining devices, regardless of --mesh."""
     compile: int = 0
-    """Number of different layouts, the best ones, that are compiled beside the best preset; where that is the
-    fastest, of other lines that are compiled with it, too. 0 for a planned answer only."""
+    """Number of different layouts to compile, the best ones, beside the best preset; if the preset is fastest, also try
+    other lines with it. 0 for a planned answer only."""
     compiler_options: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
     """With --compile, an option of the compiler, such as xla_tpu_scoped_vmem_limit_kib=81920; repeatable."""
     out: str = ""
@@ -87,14 +86,14 @@ class SearchSettings:
     update: Annotated[Update, tyro.conf.Suppress, tyro.conf.Fixed] = field(
         default_factory=lambda: Update(OptimizerConfig(), STEPS)
     )
-    """The update of a training step, as [optimizer] and [training] of the file say it."""
+    """The update of a training step, from [optimizer] and [training] of the file."""
     model_class: Annotated[str, tyro.conf.arg(name="model", metavar="MODULE:NAME")] = ""
-    """A model of one's own, as of `gspmd train`; without --config, the model alone."""
+    """Your own model, as in `gspmd train`; without --config, the model alone."""
     model: ModelConfig = field(default_factory=ModelConfig)
 
     @property
     def subject(self) -> Own:
-        """The model of one's own, as the builder of training steps takes it."""
+        """The user's own model, as the builder of training steps takes it."""
         return Own(self.model, jnp.dtype(self.dtype))
 
     @property
@@ -116,27 +115,27 @@ class SearchSettings:
 
     @property
     def given(self) -> dict[str, str]:
-        """The lines that are not searched, with their specs."""
+        """The fixed lines, with their specs."""
         return {key.strip(): spec.strip() for key, _, spec in (each.partition("=") for each in self.fixed)}
 
     @property
     def remats(self) -> tuple[Any, ...]:
-        """The choices of remat that are searched; one where nothing is trained, or blocks are never computed again."""
+        """The choices of remat that are searched; one if nothing is trained, or if blocks are never recomputed."""
         if self.remat or self.phase != "train" or self.model.layers == self.model.period:
             return (self.remat or self.model.remat,)
         return REMATS
 
     @property
     def searches_microbatches(self) -> bool:
-        """Whether their number is searched, and there is more than one."""
+        """Whether the number of microbatches is searched, and there is more than one possible."""
         return self.phase == "train" and self.microbatches is None and bool(several(self.batch))
 
 
 def parse(argv: Sequence[str], script: str, documentation: str) -> SearchSettings:
-    """The settings: those of the file, replaced by flags.
+    """Return the settings: those of the file, replaced by flags.
 
     Raises:
-        ConfigError: with every fault.
+        ConfigError: settings are faulty; lists every fault.
     """
     file, name = file_of(argv, DEFAULT)
     training, own = file.training, is_own(file)
@@ -145,7 +144,7 @@ def parse(argv: Sequence[str], script: str, documentation: str) -> SearchSetting
         file.optimizer, STEPS, frozen=tuple(training.frozen), parameter_dtype=training.parameter_dtype
     )
     if own:
-        layout = file.sharding.layout  # whose default is a preset, which has no lines of such a model
+        layout = file.sharding.layout  # Its default is a preset, which has no lines of such a model.
         said |= {"layout": "" if layout == ShardingConfig().layout else layout, "model": file.model}
         cls = typed_with(SearchSettings, type(file.model))
     else:
@@ -167,7 +166,7 @@ def parse(argv: Sequence[str], script: str, documentation: str) -> SearchSetting
 
 
 def _faults_of_own(file: File, settings: SearchSettings) -> Iterator[str]:
-    """Say what is missing for a model of one's own, and what says nothing of it."""
+    """Yield what is missing for a user's own model, and which settings do not apply to it."""
     if not settings.layout:
         yield "its lines are those of a layout; give --layout FILE, of which the dimensions alone count."
     if file.lora.rank:
@@ -177,7 +176,7 @@ def _faults_of_own(file: File, settings: SearchSettings) -> Iterator[str]:
 
 
 def _for_ours(settings: SearchSettings) -> Iterator[str]:
-    """The flags that are given and say nothing of a model of one's own."""
+    """Yield the given flags that do not apply to a user's own model."""
     if settings.stages:
         yield "--stages"
     if settings.remat is not None:
@@ -190,7 +189,7 @@ def _for_ours(settings: SearchSettings) -> Iterator[str]:
 
 
 def _no_file(flag: str, given: str, suffix: str, kind: str) -> Iterator[str]:
-    """Say why a file cannot be written there, as far as that is known before it is."""
+    """Yield why a file cannot be written there, as far as that is known in advance."""
     path = Path(given)
     if not given:
         return
@@ -208,7 +207,7 @@ def _no_file(flag: str, given: str, suffix: str, kind: str) -> Iterator[str]:
     except FileNotFoundError:
         if not os.access(path.parent, os.W_OK):
             yield f"--{flag} {path}: the folder is read-only."
-    except OSError as error:  # a name that is too long
+    except OSError as error:  # A name that is too long.
         yield f"--{flag} {path!s:.40}...: {error.strerror}."
 
 
@@ -249,7 +248,7 @@ def _faults(settings: SearchSettings):
 
 
 def _faults_of_lines(settings: SearchSettings) -> Iterator[str]:
-    """Say what is wrong with the lines that are asked about or given."""
+    """Yield the faults of lines that are fixed or asked about."""
     for flag in ("why", "fixed"):
         for asked in getattr(settings, flag):
             key, equals, spec = asked.partition("=")
@@ -262,7 +261,7 @@ def _faults_of_lines(settings: SearchSettings) -> Iterator[str]:
 
 
 def _faults_of_slice(settings: SearchSettings) -> Iterator[str]:
-    """Say what is wrong with the slice, its mesh, its memory, or the file for the layout."""
+    """Yield the faults of the slice, its mesh, its memory, or the file for the layout."""
     if not 0 < settings.memory <= 1:
         yield f"--memory is the share of memory that may be used, above 0 and at most 1, not {settings.memory}."
     yield from _no_file("out", settings.out, ".toml", "a TOML file")

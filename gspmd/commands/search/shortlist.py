@@ -12,16 +12,16 @@ from gspmd.search.answers.document import PRICED, LineCost, changed
 from gspmd.search.answers.presets import Placed, placed_presets
 
 APART = 0.01
-"""The share of a step from which on layouts count as different, so that compiling both says more than compiling one."""
+"""The smallest share of a step by which layouts are different, so that compiling both tells more than compiling one."""
 SAME = 1e-6
-"""The share up to which they are the same."""
+"""The largest share by which layouts are the same."""
 
 MORE = 0.15
-"""By which share of a step a layout to serve may be planned dearer than the cheapest: loops may hide more."""
+"""The share of a step by which a layout for serving may be planned slower than the cheapest: loops may hide more."""
 
 
 def trained(finding: SearchResult, said: Mapping[str, LineCost], presets: Sequence[Placed], count: int) -> list[Listed]:
-    """The answer and the cheapest layouts that are different, and the cheapest preset.
+    """Return the answer and the cheapest layouts that are different, and the cheapest preset.
 
     They are the best with another option of some choice, and the best on another mesh, with another choice of remat or
     in other microbatches.
@@ -31,11 +31,11 @@ def trained(finding: SearchResult, said: Mapping[str, LineCost], presets: Sequen
 
 
 def served(settings: SearchSettings, finding: SearchResult, presets: Sequence[Placed], count: int) -> list[Listed]:
-    """The answer, and the layouts that end soonest with what loops under `auto` hide; the presets that are best so.
+    """Return the answer, and the layouts that end soonest with what loops under `auto` hide; and the best presets.
 
-    Of layouts that cost up to `MORE` than the answer the cheapest on each mesh are traced, with each tensor sharded in
-    one way or another (`nearby`), and all presets on each mesh. The preset that is planned the cheapest is listed, and
-    behind it the one that ends soonest, where that is another, or on another mesh.
+    Among layouts that cost up to `MORE` more than the answer the cheapest on each mesh are traced, with each tensor
+    sharded in one way or another (`nearby`), and all presets on each mesh. The preset with the cheapest plan is listed,
+    followed by the one that ends soonest, if that is another one, or on another mesh.
     """
     most, listed = (1 + MORE) * finding.answer.seconds, [found(finding)]
     if count > 1:
@@ -49,11 +49,11 @@ def served(settings: SearchSettings, finding: SearchResult, presets: Sequence[Pl
 
 
 def improved(settings: SearchSettings, preset: Listed, count: int) -> list[Listed]:
-    """So many layouts that are a preset but for one choice, those that gain the most by the plan."""
+    """Return `count` layouts that change one choice of a preset, those that gain the most by the plan."""
     before = preset.answer
     found = []
     for name, answer in nearby.improved(preset.candidate, before.picks)[:count]:
-        if answer.picks[name] != before.picks[name]:  # a search that was given up may not have come to another
+        if answer.picks[name] != before.picks[name]:  # A search that was given up may have found no other option.
             lines = changed(preset.candidate, name, before, answer)
             (section, key), text = min(lines, key=lambda line: nearby.in_ends(line[0][1]))
             found.append(_instead(preset, answer, f"{section}.{key} {text}" if section else f"{key} {text}"))
@@ -61,7 +61,7 @@ def improved(settings: SearchSettings, preset: Listed, count: int) -> list[Liste
 
 
 def together(settings: SearchSettings, preset: Listed, faster: Sequence[Listed]) -> list[Listed]:
-    """The preset with what is other in all of these; none of fewer than two, or where that does not fit."""
+    """Return the preset with all of these changes; nothing for fewer than two, or if that does not fit."""
     before = preset.answer.picks
     others = {name: pick for each in faster for name, pick in each.answer.picks.items() if pick != before[name]}
     if len(faster) > 1:
@@ -72,26 +72,26 @@ def together(settings: SearchSettings, preset: Listed, faster: Sequence[Listed])
 
 
 def _instead(preset: Listed, answer: Answer, name: str) -> Listed:
-    """A preset with another line, to be compiled under the lowering of the preset."""
+    """Return a preset with another line, to be compiled under the lowering of the preset."""
     mesh = preset.candidate.phase.case.mesh
     return Listed(f"{preset.name}, with {name}", preset.candidate, answer, mesh, lowering=preset.lowering)
 
 
 def _hiding(settings: SearchSettings, listed: Sequence[Listed]) -> list[Listed]:
-    """The layouts with what their loops hide, where that is known of layouts."""
+    """Return the layouts with the seconds that their loops hide, if these are known."""
     looped = settings.phase != "train" and any(each.lowering != PRICED for each in listed)
     return [*with_loops(settings, listed)] if looped else [*listed]
 
 
 def found(finding: SearchResult) -> Listed:
-    """The answer."""
+    """Return the answer."""
     return Listed("found", finding.best, finding.answer, finding.best.phase.case.mesh)
 
 
 def different(listed: Sequence[Listed], count: int) -> list[Listed]:
-    """So many of them: the first, and the next that spend a hundredth of a step otherwise than each of those before.
+    """Return `count` of them: the first, and then those that differ from all before in a hundredth of a step.
 
-    Where so few are different, the first of the others follow, but for those that cost the same.
+    If there are not enough, the first of the others follow, except those that cost the same.
     """
     taken = [*listed[:1]]
     for apart in (APART, SAME):
@@ -123,16 +123,17 @@ def _near(finding: SearchResult, most: float) -> Iterator[Listed]:
 
 
 def _line(candidate: Candidate, name: str, answer: Answer) -> str:
-    """The first line of the layers that a choice writes."""
+    """Return the first line of the layers that a choice writes."""
     texts = candidate.options.texts[name][answer.picks[name]].items()
     return next(f"{key} {text}" for (_, key), text in texts if not nearby.in_ends(key))
 
 
 def _apart(one: Listed, other: Listed) -> float:
-    """The share of a step that two layouts spend on other parts of the cost, or hide; none, if axes have other names.
+    """Return the share of a step that two layouts spend on other parts of the cost, or hide; 0 if only axes are
+    renamed.
 
-    Nor if they cost and hide the same: they are taken for one, with mesh axes of equal sizes swapped in a part of it,
-    of which the compiler made the same.
+    It is also 0 if they cost and hide the same: they are taken as one layout with mesh axes of equal sizes swapped in a
+    part of it, which the compiler compiled to the same program.
     """
     figures = zip(*((each.answer.seconds, each.answer.bytes, each.hidden) for each in (one, other)))
     if all(isclose(*each, rel_tol=1e-9) for each in figures):
@@ -143,7 +144,7 @@ def _apart(one: Listed, other: Listed) -> float:
 
 
 def _of_presets(presets: Sequence[Placed]) -> list[Listed]:
-    """The presets that fit, in their order; of those that are one layout the first."""
+    """Return the presets that fit, in their order; only the first of those that are one layout."""
     found: dict[tuple, Listed] = {}
     for each in presets:
         if each.answer and each.fits:

@@ -1,4 +1,4 @@
-"""The output of `gspmd search`: the answer beside every preset, the cost of another line, and what is missing."""
+"""The output of `gspmd search`: the answer beside every preset, the cost of another line, and missing presets."""
 
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -13,11 +13,11 @@ from gspmd.search.answers.presets import Placed
 from gspmd.search.answers.why import Why
 
 _SMALL = 0.005
-"""The share of the dearest layout's seconds below which a part of the cost has no column of its own."""
+"""The share of the slowest layout's seconds below which a part of the cost has no column of its own."""
 
 
 def groups(terms: Mapping[str, float]) -> dict[str, float]:
-    """Seconds of the terms by their first word: attention, ffn, output, ...
+    """Sum the seconds of the terms by their first word: attention, ffn, output, ...
 
     >>> groups({"ffn.in: residual": 1.0, "ffn.out: residual 0": 2.0, "norms: residual": 0.5})
     {'ffn': 3.0, 'norms': 0.5}
@@ -30,7 +30,8 @@ def groups(terms: Mapping[str, float]) -> dict[str, float]:
 
 
 def comparison(finding: SearchResult, presets: Iterable[Placed], written: str = "found") -> Sheet:
-    """The answer beside every preset, by the parts of the cost; `written` is its name among what was compiled."""
+    """Return the answer beside every preset, by the parts of the cost; `written` is its name among the compiled
+    ones."""
     own_name, ratio_of = ("found", "of found") if written == "found" else (f"written: {written}", "of written")
     rows = [(own_name, finding.best, finding.best.named, finding.answer)]
     rows += [(each.name, each.candidate, _mesh(each.mesh), each.answer) for each in presets if each.answer]
@@ -59,7 +60,7 @@ def comparison(finding: SearchResult, presets: Iterable[Placed], written: str = 
 
 
 def _trained(candidates: Iterable[Candidate]) -> list[str]:
-    """Return which of remat and microbatches are columns: in training alone, and microbatches if any are cut."""
+    """Return which of remat and microbatches are columns: only in training, and microbatches only if any are cut."""
     every = [*candidates]
     cut = any(each.microbatches > 1 for each in every)
     return [*["remat"] * bool(every[0].remat), *["microbatches"] * cut]
@@ -71,7 +72,7 @@ def _fitting(rows: Sequence[tuple]) -> int:
 
 
 def _columns(names: Sequence[str]) -> list[Column]:
-    """Parts of the cost, the last first, make room where the terminal is narrow."""
+    """Return the columns for parts of the cost; the last are dropped first if the terminal is narrow."""
     kept = dict.fromkeys(("layout", "a step", "of found", "of written", "memory", "fits"), 0)
     kept |= dict.fromkeys(("mesh", "remat", "microbatches"), 1)
     return [
@@ -87,7 +88,7 @@ def _mesh(mesh: Mapping[str, int]) -> str:
 
 
 def outside(presets: Iterable[Placed]) -> list[str]:
-    """A line for each preset that is outside of the space, and so has no row."""
+    """Return a line for each preset outside the space, which has no row."""
     lines = []
     for each in presets:
         if each.answer is None and each.traced is not None:
@@ -131,7 +132,7 @@ def _signed_bytes(amount: float) -> str:
 
 
 def compiled(shortlist: Sequence[Listed]) -> Sheet:
-    """The compiled programs in their order, with what was planned of them."""
+    """Return the compiled programs in their order, with their planned figures."""
     presets = [each.seconds for each in shortlist if each.preset]
     best = min(presets, default=None)
     trained = _trained(each.candidate for each in shortlist)
@@ -167,7 +168,7 @@ def compiled(shortlist: Sequence[Listed]) -> Sheet:
 
 
 def answer_line(finding: SearchResult, compiled: int) -> str:
-    """The answer in one line, and whether it is the compiler's."""
+    """Return the answer in one line, with whether it was compiled."""
     held = f"{amount_of_bytes(finding.answer.bytes)} on each device"
     proved = f", no layout costs less than {seconds(finding.bound)}" if finding.complete else ""
     planned = "" if compiled else " Planned, not compiled: --compile 3 asks the compiler."

@@ -1,4 +1,4 @@
-"""The slice that is searched for: its chip and its torus, as its name says, without the compiler."""
+"""The slice that is searched for: its chip and its torus, read from its name without the compiler."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,10 +22,10 @@ class Slice:
 
     @classmethod
     def named(cls, name: str) -> "Slice":
-        """The slice of a name, such as tpu-v5p:4x8x8.
+        """Return the slice of a name, such as tpu-v5p:4x8x8.
 
         Raises:
-            PlanError: there is no such slice.
+            PlanError: no such slice exists.
         """
         return cls(*read_name(name))
 
@@ -36,7 +36,7 @@ class Slice:
 
     @property
     def torus(self) -> tuple[int, ...]:
-        """Devices along each axis of the torus; those of one chip are an axis of their own."""
+        """Devices along each axis of the torus; the devices of one chip are another axis."""
         return (*self.shape, CORES.get(self.chip.name, 1))
 
     @property
@@ -45,6 +45,6 @@ class Slice:
         return prod(self.torus)
 
     def larger(self) -> Iterator["Slice"]:
-        """The slices of this chip with more devices, the smallest first."""
+        """Return the slices of this chip with more devices, the smallest first."""
         every = (Slice(self.chip, shape) for shape in shapes(self.chip))
         return (each for each in every if each.devices > self.devices)

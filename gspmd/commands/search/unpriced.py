@@ -10,7 +10,7 @@ from gspmd_models.search.unsearched import Unsearched
 
 @contextmanager
 def remedied(remedy: str) -> Iterator[None]:
-    """Say of what is not searched what helps, in the flags of the command that was run.
+    """Add the remedy, in the flags of the command, to the error for a model that is not searched.
 
     Raises:
         ConfigError: in place of `Unsearched`.
@@ -22,12 +22,12 @@ def remedied(remedy: str) -> Iterator[None]:
 
 
 def unpriced(file: File, trains: bool, remedy: str) -> Iterator[str]:
-    """Say which settings would be counted wrong.
+    """Yield the settings that would be priced wrong.
 
     Args:
-        file: the tables of the configuration file, as flags have changed them.
+        file: the tables of the configuration file, as changed by flags.
         trains: whether a training step is searched for.
-        remedy: what to do instead, behind each.
+        remedy: the remedy that is added to each fault.
     """
     lora = file.model.lora or (file.lora if file.lora.rank else None)
     if lora and not trains:

@@ -16,10 +16,10 @@ from gspmd.training.config import ConfigError
 from gspmd_models.search.stages import PipelineRow
 
 _OF_NOTHING = ("--out", "--json", "--frontier", "--why")
-"""Flags that change nothing in the answer."""
+"""Flags that do not change the answer."""
 _OF_SEARCH = (*_OF_NOTHING, "--layout", "--topology", "--phase", "--mesh", "--memory", "--fixed", "--batch", "--length",
               "--microbatches", "--dtype", "--compile", "--compiler-options")  # fmt: skip
-"""Flags that `gspmd train` does not take, or that are written out for it."""
+"""Flags that `gspmd train` does not have, or that are written out for it."""
 
 
 def header(
@@ -29,7 +29,7 @@ def header(
     argv: Sequence[str],
     shortlist: Iterable[Listed] = (),
 ) -> list[str]:
-    """The lines of the comment, without dates: searching again writes the same."""
+    """Return the lines of the comment, without dates: searching again writes the same."""
     answer, remat = finding.answer, finding.best.remat
     length = f"{settings.length} {finding.best.in_microbatches}".strip()
     parameters = f"{settings.num_parameters:,} parameters"
@@ -49,19 +49,19 @@ def header(
 
 
 def _stored(settings: SearchSettings) -> str:
-    """Name what is stored in int8: `, int8 weights and int8 cache`; empty for nothing."""
+    """Name the arrays stored in int8: `, int8 weights and int8 cache`; empty if there are none."""
     kinds = [f"int8 {name}" for name in ("weights", "cache") if getattr(settings, name) == "int8"]
     return f", {' and '.join(kinds)}" if kinds else ""
 
 
 def comment(title: str, facts: Mapping[str, str], argv: Sequence[str], used: str) -> list[str]:
-    """The lines of a comment.
+    """Return the lines of a comment.
 
     Args:
         title: what was found.
-        facts: what is said of it, by name.
-        argv: the flags that it was found with.
-        used: the command that takes it, or the flags of that.
+        facts: the facts about it, by name.
+        argv: the flags of the search.
+        used: the command that uses it, or its flags.
     """
     width = max(map(len, facts))
     return [
@@ -87,10 +87,10 @@ def beside(out: str) -> Path:
 def header_of_stages(
     settings: SearchSettings, target: Slice, row: PipelineRow, than: float, argv: Sequence[str]
 ) -> list[str]:
-    """The lines of the comment on a pipeline's file.
+    """Return the lines of the comment on a pipeline's file.
 
     Args:
-        settings, target: of the search.
+        settings, target: those of the search.
         row: the best pipeline, which fits.
         than: seconds of the layout without stages.
         argv: the flags.
@@ -112,8 +112,8 @@ def header_of_stages(
 
 
 def _used(settings: SearchSettings, best: Candidate, argv: Sequence[str]) -> str:
-    """The flags with which the layout was found, where the config may say otherwise; of a model of one's own, the
-    whole command, since its file is named in it."""
+    """Return the flags for which the layout was found, if the config may differ; for a user's own model the whole
+    command, since its file is named in it."""
     if not is_own(settings):
         remat = f" --model.remat {best.remat} --microbatches {best.microbatches}" if best.remat else ""
         return f"--layout FILE --mesh {best.named}{remat}"
@@ -138,12 +138,13 @@ def _compiled(finding: SearchResult, shortlist: Iterable[Listed]) -> Iterator[tu
 
 
 def where(best: Candidate) -> str:
-    """The mesh, and what else a layout was found with: `x=4,y=8, remat full, in 4 microbatches`."""
+    """Describe the mesh, with remat and microbatches of a layout: `x=4,y=8, remat full, in 4 microbatches`."""
     return ", ".join(filter(None, (best.named, best.remat and f"remat {best.remat}", best.in_microbatches)))
 
 
 def seconds(amount: float) -> str:
-    """Seconds to five digits, since layouts differ by thousandths; below 0 where two parts of the cost share them."""
+    """Return seconds to five digits, since layouts differ by thousandths; negative if two parts of the cost share
+    them."""
     if amount < 0:
         return f"-{seconds(-amount)}"
     return f"{amount:.5g} s" if amount >= 1 else amount_of_seconds(amount)
@@ -156,7 +157,7 @@ def _how(finding: SearchResult) -> str:
 
 
 def asked(argv: Sequence[str], without: Collection[str] = _OF_NOTHING) -> list[str]:
-    """The flags that the answer depends on, or all but some others.
+    """Return the flags that the answer depends on, or all except some others.
 
     >>> asked(["--batch", "8", "--out", "a.toml", "--json=b"])
     ['--batch', '8']
@@ -170,7 +171,7 @@ def asked(argv: Sequence[str], without: Collection[str] = _OF_NOTHING) -> list[s
 
 
 def save(text: str, out: str) -> None:
-    """Write a layout that was found, or print it where there is no name.
+    """Write a layout that was found, or print it if there is no name.
 
     Raises:
         ConfigError: the file cannot be written; the layout is printed then, so that no search is lost with it.

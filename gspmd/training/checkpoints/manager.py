@@ -23,24 +23,24 @@ from gspmd.training.checkpoints import checksums, restore
 from gspmd.training.disk import sync
 from gspmd.training.state import TrainState
 
-# Endings of folders that are no checkpoints: half written or half removed; and newer than the one that was resumed.
+# Endings of folders that are not checkpoints: half written, half removed, or newer than the resumed one.
 _PARTIAL, _ASIDE = ".partial", ".aside"
 
-# What Python says of an array that orbax has not begun to write.
+# Python's message for an array that orbax has not begun to write.
 _NOT_BEGUN = r"coroutine 'async_serialize_from_host\..*' was never awaited"
 
 
 class Checkpoints:
     """The checkpoints of one run, under `<out>/checkpoints/<step>`.
 
-    A save is written to a temporary folder, given checksums, and renamed, so that a killed one leaves earlier ones as
-    they are and nothing that could be taken for a checkpoint. As a context manager, it waits at the end for the save in
-    progress.
+    A save is written to a temporary folder, given checksums, and renamed. So a killed one leaves earlier ones
+    unchanged, and nothing that could be taken for a checkpoint. As a context manager, it waits at the end for the save
+    in progress.
 
     Args:
         out: the run's folder.
         keep: number of the newest checkpoints to keep.
-        tell: called with a line for every save that is complete, by `check`, `wait` and the next `save`.
+        tell: called with a line for every complete save, by `check`, `wait` and the next `save`.
     """
 
     def __init__(self, out: str | Path, *, keep: int = 2, tell: Callable[[str], None] = lambda saved: None):
@@ -55,8 +55,8 @@ class Checkpoints:
         self._writer = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler())
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoints")
         self._saving: Future | None = None
-        self._checked: int | None = None  # whose files have been compared with their checksums
-        # Not asked of the disk, where processes other than the first may find the last save before or after its end.
+        self._checked: int | None = None  # The step whose files have been compared with their checksums.
+        # Not read from disk, where processes other than the first may look before or after the end of the last save.
         self._steps = set(restore.saved_steps(out))
 
     def save(self, state: TrainState, data: Mapping[str, Any]) -> None:
@@ -64,7 +64,7 @@ class Checkpoints:
 
         Args:
             state: after a step, whose number names the checkpoint.
-            data: the position, and whatever else the run needs to go on, as JSON has it.
+            data: the position, and everything else that the run needs to go on, as JSON values.
 
         Raises:
             OSError: this or the last save could not be written.
@@ -76,7 +76,7 @@ class Checkpoints:
             return
         items = {"state": ocp.args.StandardSave(restore.tree_of(state))}
         shapes = {"shapes": restore.shapes_of(state.params), "optimizer": restore.shapes_of(state.optimizer)}
-        # With its step: by the name of its folder alone, one that is renamed would be taken for another.
+        # With its step, since a renamed folder would be taken for another checkpoint.
         items["run"] = ocp.args.JsonSave({"step": step, "data": dict(data)} | shapes)
         with self._writing(step):
             folder = self._folder / f"{step}{_PARTIAL}"
@@ -85,7 +85,7 @@ class Checkpoints:
         self._saving = self._thread.submit(self._complete, step, folder, began)
 
     def check(self) -> None:
-        """Raise OSError if a save has failed, or the folder is gone; without waiting for a save in progress."""
+        """Raise OSError if a save has failed, or the folder is missing; do not wait for a save in progress."""
         self._check_there()
         if self._saving is not None and self._saving.done():
             self.wait()
@@ -103,17 +103,17 @@ class Checkpoints:
 
         Args:
             like: a state of the model, possibly abstract, on any mesh.
-            step: of the checkpoint; None for the newest that is intact.
+            step: the step of the checkpoint; None for the newest that is intact.
             tell: called with a line for every newer checkpoint that is damaged.
 
         Raises:
-            ConfigError: there is none, it cannot be read, or it is of a model of other sizes.
+            ConfigError: there is no checkpoint, it cannot be read, or it is from a model of other sizes.
             OSError: the save in progress could not be written.
         """
         return restore.read_state(self._out, self.intact(step, tell), like)
 
     def intact(self, step: int | None = None, tell: Callable[[str], None] = print) -> int:
-        """Return the step whose checkpoint `restore` would read; arguments and errors as there."""
+        """Return the step whose checkpoint `restore` would read, with the same arguments and errors."""
         self.wait()
         if step is None:
             step = restore.newest_intact(self._out, tell)
@@ -123,7 +123,7 @@ class Checkpoints:
         return step
 
     def data(self, step: int) -> dict[str, Any]:
-        """Return the data that was saved with a state, of a checkpoint that `intact` has returned."""
+        """Return the data that was saved with a state, from a checkpoint that `intact` has returned."""
         return restore.read_data(self._out, step)
 
     def continue_from(self, step: int) -> None:
@@ -141,7 +141,7 @@ class Checkpoints:
         try:
             self.wait()
         except OSError:
-            if error is None:  # else the earlier error says why
+            if error is None:  # Otherwise the earlier error says why.
                 raise
         finally:
             self._thread.shutdown()
@@ -154,8 +154,8 @@ class Checkpoints:
             if not self._primary:
                 return said
             size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-            # Contents, checksums, then the name: a folder named by a step is whole, whenever this is killed. Older
-            # ones go last, when the new one is sure to outlast a loss of power.
+            # Contents, checksums, then the name: a folder named by a step is complete, whenever this is killed. Older
+            # ones are removed last, when the new one is sure to survive a loss of power.
             checksums.write(folder)
             folder.rename(self._folder / str(step))
             sync(self._folder)
@@ -167,25 +167,25 @@ class Checkpoints:
 
     @contextmanager
     def _writing(self, step: int) -> Iterator[None]:
-        """Remove what a save that fails has written, and say what the operating system said of it."""
+        """Remove the files of a save that fails, and report the operating system's reason."""
         try:
             yield
         except Exception as error:
-            self._check_there()  # orbax answers that by errors of many types
+            self._check_there()  # Orbax raises errors of many types for that.
             if not isinstance(error, OSError | ValueError):
                 raise
             # The array writer has error codes in its messages.
             written = re.search(r"os_error_code='(\d+)'", str(error))
             code = int(written[1]) if written else getattr(error, "errno", None)
             self._clear(f"{step}{_PARTIAL}*")
-            # Without a code it misses files that it has written, such as those of a folder that is being deleted.
+            # Without a code it misses files that it has written, for example because the folder is being deleted.
             reason = str(error).partition("\n")[0][:200] if code is None else os.strerror(code)
             raise OSError(code or errno.EIO, f"{reason} while saving step {step}") from None
 
     def _check_there(self) -> None:
-        """Refuse to go on where the folder was deleted or replaced: orbax would make it anew, without what was there.
+        """Stop if the folder was deleted or replaced: orbax would make it anew, without its earlier contents.
 
-        The figures of a run lie beside it, and what is written to a deleted file is lost without an error.
+        The figures of a run are beside it, and data written to a deleted file is lost without an error.
         """
         if _identity(self._folder) != self._identity:
             reason = f"its folder {self._folder.name} was deleted or replaced while the run went on"
@@ -197,7 +197,7 @@ class Checkpoints:
 
 
 def _identity(folder: Path) -> tuple[int, int] | None:
-    """Return what tells a folder from another one at its path; None if there is none."""
+    """Return an identity that tells a folder from another one at its path; None if there is none."""
     try:
         found = folder.stat()
     except OSError:
@@ -206,10 +206,10 @@ def _identity(folder: Path) -> tuple[int, int] | None:
 
 
 def _silence_unfinished_writes() -> None:
-    """Show nothing for each array that is still to be written when the write of another one fails.
+    """Hide the error for each array that is still to be written when the write of another one fails.
 
-    Orbax closes its event loop by then. The array writer reports to the closed loop, in a thread where none can catch
-    it; a write that has not begun is a coroutine never awaited, of which Python warns whenever it is collected.
+    Orbax has closed its event loop by then. The array writer reports to the closed loop, in a thread where nothing can
+    catch the error; a write that has not begun is a coroutine never awaited, about which Python warns on collection.
     """
     warnings.filterwarnings("ignore", message=_NOT_BEGUN, category=RuntimeWarning)
     if getattr(sys.unraisablehook, "func", None) is not _show_unless_unfinished:
@@ -219,6 +219,6 @@ def _silence_unfinished_writes() -> None:
 def _show_unless_unfinished(show: Callable[[Any], None], raised: Any) -> None:
     error, said = raised.exc_value, str(raised.exc_value)
     closed = isinstance(error, RuntimeError) and said == "Event loop is closed"
-    # A warning comes here where warnings are errors.
+    # A warning comes here if warnings are errors.
     if not closed and not (isinstance(error, RuntimeWarning) and re.match(_NOT_BEGUN, said)):
         show(raised)

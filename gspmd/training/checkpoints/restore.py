@@ -1,4 +1,4 @@
-"""The checkpoint of a run to read, and reading it onto any mesh and layout."""
+"""The checkpoint of a run, and reading it onto any mesh and layout."""
 
 import os
 import re
@@ -17,23 +17,23 @@ from gspmd.training.state import TrainState, abstract
 from gspmd.training.toml import ConfigError
 
 _FOLDER = "checkpoints"
-# Arrays of an optimizer that a message names.
+# Number of arrays of an optimizer that a message names.
 _SHOWN = 3
 
 
 def folder_of(out: str | Path, step: int | None = None) -> Path:
-    """The folder of a run's checkpoints, or of one."""
-    # As Path.resolve, which has an error of its own for links in a circle.
+    """Return the folder of a run's checkpoints, or of one of them."""
+    # Like Path.resolve, which has an error of its own for circular links.
     folder = Path(os.path.realpath(out)) / _FOLDER
     return folder if step is None else folder / str(step)
 
 
 def saved_steps(out: str | Path) -> list[int]:
-    """Return the steps of a run's checkpoints in rising order, from folder names; damaged ones are among them."""
+    """Return the steps of a run's checkpoints in ascending order, from folder names; damaged ones are included."""
     folder = folder_of(out)
-    if not os.path.isdir(folder):  # also where the name is none that a file can have
+    if not os.path.isdir(folder):  # Also if no file can have this name.
         return []
-    # As they are written: `int` also reads 007, and digits of other scripts, and str.isdigit takes ² for one.
+    # In the form in which they are written: `int` also reads 007 and digits of other scripts; str.isdigit accepts ².
     return sorted(int(path.name) for path in folder.iterdir() if re.fullmatch(r"0|[1-9][0-9]*", path.name))
 
 
@@ -46,7 +46,7 @@ def check_step(out: str | Path, step: int) -> None:
     """Refuse a step without a checkpoint.
 
     Raises:
-        ConfigError: with the steps that have one.
+        ConfigError: the step has no checkpoint; lists the steps that have one.
     """
     if step not in (steps := saved_steps(out)):
         fault = f"under {str(folder_of(out))!r} there is no checkpoint of it. Steps that have one: "
@@ -59,7 +59,7 @@ def newest_intact(out: str | Path, tell: Callable[[str], None], doing: str = "ca
     Args:
         out: the run's folder, which is only read.
         tell: called with one line for each newer checkpoint, which names what is damaged.
-        doing: what an error message begins with.
+        doing: the beginning of an error message.
 
     Raises:
         ConfigError: there is no checkpoint, or none is intact.
@@ -81,7 +81,7 @@ def check_intact(out: str | Path, step: int) -> None:
     """Refuse a checkpoint whose files are not those that were saved.
 
     Raises:
-        ConfigError: there is none of this step, or it is damaged.
+        ConfigError: the step has no checkpoint, or a damaged one.
     """
     check_step(out, step)
     if fault := _fault_of(folder_of(out, step)):
@@ -95,23 +95,23 @@ def read_state(out: str | Path, step: int, like: TrainState) -> tuple[TrainState
     """Read a state, sharded as `like` is, and the data that was saved with it, from a checkpoint that is intact.
 
     Raises:
-        ConfigError: the checkpoint is of a model or an optimizer of another form.
+        ConfigError: the checkpoint is from a model or an optimizer of another form.
     """
     doing, folder = f"cannot resume from step {step}", folder_of(out, step)
     run = _read_run(folder)
     if faults := _mismatches(run["shapes"], shapes_of(like.params)):
         raise ConfigError(f"{doing}: the checkpoint is of another model.", faults)
     doing, optimizer = f"{doing}: its optimizer state has another form.", shapes_of(like.optimizer)
-    if faults := _mismatches(run.get("optimizer", optimizer), optimizer, "optimizer"):  # older ones do not have it
+    if faults := _mismatches(run.get("optimizer", optimizer), optimizer, "optimizer"):  # Older ones have none.
         more = [f"... and {len(faults) - _SHOWN} more."] if len(faults) > _SHOWN else []
         remedy = "Resume with the [optimizer], lora, frozen and parameter_dtype of the run, or start anew."
         raise ConfigError(doing, [*faults[:_SHOWN], *more, remedy])
     try:
         with ocp.StandardCheckpointer() as reader:
             state = TrainState(**reader.restore(folder / "state", tree_of(abstract(like))))
-    except (ValueError, KeyError, TypeError) as error:  # its files are those that were saved
+    except (ValueError, KeyError, TypeError) as error:  # Its files are those that were saved.
         raise ConfigError(doing, [_first_line(error)]) from None
-    if int(state.step) != step:  # older checkpoints have their step here alone
+    if int(state.step) != step:  # Older checkpoints have their step only here.
         raise ConfigError(f"cannot resume from step {step}:", [f"{str(folder)!r} {_misnamed(int(state.step))}."])
     return state, run["data"]
 
@@ -126,11 +126,11 @@ def load_parameters(out: str | Path, step: int, like: Mapping[str, Any]) -> dict
 
     Args:
         out: the run's folder, which is only read.
-        step: of the checkpoint, as of `newest_intact`.
-        like: path to array or `jax.ShapeDtypeStruct` with its sharding.
+        step: the step of the checkpoint, as from `newest_intact`.
+        like: maps a path to an array or `jax.ShapeDtypeStruct` with its sharding.
 
     Raises:
-        ConfigError: the checkpoint cannot be read, or is of a model of other sizes.
+        ConfigError: the checkpoint cannot be read, or is from a model of other sizes.
     """
     folder = folder_of(out, step)
     try:
@@ -141,38 +141,38 @@ def load_parameters(out: str | Path, step: int, like: Mapping[str, Any]) -> dict
                 arguments = ocp.checkpoint_utils.construct_restore_args(wanted)
                 options = ocp.args.PyTreeRestore(wanted, restore_args=arguments, partial_restore=True)
                 return reader.restore(folder / "state", args=options)["params"]
-    except Exception as error:  # damaged files raise errors of many types
+    except Exception as error:  # Damaged files raise errors of many types.
         faults = [f"{str(folder)!r} is damaged: {_first_line(error)}."]
     raise ConfigError("cannot load the parameters:", faults)
 
 
 def tree_of(state: TrainState) -> dict[str, Any]:
-    """The parts of a state by name, as they are saved."""
+    """Return the parts of a state by name, as they are saved."""
     return {field.name: getattr(state, field.name) for field in fields(state)}
 
 
 def shapes_of(tree: Any) -> dict[str, list[int]]:
-    """Shape by path of every array."""
+    """Return the shape of every array by path."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
     return {jax.tree_util.keystr(path, simple=True, separator="."): list(leaf.shape) for path, leaf in leaves}
 
 
 def _fault_of(folder: Path) -> str | None:
-    """Say what is wrong with a checkpoint; every process reads its share of the files, and all come to one answer."""
+    """Return the fault of a checkpoint; every process reads its share of the files, and all get the same answer."""
     own = checksums.fault_of(folder, processes.index(), processes.count())
-    # Not by their devices: one process may be done with its share long before another one, and Gloo does not wait.
+    # Not over devices: one process may finish its share long before another, and Gloo does not wait.
     damages = processes.gathered(own or "")
 
     def fault() -> str:
         damage = next(filter(None, damages), "")
-        # The step is read once all files are known to be intact: the one that it stands in may be another one's share.
+        # The step is read once all files are known to be intact: its file may be in another process's share.
         return f"is damaged: {damage}" if damage else _fault_of_name(folder) or ""
 
     return processes.told(fault) or None
 
 
 def _fault_of_name(folder: Path) -> str | None:
-    """Say that an intact checkpoint is of another step than its folder is named after; None if it is not."""
+    """Return a fault if an intact checkpoint is from another step than its folder's name; None if it is not."""
     step = _read_run(folder).get("step")
     return None if step is None or step == int(folder.name) else _misnamed(step)
 
@@ -182,7 +182,7 @@ def _misnamed(step: int) -> str:
 
 
 def _read_run(folder: Path) -> dict[str, Any]:
-    """Return what was saved beside the state; raises ConfigError if it is not what a run writes."""
+    """Return the data that was saved beside the state; raises ConfigError if a run did not write it."""
     try:
         run = read_json(folder / "run" / "metadata")
     except ReadError as error:

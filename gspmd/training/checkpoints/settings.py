@@ -14,7 +14,7 @@ _CHECKSUM = "checksum"
 
 
 def kept_settings(settings: Dataclass) -> dict[str, Any]:
-    """Return the settings to save for a resume, with absolute paths, without those of one start only."""
+    """Return the settings to save for a resume: with absolute paths, and without those of a single start."""
     kept = to_mapping(beside(settings, Path.cwd()))
     kept.pop("config", None)
     if name := kept.pop("model_class", ""):

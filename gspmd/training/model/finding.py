@@ -1,4 +1,4 @@
-"""A model of one's own by name, `mixer:Mixer`: where its module is looked for, and what is wrong with what is there."""
+"""A user's own model by name, `mixer:Mixer`: the search for its module, and the faults of the class found there."""
 
 import dataclasses
 import os
@@ -29,7 +29,7 @@ def find(name: str) -> type:
             one, and then where Python looks for modules.
 
     Raises:
-        ConfigError: there is no such module, or none of that name in it, or what is there is no model.
+        ConfigError: the module does not exist, has no such name, or the object with that name is no model.
     """
     doing = f"cannot use the model {name!r}:"
     match = _NAME.fullmatch(name.replace(".py:", ":"))
@@ -67,7 +67,7 @@ def _imported(doing: str, name: str, folder: Path) -> ModuleType:
 
 
 def _file(module: str, folder: Path) -> Path | None:
-    """Return where a folder has a module, or the package of it; None where it has neither."""
+    """Return the file of a module, or of its package, in a folder; None if the folder has neither."""
     top = folder / module.partition(".")[0]
     return next((path for path in (top.with_suffix(".py"), top) if path.exists()), None)
 
@@ -89,7 +89,7 @@ def _faults(found: Any) -> list[str]:
 
 
 def beside(name: str, folder: Path) -> str:
-    """Take the name of a model from a folder that has its module; else return it as it is.
+    """Prefix the name of a model with a folder that has its module; otherwise return it unchanged.
 
     >>> beside("mixer:Mixer", Path("there"))
     'mixer:Mixer'
@@ -115,14 +115,14 @@ def with_model(
     Without such a model both are as they were.
 
     Args:
-        cls: a dataclass with the fields `model`, of our own models' settings, and `model_class`.
-        values: of a settings file, or of a run; the model is named by `class` in their table `model`.
+        cls: a dataclass with the fields `model`, for the settings of our own models, and `model_class`.
+        values: those of a settings file, or of a run; the model is named by `class` in their table `model`.
         given: the name in the flags, which takes precedence.
-        folder: that of the file.
-        again: whether a run is resumed, whose model cannot be another one.
+        folder: the folder of the settings file.
+        again: whether a run is resumed; then the model cannot be another one.
 
     Raises:
-        ConfigError: as of `find`; or the run has another model.
+        ConfigError: as for `find`; or the run has another model.
     """
     table = values.get("model", {})
     written = table.get("class", "") if isinstance(table, Mapping) else ""
@@ -138,6 +138,6 @@ def with_model(
     typed = typed_with(cls, find(given or beside(written, folder)))
     of_model = {key: value for key, value in table.items() if key != "class"}
     training = values.get("training", {})
-    if isinstance(training, Mapping):  # what no text is sampled from has no length of it either
+    if isinstance(training, Mapping):  # A model from which no text is sampled has no length of the sample either.
         training = {"sample_bytes": 0, **training}
     return typed, {**values, "model_class": name, "model": of_model, "training": training}

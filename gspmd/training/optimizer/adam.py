@@ -39,13 +39,13 @@ def schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
 def adamw(
     config: OptimizerConfig, steps: int, decayed: Tree | None = None, seed: int = 0
 ) -> optax.GradientTransformation:
-    """AdamW with the scheduled learning rate, and moments as the configuration has them.
+    """Build AdamW with the scheduled learning rate, and with moments in the dtype of the configuration.
 
     Args:
-        config: rates and decays.
+        config: the rates and decays.
         steps: number of updates in all.
-        decayed: a tree like the parameters, True where weight decay applies; None for everywhere.
-        seed: of the stochastic rounding of moments in int8.
+        decayed: a tree like the parameters, True for those with weight decay; None for all.
+        seed: the seed of the stochastic rounding of moments in int8.
 
     Source: Loshchilov and Hutter, Decoupled Weight Decay Regularization (arXiv 1711.05101), algorithm 2.
     """
@@ -74,5 +74,5 @@ def clip(gradients: Tree, limit: float, norm: Norm = optax.tree.norm) -> tuple[T
     if not limit:
         return gradients, size
     scale = jnp.minimum(1.0, limit / jnp.maximum(size, jnp.finfo(jnp.float32).tiny))
-    # in float32: a scale of bfloat16 would be off by up to 0.4%
+    # In float32: a scale in bfloat16 would be off by up to 0.4%.
     return jax.tree.map(lambda gradient: gradient.astype(jnp.float32) * scale, gradients), size

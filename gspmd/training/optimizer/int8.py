@@ -1,4 +1,4 @@
-"""Adam whose moments are eight bits each: blocks with a scale, and codes that are dense near zero."""
+"""Adam with moments of eight bits each: blocks with a scale, and codes that are dense near zero."""
 
 import math
 from collections.abc import Callable
@@ -12,13 +12,13 @@ import optax
 Tree = Any
 
 _DECADES = 7
-"""A code reaches from 10^-7 of the largest number of its block to the largest."""
+"""Decades of a code: from 10^-7 of the largest number of its block to the largest."""
 
 
 class Int8AdamState(NamedTuple):
     """The moments: int8 codes of the first, uint8 codes of the root of the second, and their blocks' float32 scales."""
 
-    count: jax.Array  # type: ignore[assignment]  # a tuple's method; optax finds the count of a state by this name
+    count: jax.Array  # A tuple's method; optax finds the count of a state by this name.
     mean: Tree
     mean_scale: Tree
     root: Tree
@@ -32,22 +32,22 @@ def scale_by_int8_adam(
 
         m = β1·decode(mean) + (1-β1)·g,    v = β2·decode(root)² + (1-β2)·g²,    update = m̂ / (√v̂ + ε)
 
-    Update and moments are computed in float32; what is kept of m and √v is rounded up or down to one of 127 (255)
-    codes of each sign, with the probability that makes its expectation exact. A √v that is not 0 is never rounded to
-    0, which would make the next update as large as 1/ε.
+    Update and moments are computed in float32. m and √v are rounded up or down to one of 127 (255) codes of each sign,
+    with the probability that makes the expectation exact. A √v that is not 0 is never rounded to 0, which would make
+    the next update as large as 1/ε.
 
     Args:
         beta1: decay of the first moment.
         beta2: decay of the second moment.
         epsilon: added to the root of the second moment.
-        block: numbers along the last dimension that share a scale; the greatest common divisor with its size is taken.
-            A device holds whole blocks (`block_faults`).
-        seed: of the roundings, which derive from it, the number of the update and the place of the parameter alone: not
-            from the layout, nor from how often a run was resumed.
+        block: numbers along the last dimension that share a scale; the greatest common divisor with its size is used.
+            A device holds complete blocks (`block_faults`).
+        seed: the seed of the roundings, which depend only on it, on the number of the update and on the parameter: not
+            on the layout, nor on the number of resumes.
 
     Source: Dettmers et al. 2022, 8-bit Optimizers via Block-wise Quantization (arXiv 2110.02861), sections 2.1 and 2.2.
-    Differs: roundings are stochastic, there to the nearest; the root of the second moment is kept, whose range is half
-        as many decades; blocks are of 64 numbers of one row, there of 2,048 whatever the shape.
+    Differs: roundings are stochastic, not to the nearest; the root of the second moment is stored, which has half the
+        decades; blocks are 64 numbers of one row, not 2,048 regardless of the shape.
     """
 
     def init(params: Tree) -> Int8AdamState:
@@ -75,12 +75,12 @@ def scale_by_int8_adam(
 
 
 def block_faults(shapes: Tree, local: Tree, block: int) -> list[str]:
-    """Say which parameters have blocks that the layout cuts.
+    """Return faults for parameters with blocks that the layout cuts.
 
     Args:
-        shapes: name to the shape of a parameter.
-        local: name to that of its moments on one device.
-        block: as of `scale_by_int8_adam`.
+        shapes: maps a name to the shape of a parameter.
+        local: maps a name to the shape of its moments on one device.
+        block: as in `scale_by_int8_adam`.
 
     Example:
         >>> block_faults({"w": (8, 64)}, {"w": (8, 16)}, block=64)
@@ -102,8 +102,8 @@ def encode(x: jax.Array, block_of: jax.Array, draws: jax.Array, extra: int) -> j
 
     Args:
         x: numbers of one sign.
-        block_of: the largest of their block.
-        draws: uniform numbers of 0 to 1.
+        block_of: the largest number of their block.
+        draws: uniform numbers from 0 to 1.
         extra: 0 for 127 codes, 1 for 254.
 
     Returns:
@@ -120,12 +120,12 @@ def encode(x: jax.Array, block_of: jax.Array, draws: jax.Array, extra: int) -> j
 
 
 def decode(code: jax.Array, block_of: jax.Array, extra: int) -> jax.Array:
-    """The number of a code, times the largest of its block."""
+    """Return the number of a code, times the largest number of its block."""
     return _code(code.astype(jnp.int32), extra) / _top(extra) * block_of
 
 
 def _code(code: jax.Array, extra: int) -> jax.Array:
-    """The number of a code, of 0 to `_top`."""
+    """Return the number of a code, from 0 to `_top`."""
     first = 2**extra
     decade = jnp.floor(jnp.log2((jnp.maximum(code, 1) + first - 1) / first + 1e-6))
     parts = jnp.exp2(decade) * first
@@ -135,12 +135,12 @@ def _code(code: jax.Array, extra: int) -> jax.Array:
 
 
 def _top(extra: int) -> float:
-    """The number of the last code."""
+    """Return the number of the last code."""
     return 0.1 + 0.9 * (1 - 0.5 / 2 ** (_DECADES - 1 + extra))
 
 
 def _step(key, count, g, mean, mean_scale, root, root_scale, *, betas, epsilon):
-    """One update of one parameter: the update, and the moments."""
+    """Compute one update of one parameter, and its moments."""
     g, (beta1, beta2) = g.astype(jnp.float32), betas
     spread = partial(_spread, size=g.shape[-1])
     signed = jnp.sign(mean) * decode(jnp.abs(mean.astype(jnp.int32)), spread(mean_scale), 0)
@@ -166,12 +166,12 @@ def _largest(x: jax.Array, blocks: int) -> jax.Array:
 
 
 def _spread(scale: jax.Array, size: int) -> jax.Array:
-    """A block's scale for each of its numbers."""
+    """Return the scale of its block for each number."""
     return jnp.repeat(scale, size // scale.shape[-1], axis=-1)
 
 
 def _elementwise(step: Callable, *arrays: jax.Array) -> Callable:
-    """The step under Explicit axes too, where the type of what is cut into blocks would have to be written."""
+    """Return the step for Explicit axes too, where the types of arrays cut into blocks would have to be written."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or not mesh.are_all_axes_explicit:
         return step

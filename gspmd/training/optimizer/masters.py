@@ -1,4 +1,4 @@
-"""Float32 masters of narrower parameters: what the optimizer updates, and the parameters round."""
+"""Float32 masters of narrower parameters: the optimizer updates the masters, and the parameters are rounded ones."""
 
 from typing import Any, NamedTuple
 
@@ -10,7 +10,7 @@ Tree = Any
 
 
 class MastersState(NamedTuple):
-    """The masters, and the state of the optimizer that updates them; both lie where the optimizer's state does."""
+    """The masters, and the state of the optimizer that updates them; both are sharded as the optimizer's state."""
 
     masters: Tree
     inner: Any
@@ -19,8 +19,8 @@ class MastersState(NamedTuple):
 def with_masters(inner: optax.GradientTransformation) -> optax.GradientTransformation:
     """Let an optimizer update float32 masters, whose rounded values are the parameters.
 
-    An update is what `optax.apply_updates` adds to the parameters to get the rounded masters: an update that is less
-    than half a unit in a parameter's last place is not lost, but waits in its master.
+    An update is the difference that `optax.apply_updates` adds to the parameters to get the rounded masters. An update
+    of less than half a unit in a parameter's last place is not lost, but waits in its master.
 
     Args:
         inner: the optimizer. It sees gradients and masters in float32.
@@ -43,7 +43,7 @@ def with_masters(inner: optax.GradientTransformation) -> optax.GradientTransform
     """
 
     def init(params: Tree) -> MastersState:
-        # copies: a parameter that is float32 already may be donated beside its master
+        # Copies: a parameter that is already float32 may be donated beside its master.
         masters = jax.tree.map(lambda param: jnp.array(param, jnp.float32, copy=True), params)
         return MastersState(masters, inner.init(masters))
 

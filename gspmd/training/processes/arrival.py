@@ -1,8 +1,8 @@
 """Meet the other processes of a run before JAX starts, at the port where JAX's service listens afterwards.
 
-JAX's own wait is silent, knows nothing of a process that is interrupted meanwhile, and takes two processes for the
-first one. Here each process comes with a connection, which `Watch` keeps for the whole run, so that whatever becomes of
-it is noticed from then on.
+JAX's own wait prints nothing, does not notice a process that is interrupted meanwhile, and accepts two processes with
+number 0. Here each process opens a connection, which `Watch` keeps for the whole run, so that its end is noticed from
+then on.
 """
 
 import contextlib
@@ -16,20 +16,20 @@ from gspmd.training.syntax import Processes
 from gspmd.training.toml import ConfigError
 
 LIMIT = 300.0
-"""Seconds for all processes to come."""
+"""Seconds for all processes to arrive."""
 TELL = 10.0
-"""Seconds of waiting after which is said for whom."""
+"""Seconds of waiting after which the missing processes are reported."""
 WELCOME = b"welcome\0"
-"""The first process's answer to one that has come."""
+"""The first process's answer to one that has arrived."""
 _AGAIN = 0.2
 _CONNECTING = 5.0
-"""Seconds for one attempt to connect; a process that is stopped may let the one that is connected wait for longer."""
+"""Seconds for one attempt to connect; if the first process is stopped, a connected one may wait for longer."""
 _IN_USE = 2.0
-"""Seconds in which a port that is in use may become free, as that of a run that has just ended."""
+"""Seconds for which a port that is in use may become free, for example that of a run that has just ended."""
 
 
 def door(at: Processes) -> socket.socket:
-    """Return the socket where the first process lets the others in.
+    """Return the socket where the first process accepts the others.
 
     Raises:
         ConfigError: the address cannot be read, the port is in use, or this process may not listen there.
@@ -50,14 +50,14 @@ def door(at: Processes) -> socket.socket:
 
 
 def knock(at: Processes, limit: float) -> socket.socket:
-    """Return the connection of another process to the first one, once that is there.
+    """Return the connection of another process to the first one, once that is listening.
 
     Args:
-        at: the processes, and which of them this is.
-        limit: seconds to try; it is tried once at least.
+        at: the processes, and the number of this one.
+        limit: seconds to try; at least one attempt is made.
 
     Raises:
-        ConfigError: the address cannot be read, or the first process has not come; with what was found there last.
+        ConfigError: the address cannot be read, or the first process has not arrived; with the last obstacle.
     """
     where, began, said = _host_and_port(at), time.monotonic(), False
     heard, found = b"", ""
@@ -70,16 +70,16 @@ def knock(at: Processes, limit: float) -> socket.socket:
                 connection.settimeout(_AGAIN)
                 heard, found = b"", "what listens there does not answer"
             # The greeting is not sent again while the connection holds: a first process that was stopped meanwhile
-            # would take the second one for that of another process.
+            # would take the second greeting for that of another process.
             words = connection.recv(len(WELCOME) - len(heard))
             heard += words
             if heard == WELCOME:
                 connection.settimeout(None)
                 return connection
-            if not words or not WELCOME.startswith(heard):  # such as JAX in a run that has all its processes
+            if not words or not WELCOME.startswith(heard):  # For example JAX in a run that has all its processes.
                 raise OSError("something else answers there; name another port")
         except OSError as error:
-            if connection is None or not isinstance(error, TimeoutError):  # else the answer is still to come
+            if connection is None or not isinstance(error, TimeoutError):  # Otherwise the answer is still to come.
                 found = error.strerror or str(error)
                 if connection:
                     connection.close()
@@ -97,7 +97,7 @@ def knock(at: Processes, limit: float) -> socket.socket:
 
 
 def say_waiting(missing: list[int], processes: int, address: str, found: str = "") -> None:
-    """Say on stderr for whom a process waits, and what it has found where it waits."""
+    """Report on stderr for which processes this one waits, and the obstacle that it has found."""
     line = f"Waiting for {named(missing)} of {processes} at {address}, for at most {LIMIT:.0f} seconds"
     with contextlib.suppress(OSError):
         print(f"{line}: {found}." if found else f"{line}.", file=sys.stderr, flush=True)
@@ -120,7 +120,7 @@ def _host_and_port(at: Processes) -> tuple[str, int]:
     name, _, port = at.address.rpartition(":")
     host, number = name.strip("[]"), whole_number(port) or 0
     try:
-        readable = bool(host.encode("idna"))  # as it is encoded to look it up
+        readable = bool(host.encode("idna"))  # In the encoding in which it is looked up.
     except UnicodeError:
         readable = False
     if not readable or not 0 < number < 2**16:
@@ -133,7 +133,7 @@ def _listening(port: int, processes: int) -> socket.socket:
     if socket.has_dualstack_ipv6():
         try:
             return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=processes)
-        except OSError as error:  # where IPv6 is known and has no address
+        except OSError as error:  # If IPv6 is known and has no address.
             if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
                 raise
     return socket.create_server(("", port), backlog=processes)

@@ -1,8 +1,7 @@
-"""Comparing what the processes of a run were told, before anything is compiled.
+"""Compare the settings of the processes of a run before anything is compiled.
 
-Each process compiles its own program. Programs that differ, in a batch or in a collective, wait for one another for
-ever, or abort in a library; those that differ in a number alone, such as a learning rate, run and compute nothing
-sensible.
+Each process compiles its own program. Programs that differ in a batch or in a collective wait for one another for
+ever, or abort in a library. Programs that differ only in a number, such as a learning rate, run and compute nonsense.
 """
 
 import hashlib
@@ -21,32 +20,32 @@ import gspmd
 from gspmd.training.processes.joining import count, gathered, told
 from gspmd.training.toml import ConfigError
 
-# What decides on programs and on the order of batches.
+# Versions that affect programs and the order of batches.
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "grain", "orbax-checkpoint", "tokenizers")
 # Options of JAX that change what a program computes.
 _OPTIONS = (
     "jax_enable_x64", "jax_default_matmul_precision", "jax_default_prng_impl", "jax_threefry_partitionable",
     "jax_disable_most_optimizations", "jax_numpy_dtype_promotion",
 )  # fmt: skip
-# Flags of XLA_FLAGS that may differ: where each process writes what it dumps.
+# Flags of XLA_FLAGS that may differ: the folders of each process for dumps.
 _WHERE = "--xla_dump_to="
 _ABSENT = "absent"
 _LONGEST = 200
-"""Characters of a value that a message shows."""
+"""Number of characters of a value that a message shows."""
 
 
 def compare(
     facts: Callable[[], Mapping[str, Any]], doing: str = "cannot train: the processes were told different things."
 ) -> None:
-    """Refuse processes of which one has other facts than the rest; all of them have to come here.
+    """Refuse processes if one has other facts than the rest; all of them have to call this.
 
     Args:
-        facts: returns values that JSON can express by name, nested or not, such as settings; a single process is not
-            asked for them.
-        doing: what the message begins with.
+        facts: returns values that JSON can express by name, nested or not, such as settings; it is not called for a
+            single process.
+        doing: the beginning of the message.
 
     Raises:
-        ConfigError: with every name whose values differ, and which processes have which; the same in all processes.
+        ConfigError: values differ; lists each name with the processes of each value; the same in all processes.
     """
     if count() == 1:
         return
@@ -62,7 +61,7 @@ def differences(hosts: Sequence[str], facts: Sequence[Mapping[str, str]]) -> lis
 
     Args:
         hosts: name of the machine of each process.
-        facts: values by name of each process.
+        facts: values by name for each process.
 
     Example:
         >>> differences(["a", "b", "b"], [{"batch": "8"}, {"batch": "8"}, {"batch": "16"}])
@@ -74,7 +73,7 @@ def differences(hosts: Sequence[str], facts: Sequence[Mapping[str, str]]) -> lis
         for process, each in enumerate(facts):
             values.setdefault(each.get(name, _ABSENT), []).append(process)
         if len(values) > 1:
-            # Most processes have what is meant, as a rule.
+            # The value of most processes is probably the intended one.
             (usual, these), *others = sorted(values.items(), key=lambda item: -len(item[1]))
             rest = (f"{_short(value)} in {_named(of, hosts)}" for value, of in others)
             lines.append(f"{name} is {_short(usual)} in {_named(these)}, but {', and '.join(rest)}.")
@@ -85,7 +84,7 @@ def environment(*modules: ModuleType) -> dict[str, Any]:
     """Return versions, and the options of JAX and XLA that change a program, for `compare`.
 
     Args:
-        modules: packages and modules beside gspmd whose source decides on the program, such as that of the model.
+        modules: packages and modules besides gspmd whose source affects the program, such as that of the model.
     """
     versions = {"gspmd": gspmd.__version__, "gspmd's source": _source(gspmd, *modules)}
     for package in _PACKAGES:
@@ -99,7 +98,7 @@ def environment(*modules: ModuleType) -> dict[str, Any]:
 
 
 def _source(*modules: ModuleType) -> str:
-    """A digest of the files of packages and modules: two checkouts of one version may differ."""
+    """Return a digest of the files of packages and modules: two checkouts of one version may differ."""
     digest = hashlib.sha256()
     for module in modules:
         file = Path(str(module.__file__))
@@ -110,7 +109,7 @@ def _source(*modules: ModuleType) -> str:
 
 
 def _flat(facts: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, str]]:
-    """Nested names joined by dots, with values as text."""
+    """Yield nested names joined by dots, with values as text."""
     for name, value in facts.items():
         if isinstance(value, Mapping):
             yield from _flat(value, f"{before}{name}.")
@@ -124,7 +123,7 @@ def _short(value: str) -> str:
 
 
 def _named(processes: Sequence[int], hosts: Sequence[str] | None = None) -> str:
-    """Some processes, with their machines if those are given: `processes 0 to 6`."""
+    """Return numbers of processes as text, with their machines if those are given: `processes 0 to 6`."""
     where = sorted({hosts[process] for process in processes}) if hosts else []
     on = f" (on {', '.join(where[:4])}{', …' if len(where) > 4 else ''})" if where else ""
     first, last = processes[0], processes[-1]

@@ -1,4 +1,4 @@
-"""Joining the processes of a run, before JAX starts; leaving them together."""
+"""Join the processes of a run before JAX starts, and leave them together."""
 
 import os
 import signal
@@ -23,17 +23,17 @@ from gspmd.training.processes.watch import Watch
 from gspmd.training.syntax import Processes, parse_processes
 from gspmd.training.toml import ConfigError
 
-# Seconds for JAX to join processes that are all there, and for all of them to go: the first one draws its pictures
-# meanwhile.
+# Seconds for JAX to join processes that have all arrived, and for all of them to leave: the first one draws its
+# pictures meanwhile.
 _JOINING, _DEPARTURE = 300, 300
-# Seconds until the first process has read the text, of which the others may have less: it is watched meanwhile.
+# Seconds until the first process has read the text; the others may have less of it, and watch the first meanwhile.
 _PATIENCE = 24 * 3600
-# Seconds for all processes to come to a point that they pass together, such as the end of a compilation: they are
-# watched meanwhile, so only processes that have gone different ways, or one that hangs, let it pass.
+# Seconds for all processes to reach a common point, such as the end of a compilation. They are watched meanwhile, so
+# only processes that have diverged, or one that hangs, exceed it.
 _MEETING = 2 * 3600
-# Seconds in which a fault from before the processes have met reaches the first one, or is said by who has it.
+# Seconds for a fault from before the meeting to reach the first process, before its own process prints it.
 _UNHEARD = 10
-# Seconds in which an interrupt from before then is told to the first one, if that is there.
+# Seconds for an interrupt from before the meeting to be told to the first process, if that is listening.
 _QUICKLY = 1
 _watch: Watch | None = None
 _given = _expected = ""
@@ -41,28 +41,28 @@ _questions = _meetings = 0
 
 
 def expect(given: str) -> None:
-    """Let a fault that comes up before `join` reach the processes that this one was to join, which wait for it.
+    """Let a fault before `join` reach the processes that this one was to join, since they wait for it.
 
     Args:
-        given: as of `join`, from the flags as they stand: settings may be at fault before they are read; "" for none.
+        given: as in `join`, taken from the flags: settings may be faulty before they are read; "" for none.
     """
     global _expected
     _expected = given
 
 
 def several() -> bool:
-    """Return whether this is one of several processes, or shall join them."""
+    """Return whether this is one of several processes, or is to join them."""
     return _watch is not None or bool(_expected)
 
 
 def join(given: str) -> None:
-    """Join the processes of a run; they are one cluster from then on, and one of them that dies ends all.
+    """Join the processes of a run; from then on they are one cluster, and the death of one ends all.
 
     Args:
         given: "auto" for the cluster that JAX detects, `HOST:PORT,processes=N,process=I`, or "" for one process.
 
     Raises:
-        ConfigError: no cluster is detected, or its processes do not come.
+        ConfigError: no cluster is detected, or its processes do not arrive.
     """
     global _given, _expected
     _expected = ""
@@ -72,13 +72,13 @@ def join(given: str) -> None:
     _given = given if given == "auto" else f"{at.address},processes={at.processes},process=I"
     if at.processes > 1:
         met = _come(at, arrival.LIMIT).complete
-        while not met.wait(0.2):  # without a limit, no signal would be handled
+        while not met.wait(0.2):  # Without a limit, no signal would be handled.
             pass
     named: dict[str, Any] = {}
     if given != "auto":
         named = {"coordinator_address": at.address, "num_processes": at.processes, "process_id": at.process}
         named["cluster_detection_method"] = "deactivate"
-    # JAX would handle SIGTERM itself, which a run answers at the end of its step (`run.signals.Stop`).
+    # JAX would handle SIGTERM itself, but a run handles it at the end of its step (`run.signals.Stop`).
     jax.config.update("jax_enable_preemption_service", False)
     keep_apart(_aborted)
     limits: dict[str, Any] = {"initialization_timeout": _JOINING, "shutdown_timeout_seconds": _DEPARTURE}
@@ -90,10 +90,10 @@ def join(given: str) -> None:
 
 
 def _found(given: str) -> Processes:
-    """Return the processes that `--distributed` means, and which of them this is.
+    """Return the processes that `--distributed` describes, and the number of this one.
 
     Raises:
-        ConfigError: it cannot be read, or no cluster is detected.
+        ConfigError: the flag cannot be read, or no cluster is detected.
     """
     if given != "auto":
         return parse_processes(given)
@@ -113,10 +113,10 @@ def _not_joined(given: str, fault: str) -> ConfigError:
 
 
 def _come(at: Processes, limit: float) -> Watch:
-    """Come to where the processes of a run meet; from then on they watch one another.
+    """Meet the other processes of a run; from then on they watch one another.
 
     Raises:
-        ConfigError: as of `arrival.door` and `arrival.knock`.
+        ConfigError: as for `arrival.door` and `arrival.knock`.
     """
     global _watch
     if at.process == 0:
@@ -128,32 +128,32 @@ def _come(at: Processes, limit: float) -> Watch:
 
 
 def index() -> int:
-    """Number of this process; unlike `jax.process_index`, without starting a backend."""
+    """Return the number of this process; unlike `jax.process_index`, without starting a backend."""
     return _runtime.process_id
 
 
 def count() -> int:
-    """Number of processes of the run; unlike `jax.process_count`, without starting a backend."""
+    """Return the number of processes of the run; unlike `jax.process_count`, without starting a backend."""
     return _runtime.num_processes
 
 
 def first() -> bool:
-    """Whether this is the process that writes and speaks for all of them."""
+    """Return whether this is the process that writes and prints for all of them."""
     return index() == 0
 
 
 def _client() -> Any:
-    """The client of the store of keys that all processes share; it has barriers, too."""
+    """Return the client of the key-value store that all processes share; it has barriers, too."""
     return _runtime.client
 
 
 def flag() -> str:
-    """The flag that joins the processes of this run once more; empty for a run of one."""
+    """Return the flag that joins the processes of this run once more; empty for a single process."""
     return f" --distributed {_given}" if count() > 1 else ""
 
 
 def told(make: Callable[[], str]) -> str:
-    """Return the text that the first process makes, in all of them."""
+    """Return in all processes the text that the first one makes."""
     global _questions
     if count() == 1:
         return make()
@@ -165,7 +165,7 @@ def told(make: Callable[[], str]) -> str:
 
 
 def gathered(text: str) -> list[str]:
-    """Return the texts of all processes in their order in the first one, and none elsewhere; no device takes part."""
+    """Return the texts of all processes, in order, in the first one, and nothing elsewhere; uses no device."""
     global _questions
     if count() == 1:
         return [text]
@@ -177,17 +177,17 @@ def gathered(text: str) -> list[str]:
 
 
 def meet(before: str) -> None:
-    """Wait until all processes have come here, so that they begin together with what follows.
+    """Wait until all processes have called this, so that they begin the next program together.
 
     Call it between the compilation of a program that all of them run and its first run. There they open connections
-    for its collectives, and Gloo waits for 30 seconds for each, while one process may have found in the cache what
-    another one compiles for minutes.
+    for its collectives, and Gloo waits for 30 seconds for each; but one process may have found in the cache a program
+    that another one compiles for minutes.
 
     Args:
-        before: what follows, for the message.
+        before: the next program, for the message.
 
     Raises:
-        RuntimeError: not all of them have come in two hours.
+        RuntimeError: some processes have not called this within two hours.
     """
     global _meetings
     if count() == 1:
@@ -206,7 +206,7 @@ def agreed(choose: Callable[[], Path]) -> Path:
     """Return the folder that the first process chooses.
 
     Raises:
-        ConfigError: this process does not see it.
+        ConfigError: this process does not see the folder.
     """
     if count() == 1:
         return choose()
@@ -219,33 +219,33 @@ def agreed(choose: Callable[[], Path]) -> Path:
 
 @contextmanager
 def watching(advice: Callable[[], str]) -> Iterator[None]:
-    """While this lasts, end the message that another process is lost with a piece of advice."""
+    """In this context, add advice to the message that another process is lost."""
     if _watch:
         _watch.advice = advice
     yield
 
 
 def leave() -> None:
-    """Wait for all processes to come to the end, and leave them."""
+    """Wait for all processes to finish, and leave them."""
     if _watch:
         jax.distributed.shutdown()
         _watch.leave()
 
 
 def fail(code: int, message: str, *, sure: bool = True) -> None:
-    """Say a fault once, in the first process, and end this process and with it the others. It does not return.
+    """Report a fault once, in the first process, and end this process and all others. It does not return.
 
     Args:
         code: exit code.
         message: the fault.
-        sure: whether it is a fault of this process, and not perhaps the consequence of the loss of another one.
+        sure: whether it is this process's own fault, and not perhaps the consequence of the loss of another one.
     """
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # what is left is to wait
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Only waiting is left.
     try:
         said = False if _watch else _come_to_tell(code, message)
         if _watch:
             _watch.fail(message, code, sure=sure, said=said)
-            time.sleep(0.2)  # until the message has gone out
+            time.sleep(0.2)  # Until the message has been sent.
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -253,11 +253,11 @@ def fail(code: int, message: str, *, sure: bool = True) -> None:
 
 
 def _come_to_tell(code: int, message: str) -> bool:
-    """Come to where the expected processes meet, to tell them of a fault. Return whether this process has said it.
+    """Meet the expected processes to tell them of a fault. Return whether this process has printed it.
 
-    The first one says it once it is there, by the watch. Another one says it itself if the first does not come soon,
-    and then goes on waiting for it, since the first one would wait for this one. An interrupted process does not wait:
-    it tells the first one if that is there. Nobody waits yet for a first one that has not come.
+    The first process prints it, once it has arrived, through the watch. Another one prints it itself if the first does
+    not arrive soon, and then goes on waiting, since the first one would wait for it. An interrupted process does not
+    wait: it tells the first one if that is listening. Nobody waits yet for a first one that has not arrived.
     """
     spoken, interrupted = threading.Event(), code > 128
 
@@ -273,7 +273,7 @@ def _come_to_tell(code: int, message: str) -> bool:
         at = _found(_expected)
         if at.processes > 1 and not (interrupted and at.process == 0):
             _come(at, _QUICKLY if interrupted else arrival.LIMIT)
-    except Exception:  # such as of an address that cannot be read: the fault of before is what counts, and is said
+    except Exception:  # For example an unreadable address: the earlier fault is reported.
         pass
     late.cancel()
     if _watch is None:
@@ -282,7 +282,7 @@ def _come_to_tell(code: int, message: str) -> bool:
 
 
 def _interruptibly(wait: Callable, *args: Any) -> Any:
-    """Return what a function returns that waits in C, where no signal is handled: in a thread, so that signals are."""
+    """Call a function that waits in C, where no signal is handled, in a thread, so that signals are handled."""
     done: list[Any] = []
 
     def work() -> None:
@@ -294,7 +294,7 @@ def _interruptibly(wait: Callable, *args: Any) -> Any:
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
     while thread.is_alive():
-        thread.join(0.2)  # without a limit, no signal would be handled here either
+        thread.join(0.2)  # Without a limit, no signal would be handled here either.
     value, error = done[0]
     if error is not None:
         raise error
@@ -302,7 +302,7 @@ def _interruptibly(wait: Callable, *args: Any) -> Any:
 
 
 def _aborted(said: str) -> None:
-    """Say what a library's abort means: another process is lost, unless this one is alone."""
+    """Explain a library's abort: another process is lost, unless this one is alone."""
     if _watch:
         _watch.settle()
         _watch.fail(said)

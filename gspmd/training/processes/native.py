@@ -1,4 +1,4 @@
-"""The output of libraries, kept apart from that of the run; and an abort of theirs, explained.
+"""Keep the output of libraries apart from that of the run, and explain their aborts.
 
 Gloo writes a line for every connection, and JAX ends a process with a stack trace of C++ when the first one is lost.
 """
@@ -11,18 +11,18 @@ import tempfile
 from collections.abc import Callable
 from typing import IO
 
-# Bytes of what libraries wrote last that are shown after an abort.
+# Bytes of the libraries' last output that are shown after an abort.
 _SHOWN = 4000
 _HANDLER = ctypes.CFUNCTYPE(None, ctypes.c_int)
 _kept: list[object] = []
-"""The handler, to which C refers."""
+"""The handler; C holds a pointer to it."""
 
 
 def keep_apart(aborted: Callable[[str], None]) -> None:
-    """Send what is not written by Python to a temporary file, and end with a message where a library aborts.
+    """Send output that Python does not write to a temporary file, and end with a message if a library aborts.
 
     Args:
-        aborted: called at an abort with what is to be said of it, the last that libraries wrote; the process ends when
+        aborted: called after an abort with the last output of libraries as its message; the process ends when
             it returns.
     """
     log = tempfile.TemporaryFile()  # noqa: SIM115

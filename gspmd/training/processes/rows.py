@@ -1,4 +1,4 @@
-"""The rows of a batch that a process reads, and placing them on its devices."""
+"""The rows of a batch that a process reads, and their placement on its devices."""
 
 from collections.abc import Callable
 
@@ -10,12 +10,12 @@ from jax.sharding import Sharding
 def part_of(sharding: Sharding, batch: int) -> tuple[int, int]:
     """Return the smallest part of a batch that has all the rows of this process's devices: (which, of how many).
 
-    Processes whose devices hold the same rows get the same part. It is the whole batch, (0, 1), if the rows are spread
-    over it, or if there is one process.
+    Processes whose devices hold the same rows get the same part. It is the whole batch, (0, 1), if the rows are
+    scattered over it, or if there is one process.
 
     Args:
-        sharding: of a batch, [B, L+1], with L whole.
-        batch: its sequences.
+        sharding: the sharding of a batch, [B, L+1], with L unsharded.
+        batch: its number of sequences.
     """
     rows = sharding.addressable_devices_indices_map((batch, 1)).values()
     held = [index[0].indices(batch) for index in rows if index is not None]
@@ -26,11 +26,12 @@ def part_of(sharding: Sharding, batch: int) -> tuple[int, int]:
 
 
 def placer(sharding: Sharding, batch: int) -> Callable[[np.ndarray], jax.Array]:
-    """Return what puts a part of a batch, of `part_of`, onto the devices of this process, as a part of a global array.
+    """Return a function that puts this process's part of a batch (`part_of`) onto its devices, as part of a global
+    array.
 
     Args:
-        sharding: of the batch, [B, L+1], with L whole.
-        batch: its sequences.
+        sharding: the sharding of the batch, [B, L+1], with L unsharded.
+        batch: its number of sequences.
     """
     part, parts = part_of(sharding, batch)
     first = part * (batch // parts)
@@ -39,7 +40,7 @@ def placer(sharding: Sharding, batch: int) -> Callable[[np.ndarray], jax.Array]:
         rows = np.asarray(rows, np.int32)
 
         def shard(index: tuple[slice, ...] | None) -> np.ndarray:
-            assert index is not None  # it is that of a device of this process
+            assert index is not None  # It is the index of a device of this process.
             start, stop, _ = index[0].indices(batch)
             return rows[start - first : stop - first, *index[1:]]
 

@@ -1,8 +1,8 @@
-"""Watching the other processes: one that ends without having said so ends all of them, with one message.
+"""Watch the other processes: one that ends unexpectedly ends all of them, with one message.
 
-The first process has a connection to each other one. The system closes the connections of a process that dies, so that
-this is noticed at once; of a machine that is lost, after `_SILENCE` seconds without a word. JAX's own heartbeat takes
-longer, and its message says neither which process it was nor what to do.
+The first process has a connection to each other one. The system closes the connections of a process that dies, so its
+end is noticed at once. A lost machine is noticed after `_SILENCE` seconds without a message. JAX's own heartbeat takes
+longer, and its message names neither the process nor a remedy.
 """
 
 import contextlib
@@ -21,26 +21,27 @@ from typing import Any
 from gspmd.training.processes import arrival
 
 _BEAT, _SILENCE = 2.0, 30.0
-"""Seconds between two signs of life, and without one until a process is held for lost."""
+"""Seconds between two signs of life, and without one until a process counts as lost."""
 _GRACE = 3.0
-"""Seconds that the first process gives itself to come to the fault that another one has told, and say it as its own."""
+"""Seconds for the first process to meet a fault that another one has told it, and report it as its own."""
 _SETTLE = 1.0
-"""Seconds until an error is held for the cause of a failure: the loss of another process, which may be behind it, is
-known by then, since the system closes all connections of a process at once."""
+"""Seconds to wait before an error counts as the cause of a failure. If the loss of another process is behind it, that
+is known by then, since the system closes all connections of a process at once."""
 _ANSWER = 10.0
-"""Seconds in which the first process says a fault that it was told, before who told it says it itself."""
+"""Seconds for the first process to print a fault that it was told, before the process that told it prints it itself."""
 _PROMPT = 10.0
-"""Seconds in which a caller has to say which process it is; whoever is none would keep its descriptor."""
+"""Seconds for a caller to say its process number; others would keep a descriptor open."""
 _PAUSE = 0.2
 _GREETING = re.compile(rb"here ([0-9]{1,9}) ([0-9]{1,9})")
 _END, _FAILED = re.compile("end ([0-9]{1,3})"), re.compile("failed ([0-9]{1,3}) ([01]) (.*)", re.DOTALL)
 _LONGEST = 64
-"""Bytes of a greeting, at most."""
+"""The largest number of bytes of a greeting."""
 
 
 @dataclass(frozen=True)
 class _Told:
-    """A fault that another process has told: its text, whether it is surely its own, and how long it may wait."""
+    """A fault that another process has told: its text, whether it is surely that process's own, and how long it may
+    wait."""
 
     peer: int
     code: int
@@ -50,22 +51,23 @@ class _Told:
 
 
 class Watch(threading.Thread):
-    """Listen to the other processes, and tell them how this one is.
+    """Listens to the other processes, and tells them the state of this one.
 
-    A fault of any process ends all of them, and is said once, by the first. The others tell it theirs as soon as they
-    have one, and stay until they are ended: so the first fault to arrive is no consequence of another. While processes
-    are still to come, which may have the same fault, the first one stays for them, unless one is interrupted or lost.
+    A fault of any process ends all of them, and is printed once, by the first. The others tell it theirs as soon as
+    they have one, and stay until they are ended. So the first fault to arrive is not a consequence of another. While
+    some processes have not arrived, and may have the same fault, the first one stays for them, unless one is
+    interrupted or lost.
 
     Args:
-        index: of this process.
+        index: the number of this process.
         count: number of processes.
-        peers: a connection by process: those of all others for process 0, that of process 0 for any other.
-        door: where the others come in, for process 0 without connections.
-        address: of the door.
+        peers: a connection by process: to all others for process 0, to process 0 for any other.
+        door: the socket where the others arrive, for process 0 without connections.
+        address: the address of the door.
 
     Attributes:
-        advice: what a message ends with: which step is saved, and how to go on.
-        complete: set once all processes are there.
+        advice: returns the end of a message: the saved step, and the command that goes on.
+        complete: set once all processes have arrived.
     """
 
     def __init__(
@@ -78,17 +80,17 @@ class Watch(threading.Thread):
     ):
         super().__init__(daemon=True, name="watch")
         self._index, self._count, self._peers = index, count, dict(peers)
-        self._done = threading.Event()  # this process leaves
-        self._ending = threading.Lock()  # taken, and kept, by the thread that ends this process: only one says why
-        self._sending = threading.Lock()  # the main thread and this one send on the same connections
-        self._told: _Told | None = None  # the first fault of a peer
+        self._done = threading.Event()  # This process leaves.
+        self._ending = threading.Lock()  # Kept by the thread that ends this process and prints the reason.
+        self._sending = threading.Lock()  # The main thread and this one send on the same connections.
+        self._told: _Told | None = None  # The first fault of a peer.
         self._heard = dict.fromkeys(self._peers, time.monotonic())
         self._rest = dict.fromkeys(self._peers, b"")
         self._door, self._address, self._began = door, address, time.monotonic()
-        # Who has not said yet which process it is: what it has said, and since when it is here.
+        # Callers that have not said their process number: their words, and the time of their arrival.
         self._callers: dict[socket.socket, tuple[bytes, float]] = {}
-        self._over = 0  # the exit code, for those that come in later
-        self._staying = False  # for them, once the reason is said
+        self._over = 0  # The exit code, for those that arrive later.
+        self._staying = False  # For them, once the reason is printed.
         self.complete = threading.Event()
         self.advice: Callable[[], str] = lambda: ""
 
@@ -96,7 +98,7 @@ class Watch(threading.Thread):
         """Watch until this process leaves, or another one fails or is lost."""
         try:
             self._watch()
-        except Exception:  # nobody would notice: the processes would wait for one another for ever
+        except Exception:  # Nobody would notice: the processes would wait for one another for ever.
             error = traceback.format_exc().strip()
             self._end(f"The run failed: process {self._index} cannot watch the others:\n{error}")
 
@@ -112,7 +114,7 @@ class Watch(threading.Thread):
                     if key.fileobj is self._door:
                         self._let_in(ready)
                     elif key.data is None:
-                        if key.fileobj in self._callers:  # or the door was closed a moment ago
+                        if key.fileobj in self._callers:  # Or the door was closed a moment ago.
                             self._greet(key.fileobj, ready)
                     else:
                         self._listen(key.data, ready)
@@ -137,20 +139,20 @@ class Watch(threading.Thread):
                     os._exit(self._over)
 
     def leave(self) -> None:
-        """Say that this process is done, so that its end is no loss."""
+        """Say that this process is done, so that its end does not count as a loss."""
         self._done.set()
         self._tell("done")
 
     def fail(self, message: str, code: int = 1, *, sure: bool = True, said: bool = False) -> None:
-        """See to it that the first process says a fault of this one, once, and that all others end.
+        """Make the first process print a fault of this one, once, and end all others.
 
-        It returns where this process is to end by itself; otherwise it is ended meanwhile.
+        It returns if this process has to end by itself; otherwise it is ended meanwhile.
 
         Args:
             message: the fault.
             code: exit code of all processes.
-            sure: whether it is a fault of its own, and not perhaps the consequence of another one's loss.
-            said: whether this process has said it already.
+            sure: whether it is its own fault, and not perhaps the consequence of another one's loss.
+            said: whether this process has printed it already.
         """
         if self._index != 0:
             if self._tell(f"failed {code} {int(sure)} {message}"):
@@ -158,9 +160,9 @@ class Watch(threading.Thread):
         elif not sure and not self._staying:
             time.sleep(_SETTLE)
             if self._told and self._told.message != message:
-                time.sleep(_ANSWER)  # it came first, and the watching thread is about to say it
+                time.sleep(_ANSWER)  # It came first, and the watching thread is about to print it.
         while not self._ending.acquire(timeout=_PAUSE):
-            if self._staying:  # a fault is said, and what comes later, such as an interrupt, ends the stay
+            if self._staying:  # A fault is printed, and a later event, such as an interrupt, ends the stay.
                 os._exit(self._over)
         if self._index == 0:
             self._over = code
@@ -169,25 +171,25 @@ class Watch(threading.Thread):
             _say(message if sure else self._advised(message))
         if self._stays(code):
             self._staying = True
-            self.join()  # which ends this process
+            self.join()  # This ends the process.
 
     def settle(self) -> None:
         """Wait for a moment: if another process is lost, or has failed, this one is ended meanwhile."""
         time.sleep(_SETTLE + _GRACE)
 
     def _let_in(self, ready: selectors.BaseSelector) -> None:
-        """Take a caller at the door, who has to say which process it is."""
+        """Accept a caller at the door, who has to say its process number."""
         if self._door:
             try:
                 caller, _ = self._door.accept()
-            except OSError:  # it has gone again, or there are too many open files, of which one may be closed soon
+            except OSError:  # It has gone again, or there are too many open files, one of which may be closed soon.
                 time.sleep(_PAUSE)
                 return
             self._callers[caller] = b"", time.monotonic()
             ready.register(caller, selectors.EVENT_READ)
 
     def _greet(self, caller: Any, ready: selectors.BaseSelector) -> None:
-        """Take a caller for the process that it says it is; whoever is none has come to the wrong port."""
+        """Accept a caller as the process that it says it is; any other caller has come to the wrong port."""
         words = _received(caller)
         before, since = self._callers[caller]
         greeting, over, rest = (before + words).partition(b"\0")
@@ -222,13 +224,13 @@ class Watch(threading.Thread):
             self._close_door(ready)
 
     def _dismiss(self, caller: socket.socket, ready: selectors.BaseSelector) -> None:
-        """Hang up on a caller that is no process of this run."""
+        """Disconnect a caller that is no process of this run."""
         ready.unregister(caller)
         del self._callers[caller]
         caller.close()
 
     def _close_door(self, ready: selectors.BaseSelector) -> None:
-        """Leave the port to JAX, and let all processes start it."""
+        """Release the port for JAX, and let all processes start it."""
         if self._door:
             ready.unregister(self._door)
             for caller in [*self._callers]:
@@ -240,16 +242,16 @@ class Watch(threading.Thread):
             self.complete.set()
 
     def _missing(self) -> list[int]:
-        """The processes that have not come."""
+        """Return the processes that have not arrived."""
         return [process for process in range(1, self._count) if process not in self._peers]
 
     def _stays(self, code: int) -> bool:
-        """Return whether this process stays after saying a fault, to tell it to those that are still to come."""
+        """Return whether this process stays after printing a fault, to tell it to those that have not arrived."""
         waits = time.monotonic() - self._began < arrival.LIMIT
-        return self._door is not None and waits and code <= 128  # beyond are the codes of signals
+        return self._door is not None and waits and code <= 128  # Greater codes are those of signals.
 
     def _listen(self, peer: int, ready: selectors.BaseSelector) -> None:
-        """Take what another process says."""
+        """Read the words of another process."""
         connection = self._peers[peer]
         words = _received(connection)
         self._heard[peer] = time.monotonic()
@@ -261,7 +263,7 @@ class Watch(threading.Thread):
             self._lose(peer, "ended without a word: it was killed, or ran out of memory")
 
     def _take(self, peer: int, words: bytes) -> list[bytes]:
-        """Answer the lines in what another process says; return them."""
+        """Answer the lines in another process's words, and return them."""
         *lines, self._rest[peer] = (self._rest[peer] + words).split(b"\0")
         for line in lines:
             self._hear(peer, line.decode(errors="replace"))
@@ -277,20 +279,20 @@ class Watch(threading.Thread):
             self._told = _Told(peer, int(code), sure == "1", message, time.monotonic() + _GRACE)
 
     def _lose(self, peer: int, how: str) -> None:
-        if self._told and self._told.peer == peer:  # it has said why
+        if self._told and self._told.peer == peer:  # It has told its reason.
             self._end_told()
         self._end(self._advised(f"The run failed: process {peer} of {self._count} {how}."))
 
     def _end_told(self) -> None:
-        """Say the fault that another process has told, and end."""
+        """Print the fault that another process has told, and end."""
         if self._told:
             message = f"Process {self._told.peer} of {self._count} failed: {self._told.message.strip()}"
             self._end(message if self._told.sure else self._advised(message), self._told.code, stay=True)
 
     def _advised(self, message: str) -> str:
-        """Add to a message which step is saved, and how to go on; a traceback gets a line for it."""
+        """Add the saved step and the command that goes on to a message; a traceback gets a separate line for it."""
         advice = ""
-        with contextlib.suppress(OSError):  # the run's folder may be lost too
+        with contextlib.suppress(OSError):  # The run's folder may be lost too.
             advice = self.advice().strip()
         return message + ("\n" if "\n" in message else " ") + advice if advice else message
 
@@ -300,7 +302,7 @@ class Watch(threading.Thread):
         Args:
             message: the reason.
             code: exit code of all processes.
-            stay: whether to stay first for processes that are still to come.
+            stay: whether to stay first for processes that have not arrived.
         """
         if not self._ending.acquire(blocking=False):
             return
@@ -312,7 +314,7 @@ class Watch(threading.Thread):
             os._exit(code)
 
     def _tell(self, word: str) -> bool:
-        """Send a word to all peers. Return whether one has got it."""
+        """Send a word to all peers. Return whether one has received it."""
         got = False
         with self._sending:
             for connection in self._peers.values():
@@ -321,7 +323,7 @@ class Watch(threading.Thread):
 
 
 def _send(connection: socket.socket, words: bytes) -> bool:
-    """Return whether words could be sent to another process; one that is gone is noticed where it is read."""
+    """Return whether words could be sent to another process; the end of a process is noticed when it is read."""
     try:
         connection.sendall(words)
         return True
@@ -330,7 +332,7 @@ def _send(connection: socket.socket, words: bytes) -> bool:
 
 
 def _received(connection: socket.socket) -> bytes:
-    """Return what another process has said; nothing if it is gone."""
+    """Return the words of another process; nothing if it has ended."""
     try:
         return connection.recv(1 << 16)
     except OSError:
@@ -338,6 +340,6 @@ def _received(connection: socket.socket) -> bytes:
 
 
 def _say(message: str) -> None:
-    """Print a message that ends the process, which ends where nobody reads it, too."""
+    """Print the message that ends the process, which ends even if nobody reads it."""
     with contextlib.suppress(OSError):
         print(message, file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""The messages of a run while it trains: a progress bar, or lines where there is no terminal, and events beside."""
+"""The messages of a training run: a progress bar, or lines without a terminal, with events between them."""
 
 import time
 from collections.abc import Mapping
@@ -15,17 +15,17 @@ from gspmd.display.units import duration
 
 
 class Display:
-    """Steps, loss, bits per byte, tokens per second, MFU where it is known, and the remaining time.
+    """Steps, loss, bits per byte, tokens per second, MFU if it is known, and the remaining time.
 
     Args:
-        console: where.
-        steps: of the whole run.
+        console: the console to print to.
+        steps: number of steps of the whole run.
         done: steps before a resume, or a change of layout.
     """
 
     def __init__(self, console: Console, steps: int, done: int = 0):
         self._console, self._steps, self._began, self._done = console, steps, time.monotonic(), done
-        self._pace: dict[str, float] = {}  # averages over about ten steps
+        self._pace: dict[str, float] = {}  # Averages over about ten steps.
         columns = (
             progress.TextColumn("[bold]step {task.completed}/{task.total}"),
             progress.BarColumn(bar_width=None),

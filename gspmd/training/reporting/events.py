@@ -12,7 +12,7 @@ from tensorboardX.proto.summary_pb2 import Summary
 from tensorboardX.record_writer import RecordWriter
 from tensorboardX.summary import histogram_raw, scalar, text
 
-# Between two flushes, each of which waits for the disk.
+# Seconds between two flushes, each of which waits for the disk.
 _SECONDS = 10
 
 
@@ -51,9 +51,9 @@ class Events:
         self._add(step, text(name, markdown))
 
     def picture(self, step: int, name: str, png: Path) -> None:
-        """Add a picture, as it is in the file."""
+        """Add a picture from a PNG file."""
         data = png.read_bytes()
-        width, height = (int.from_bytes(data[at : at + 4], "big") for at in (16, 20))  # of the header, IHDR
+        width, height = (int.from_bytes(data[at : at + 4], "big") for at in (16, 20))  # From the header, IHDR.
         image = Summary.Image(height=height, width=width, colorspace=4, encoded_image_string=data)
         self._add(step, Summary(value=[Summary.Value(tag=name, image=image)]))
 
@@ -73,7 +73,7 @@ class Events:
 
 
 def _buckets(shares: np.ndarray) -> dict[str, Any]:
-    """A histogram whose bucket i, from i - ½ to i + ½, holds the share of i: tensorboardX's arguments for it."""
+    """Return tensorboardX's arguments for a histogram whose bucket i, from i - ½ to i + ½, holds the share of i."""
     shares, index = shares.astype(np.float64), np.arange(len(shares))
     moments = {"num": shares.sum(), "sum": (shares * index).sum(), "sum_squares": (shares * index**2).sum()}
     limits = {"bucket_limits": (index + 0.5).tolist(), "bucket_counts": shares.tolist()}

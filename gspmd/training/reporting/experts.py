@@ -7,14 +7,14 @@ import numpy as np
 from gspmd.annotate.errors import listed
 
 FEW = 0.25
-"""The share of an even load below which an expert has few tokens: it learns little, and its slots stand empty."""
+"""The share of an even load below which an expert has few tokens: it learns little, and its slots are empty."""
 
 
 class IdleExperts:
     """Watch which experts get tokens, interval by interval.
 
     Args:
-        interval: steps of an interval.
+        interval: number of steps of an interval.
     """
 
     def __init__(self, interval: int):
@@ -45,7 +45,7 @@ class IdleExperts:
             return []
         shares = self._sum / self._steps * np.shape(load)[1]
         idle = {layer: _idle(row) for layer, row in enumerate(shares, 1)}
-        # Which experts are idle is news, and not that a share went from 15% to 14%.
+        # A change of the idle experts is reported, not a change of a share from 15% to 14%.
         changed = [layer for layer in idle if {*idle[layer]} != {*self._known.get(layer, ())}]
         span = f"in steps {step - self._steps + 1} to {step}"
         self._sum, self._steps, self._known = 0.0, 0, idle
@@ -53,7 +53,7 @@ class IdleExperts:
 
 
 def _idle(shares: np.ndarray) -> dict[int, float]:
-    """The experts with few tokens, and their shares of an even load."""
+    """Return the experts with few tokens, and their shares of an even load."""
     return {expert: share for expert, share in enumerate(shares.tolist()) if share < FEW}
 
 

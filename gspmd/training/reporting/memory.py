@@ -23,22 +23,22 @@ _COLUMNS = (
 
 
 def device_bytes(tree: Any) -> int:
-    """Bytes that one device holds of arrays, or of shapes with shardings."""
+    """Return the bytes that one device holds of arrays, or of shapes with shardings."""
     leaves = jax.tree.leaves(tree)
     return sum(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
 
 
 def check(doing: str, parts: Mapping[str, Any], devices: Sequence[jax.Device], remedy: str) -> None:
-    """Refuse what devices have no room for, before it is made: a CPU's devices would make the machine swap.
+    """Refuse arrays that do not fit, before they are made: a CPU's devices would make the machine swap.
 
     Args:
-        doing: what the message begins with.
-        parts: what they are to hold, by name: arrays, or shapes with shardings.
-        devices: of this process.
+        doing: the beginning of the message.
+        parts: the arrays by name, or shapes with shardings.
+        devices: the devices of this process.
         remedy: the end of the message.
 
     Raises:
-        ConfigError: with the bytes of each part on one device, and those that a device has.
+        ConfigError: the arrays do not fit; gives the bytes of each part on one device, and those that a device has.
     """
     taken, room = {name: device_bytes(part) for name, part in parts.items()}, host.memory(devices)
     if room is not None and sum(taken.values()) > room:
@@ -57,12 +57,12 @@ def table(state: TrainState, gradients: Any, compiled: Any) -> Sheet:
 
         4·P/p + 4·P/g + 8·P/o bytes
 
-    where p, g and o are the shares into which the layout cuts each: all 1 for data parallelism, o = d for ZeRO-1 over d
-    devices, g = o = d for ZeRO-2, p = g = o = d for ZeRO-3. What the compiled program takes beyond them are the
+    where p, g and o are the numbers of shards of each in the layout: all 1 for data parallelism, o = d for ZeRO-1 over
+    d devices, g = o = d for ZeRO-2, p = g = o = d for ZeRO-3. What the compiled program takes beyond them are the
     activations, with all other values on the way.
 
     Args:
-        state: of training, or its shapes.
+        state: the training state, or its shapes.
         gradients: shapes with shardings of all gradients, before the optimizer takes them.
         compiled: the compiled step, whose arguments begin with the state; None if there is none.
 
@@ -77,7 +77,7 @@ def table(state: TrainState, gradients: Any, compiled: Any) -> Sheet:
         sheet.add(name, amount_of_bytes(whole), shares, f"{held / count:.3g} B", amount_of_bytes(held))
     known = device_bytes(parts)
     stats = compiled.memory_analysis() if compiled is not None else None
-    if stats is None:  # some backends do not tell
+    if stats is None:  # Some backends do not say.
         sheet.add("all but activations", "", "", f"{known / count:.3g} B", amount_of_bytes(known), total=True)
         return sheet
     taken = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes

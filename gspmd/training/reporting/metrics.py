@@ -1,4 +1,4 @@
-"""Metrics of a run: one JSON object per step, TensorBoard events, and Weights & Biases if it is asked for."""
+"""Metrics of a run: one JSON object per step, TensorBoard events, and Weights & Biases on request."""
 
 import hashlib
 import json
@@ -25,11 +25,11 @@ class Metrics:
     Args:
         out: the run's folder.
         resumed_at: the step that the run resumes from; later figures are dropped.
-        settings: of the run, for the events.
+        settings: the settings of the run, for the events.
         log: "wandb" to log to Weights & Biases too.
 
     Raises:
-        ConfigError: what `log` names is not installed.
+        ConfigError: the package that `log` needs is not installed.
     """
 
     def __init__(
@@ -56,16 +56,16 @@ class Metrics:
             self.text(resumed_at or 0, "settings", f"```json\n{json.dumps(settings, indent=2)}\n```")
 
     def write(self, step: int, figures: Mapping[str, Any]) -> None:
-        """Add one object, and events.
+        """Add one object, and its events.
 
-        One without a loss is of the validation at the end, and replaces that of the same step, if there is one: a run
-        that is resumed where it has ended validates again.
+        An object without a loss is that of the validation at the end, and replaces that of the same step, if there is
+        one: a run that is resumed at its end validates again.
 
         Args:
             step: the step's number.
             figures: scalars, each an event; [layers], an event per layer; [layers, X], a histogram per layer with
-                bucket i for expert i, and an event of the largest value times X, which is 1 if balanced. Arrays are
-                lists in the file.
+                bucket i for expert i, and an event of the largest value times X, which is 1 if balanced. The file has
+                arrays as lists.
         """
         row = {"step": step, **{name: _plain(value) for name, value in figures.items()}}
         line = _lines([row])
@@ -85,7 +85,8 @@ class Metrics:
                     sink.add(step, name, np.asarray(value))
 
     def digest(self) -> str:
-        """Return the SHA-256 of all updates' objects, on disk with this: a checkpoint has it, for `lost`."""
+        """Return the SHA-256 of all updates' objects, after writing them to disk: a checkpoint stores it, for
+        `lost`."""
         os.fsync(self._file.fileno())
         return self._digest.hexdigest()
 
@@ -100,7 +101,7 @@ class Metrics:
             sink.picture(step, name, png)
 
     def _replace(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Write the file anew, complete before it replaces the old one, so that a full disk loses no figures."""
+        """Write the file anew, completely before it replaces the old one, so that a full disk loses no figures."""
         write_whole(self._path, _lines(rows))
         self._file = self._path.open("a", encoding="utf-8")
 
@@ -112,7 +113,7 @@ class Metrics:
             try:
                 each.close()
             except OSError:
-                if error is None:  # else the earlier error says why
+                if error is None:  # Otherwise the earlier error says why.
                     raise
 
 
@@ -134,15 +135,15 @@ def read(out: str | Path) -> list[dict[str, Any]]:
 
 
 def lost(out: str | Path, step: int, digest: str | None = None) -> str | None:
-    """Say which figures up to a step are lost or changed; None if they are those that were written.
+    """Return which figures up to a step are lost or changed; None if they are those that were written.
 
     Args:
         out: the run's folder.
-        step: of the checkpoint that the run resumes from.
-        digest: what `Metrics.digest` was there; None for a checkpoint of an earlier version.
+        step: the step of the checkpoint that the run resumes from.
+        digest: the value of `Metrics.digest` at that step; None for a checkpoint of an earlier version.
 
     Raises:
-        ConfigError: as of `read`.
+        ConfigError: as for `read`.
     """
     rows = [row for row in read(out) if _is_of_update(row) and row["step"] <= step]
     if digest is not None and hashlib.sha256(_lines(rows).encode()).hexdigest() == digest:
@@ -186,12 +187,12 @@ def _object(line: str) -> dict[str, Any] | None:
         return None
     if not isinstance(row, dict) or not isinstance(row.get("step"), int):
         return None
-    # The figure that is compared with those of the run itself.
+    # A figure to compare with those of the run itself.
     return row if isinstance(row.get("val_bits_per_byte"), int | float | None) else None
 
 
 def _plain(value: Any) -> Any:
-    """Convert to a number or nested lists; None for what JSON cannot represent."""
+    """Convert a value to a number or nested lists; None if JSON cannot represent it."""
     if value is None:
         return None
     if np.ndim(value):

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 _INK, _MUTED, _FAINT, _BLUE, _RED, _GREEN = "#22272e", "#57606a", "#d8dee6", "#1f6feb", "#d1495b", "#2a9d68"
-# The most columns of a heat map: more would be too narrow to see.
+# The largest number of columns of a heat map: more would be too narrow to see.
 _COLUMNS = 240
 # The height of a label and the space above it, as a share of the axes.
 _LABEL = 0.055
@@ -26,7 +26,7 @@ def loss_curve(rows: Sequence[dict[str, Any]], path: str | Path, name: str = "")
     Args:
         rows: objects of metrics.jsonl.
         path: the PNG to write.
-        name: of the run, for the title.
+        name: the name of the run, for the title.
     """
     trained = [row for row in rows if row.get("bits_per_byte") is not None]
     tested = [row for row in rows if row.get("val_bits_per_byte") is not None]
@@ -53,7 +53,7 @@ def loss_curve(rows: Sequence[dict[str, Any]], path: str | Path, name: str = "")
         top = min(bits.max(), 2.2 * np.median(bits))
         floor = min(bits.min(), *(value for value, *_ in ends))
         axes.set_ylim(floor - 0.06 * (top - floor), top + 0.03 * (top - floor))
-    # Whole points at the edges, and none beyond: the layout would make room for those.
+    # Whole points at the edges, and none beyond, for which the layout would make room.
     top = axes.get_ylim()[1]
     seen = [(row["step"], value) for row in tested if (value := row["val_bits_per_byte"]) <= top]
     dots = [step for step, _ in seen], [value for _, value in seen]
@@ -88,7 +88,7 @@ def expert_load(rows: Sequence[dict[str, Any]], path: str | Path, name: str = ""
         rows: objects of metrics.jsonl; their `load` is [layers, X], the share of choices sent to each expert.
             `dropped`, `entropy` and `confidence`, [layers], are in the titles if present.
         path: the PNG to write.
-        name: of the run, for the title.
+        name: the name of the run, for the title.
 
     Returns:
         Whether there was a load to draw.
@@ -118,7 +118,7 @@ def expert_load(rows: Sequence[dict[str, Any]], path: str | Path, name: str = ""
 
 
 def _binned(loaded: Sequence[dict[str, Any]]) -> tuple[np.ndarray, np.ndarray]:
-    """The edges of columns in steps, [columns + 1], and the mean load in each, [columns, layers, X]."""
+    """Return the edges of columns in steps, [columns + 1], and the mean load in each, [columns, layers, X]."""
     steps, load = np.array([row["step"] for row in loaded]), np.array([row["load"] for row in loaded], float)
     starts = np.unique(np.linspace(0, len(steps), min(len(steps), _COLUMNS) + 1).astype(int))[:-1]
     counts = np.diff([*starts, len(steps)])
@@ -144,7 +144,7 @@ def _heat(axes: Axes, edges: np.ndarray, shares: np.ndarray) -> QuadMesh:
 
 
 def _ending(loaded: Sequence[dict[str, Any]], layer: int) -> str:
-    """A layer's other figures, averaged over the last tenth of the steps."""
+    """Return a layer's other figures, averaged over the last tenth of the steps."""
     last = loaded[-max(1, len(loaded) // 10) :]
     said = []
     for name, text in (

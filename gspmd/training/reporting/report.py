@@ -31,10 +31,10 @@ def show_tensors(console: Console, title: str, placed: tables.Placed, mesh: Any,
 
     Args:
         console: where to print.
-        title: what the tensors are.
+        title: the title of the table.
         placed: a spec and a global shape by name.
         mesh: their mesh.
-        dtype: of all but token ids (int32) and logits (float32).
+        dtype: the dtype of all except token ids (int32) and logits (float32).
     """
     narrow = jnp.dtype(dtype).itemsize
     itemsize = {name: 4 if name in ("embedding.tokens", "output.logits") else narrow for name in placed}
@@ -49,12 +49,12 @@ def finish(
     Args:
         console: where to print.
         out: the run's folder.
-        name: of the run, for the plots.
+        name: the name of the run, for the plots.
         prompt: the beginning of the text.
         sample: generates the text, prompt included; None for no sample.
-        metrics: where plots and text are added too.
+        metrics: where plots and text are recorded too.
     """
-    from gspmd.training.reporting import plots  # here alone: matplotlib is for the end of a run, and slow to import
+    from gspmd.training.reporting import plots  # Slow to import; only the end needs it.
 
     rows = read(out)
     step = rows[-1]["step"]
@@ -75,13 +75,13 @@ def finish(
 
 
 def closing(console: Console, out: Path, seconds: float, commands: Mapping[str, str]) -> None:
-    """Print what a run has come to: time, scores, files, and the commands to go on with.
+    """Print the result of a run: time, scores, files, and the commands to go on with.
 
     Args:
         console: where to print.
         out: the run's folder.
-        seconds: that this start has taken.
-        commands: by what they do. Each is one line without a border, however long, so that it can be copied.
+        seconds: seconds since this start.
+        commands: the commands by their purpose. Each is printed on one line without a border, so that it can be copied.
     """
     rows = read(out)
     trained = [row for row in rows if row.get("tokens_per_second")]
@@ -110,6 +110,6 @@ def closing(console: Console, out: Path, seconds: float, commands: Mapping[str, 
 
 
 def _mean(rows: Sequence[Mapping[str, Any]], name: str) -> float:
-    """The mean of a rate over steps that each do the same work."""
+    """Return the mean of a rate over steps that each do the same work."""
     rates = [row[name] for row in rows if row.get(name)]
     return len(rates) / sum(1 / rate for rate in rates)

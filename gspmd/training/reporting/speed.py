@@ -12,17 +12,18 @@ from gspmd.hardware.chips import chip_of_device
 
 @dataclass(frozen=True)
 class Speed:
-    """The work of one step, and what the devices could do.
+    """The work of one step, and the peak of the devices.
 
         tokens per second = tokens / seconds
         MFU               = flops / (seconds · peak)
 
     Attributes:
-        tokens: of one step, of all devices together.
-        flops: that the model needs for them, forward and backward: for each token 6 for each parameter of a matrix
-            product and 12 · layers · heads · head size · length for attention. What is computed twice to save memory
-            counts once.
-        peak: FLOP/s of all devices together; None if it is not known, and then there is no MFU.
+        tokens: tokens of one step, of all devices together.
+        flops: FLOPs that the model needs for them, forward and backward: for each token 6 for each parameter of a
+            matrix
+            product, and 12 · layers · heads · head size · length for attention. Recomputation to save memory does not
+            count.
+        peak: FLOP/s of all devices together; None if it is unknown, and then there is no MFU.
 
     Source: Chowdhery et al. 2022, PaLM (arXiv 2204.02311), section 4.1 and appendix B.
     """
@@ -32,7 +33,7 @@ class Speed:
     peak: float | None = None
 
     def figures(self, seconds: float) -> dict[str, float]:
-        """The figures of a step that took so long.
+        """Return the figures of a step of this many seconds.
 
         >>> Speed(tokens=1000, flops=3e12, peak=2e13).figures(0.5)
         {'tokens_per_second': 2000.0, 'mfu': 0.3}
@@ -42,11 +43,11 @@ class Speed:
 
 
 def peak_flops(devices: Sequence[jax.Device], dtype: str) -> float | None:
-    """FLOP/s of dense matrix products that these devices reach together at their chip's peak.
+    """Return the FLOP/s of dense matrix products that these devices reach together at their chip's peak.
 
     Args:
-        devices: of one kind.
-        dtype: of the operands.
+        devices: devices of one kind.
+        dtype: the dtype of the operands.
 
     Returns:
         None for fake devices, which share the cores of one host, and for chips that chips.toml does not have.
@@ -56,7 +57,7 @@ def peak_flops(devices: Sequence[jax.Device], dtype: str) -> float | None:
 
 
 def describe_peak(devices: Sequence[jax.Device], dtype: str) -> str:
-    """One line on the peak that the MFU is a share of, or on why there is no MFU."""
+    """Return one line on the peak for the MFU, or on why there is no MFU."""
     chip = chip_of_device(devices[0].device_kind)
     if chip is not None:
         return f"{amount_of_flops(chip.flops(dtype))}/s per device in {dtype} ({chip.name})"

@@ -26,10 +26,10 @@ def tensors(title: str, placed: Placed, mesh: Mapping[str, int], itemsize: int |
     """Build a row per tensor, or per group of similar ones: spec, shape on one device, and its bytes.
 
     Args:
-        title: what the tensors are.
+        title: the title of the table.
         placed: a spec and a global shape by name.
         mesh: sizes by mesh axis.
-        itemsize: bytes per element, of all or by name.
+        itemsize: bytes per element, for all or by name.
     """
     sheet, total = Sheet(title, _COLUMNS), 0
     for row in _alike(placed):
@@ -75,7 +75,7 @@ def _joined(rows: Sequence[_Row], position: int) -> list[_Row]:
 
 
 def _without(row: _Row, position: int) -> tuple:
-    """The row's name without the part at a position, as a key; the whole name if it has no such position."""
+    """Return the row's name without the part at a position, as a key; the whole name if it has no such position."""
     parts = row.name.split(".")
     if not -len(parts) <= position < len(parts):
         return position, row.name

@@ -1,4 +1,4 @@
-"""Weights & Biases: the figures of a run, where `--log wandb` asks for them; needs the package wandb."""
+"""Weights & Biases: the figures of a run, if `--log wandb` asks for them; needs the package wandb."""
 
 from collections.abc import Mapping
 from importlib import import_module
@@ -20,11 +20,11 @@ def check_installed() -> None:
 
 
 class WeightsAndBiases:
-    """Log to Weights & Biases what `Events` writes for TensorBoard; each start is a run, in the group of its folder.
+    """Log the events of `Events` to Weights & Biases; each start is a run, in the group of its folder.
 
     Args:
         out: the run's folder.
-        settings: of the run.
+        settings: the settings of the run.
     """
 
     def __init__(self, out: str | Path, settings: Mapping[str, Any]):

@@ -1,1 +1,1 @@
-"""A run: its loop, what stops it, and its folder."""
+"""A run: its loop, its signals and guards, and its folder."""

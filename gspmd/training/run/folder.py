@@ -1,4 +1,4 @@
-"""The folder of a run: the one that is named, the newest, or a new one; and that one run has it at a time."""
+"""The folder of a run: the named one, the newest, or a new one, locked so that only one run uses it at a time."""
 
 import fcntl
 import os
@@ -17,12 +17,12 @@ _held: dict[Path, int] = {}
 
 
 def choose_out(out: str, *, resume: bool, step: int | None = None) -> Path:
-    """Return the run's folder, created if needed, checked to be writable, and kept from other runs (`held`).
+    """Return the run's folder, created if needed, checked to be writable, and locked against other runs (`held`).
 
     Args:
         out: the folder; "" for the newest run on a resume, and for a new folder under runs/ otherwise.
         resume: whether the folder must hold a run, or must not.
-        step: of the checkpoint that it must hold; None for any.
+        step: the step of the checkpoint that it must hold; None for any.
 
     Raises:
         ConfigError: it cannot be written, another run writes there, or it holds a run that would be overwritten.
@@ -49,11 +49,11 @@ def choose_out(out: str, *, resume: bool, step: int | None = None) -> Path:
 def _hold(path: Path) -> None:
     """Lock the folder itself, which leaves no file behind; the lock ends with the process, however that ends.
 
-    A file system that knows no locks of folders, as some that several machines share, keeps no other run away.
+    On a file system without locks of folders, as with some that several machines share, other runs are not kept away.
     """
     try:
         folder = os.open(path, os.O_RDONLY)
-    except OSError:  # it may be written and not read
+    except OSError:  # It may be writable but not readable.
         return
     try:
         fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -69,7 +69,7 @@ def _hold(path: Path) -> None:
 
 @contextmanager
 def held(path: Path) -> Iterator[None]:
-    """While this lasts, the folder that `choose_out` chose is kept from other runs; afterwards they may have it."""
+    """In this context, keep the folder that `choose_out` chose from other runs."""
     try:
         yield
     finally:
@@ -81,7 +81,7 @@ def newest_run() -> Path:
     """Return the run under runs/ that was started last.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is no run under runs/.
     """
     runs = [path for path in _numbered() if newest(path) is not None]
     if not runs:

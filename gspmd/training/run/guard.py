@@ -1,4 +1,4 @@
-"""Updates with a loss or gradient that is not finite: skipped by the step, counted here, and too many end the run."""
+"""Updates with a loss or gradient that is not finite: the step skips them, and too many of them end the run."""
 
 import math
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ class Diverged(Exception):
     """More losses or gradients than allowed were not finite; `step` is the newest checkpoint to resume from.
 
     Attributes:
-        step: of the newest checkpoint; None if there is none.
+        step: the step of the newest checkpoint; None if there is none.
         out: the run's folder.
     """
 
@@ -22,12 +22,12 @@ class Diverged(Exception):
 
 
 class Guard:
-    """Count the updates that the step has skipped, over all of the run.
+    """Counts the updates that the step has skipped, over all of the run.
 
     Args:
         allowed: number of updates that may be skipped; one more ends the run.
         skipped: number of those skipped before a resume.
-        console: where each is shown.
+        console: the console that reports each.
     """
 
     def __init__(self, allowed: int, skipped: int, console: Console):

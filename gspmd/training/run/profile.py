@@ -11,15 +11,15 @@ _FOLDER = "profile"
 
 
 class Profile:
-    """Record the steps that were asked for, with JAX's profiler; of those before a resume, say that they are done.
+    """Records the requested steps with JAX's profiler; steps before a resume are reported as done.
 
     Args:
         steps: `"FROM:TO"`, both included; "" for none.
-        out: the run's folder; the trace is put into its folder profile/.
+        out: the run's folder; the trace is written to its folder profile/.
         done: the step that the run goes on from.
         tell: called with a line if some of the steps are done. That is no error: a run is resumed with the flags that
             began it.
-        record: whether this process records; one of several does, the first.
+        record: whether this process records; among several only the first does.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class Profile:
         """Begin to record, if this is the first step."""
         if step == self._first:
             options = jax.profiler.ProfileOptions()
-            options.python_tracer_level = 0  # Python's calls would hide the devices', and take most of the file
+            options.python_tracer_level = 0  # Python's calls would hide the devices', and take most of the file.
             jax.profiler.start_trace(str(self.folder), profiler_options=options)
             self._running = True
 
@@ -48,7 +48,7 @@ class Profile:
         return True
 
     def close(self) -> None:
-        """Stop recording, if that is still going on, and write what there is."""
+        """Stop recording, if it is still going on, and write the trace so far."""
         if self._running:
             self._running = False
             jax.profiler.stop_trace()

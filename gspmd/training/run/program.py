@@ -1,4 +1,4 @@
-"""The programs that a run needs of a model, the state that it begins with, and how much it computes."""
+"""The functions that a run needs of a model, its initial state, and its FLOPs."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -22,14 +22,15 @@ class Program:
 
     Attributes:
         state: the initial state; on a resume, the shapes and shardings of the restored one.
-        step: (state, batch, key) -> (state, figures), as of `jit_step`; `figures` has `cross_entropy` and `non_finite`.
+        step: (state, batch, key) -> (state, figures), as from `jit_step`; `figures` has `cross_entropy` and
+            `non_finite`.
         evaluate: (params, batch) -> mean cross-entropy in nats; compiled ahead of its run if it is jitted.
-        place: puts a batch of tokens, integers [B, L+1], onto the devices: the rows of it that this process reads.
-        key: the random key that the key of every step is folded from, so that nothing random depends on a resume.
-        part: which part of a batch, of how many, has these rows, as of `processes.part_of`.
+        place: puts a batch of tokens, integers [B, L+1], onto the devices; it takes the rows that this process reads.
+        key: the random key from which each step's key is derived, so that nothing random depends on a resume.
+        part: which part of a batch, of how many, has these rows, as from `processes.part_of`.
         context: entered wherever the other functions are called, such as that of an `Arrangement`.
-        gradients: shapes with shardings of all gradients as the optimizer takes them over; None if it is not known.
-        flops: model FLOPs of a step, and `peak` the FLOP/s of all devices, as of `Speed`, for the MFU.
+        gradients: shapes with shardings of all gradients as the optimizer takes them; None if unknown.
+        flops: model FLOPs of a step, and `peak` the FLOP/s of all devices, as in `Speed`, for the MFU.
     """
 
     state: TrainState

@@ -1,7 +1,7 @@
 """SIGINT, SIGTERM and SIGHUP: deferred to the end of a step, where the run saves and stops.
 
-Of these, what is ignored where a run begins stays so: SIGHUP under `nohup`, and SIGINT in the background of a script,
-where it is meant for the script's foreground. SIGTERM is always heard, for that is how schedulers end a job.
+A signal that is ignored when a run begins stays ignored: SIGHUP under `nohup`, and SIGINT in the background of a
+script, where it is meant for the script's foreground. SIGTERM is always handled, since schedulers end jobs with it.
 """
 
 import os
@@ -26,7 +26,7 @@ class Interrupted(Exception):
     """The run was interrupted; `step` is the newest checkpoint to resume from.
 
     Attributes:
-        step: of the newest checkpoint; None if there is none.
+        step: the step of the newest checkpoint; None if there is none.
         out: the run's folder.
         number: the signal.
         agreed: whether all processes stop at this step.
@@ -45,8 +45,8 @@ class Stop:
     """Defer SIGINT, SIGTERM and SIGHUP until the end of a step; a second SIGINT or SIGTERM interrupts at once.
 
     A terminal that is closed sends SIGHUP more than once, from the kernel and from the shell, and a machine that shuts
-    down sends SIGTERM after it: neither asks for a faster end. Ctrl-C in a terminal is answered at once, since a step
-    may take long, and the first one is compiled.
+    down sends SIGTERM after it: neither asks for a faster end. A second Ctrl-C in a terminal interrupts at once, since
+    a step may take long, and the first one is compiled.
 
     Attributes:
         number: the first signal; None before it.
@@ -62,7 +62,7 @@ class Stop:
 
     @contextmanager
     def closed(self, console: Console) -> Iterator[None]:
-        """Take it for a signal where what the console writes to is closed, as a pipe is whose reader has ended."""
+        """Treat it as a signal if the console's output is closed, such as a pipe whose reader has ended."""
 
         def ask() -> None:
             console.quiet = True
@@ -78,11 +78,12 @@ class Stop:
 
     @property
     def asked(self) -> bool:
-        """Whether a signal has come, to this process."""
+        """Return whether a signal has come to this process."""
         return self.number is not None
 
     def agreed(self) -> bool:
-        """Whether a signal has come to any process, so that all of them stop at the same step; all have to ask."""
+        """Return whether a signal has come to any process, so that all of them stop at the same step; all have to
+        ask."""
         if jax.process_count() > 1:
             self.number = int(multihost_utils.process_allgather(self.number or 0).max()) or None
         return self.asked
@@ -96,10 +97,10 @@ class Stop:
             _raise(number, frame)
         self.number = number
         if number == signal.SIGINT and sys.stderr is not None and sys.stderr.isatty():
-            os.write(2, _HEARD)  # print may be at work where the signal comes, and cannot be entered again
+            os.write(2, _HEARD)  # The signal may interrupt print, which cannot be entered again.
 
     def interrupt(self) -> NoReturn:
-        """Raise the first signal's exception, where a program has come to a point at which it can stop."""
+        """Raise the first signal's exception, at a point where the program can stop."""
         _raise(self.number or signal.SIGINT, None)
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -120,7 +121,7 @@ def terminable() -> Iterator[None]:
 
 @contextmanager
 def unheard() -> Iterator[None]:
-    """Ignore further signals while a program says how it has ended: its one message is to come out, and once."""
+    """Ignore further signals while a program prints how it has ended, so that its one message is printed, once."""
     before = {number: signal.signal(number, signal.SIG_IGN) for number in _heard()}
     try:
         yield
@@ -130,7 +131,7 @@ def unheard() -> Iterator[None]:
 
 
 def _heard() -> list[int]:
-    """The signals that are answered here; none but in the main thread, which alone can handle them."""
+    """Return the signals that are handled here; none outside the main thread, which alone can handle them."""
     if current_thread() is not main_thread():
         return []
     ignored = [number for number in (signal.SIGINT, signal.SIGHUP) if signal.getsignal(number) is signal.SIG_IGN]
