@@ -93,8 +93,7 @@ def parse(
 
     Args:
         cls: a dataclass of settings. If it has a field `model_class`, `--model` or `class` in [model] names a user's
-            own
-            model, whose fields then are those of [model] (`gspmd.training.model.finding`); for such a model without
+            own model, whose fields then are those of [model] (`gspmd.training.model.finding`); for such a model without
             `--config`, `default` is not read.
         argv: the flags. `--config FILE` names the TOML file. `--resume` without it starts from the settings of the run,
             without its platform, its number of devices if `--devices` or `--mesh` is given, its meshes if `--devices`

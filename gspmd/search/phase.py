@@ -49,8 +49,7 @@ class Case:
         trains: whether there is a backward pass.
         microbatches: the number of microbatches.
         side: for a pipeline, the mesh axes along which pipelines run side by side. They split the batch only, and
-            gradients
-            stay partial sums over exactly these axes until the step ends.
+            gradients stay partial sums over exactly these axes until the step ends.
         stages: number of stages of a pipeline, along the first mesh axis.
         remat: what the backward pass recomputes; empty if there is no backward pass, or if the program alone decides
             it.

@@ -58,8 +58,7 @@ class Use:
         what: the step, with unknowns.
         times: how often it runs.
         once: how often those of its first steps run that leave a loop in which its tensor is invariant; `times` if
-            there are
-            none.
+            there are none.
         inside: whether it runs in a shard_map of the program's own, and is planned without the mesh axes of that.
     """
 

@@ -73,8 +73,7 @@ def split(
         devices: the number of all devices.
         microbatches: B.
         fits: returns whether a stage fits in memory, given the number of stages after it. In 1F1B it holds the inputs
-            of one
-            microbatch more than there are stages after it, if there are as many.
+            of one microbatch more than there are stages after it, if there are as many.
         alike: whether all stages must have the same number of layers and the same submesh, so that one program runs
             them.
 

@@ -25,16 +25,14 @@ def ledger(compiled: Any, mesh: Any = None) -> Ledger:
     Args:
         compiled: `jax.jit(f).lower(...).compile()`, for any platform, or the text of its optimized HLO.
         mesh: a mesh, or sizes of its axes in its order; by default that of the program's inputs or outputs, or
-            otherwise
-            the current mesh.
+            otherwise the current mesh.
 
     Returns:
         A `Ledger`: every collective with its mesh axes, executions, bytes, dtype, plan step and source line.
 
     Raises:
         PlanError: `compiled` is not compiled; `mesh` is no mesh; no mesh is given or found; or mesh and program have
-            different
-            numbers of devices.
+            different numbers of devices.
         HloError: the text is no HLO module.
 
     Example:

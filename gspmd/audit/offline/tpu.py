@@ -29,8 +29,7 @@ class Topology:
         chip: the figures of one device.
         shape: chips along each torus axis.
         devices: devices to compile for, not to run on; in torus order, last axis fastest, devices of one chip next to
-            each
-            other.
+            each other.
     """
 
     name: str
