@@ -67,7 +67,7 @@ def use_host_devices(count: int) -> None:
 
     if not isinstance(count, int) or isinstance(count, bool) or not 1 <= count < 2**31:
         said = repr(count) if isinstance(count, int | float | str | None) else f"{type(count).__name__!r}"
-        raise HostError(f"cannot make {said:.40} host devices: their number must be a whole one, and at least 1.")
+        raise HostError(f"cannot make {said:.40} host devices: their number must be a whole number of at least 1.")
     quiet_libtpu()
     os.environ["NPROC"] = str(max(_THREADS, 4 * count, int(os.environ.get("NPROC") or 0)))
     if _option("jax_num_cpu_devices") == count:
@@ -248,7 +248,7 @@ def quiet_libtpu() -> None:
 
 
 def schedules_folder() -> Path:
-    """Return the folder where libtpu, loaded by this process, writes the schedules of what it compiles."""
+    """Return the folder where libtpu, loaded by this process, writes the schedules of its programs."""
     from pathlib import Path
 
     return Path((_SCHEDULES + _OWN).partition("=")[2])

@@ -26,7 +26,7 @@ def test_too_late_is_one_clear_error():
 
 
 def test_number_must_be_positive():
-    with pytest.raises(host.HostError, match="cannot make -1 host devices: their number must be a whole one"):
+    with pytest.raises(host.HostError, match="cannot make -1 host devices: their number must be a whole number"):
         host.use_host_devices(-1)
 
 

@@ -51,9 +51,9 @@ class CompileSettings:
     topology: str = "tpu-v4:4x4x4"
     """Chip and torus, such as tpu-v4:4x4x4, tpu-v5p:8x8x16 or tpu-v6e:16x16."""
     phase: Literal["forward", "train", "prefill", "decode"] = "forward"
-    """forward: tokens to logits, weights in --dtype. train: a whole update, as of `gspmd train`; a --model has this one
-    alone. prefill, decode: what `gspmd generate` runs, --length tokens of every row into a cache, or one behind a full
-    one."""
+    """forward: tokens to logits, weights in --dtype. train: a whole update, as in `gspmd train`; your own --model has
+    only this phase. prefill, decode: what `gspmd generate` runs, --length tokens of every row into a cache, or one
+    token after a full cache."""
     batch: int = 32
     """Sequences, over all devices."""
     length: int = 256
@@ -130,14 +130,14 @@ def parse(argv: Sequence[str], script: str = "") -> CompileSettings:
     settings = flags.parse_flags(typed, argv, default, description, prog)
     faults: list[str] = []
     if own.is_own(settings):
-        own.refuse(settings, "cannot compile a model of one's own:")
+        own.refuse(settings, "cannot compile your own model:")
         if settings.phase != "train":
-            faults.append(f"a model of one's own has a training step alone; leave --phase {settings.phase} out.")
+            faults.append(f"your own model has only a training step; leave --phase {settings.phase} out.")
     positive(faults, batch=settings.batch, length=settings.length, microbatches=settings.microbatches)
     if settings.room < 0 or 0 < settings.room < settings.length:
         faults.append(f"--room has to be 0, or at least --length {settings.length}, not {settings.room}.")
     if not own.is_own(settings) and settings.model.lora:
-        faults.append("adapters stand in a table of their own: write [lora] in place of [model.lora].")
+        faults.append("adapters have their own table: write [lora] in place of [model.lora].")
     if settings.phase != "train" and (given := for_training(settings, default)):
         faults.append(f"--phase {settings.phase} trains nothing; leave {', '.join(given)} out.")
     if settings.phase not in ("prefill", "decode"):

@@ -254,7 +254,7 @@ def refuse_for_own(settings: GenerateSettings, subject: Own) -> None:
     faults = []
     if not subject.decodes:
         faults.append(
-            f"{subject.name}, a model of one's own, has no methods kept and step, by which it would read token after "
+            f"{subject.name}, your own model, lacks the methods kept and step, which read token after "
             "token; see gspmd.training.model.Decoder."
         )
     for flag in ("weights", "cache"):
@@ -262,7 +262,7 @@ def refuse_for_own(settings: GenerateSettings, subject: Own) -> None:
             faults.append(f"--{flag} int8 is for the models that come with gspmd; leave it out.")
     for flag in ("prefill-layout", "decode-layout"):
         if getattr(settings, flag.replace("-", "_")):
-            faults.append(f"--{flag}: a model of one's own has one layout to read and to decode; give it as --layout.")
+            faults.append(f"--{flag}: your own model has one layout for reading and decoding; give it as --layout.")
     if lines_searched(settings.sharding.layout) is not None:
         faults.append("no layout is searched for it here; leave --layout out for that of the run, or name a file.")
     if faults:

@@ -71,7 +71,7 @@ def of_checkpoint(settings: RunSettings, argv: Sequence[str]) -> RunSettings:
     named = {flag.split("=")[0].replace("_", "-") for flag in argv}
     fixed = sorted(flag for flag in named if flag.startswith("--model.") and flag != "--model.remat")
     if fixed:
-        fault = f"the checkpoint {settings.checkpoint!r} says what model it is; leave out {', '.join(fixed)}."
+        fault = f"the checkpoint {settings.checkpoint!r} already gives the model; leave out {', '.join(fixed)}."
         raise ConfigError("cannot begin with this checkpoint:", [fault])
     model = replace(checkpoints.model_config(settings.checkpoint), remat=settings.model.remat)
     if model.context_length is not None:  # A model trained on longer sequences can write longer ones.
@@ -99,7 +99,7 @@ def adapted(settings: RunSettings) -> RunSettings:
     """Return the settings with the adapters of [lora] in the model, if any; a resumed model still has its own."""
     lora = settings.lora if settings.lora.rank else None
     if settings.model.lora not in (None, lora) and not settings.training.resume:
-        fault = "adapters stand in a table of their own: write [lora] in place of [model.lora]."
+        fault = "adapters have their own table: write [lora] in place of [model.lora]."
         raise ConfigError("cannot train this model:", [fault])
     return replace(settings, model=replace(settings.model, lora=lora))
 

@@ -124,7 +124,7 @@ class Messages:
     def by_option(self) -> list[np.ndarray]:
         """Find the least cost of all picks with each option of each choice, in one pass back over the buckets."""
         result = [np.empty(0)] * len(self.buckets)
-        outside: dict[int, np.ndarray] = {}  # for each bucket the least of what is not in its message, over its scope
+        outside: dict[int, np.ndarray] = {}  # For each bucket, over its scope: the least cost outside its message.
         roots = [at for at, bucket in enumerate(self.buckets) if not bucket.scope]
         for at in roots:
             outside[at] = np.array([math.fsum(self.messages[other].item() for other in roots if other != at)])

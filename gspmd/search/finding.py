@@ -136,7 +136,7 @@ def _no_layout_fits(error: NothingFits, mesh: Mapping[str, int]) -> NothingFits:
     """Return the same error in the words of layouts."""
     if error.nearest is None or error.limit is None or error.over is None:
         message = (
-            f"no layout is possible on mesh {mesh_text(mesh)}: its sizes, or the lines that are fixed, leave none.\n"
+            f"no layout is possible on mesh {mesh_text(mesh)}: its sizes, or the fixed lines, leave none.\n"
             "  Fix fewer lines, or search other meshes."
         )
     else:

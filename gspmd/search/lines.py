@@ -81,7 +81,7 @@ class Lines:
             {key.name: ("".join(known[key.dims[0]].dims), "".join(known[key.dims[1]].dims)) for key in vias},
             dict(fixed),
         )
-        parameters = {**keys_of_override("optimizer"), **layout.own}  # Which custom lines are, the program says.
+        parameters = {**keys_of_override("optimizer"), **layout.own}  # The program says which of the latter are.
         made.trained = [name for name, dims in made.dims.items() if name in parameters and len(dims) > 1]
         for key in written.values():
             if key.kind == "via" and key.name not in KEYS:
@@ -159,7 +159,7 @@ class Lines:
                             f"  Leave {dim} unsharded."
                         )
             if any(spec.partial or spec.reduced for spec in given):
-                raise LayoutError(f"cannot fix {line} = '{text}'.\n  A line that is given is no partial sum.")
+                raise LayoutError(f"cannot fix {line} = '{text}'.\n  A fixed line must not be a partial sum.")
 
     def copy(self) -> Lines:
         """Return the same lines, tied as these are, to be read from another program."""

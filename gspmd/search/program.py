@@ -155,15 +155,15 @@ def read(build: Build, lines: Lines) -> TracedProgram:
                 raise
             text = _NAME.sub(lambda found: lines.described(found.group()), text.partition("\n-----")[0])
             raise PlanError(
-                f"cannot search this program, where not every dimension may be sharded: {text.strip()}\n"
-                "  Fix the lines that it is about, as in fixed={'mixer.stream': 'BLE'}."
+                f"cannot search this program, which does not allow every dimension to be sharded: {text.strip()}\n"
+                "  Fix the lines of this error, as in fixed={'mixer.stream': 'BLE'}."
             ) from None
         if not _met(found, lines):
             lines.keep(found.unknowns, found.owed)
             return found
     raise PlanError(
-        f"cannot search this program: after {ROUNDS} traces some of its lines have still to be made alike.\n"
-        "  Write one line for tensors that lie alike, or fix some of them."
+        f"cannot search this program: after {ROUNDS} traces some of its lines still have to be made equal.\n"
+        "  Write one line for tensors with the same spec, or fix some of them."
     )
 
 

@@ -123,7 +123,7 @@ class BoundedSearch:
             raise NothingFits(self._answer(held.trace()), self.limit)
 
     def _relax(self) -> Messages | None:
-        """Find the best bound of one rate; return the bytes of all picks if it may leave a gap, else None.
+        """Find the best bound of one rate; return the bytes of all picks if it may leave a gap, or None.
 
         Raises:
             NothingFits: No picks are allowed, or all hold too much.

@@ -164,7 +164,7 @@ def check_same_form(states: Sequence[tuple[str, TrainState]]) -> None:
         faults += [f"... and {len(paths) - _SHOWN} more."] * (len(paths) > _SHOWN)
         if faults:
             raise ConfigError(
-                "cannot change the layout, which pads otherwise:", [*faults, "Take layouts that pad alike."]
+                "cannot change to a layout that pads differently:", [*faults, "Take layouts that pad alike."]
             )
 
 

@@ -21,7 +21,7 @@ class Dataclass(Protocol):
 T = TypeVar("T", bound=Dataclass)
 
 
-_LINES, _WIDTH = 24, 600  # Of a message; a text that somebody gives may be of any length.
+_LINES, _WIDTH = 24, 600  # The limits of a message; a given text may be of any length.
 
 
 class ConfigError(ValueError):

@@ -80,7 +80,7 @@ def test_a_run_is_resumed_with_the_class_that_it_began_with(folder, capsys, monk
     ):
         Source.at(here / "runs/a")
     assert generate.run(["--checkpoint", "../runs/a", "--prompt", "the"]) == 2
-    assert "Tiny, a model of one's own, has no methods kept and step" in capsys.readouterr().err
+    assert "Tiny, your own model, lacks the methods kept and step" in capsys.readouterr().err
 
 
 def test_a_run_writes_on(folder, capsys):
@@ -230,7 +230,7 @@ def test_a_field_that_the_model_does_not_have(folder, capsys):
 def test_a_phase_that_it_does_not_have(folder, capsys):
     _, name = folder
     assert compiling.run(["--model", f"{name}:Tiny", "--layout", "tiny.toml", "--phase", "decode"]) == 2
-    assert "a model of one's own has a training step alone; leave --phase decode out." in capsys.readouterr().err
+    assert "your own model has only a training step; leave --phase decode out." in capsys.readouterr().err
 
 
 def test_the_help_has_the_flag_and_the_fields(folder, capsys):

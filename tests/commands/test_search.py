@@ -316,7 +316,7 @@ def test_a_real_interrupt_writes_the_best_so_far(tmp_path):
         [sys.executable, "-m", "gspmd", "search", *flags], cwd=ROOT, stderr=subprocess.PIPE, text=True
     )
     seen = ""
-    while "what each line costs" not in seen and running.poll() is None:
+    while "the cost of each line" not in seen and running.poll() is None:
         seen += running.stderr.readline()
     time.sleep(0.1)
     running.send_signal(signal.SIGINT)
@@ -843,4 +843,4 @@ def test_lines_that_are_given_stay(run, tmp_path):
     code, _, said = run("--stages", "--fixed", "ffn.w_in=E_xF", "--layout", "zero-3")
     assert code == 2
     assert "--fixed gives lines of a layout without stages; leave it, or --stages, out." in said
-    assert "--layout is of a model of one's own (--model); the lines of this model are known. Leave it out." in said
+    assert "--layout is for your own model (--model); the lines of this model are known. Leave it out." in said

@@ -132,7 +132,7 @@ def test_lines_that_are_given_stay(folder):  # noqa: F811
         (["--phase", "decode", "--stages", "--remat", "full", "--weights", "int8"],
          "--stages, --remat, --weights int8, --phase decode: for the models that come with gspmd alone; leave them"),
         (["--why", "a"], "--why reads KEY=SPEC, such as ffn.w_in=EF_x, not 'a'."),
-        (["--layout", ""], "its lines are those of a layout; give --layout FILE, of which the dimensions alone count."),
+        (["--layout", ""], "its lines come from a layout file; give --layout FILE, of which only dimensions are used."),
         (["--layout", "megatron-1d"], "parameter 'blocks.w_in' has no line 'mixer.w_in'"),
         (["--layout", "auto"], "no layout is called 'auto'."),
         (["--microbatches", "3"], "a batch of 8 is not cut into 3 microbatches; choose a divisor."),

@@ -113,7 +113,7 @@ def test_what_cannot_begin_with_a_checkpoint_is_one_message(files):
     with pytest.raises(ConfigError) as error:
         of_checkpoint(given, ["--from", "DIR", "--model.remat", "False", "--model.layers=3", "--model.moe.k", "2"])
     assert error.value.faults == (
-        "the checkpoint 'DIR' says what model it is; leave out --model.layers, --model.moe.k.",
+        "the checkpoint 'DIR' already gives the model; leave out --model.layers, --model.moe.k.",
     )
 
 

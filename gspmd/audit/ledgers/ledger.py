@@ -159,7 +159,7 @@ def difference(before: Ledger, after: Ledger) -> Difference:
     for each in (before, after):
         if not isinstance(each, Ledger):
             raise PlanError(
-                f"cannot put {shown(each)} beside a ledger: it is none.\n  Give what gspmd.ledger(compiled) returns."
+                f"cannot put {shown(each)} beside a ledger: it is no ledger.\n  Give gspmd.ledger(compiled)."
             )
     sent, work = (before.wire_bytes, after.wire_bytes), (before.flops, after.flops)
     return Difference(changes(before.entries, after.entries), sent, work, (before.name, after.name))

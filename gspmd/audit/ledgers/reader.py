@@ -100,7 +100,7 @@ class _ModuleReader:
         known = trips(self.module, computation, caller)
         runs = 1 if known is None else known
         if known is None:
-            self.notes.append(f"the trips of loop {caller.name} depend on what is computed; it is counted once")
+            self.notes.append(f"the trips of loop {caller.name} depend on computed values; it is counted once")
         for role, times in (("condition", runs + 1 if known else 1), ("body", runs)):
             yield self.module.computations[caller.attribute(role).lstrip("%")], times
 
@@ -150,7 +150,7 @@ def _mesh_of(compiled: Any) -> Any:
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         raise PlanError(
-            "cannot name the mesh axes of this program: nothing it takes or makes lies on a mesh.\n"
+            "cannot name the mesh axes of this program: none of its inputs and outputs is on a mesh.\n"
             "  Give mesh=, or call inside `with jax.set_mesh(mesh):`."
         )
     return mesh

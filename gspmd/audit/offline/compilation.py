@@ -133,7 +133,7 @@ def _check_shardings(given: Any) -> None:
     if wrong is not None:
         raise PlanError(
             f"cannot place the results by {shown(wrong)} in out_shardings: it is no sharding.\n"
-            "  Give a tree of jax.NamedSharding or jax.P, as the results are one, or leave it out."
+            "  Give a tree of jax.NamedSharding or jax.P with the structure of the results, or leave it out."
         )
 
 
@@ -167,13 +167,13 @@ def _mesh(given: Any, target: Topology, args: Any) -> jax.sharding.Mesh:
         )
     if not meshes:
         raise PlanError(
-            f"cannot compile for {target.name}: no argument lies on a mesh.\n"
+            f"cannot compile for {target.name}: no argument is on a mesh.\n"
             "  Give mesh=, such as mesh={'x': 4, 'y': 4, 'z': 4}, or arguments with shardings."
         )
     for mesh in meshes:
         if set(mesh.devices.flat) != set(target.devices):
             raise PlanError(
-                f"cannot compile for {target.name}: an argument, or mesh=, lies on a mesh of {mesh.devices.size} other "
+                f"cannot compile for {target.name}: an argument, or mesh=, is on a mesh of {mesh.devices.size} other "
                 f"devices.\n  Make the mesh with topology({target.name!r}).mesh(...), over all {target.num_devices}."
             )
         if mesh != meshes[-1]:

@@ -47,7 +47,7 @@ def draw_row(
     scale: float,
     inch: float,
 ) -> None:
-    """Draw the bars of one row; those that overlap in time lie above one another, in lanes.
+    """Draw the bars of one row; those that overlap in time are drawn above one another, in lanes.
 
     Args:
         axes: matplotlib's axes.

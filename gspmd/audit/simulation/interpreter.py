@@ -78,7 +78,7 @@ class Interpreter:
                 f"the time of kernel {instruction.name} is not known; its arrays are read and written once"
             )
         elif instruction.is_kernel and instruction.name not in self.module.kernels:
-            self.notes.append(f"of kernel {instruction.name} there is no schedule; its seconds are a lower bound")
+            self.notes.append(f"kernel {instruction.name} has no schedule; its seconds are a lower bound")
         took = cost(self.module, computation, instruction, self.chip)
         if took.seconds or took.flops:
             span = self._span(computation, instruction, "einsum" if took.flops else "other", ("compute",), took.bytes)
@@ -109,7 +109,7 @@ class Interpreter:
         runs = trips(self.module, computation, loop)
         if runs is None:
             runs = 1
-            self.notes.append(f"the trips of loop {loop.name} depend on what is computed; it is counted once")
+            self.notes.append(f"the trips of loop {loop.name} depend on computed values; it is counted once")
         body, condition = (self.module.computations[loop.attribute(n).lstrip("%")] for n in ("body", "condition"))
         left = runs
         while left:

@@ -171,6 +171,6 @@ def checked_timeline(given: Any, doing: str) -> Timeline:
     if not isinstance(given, Timeline):
         raise PlanError(
             f"cannot {doing} {article(type(given).__name__)}: it is no timeline.\n"
-            "  Give what gspmd.audit.timeline(...) returns, or the timeline of compile_offline's report."
+            "  Give the result of gspmd.audit.timeline(...), or the timeline of compile_offline's report."
         )
     return given

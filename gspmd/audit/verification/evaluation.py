@@ -42,7 +42,7 @@ def values_and_gradients(
         value = jax.jit(lambda leaves: fn(*jax.tree.unflatten(tree, leaves)))(leaves)
         results = {f"value{jax.tree_util.keystr(path)}": x for path, x in jax.tree_util.tree_leaves_with_path(value)}
         if any(partition_of(x).unreduced for x in results.values()):
-            raise PlanError("a result owes a partial sum.\n  Settle it in the function.")
+            raise PlanError("a result is a partial sum.\n  Reduce it in the function, with gspmd.reshard.")
         inexact = [n for n, x in enumerate(results.values()) if jnp.issubdtype(x.dtype, jnp.inexact)]
         if not (gradients and floating and inexact):
             return results

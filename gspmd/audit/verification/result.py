@@ -79,6 +79,6 @@ class Verification:
         if self.ok:
             under = ", ".join(self.lowerings)
             return printable(f"{self.name}: {self.arrays} arrays under {under} are those of one device")
-        lines = [f"{self.name} is not under every lowering what it is on one device", *map(str, self.partings)]
+        lines = [f"{self.name} differs from one device under some lowering", *map(str, self.partings)]
         lines += [f"{name}: by itself, '{equation}' is wrong" for name, equation in self.equations]
         return printable("\n  ".join(lines))

@@ -71,7 +71,7 @@ def _partings(
         wanted = values_and_gradients(fn, _on(one, args), one, gradients, seed)
     except Exception as error:
         raise PlanError(
-            f"cannot verify {name}: on one device, too, it raises {_said(error)}\n  Mend that first."
+            f"cannot verify {name}: on one device, too, it raises {_said(error)}\n  Fix that first."
         ) from error
     partings: list[Parting] = []
     for each in names:
@@ -120,7 +120,8 @@ def _argument(name: str, leaf: Any, mesh: jax.sharding.Mesh, seed: int) -> Any:
         )
     partition = partition_of(leaf)
     if partition.unreduced or partition.reduced:
-        raise PlanError(f"cannot verify {name}: an argument owes a partial sum.\n  Make it in {name}, or settle it.")
+        remedy = f"Make it in {name}, or reduce it with gspmd.reshard."
+        raise PlanError(f"cannot verify {name}: an argument is a partial sum.\n  {remedy}")
     x = random_array(leaf.shape, leaf.dtype, seed) if isinstance(leaf, jax.ShapeDtypeStruct) else leaf
     return jax.device_put(x, jax.NamedSharding(mesh, partition))
 

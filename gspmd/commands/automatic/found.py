@@ -71,7 +71,7 @@ def asks_for_search(layout: str, doing: str) -> bool:
         ConfigError: the flag names a file of lines.
     """
     if lines_searched(layout):
-        fault = f"--layout {layout} is for a model of one's own; the lines of this one are known."
+        fault = f"--layout {layout} is for your own model; the lines of this one are known."
         raise ConfigError(doing, [f"{fault} Write --layout {AUTO}."])
     return layout == AUTO
 

@@ -342,5 +342,5 @@ def interrupted(found: CommandResults, settings: SearchSettings) -> str:
     """Return the message of an interrupted search."""
     where = f"written to {settings.out}" if settings.out else "printed"
     if found.finding.complete:
-        return f"\nInterrupted. The best layout is {where}; some of what is said about it is missing."
+        return f"\nInterrupted. The best layout is {where}; some of its comments are missing."
     return f"\nInterrupted. The best layout so far is {where}; there may be a better one."

@@ -159,7 +159,7 @@ def parse(argv: Sequence[str], script: str, documentation: str) -> SearchSetting
         asked, remedy = replace(file, model=settings.model), "; leave it out to search for that."
         faults = [*unpriced(asked, settings.phase == "train", remedy)]
     if faults := [*faults, *_faults(settings)]:
-        raise ConfigError("cannot search a model of one's own:" if own else "cannot search:", faults)
+        raise ConfigError("cannot search your own model:" if own else "cannot search:", faults)
     if own:
         return settings
     return replace(settings, model=replace(settings.model, remat=settings.remat or settings.model.remat))
@@ -168,7 +168,7 @@ def parse(argv: Sequence[str], script: str, documentation: str) -> SearchSetting
 def _faults_of_own(file: File, settings: SearchSettings) -> Iterator[str]:
     """Yield what is missing for a user's own model, and which settings do not apply to it."""
     if not settings.layout:
-        yield "its lines are those of a layout; give --layout FILE, of which the dimensions alone count."
+        yield "its lines come from a layout file; give --layout FILE, of which only dimensions are used."
     if file.lora.rank:
         yield "adapters are for the matrices of our own models; leave [lora] out, or freeze parameters."
     if ours := [*_for_ours(settings)]:
@@ -255,7 +255,7 @@ def _faults_of_lines(settings: SearchSettings) -> Iterator[str]:
             if not (key.strip() and equals and spec.strip()):
                 yield f"--{flag} reads KEY=SPEC, such as ffn.w_in=EF_x, not {asked!r}."
     if settings.layout and not is_own(settings):
-        yield "--layout is of a model of one's own (--model); the lines of this model are known. Leave it out."
+        yield "--layout is for your own model (--model); the lines of this model are known. Leave it out."
     if settings.fixed and settings.stages:
         yield "--fixed gives lines of a layout without stages; leave it, or --stages, out."
 

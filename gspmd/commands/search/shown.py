@@ -117,7 +117,7 @@ def reasons(asked: Why) -> list[Sheet]:
     costs.add("a step", seconds(ours), seconds(theirs), _signed(theirs - ours), total=True)
     held = [amount_of_bytes(each.bytes) for each in (asked.best, asked.answer)]
     costs.add("memory", *held, _signed_bytes(asked.answer.bytes - asked.best.bytes), total=True)
-    lines = Sheet("and these lines would be others", (Column("line"), Column("found"), Column("asked")))
+    lines = Sheet("these lines would change too", (Column("line"), Column("found"), Column("asked")))
     for row in asked.lines:
         lines.add(*(escape(cell) if cell else "as the weight" for cell in row))
     return [costs, lines] if asked.lines else [costs]

@@ -33,5 +33,5 @@ def unpriced(file: File, trains: bool, remedy: str) -> Iterator[str]:
     if lora and not trains:
         yield f"[lora] has adapters of rank {lora.rank}, which have no price (merged, they hold nothing){remedy}"
     if file.model.int8:
-        served = "" if trains else ": --weights int8 is what searches for them"
+        served = "" if trains else ": --weights int8 searches for them"
         yield f"[model] int8 is of weights that are stored so{served}{remedy}"

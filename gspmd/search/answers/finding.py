@@ -164,7 +164,7 @@ class BestFirstSearch:
                 self.candidates.append(Candidate(phase, self.limit))
             except NothingFits:  # no picks are allowed at all: the sizes have no such mesh
                 continue
-            except (LayoutError, PlanError) as fault:  # as of a line that is fixed over an axis that this mesh lacks
+            except (LayoutError, PlanError) as fault:  # For example a line fixed over an axis that this mesh lacks.
                 self.refused.setdefault(where, fault)
         if self.refused and not self.candidates:
             raise next(iter(self.refused.values()))

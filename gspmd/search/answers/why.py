@@ -122,7 +122,7 @@ def _specs(text: str) -> tuple[Spec, ...]:
 def _no_option(candidate: Candidate, key: str, wanted: tuple[Spec, ...], texts: list[str]) -> str:
     """Return every fault of a text that is no option, and the possible options."""
     faults = dict.fromkeys(_faults(candidate, wanted, _specs(texts[0])))
-    fault = "; ".join(each.removesuffix(".") for each in faults) or "it does not go with what else this part needs"
+    fault = "; ".join(each.removesuffix(".") for each in faults) or "it does not fit the other lines of this part"
     distinct = list(dict.fromkeys(texts))
     near = sorted(distinct, key=lambda text: (-_alike(_specs(text), wanted), distinct.index(text)))
     more = f", ... ({len(distinct)} in all)" if len(distinct) > _SHOWN else ""

@@ -49,7 +49,7 @@ def check_step(out: str | Path, step: int) -> None:
         ConfigError: the step has no checkpoint; lists the steps that have one.
     """
     if step not in (steps := saved_steps(out)):
-        fault = f"under {str(folder_of(out))!r} there is no checkpoint of it. Steps that have one: "
+        fault = f"under {str(folder_of(out))!r} it has no checkpoint. Steps that have one: "
         raise ConfigError(f"cannot resume from step {step}:", [f"{fault}{', '.join(map(str, steps)) or 'none'}."])
 
 

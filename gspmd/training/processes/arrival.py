@@ -68,7 +68,7 @@ def knock(at: Processes, limit: float) -> socket.socket:
                 connection = socket.create_connection(where, timeout=_CONNECTING)
                 connection.sendall(f"here {at.processes} {at.process}\0".encode())
                 connection.settimeout(_AGAIN)
-                heard, found = b"", "what listens there does not answer"
+                heard, found = b"", "the listener there does not answer"
             # The greeting is not sent again while the connection holds: a first process that was stopped meanwhile
             # would take the second greeting for that of another process.
             words = connection.recv(len(WELCOME) - len(heard))

@@ -35,7 +35,7 @@ _LONGEST = 200
 
 
 def compare(
-    facts: Callable[[], Mapping[str, Any]], doing: str = "cannot train: the processes were told different things."
+    facts: Callable[[], Mapping[str, Any]], doing: str = "cannot train: the processes have different settings."
 ) -> None:
     """Refuse processes if one has other facts than the rest; all of them have to call this.
 

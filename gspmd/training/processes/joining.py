@@ -103,7 +103,7 @@ def _found(given: str) -> Processes:
         raise _not_joined(given, str(error).splitlines()[0]) from None
     if found is None:
         fault = "neither SLURM, Open MPI, Kubernetes (with jax[k8s]) nor a TPU runtime has started this process. "
-        fault += "Start it with srun or mpirun, or say HOST:PORT,processes=N,process=I."
+        fault += "Start it with srun or mpirun, or give HOST:PORT,processes=N,process=I."
         raise _not_joined(given, fault)
     return Processes(*found)
 

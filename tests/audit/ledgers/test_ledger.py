@@ -110,7 +110,7 @@ def test_a_loop_of_unknown_trips_counts_once_and_says_so():
     unknown = condition("outer_cond", "ROOT %any = pred[] custom-call(%outer_cond.v)")
     found = ledger(*loop("l.3", "p", "outer"), computations=body("outer", gather(operand="outer.v")) + unknown)
     assert found.by_kind_and_axes() == {GATHER_X: (1, 768)}
-    assert found.notes == ("the trips of loop l.3 depend on what is computed; it is counted once",)
+    assert found.notes == ("the trips of loop l.3 depend on computed values; it is counted once",)
     assert f"note: {found.notes[0]}" in str(found)
 
 

@@ -110,7 +110,7 @@ def test_without_a_mesh(mesh):
         with pytest.raises(gspmd.PlanError) as error:
             gspmd.ledger(compiled)
         assert str(error.value) == (
-            "cannot name the mesh axes of this program: nothing it takes or makes lies on a mesh.\n"
+            "cannot name the mesh axes of this program: none of its inputs and outputs is on a mesh.\n"
             "  Give mesh=, or call inside `with jax.set_mesh(mesh):`."
         )
 

@@ -143,7 +143,7 @@ def test_a_mesh_of_other_devices_is_refused(slice64):
     with pytest.raises(gspmd.PlanError) as refused:
         compile_offline(layer, x, w, topology="tpu-v5p:4x4x4")
     assert str(refused.value) == (
-        "cannot compile for tpu-v5p:4x4x4: an argument, or mesh=, lies on a mesh of 64 other devices.\n"
+        "cannot compile for tpu-v5p:4x4x4: an argument, or mesh=, is on a mesh of 64 other devices.\n"
         "  Make the mesh with topology('tpu-v5p:4x4x4').mesh(...), over all 64."
     )
     with pytest.raises(gspmd.PlanError, match="there are two meshes, x=4,y=4,z=4 and x=64"):
@@ -175,7 +175,7 @@ def test_the_mesh_is_that_of_the_arguments_or_given(slice64):
     with pytest.raises(gspmd.PlanError) as refused:
         compile_offline(lambda x: x + 1, plain, topology=slice64)
     assert str(refused.value) == (
-        "cannot compile for tpu-v4:4x4x4: no argument lies on a mesh.\n"
+        "cannot compile for tpu-v4:4x4x4: no argument is on a mesh.\n"
         "  Give mesh=, such as mesh={'x': 4, 'y': 4, 'z': 4}, or arguments with shardings."
     )
     assert compile_offline(lambda x: x + 1, plain, topology="tpu-v4:4x4x4", mesh=MESH).mesh == MESH

@@ -301,7 +301,7 @@ def test_a_loop_in_a_loop():
 def test_a_loop_whose_trips_are_not_known_counts_once_and_is_named():
     found = run(*ENTER, WHILE.partition(", backend")[0], computations=LOOP.replace("STEP", step("w", 1, "v")))
     assert times(found)[0] == 1
-    assert found.notes == ("the trips of loop w depend on what is computed; it is counted once",)
+    assert found.notes == ("the trips of loop w depend on computed values; it is counted once",)
     assert "note: the trips of loop w" in str(found)
 
 

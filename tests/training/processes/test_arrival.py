@@ -38,7 +38,7 @@ def test_who_has_greeted_waits_for_a_first_process_that_is_stopped(listening, mo
         assert len(came) == 1
         came[0].close()
     waiting = (
-        f"Waiting for process 0 of 2 at {at.address}, for at most 300 seconds: what listens there does not answer.\n"
+        f"Waiting for process 0 of 2 at {at.address}, for at most 300 seconds: the listener there does not answer.\n"
     )
     assert capsys.readouterr().err == waiting
 

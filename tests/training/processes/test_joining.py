@@ -49,7 +49,7 @@ def test_they_agree_compare_and_can_be_interrupted(pairs):
     assert second["out"] == "[] said by 0\n" * 2
     first, second = found["compare"]
     assert codes(found["compare"]) == [2, 2]
-    assert first["error"].startswith("ConfigError: cannot train: the processes were told different things.\n")
+    assert first["error"].startswith("ConfigError: cannot train: the processes have different settings.\n")
     assert first["error"].count("\n") == 2
     assert "  optimizer.learning_rate is 0.1 in process 0, but 0.2 in process 1 (on " in first["error"]
     assert second["error"] == ""
