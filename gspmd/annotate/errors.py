@@ -17,8 +17,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from gspmd.display.plain import printable
-
 _SHOWN = 100  # characters of a value
 _ARRAYS = {"ndarray": "array", "ArrayImpl": "array"}  # numpy's and JAX's, neither of which is imported for parsing
 
@@ -31,9 +29,13 @@ class NotationError(ValueError):
         self.faults = tuple(faults)
 
     def __str__(self) -> str:
+        from gspmd.display.plain import printable  # reading what has no fault imports no display
+
         return printable(super().__str__())
 
     def __repr__(self) -> str:
+        from gspmd.display.plain import printable
+
         return printable(super().__repr__())
 
 

@@ -1,4 +1,4 @@
-"""Pipelines: layers split into stages over a mesh axis, and microbatches that follow one another through them."""
+"""Pipelines: layers split into stages over a mesh axis, through which microbatches follow one another."""
 
 from gspmd.pipeline.interleaving import in_rounds
 from gspmd.pipeline.loss import Stages, pipelined

@@ -1,4 +1,4 @@
-"""Calls of planned programs inside a shard_map over some mesh axes only: each of a function of its own."""
+"""Calls of planned programs inside a shard_map over some mesh axes: a separate function for each call."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,11 +11,18 @@ from gspmd.tracing.jaxprs import all_equations, changed_inside, inner_jaxprs
 
 
 def apart(function: Callable, *arrays: Any) -> Any:
-    """Call a function whose planned programs become one function each, for every place that they are called from.
+    """Call a function in which every call of a planned program has its own copy of that program.
 
-    libtpu 0.0.42 leaves a function of about twenty operations as it is where two places call it, and then its
-    partitioner ends the process at the shard_map inside, which stands in another's manual axes: "Check failed:
-    target.IsManualSubgroup() == sharding().IsManualSubgroup()". What one place calls has become a part of it by then.
+    libtpu 0.0.42 does not inline a function of about twenty operations that is called from two places. If it contains a
+    shard_map inside the manual axes of another shard_map, the partitioner then ends the process: "Check failed:
+    target.IsManualSubgroup() == sharding().IsManualSubgroup()". A function with a single caller is inlined before that.
+
+    Args:
+        function: the function to call.
+        *arrays: its arguments, trees of arrays.
+
+    Returns:
+        The results of the function.
     """
     traced, results = jax.make_jaxpr(function, return_shape=True)(*arrays)
     copied = ClosedJaxpr(_apart(traced.jaxpr), traced.consts)
@@ -23,7 +30,7 @@ def apart(function: Callable, *arrays: Any) -> Any:
 
 
 def _apart(jaxpr: Jaxpr) -> Jaxpr:
-    """The program with a copy of every program that it calls and that is planned, or calls one that is."""
+    """Copy every inner program that is planned or contains a planned one."""
     return jaxpr.replace(eqns=[changed_inside(each, _apart) if _is_planned(each) else each for each in jaxpr.eqns])
 
 

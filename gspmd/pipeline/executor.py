@@ -1,8 +1,9 @@
 """Run a schedule: one program for all stages, inside a shard_map over the mesh axis of the pipeline.
 
-Every stage computes in every slot of a tick, and what its slot has no microbatch for is masked: a permute in a branch
-that only some devices take would wait for the others. The gradient is taken here too, chunk by chunk, by `jax.vjp` of a
-chunk's forward pass, which is computed again from its input: that is all that a stage holds of a microbatch.
+Every stage computes in every slot of a tick, and its results are masked if the slot has no microbatch: a permute in a
+branch that only some devices take would wait for the others. Gradients are computed here too, chunk by chunk, by
+`jax.vjp` of a chunk's forward pass. That pass is computed again from its input, so a stage holds only the input of a
+chunk for each microbatch in flight.
 """
 
 from collections.abc import Callable, Mapping
@@ -30,12 +31,12 @@ Tree = Any
 
 @dataclass(frozen=True)
 class Stages:
-    """The computations of the stages of a pipeline: three functions of whole arrays on the other mesh axes.
+    """The computations of a pipeline: three functions that take global arrays of the mesh axes other than the stages'.
 
     Attributes:
-        first: (shared, batch) -> x, the stream that enters the first stage; such as an embedding.
-        chunk: (weights, x, batch, number) -> (x, loss, figures): the layers of chunk `number`. The loss is a float32
-            scalar that is added to the last stage's, and figures are a tree of float32 arrays, one row for each layer.
+        first: (shared, batch) -> x, the input of the first stage, such as an embedding.
+        chunk: (weights, x, batch, number) -> (x, loss, figures), the layers of chunk `number`. The loss is a float32
+            scalar that is added to the last stage's. The figures are a tree of float32 arrays, one row for each layer.
         last: (shared, x, batch) -> the loss of a microbatch, a float32 scalar.
     """
 
@@ -48,9 +49,9 @@ class StageResults(NamedTuple):
     """The results of one stage after the last tick.
 
     Attributes:
-        loss: its part of the loss: that of the last stage, and of its chunks.
-        figures: of its chunks, its part of the mean over microbatches, [rounds, layers, ...].
-        shared, weights: its gradients; None of a forward pass alone.
+        loss: the stage's summand of the loss: the losses of its chunks and, in the last stage, the loss of the model.
+        figures: the figures of its chunks, [rounds, layers, ...], its summand of the mean over microbatches.
+        shared, weights: its summands of the gradients; None if only forward passes ran.
     """
 
     loss: Any
@@ -62,10 +63,10 @@ class StageResults(NamedTuple):
 class _State(NamedTuple):
     """The carry of a stage from tick to tick."""
 
-    activation: jax.Array  # what the stage before has sent
-    cotangent: Any  # what the stage behind has sent
-    inputs: Any  # of the chunks whose backward pass is to come
-    residuals: Any  # of those whose gradients of weights are to come
+    activation: jax.Array  # received from the previous stage
+    cotangent: Any  # received from the next stage
+    inputs: Any  # of chunks that still need their backward pass
+    residuals: Any  # of chunks that still need their gradients of weights
     sums: StageResults
 
 
@@ -74,11 +75,11 @@ class PipelineExecutor:
     """One stage of a pipeline, while its shard_map is traced.
 
     Attributes:
-        stages: what is computed.
-        schedule: when.
+        stages: the functions to compute.
+        schedule: the order in which they run.
         axis: the mesh axis of the stages.
-        stream: the spec of what one stage sends to the next.
-        batches: number of microbatches over which the loss is a mean, those of pipelines beside this one too.
+        stream: the spec of the tensor that a stage sends to the next.
+        batches: number of microbatches that the loss averages over, in all pipelines side by side.
     """
 
     stages: Stages
@@ -105,7 +106,7 @@ class PipelineExecutor:
                     state = self._weights(state, shared, weights, self._mine(rows["weights"]), halves)
                 return state, None
 
-            if len(ticks) == 1:  # no loop, so that what nobody takes after the last tick is not sent
+            if len(ticks) == 1:  # without a loop, results that no stage uses after the last tick are not sent
                 state, _ = tick(state, _at(rows, 0))
             else:
                 state, _ = lax.scan(tick, state, rows)
@@ -114,7 +115,7 @@ class PipelineExecutor:
     # -- the table ----------------------------------------------------------------------------------------------------
 
     def _rows(self, kind: str, ticks: range) -> "_TickSlots":
-        """For each of these ticks and each stage, what it has in the slots of a kind; zeros where it waits."""
+        """Return the slots of one kind for each of these ticks and each stage; zeros where a stage waits."""
         places = self.schedule.inputs, self.schedule.residuals
         table = [
             [
@@ -126,7 +127,7 @@ class PipelineExecutor:
         return _TickSlots(*(jnp.asarray(column, jnp.int32) for column in np.moveaxis(np.array(table), -1, 0)))
 
     def _mine(self, row: "_TickSlots") -> "_TickSlots":
-        """This stage's part of a row."""
+        """Return this stage's entry of a row."""
         return _TickSlots(*(lax.dynamic_index_in_dim(x, lax.axis_index(self.axis), 0, keepdims=False) for x in row))
 
     # -- ticks --------------------------------------------------------------------------------------------------------
@@ -140,7 +141,7 @@ class PipelineExecutor:
         activation = self._zeros(stream)
         if not trains:
             return _State(activation, None, None, None, StageResults(jnp.float32(0), figures))
-        # Many microbatches are added: in float32, of narrower weights too.
+        # Many microbatches are added: in float32 even for narrower weights.
         wide = lambda x: jnp.zeros_like(x, jnp.promote_types(x.dtype, jnp.float32))  # noqa: E731
         gradients = (jax.tree.map(wide, tree) for tree in (shared, weights))
         residuals = None
@@ -154,7 +155,7 @@ class PipelineExecutor:
         return _zeros(x, self.stream.partition_spec(), *more)
 
     def _halves(self, shared: Tree, weights: Tree, batches: Tree) -> Halves:
-        """The backward pass of a chunk, split."""
+        """Return the backward pass of a chunk, split in two."""
         batch = _at(batches, 0)
         x = self._zeros(jax.eval_shape(self.stages.first, shared, batch))
         return split(self._pullback, (shared, _at(weights, 0)), (x, batch, jnp.int32(0), x, jnp.float32(0)))
@@ -177,7 +178,7 @@ class PipelineExecutor:
     ) -> _State:
         number, _, is_last = self._chunk(row)
         x = _at(state.inputs, row.input)
-        # A slot without a microbatch has cotangents 0, and so adds nothing to any gradient.
+        # In a slot without a microbatch cotangents are 0, so it adds nothing to any gradient.
         cotangent = jnp.where((row.active == 1) & ~is_last, state.cotangent, jnp.zeros_like(x))
         share = row.active / jnp.float32(self.batches)
         fixed, moving = (shared, _at(weights, row.round)), (x, _at(batches, row.microbatch), number, cotangent, share)
@@ -192,12 +193,16 @@ class PipelineExecutor:
         return state._replace(cotangent=self._sent(of_x, -1), sums=sums)
 
     def _weights(self, state: _State, shared: Tree, weights: Tree, row: "_TickSlots", halves: Halves) -> _State:
-        """The gradients of weights of a split backward pass; no stage waits in such a slot, so none is masked."""
+        """Add the gradients of weights of a split backward pass. No stage waits in these slots, so none is masked."""
         gradients = halves.rest((shared, _at(weights, row.round)), _at(state.residuals, row.residual))
         return state._replace(sums=_with_gradients(state.sums, row, *gradients))
 
     def _pullback(self, fixed: Tree, moving: Tree) -> tuple[Tree, Tree]:
-        """The backward pass of a chunk, from its input: ((of x, loss, figures), (of shared, of weights))."""
+        """Compute the backward pass of a chunk from its input.
+
+        Returns:
+            (gradient of x, loss, figures), and (gradient of shared, gradient of weights).
+        """
         x, batch, number, cotangent, share = moving
         is_first, is_last = self._ends(number)
 
@@ -211,7 +216,7 @@ class PipelineExecutor:
         return (of_x, loss, figures), tuple(gradients)
 
     def _chunk(self, row: "_TickSlots") -> tuple[jax.Array, jax.Array, jax.Array]:
-        """The chunk that this stage computes: its number, and whether it is the first or the last of all."""
+        """Return the number of the chunk that this stage computes, and whether it is the first or the last of all."""
         number = row.round * self.schedule.stages + lax.axis_index(self.axis)
         return number, *self._ends(number)
 
@@ -219,7 +224,7 @@ class PipelineExecutor:
         return number == 0, number == self.schedule.stages * self.schedule.rounds - 1
 
     def _added(self, sums: StageResults, row: "_TickSlots", loss: jax.Array, figures: Tree) -> StageResults:
-        """The sums with a microbatch's share of the loss and of the figures, if there is one."""
+        """Add a microbatch's share of the loss and of the figures, unless the stage waits."""
 
         def share(x: jax.Array) -> jax.Array:
             return jnp.where(row.active == 1, x, 0.0) / self.batches
@@ -228,12 +233,12 @@ class PipelineExecutor:
         return sums._replace(loss=sums.loss + share(loss), figures=figures)
 
     def _sent(self, x: jax.Array, by: int) -> jax.Array:
-        """Send the results of the stage before (by = 1) or behind (by = -1) by one permute, a step of the plan."""
+        """Send x to the next stage (by = 1) or the previous one (by = -1) in one permute, a step of the plan."""
         stages, rounds = self.schedule.stages, self.schedule.rounds
         pairs = [(stage, (stage + by) % stages) for stage in range(stages)]
-        if rounds == 1:  # the last stage has none behind it
+        if rounds == 1:  # no stage follows the last one
             pairs = [(source, target) for source, target in pairs if target == source + by]
-        if stages == 1:  # a chunk follows on its own stage, or none does
+        if stages == 1:  # the next chunk is on the same stage, or there is none
             return x if pairs else jnp.zeros_like(x)
         ctx = context()
         sends = self.stream, x.shape, x.dtype.itemsize, ctx, self.axis, stages
@@ -249,15 +254,15 @@ class PipelineExecutor:
 def sent(
     stream: Spec, shape: tuple[int, ...], width: int, ctx: Context, axis: str, stages: int
 ) -> dict[str, tuple[Step, ...]]:
-    """Return the step that sends a stream to a stage beside, under the name of the tensor.
+    """Return the step that sends a stream to the next or previous stage, under the name of the tensor.
 
     Args:
-        stream: where it lies in a stage.
-        shape: of the whole.
+        stream: the spec of the stream in a stage.
+        shape: the global shape of the stream.
         width: bytes of an element.
-        ctx: of a stage.
+        ctx: mesh and chip of a stage.
         axis: the mesh axis of the stages.
-        stages: how many there are.
+        stages: the number of stages.
     """
     held = int(np.prod(stream.local_shape(shape, ctx.mesh))) * width
     kind, mesh = "collective-permute", {axis: stages, **ctx.mesh}
@@ -276,10 +281,10 @@ class _TickSlots(NamedTuple):
 
 
 def _at(tree: Tree, index: jax.Array | int) -> Tree:
-    """Row `index` of every array.
+    """Return row `index` of every array.
 
-    The only row is the same at every tick, and so is what is computed from it: a stage's only layer gathers its weights
-    once, before the loop over the ticks. Compilers find that out, and the trace when it is written so.
+    If there is only one row, it is the same at every tick. Its index is then the constant 0, so that compilers and the
+    trace see that computations on it do not change: a stage with one layer gathers its weights once, before the loop.
     """
     return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, 0 if x.shape[0] == 1 else index, 0, keepdims=False), tree)
 
@@ -298,14 +303,14 @@ def _with_gradients(sums: StageResults, row: _TickSlots, of_shared: Tree, of_wei
 
 
 def _zeros(x: Any, partition: jax.P, *more: int) -> jax.Array:
-    """Return as many zeros as `more` says of arrays like x, placed as one of them."""
+    """Return zeros of shape [*more, *x.shape], sharded as `partition` in the dimensions of x."""
     zeros = jnp.zeros((*more, *x.shape), x.dtype)
     return jax.reshard(zeros, jax.P(*(None for _ in more), *partition)) if context().explicit else zeros
 
 
 @lru_cache(maxsize=1024)
 def _body(axis: str, pairs: tuple[tuple[int, int], ...], step: Step) -> Callable[[jax.Array], jax.Array]:
-    """The permute of a step; the same function for the same step, so that its program is compiled once."""
+    """Return the permute of a step; cached, so that equal steps share one compiled program."""
 
     def body(piece: jax.Array) -> jax.Array:
         if isinstance(step, UnknownStep):

@@ -1,8 +1,10 @@
-"""Bring stacked layers to the stages that need them: with several rounds a stage's layers do not stand together.
+"""Send stacked layers to the stages that compute them: with several rounds, those are not consecutive layers.
 
-Of N layers, stage q of S stores those from q·N/S on. In R rounds they make R·S chunks, and chunk r·S + s is that of
-stage s in round r. It stores R chunks and needs R, so that as many permutes as any stage has chunks to send bring all
-there: a bipartite graph whose vertices have at most D edges is D matchings (Kőnig), and a matching is a permute.
+Stage q of S stores N/S of the N layers, from layer q·N/S on. R rounds divide them into R·S chunks, and stage s
+computes chunk r·S + s in round r. Each stage stores R chunks and computes R. The storing and the computing stages are
+the two sides of a bipartite graph, with one edge for each chunk to send. If no vertex has more than D edges, the graph
+splits into D matchings (Kőnig), and a matching is one permute. So there are as many permutes as any stage has chunks to
+send.
 """
 
 from collections import defaultdict
@@ -30,7 +32,14 @@ from gspmd.planner.steps import Step
 
 
 class StageChunk(NamedTuple):
-    """The place of a chunk: where a stage stores it, and where a stage needs it."""
+    """A chunk of layers: its place in the stage that stores it, and its round in the stage that computes it.
+
+    Attributes:
+        source: the stage that stores the chunk.
+        place: its number among the chunks that this stage stores.
+        target: the stage that computes it.
+        round: the round in which it is computed.
+    """
 
     source: int
     place: int
@@ -39,22 +48,22 @@ class StageChunk(NamedTuple):
 
 
 def in_rounds(x: jax.Array, spec: str | Spec, rounds: int) -> jax.Array:
-    """Bring layers [N, ...] that stages store in their order to where R rounds need them, as `pipelined` takes them.
+    """Send consecutive layers [N, ...] of each stage to the stages that compute them in R rounds, for `pipelined`.
 
-    Chunks that a stage both stores and needs stay. The others are sent in as few permutes of one chunk each as there
-    can be, at most R - ⌊R/S⌋, and the gradient comes back in as many.
+    A chunk that a stage both stores and computes is not sent. The others take the fewest permutes possible, each of one
+    chunk, at most R - ⌊R/S⌋. The gradient returns in as many.
 
     Args:
-        x: [N, ...], of which each stage stores N/S in a row.
-        spec: where it lies; its first dimension over the mesh axis of the stages: `"N_pEF_x"`.
-        rounds: R.
+        x: [N, ...]; each stage stores N/S consecutive layers.
+        spec: its spec, such as `"N_pEF_x"`; the first dimension is over the mesh axis of the stages.
+        rounds: R, the number of chunks that a stage computes.
 
     Returns:
-        [R, N/R, ...], the same numbers in the same order; of every round a stage has N/(R·S) in a row.
+        [R, N/R, ...], the same layers in the same order; in each round a stage has N/(R·S) consecutive layers.
 
     Raises:
         SpecError: the spec does not fit the array or the mesh.
-        PlanError: R·S does not divide N, or R is no positive number.
+        PlanError: R·S does not divide N, or R is not a positive integer.
 
     Example:
         >>> import gspmd
@@ -64,8 +73,8 @@ def in_rounds(x: jax.Array, spec: str | Spec, rounds: int) -> jax.Array:
          [3. 4. 5.]]
 
     Source: Narayanan et al. 2021 (arXiv 2104.04473), §2.2, has the chunks; the matchings are by Kőnig 1916.
-    Differs: there a stage stores the chunks that it computes. Stored in their order, layers lie alike for every number
-        of rounds, and for layouts without stages, at the price of the permutes.
+    Differs: there a stage stores the chunks that it computes. Here layers are stored in order, whatever
+        the number of rounds, as in layouts without stages. The price is the permutes.
     """
     ctx = context()
     if (whole(rounds) or 0) < 1:
@@ -101,7 +110,7 @@ class _Interleaved:
 
 
 def _send(form: _Interleaved, ctx: Context, x: jax.Array, *, back: bool) -> jax.Array:
-    """Bring [N, ...] to [R, N/R, ...], or back, by planned permutes."""
+    """Send [N, ...] to [R, N/R, ...], or the reverse if `back`, by planned permutes."""
     before, after = (form.after.cotangent, form.spec.cotangent) if back else (form.spec, form.after)
     axes = tuple(axis for axis in form.spec.axes[0] if ctx.mesh[axis] > 1)
     stages = prod(ctx.mesh[axis] for axis in axes)
@@ -122,7 +131,7 @@ _routed = planned_op(
 
 @lru_cache(maxsize=1024)
 def _body(axes: tuple[str, ...], stages: int, rounds: int, step: Step, back: bool) -> Callable[[jax.Array], jax.Array]:
-    """The permutes on one device; the same function for the same ones, so that their program is compiled once."""
+    """Return the permutes on one device; cached, so that equal permutes share one compiled program."""
     stay, *permutes = routes(stages, rounds)
     if back:
         stay, *permutes = (tuple(StageChunk(*each[2:], *each[:2]) for each in chunks) for chunks in (stay, *permutes))
@@ -154,13 +163,13 @@ def _at(x: jax.Array, index: jax.Array) -> jax.Array:
 
 
 def _of(table: np.ndarray, stage: jax.Array | int) -> jax.Array:
-    """A stage's number in a table of all stages."""
+    """Return the entry of one stage in a table of all stages."""
     return jnp.asarray(table, jnp.int32)[stage]
 
 
 @lru_cache(maxsize=256)
 def routes(stages: int, rounds: int) -> tuple[tuple[StageChunk, ...], ...]:
-    """The chunks that stay where they are, and then those of each permute: no stage sends two in one, or receives two.
+    """Return the chunks that are not sent, and then the chunks of each permute, at most one sent or received per stage.
 
     >>> stay, permute = routes(stages=2, rounds=2)
     >>> [(chunk.source, chunk.target) for chunk in permute]
@@ -177,25 +186,26 @@ def routes(stages: int, rounds: int) -> tuple[tuple[StageChunk, ...], ...]:
 
 
 def matchings(edges: Sequence[tuple[int, int]]) -> list[list[int]]:
-    """Split the edges of a bipartite multigraph into matchings, as few as the most edges that a vertex has.
+    """Split the edges of a bipartite multigraph into as many matchings as its largest degree.
 
     Args:
-        edges: (source, target), each in numbers of their own.
+        edges: pairs (source, target); sources and targets are numbered separately.
 
     Returns:
-        The numbers of each matching's edges.
+        For each matching, the positions of its edges in `edges`.
 
     Example:
         >>> matchings([(0, 1), (0, 2), (1, 2)])
         [[0, 2], [1]]
 
-    Source: Kőnig 1916; an edge whose ends are free in different matchings frees one by swapping the two along a path.
+    Source: Kőnig 1916. If the ends of an edge are free in different matchings, swapping these two along a path makes
+        one of them free at both ends.
     """
     ends = [((0, source), (1, target)) for source, target in edges]
-    taken: dict[tuple[int, int], dict[int, int]] = defaultdict(dict)  # of each vertex, its edge in each matching
+    taken: dict[tuple[int, int], dict[int, int]] = defaultdict(dict)  # for each vertex, its edge in each matching
     for number, (source, target) in enumerate(ends):
         one, other = (next(each for each in count() if each not in taken[end]) for end in (source, target))
-        path, vertex, matching = [], target, one  # it never comes to the source, which has no edge in `one`
+        path, vertex, matching = [], target, one  # it never reaches the source, which has no edge in `one`
         while one != other and matching in taken[vertex]:
             edge = taken[vertex][matching]
             path.append((edge, matching))

@@ -1,4 +1,4 @@
-"""The loss of a pipeline as a function that JAX differentiates: its gradients are those that the schedule computes."""
+"""The loss of a pipeline as a function that JAX differentiates; the schedule computes its gradients."""
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -32,34 +32,37 @@ def pipelined(
         x = chunk(weights[r, s], x, batch)               stage s of S, round r of R; x is sent to stage s + 1
         loss = last(shared, x, batch), mean over batches stage S - 1
 
-    The three functions are of whole arrays on the other mesh axes, if there are any, and may call any operation of
-    gspmd there. A stage
-    sends the next one its x, and the previous one the gradient of its own: one permute each per tick. Gradients of all
-    microbatches are added where the weights are; those of `shared`, of which every stage has a copy, are summed over
-    the stages once. Along the mesh axes `data` as many pipelines run side by side, each on sequences of its own, and
-    the loss is the mean over them: what they add to a gradient is a partial sum when the last microbatch is done.
+    The three functions take global arrays of the other mesh axes, if there are any, and may call any operation of gspmd
+    there. In each tick a stage sends its x to the next stage, and the gradient of its input to the previous one, by one
+    permute each. The gradients of all microbatches are added on the devices that have the weights. Every stage has a
+    copy of `shared`; its gradients are summed over the stages once. Along the mesh axes `data` pipelines run side by
+    side, each on its own sequences, and the loss is the mean over them. Their gradients are partial sums over `data`,
+    which nothing reduces here.
 
     Args:
-        stages: the functions.
-        schedule: what is computed when. Without differentiation, the forward passes alone.
-        axis: the mesh axis of the stages; the schedule has as many stages as it has devices.
+        stages: the three functions.
+        schedule: the work of each stage in each tick. If the loss is not differentiated, only forward passes run.
+        axis: the mesh axis of the stages; its size is the number of stages of the schedule.
         stream: the spec of x.
         shared: a spec for every array of the shared weights, in the same tree.
-        data: a mesh axis, or several, that the three functions do not see, nor these specs: `"BLE"` is the stream of
-            one pipeline.
+        data: the mesh axis or axes along which pipelines run side by side. The three functions do not see them, and the
+            specs do not mention them: `"BLE"` is the stream of one pipeline.
 
     Returns:
-        A function of `shared`, whose arrays lie as their specs say; `weights`, arrays [R, N, ...] whose N is split over
-        `axis` first of all, so that chunk r·S + s has rows s·N/S to (s+1)·N/S of round r; and `batches`, arrays
-        [M, ...], split over `data` as their types say. The types of `shared` and `weights` are `reduced` over `data`.
-        It returns the mean loss of the microbatches and the mean figures [R, N, ...] of their chunks, which have no
-        gradient. `shared` and `weights` are differentiated, in reverse mode.
+        A function (shared, weights, batches) -> (loss, figures), of:
+        `shared`, arrays sharded as their specs say;
+        `weights`, arrays [R, N, ...] whose N is sharded over `axis` first: chunk r·S + s is rows s·N/S to (s+1)·N/S of
+        round r;
+        `batches`, arrays [M, ...], sharded over `data` as their types say.
+        The types of `shared` and `weights` have to be `reduced` over `data`. The results are the mean loss of the
+        microbatches, and the mean figures [R, N, ...] of their chunks. `shared` and `weights` are differentiated in
+        reverse mode; the figures have no gradient.
 
     Raises:
-        PlanError: a spec leaves a dimension open; and by the function, if the mesh has no such axis, or another number
-            of devices along it; if a weight is not `reduced` over `data`, for which mesh axes have to be Explicit; or,
-            on a mesh with other axes, if an operation has lowering `"xla"` under Auto ones, or in schedule
-            `"zero-bubble"`.
+        PlanError: a spec leaves a dimension open (`E_?`). The returned function raises it if the mesh has no axis
+            `axis` or one of `data`; if the size of `axis` is not the number of stages; or if a weight is not `reduced`
+            over `data`, which needs Explicit mesh axes. On a mesh with other axes it also raises if an operation has
+            lowering `"xla"` under Auto axes, or in schedule `"zero-bubble"`.
 
     Example:
         >>> import numpy as np
@@ -77,8 +80,8 @@ def pipelined(
         12.0
 
     Source: Huang et al. 2019, GPipe (arXiv 1811.06965); Narayanan et al. 2021 (arXiv 2104.04473), §2.2.
-    Differs: all stages run one program, which computes `first` and `last` in every stage, and keeps the results of one.
-        A chunk's forward pass is computed again in its backward pass, from its input.
+    Differs: all stages run one program. It computes `first` and `last` in every stage, and keeps the results
+        of one. A chunk's forward pass is computed again in its backward pass, from its input.
     """
     stream, shared = Spec.parse(stream), jax.tree.map(Spec.parse, shared, is_leaf=_is_spec)
     data = (data,) if isinstance(data, str) else tuple(data)
@@ -117,9 +120,13 @@ def pipelined(
 
 
 def _summed(spec: Spec, x: jax.Array, axes: tuple[str, ...], kept: tuple[str, ...] | None = None) -> jax.Array:
-    """Sum an array over its leading dimension, which lies over mesh axes, and keep the next, if `kept` are its own.
+    """Sum an array over its leading dimension, which is sharded over mesh axes.
 
-    The rest of it lies as the spec says.
+    Args:
+        spec: the spec of the dimensions after the leading one (and after the second one, if `kept` is given).
+        x: the array.
+        axes: the mesh axes of the leading dimension.
+        kept: the mesh axes of a second leading dimension, which is not summed; None if there is none.
     """
     free = [letter for letter in "SABCDEFGHIJKLMNOPQRTUVWXYZ" if letter not in spec.dims]
     after = spec if kept is None else Spec((free[1], *spec.dims), (kept, *spec.axes))
@@ -127,7 +134,7 @@ def _summed(spec: Spec, x: jax.Array, axes: tuple[str, ...], kept: tuple[str, ..
 
 
 def _over_data(x: jax.Array, axis: str, data: tuple[str, ...]) -> jax.Array:
-    """Figures [R, N, ...] of all pipelines, from those of each."""
+    """Sum the figures of each pipeline to figures [R, N, ...] of all."""
     if not data:
         return x[0]
     dims = "RNABC"[: x.ndim - 1]
@@ -135,7 +142,7 @@ def _over_data(x: jax.Array, axis: str, data: tuple[str, ...]) -> jax.Array:
 
 
 def _partial_sum(x: jax.Array, data: tuple[str, ...]) -> jax.Array:
-    """A partial sum over mesh axes, from an array with a leading dimension for its summands."""
+    """Make a partial sum over mesh axes from an array whose leading dimension has the summands."""
     if not data:
         return x[0]
     _, *partitions = jax.typeof(x).sharding.spec.partitions
@@ -143,19 +150,19 @@ def _partial_sum(x: jax.Array, data: tuple[str, ...]) -> jax.Array:
 
 
 def _whole(x: jax.Array) -> jax.Array:
-    """The same array, whose type does not say that its gradient is a partial sum."""
+    """Return the array without `reduced` in its type."""
     partition = _partition(x)
     return mapped(lambda piece: piece, partition, jax.P(*partition.partitions))(x) if partition.reduced else x
 
 
 def _region(executor: PipelineExecutor, data: tuple[str, ...], arrays: tuple[Tree, Tree, Tree]) -> StageResults:
-    """Run the executor in a shard_map over the axes of the stages and of the data; it sees the others as they were.
+    """Run the executor in a shard_map over the axes of the stages and of the data; inside, the others are unchanged.
 
-    JAX 0.10.2 has no partial sums in a shard_map over some axes only. One over those of the data needs none: what a
-    device adds is a sum of its own. It leaves as an array with a dimension for the summands, the first; of shared
-    weights, the second, behind that of the stages.
+    JAX 0.10.2 has no partial sums in a shard_map over some axes only. Here the shard_map includes the axes of the data,
+    so each device adds up its own summand, and the result has a dimension for these summands. It is the first one; for
+    shared weights the second, after that of the stages.
 
-    JAX gathers what crosses the border of a shard_map over some Explicit axes along the others, so these are Auto at
+    In a shard_map over some Explicit axes, JAX gathers arguments and results along the other axes. So these are Auto at
     the border.
     """
     mesh, axis = jax.sharding.get_abstract_mesh(), executor.axis
@@ -191,7 +198,7 @@ def _region(executor: PipelineExecutor, data: tuple[str, ...], arrays: tuple[Tre
             jax.tree.map(lambda each: jax.P(summands, *each), weights, is_leaf=_is_partition) if trains else None,
         )
         region = jax.sharding.auto_axes(region, axes=free, out_sharding=outs)
-    return apart(jax.jit(region), *arrays)  # JAX cannot, outside of jit
+    return apart(jax.jit(region), *arrays)  # outside of jit, JAX cannot run it
 
 
 def _check(
@@ -212,9 +219,9 @@ def _check(
     for x in jax.tree.leaves(weights):
         if (reduced := _partition(x).reduced) != {*data}:
             raise PlanError(
-                f"the gradients of pipelines side by side along {', '.join(data) or 'no mesh axis'} are partial sums "
-                f"there, and a weight is reduced over {', '.join(sorted(reduced)) or 'none'}.\n"
-                "  Give data= and weights the same axes, as by gspmd.reshard(w, 'NEF -> NEF reduced-x'), Explicit ones."
+                f"cannot run pipelines side by side along {', '.join(data) or 'no mesh axis'}: weights have to be "
+                f"reduced over these axes, and one is reduced over {', '.join(sorted(reduced)) or 'none'}.\n"
+                "  Give data= and weights the same Explicit axes: gspmd.reshard(w, 'NEF -> NEF reduced-x')."
             )
 
 

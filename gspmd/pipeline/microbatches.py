@@ -1,4 +1,4 @@
-"""Cut a batch into microbatches, on each device its own sequences, so that nothing is sent."""
+"""Cut a batch into microbatches: each device cuts its own sequences, so nothing is sent."""
 
 from math import prod
 
@@ -10,18 +10,18 @@ from gspmd.lowerings.program import mapped
 
 
 def cut_batch(tokens: jax.Array, spec: str | Spec, count: int) -> jax.Array:
-    """Cut tokens [B, L] into microbatches [M, B/M, L], each of which has some of every device's sequences.
+    """Cut tokens [B, L] into microbatches [M, B/M, L], each with a part of every device's sequences.
 
     Args:
-        tokens: [B, L], or with other dimensions behind B.
-        spec: where they lie; its first dimension is cut: `"B_xL"`.
-        count: M.
+        tokens: [B, L], or with other dimensions after B.
+        spec: how they are sharded, such as `"B_xL"`; its first dimension is cut.
+        count: M, the number of microbatches.
 
     Returns:
-        [M, B/M, L], of which every microbatch lies as `spec` says.
+        [M, B/M, L], every microbatch sharded as `spec` says.
 
     Raises:
-        SpecError: a device's sequences cannot be divided into so many parts.
+        SpecError: the number of sequences on a device is not a multiple of `count`.
 
     Example:
         >>> import gspmd

@@ -1,4 +1,4 @@
-"""The picture of a schedule: a row for each stage, a column for each slot, in text and as a figure."""
+"""Draw a schedule as text and as a figure: a row for each stage, a column for each slot."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -18,14 +18,14 @@ _INK, _IDLE = "#1f2933", "#eef0f2"
 
 
 def text(title: str, ticks: Ticks) -> str:
-    """Draw a schedule as text: F3 is a forward pass of microbatch 3, B3 its backward pass, a dot a slot of waiting.
+    """Draw a schedule as text: F3 is the forward pass of microbatch 3, B3 its backward pass, a dot a waiting stage.
 
-    W3 is the part of a backward pass for weights, where it is split. Ticks are apart by a bar. With several rounds a
-    letter says which: F3a is in the first.
+    If backward passes are split, W3 is the part that computes gradients of weights. A bar separates ticks. With several
+    rounds a letter names the round: F3a is in the first.
 
     Args:
         title: the first line.
-        ticks: of the schedule.
+        ticks: the ticks of the schedule.
     """
     stages, several = len(next(iter(ticks[0].values()))), _has_rounds(ticks)
     rows = [
@@ -53,18 +53,18 @@ def _name(kind: str, work: Any, several: bool) -> str:
 
 
 def figure(title: str, ticks: Ticks) -> "Figure":
-    """Draw a schedule as a matplotlib figure: time to the right, a row for each stage; waiting is grey.
+    """Draw a schedule as a matplotlib figure: time runs to the right, each stage is a row, waiting is grey.
 
     Args:
-        title: of the picture.
-        ticks: of the schedule.
+        title: the title of the figure.
+        ticks: the ticks of the schedule.
     """
     from matplotlib.figure import Figure
     from matplotlib.patches import Rectangle
 
     slots = [(kind, slot) for tick in ticks for kind, slot in tick.items()]
     kinds, stages, several = dict.fromkeys(kind for kind, _ in slots), len(slots[0][1]), _has_rounds(ticks)
-    # A backward pass computes its chunk again, and two products for each of the forward pass, one of them for weights.
+    # A backward pass computes the chunk's forward pass again, and two products for each product of it, one for weights.
     lengths = {"forward": 1.0, "backward": 2.0 if "weights" in kinds else 3.0, "weights": 1.0}
     whole = sum(lengths[kind] for kind, _ in slots)
     made = Figure(figsize=(max(6.0, min(20.0, 0.28 * whole)), 1.1 + 0.45 * stages), dpi=150)

@@ -1,8 +1,8 @@
 """The schedules of a pipeline, as tables: at every tick, which stage computes which microbatch, forward or backward.
 
-All stages run one program in lockstep, so a tick has a slot for each kind of work that some stage does in it, and a
-stage without that work in the tick waits. A stage computes `rounds` chunks of layers; chunk r·S + s is that of stage s
-in round r, so that a microbatch goes round the stages `rounds` times.
+All stages run one program in lockstep. A tick has a slot for each kind of work that any stage does in it, and stages
+without that work wait. A stage computes `rounds` chunks of layers: in round r, stage s computes chunk r·S + s. So a
+microbatch goes round the stages `rounds` times.
 """
 
 from collections.abc import Iterator, Mapping
@@ -30,14 +30,14 @@ KINDS = ("forward", "backward", "weights")
 
 
 class Work(NamedTuple):
-    """A microbatch in one of the chunks of a stage."""
+    """The work of a stage in one slot: a microbatch, and the round, which says the chunk of layers."""
 
     microbatch: int
     round: int
 
 
 Slot = tuple[Work | None, ...]
-"""The work of each stage."""
+"""The work of each stage in one slot; None for a stage that waits."""
 
 
 @dataclass(frozen=True)
@@ -46,11 +46,12 @@ class Schedule:
 
     Attributes:
         name: one of `SCHEDULES`, or `"forward"` for the forward pass alone.
-        stages: S, devices along the mesh axis of the pipeline.
-        microbatches: M, parts of a batch that follow one another.
-        rounds: R, chunks of layers of each stage.
-        ticks: for each tick its slots, by kind: `"forward"`, `"backward"`, and `"weights"` where a backward pass is
-            split, into the gradient of its input and those of weights. A tick without a kind has no time for it.
+        stages: S, the number of devices along the mesh axis of the pipeline.
+        microbatches: M, the number of parts of a batch that follow one another.
+        rounds: R, the number of chunks of layers of each stage.
+        ticks: for each tick its slots, by kind: `"forward"`, `"backward"`, and `"weights"`. With the last, backward
+            passes are split: `"backward"` computes gradients of inputs, `"weights"` those of weights. If a tick lacks a
+            kind, no stage does that kind of work in it.
 
     Example:
         >>> schedule = Schedule.of("1f1b", stages=4, microbatches=8)
@@ -66,10 +67,10 @@ class Schedule:
     Source: GPipe, Huang et al. 2019 (arXiv 1811.06965), §2.3; 1F1B, Narayanan et al. 2019 (PipeDream, SOSP), §3.2, and
         its interleaved form, Narayanan et al. 2021 (arXiv 2104.04473), §2.2; the split backward pass, Qi et al. 2023
         (arXiv 2401.10241), §2.
-    Differs: stages run in lockstep, so that in 1F1B a tick is a forward and a backward pass, of which a stage waits in
-        the first and last ticks for one or the other. The time is the papers'; stage s holds 2(S - 1 - s) + 1
-        microbatches rather than S - s. In zero-bubble all stages compute gradients of weights in the same ticks, in
-        which none waits; forward passes and gradients of inputs wait as in 1F1B.
+    Differs: stages run in lockstep, so a tick of 1F1B has a slot for a forward pass and one for a backward pass. In the
+        first and last ticks some stages wait in one of them. The time is the papers'; stage s holds 2(S - 1 - s) + 1
+        microbatches instead of S - s. In zero-bubble all stages compute gradients of weights in the same ticks, so none
+        waits for these; stages wait for forward passes and gradients of inputs as in 1F1B.
     """
 
     name: str
@@ -84,13 +85,14 @@ class Schedule:
 
         Args:
             name: `"gpipe"`, all forward passes and then all backward passes; `"1f1b"`, each backward pass as early as
-                it can be; `"zero-bubble"`, that with split backward passes; `"forward"`, forward passes alone.
-            stages: S.
-            microbatches: M; with more than one round a multiple of S.
-            rounds: R; with more than one, the schedule is interleaved (also called circular).
+                possible; `"zero-bubble"`, 1F1B with split backward passes; `"forward"`, only forward passes.
+            stages: S, the number of stages.
+            microbatches: M, the number of microbatches; with more than one round, a multiple of S.
+            rounds: R, the number of rounds; with more than one, the schedule is interleaved (also called circular).
 
         Raises:
-            PlanError: no schedule has that name, a number is not positive, or R > 1 and S does not divide M.
+            PlanError: no schedule is called `name`, a number is not a positive integer, or R > 1 and S does not divide
+                M.
         """
         if name not in (*SCHEDULES, "forward"):
             near = suggestion(name, SCHEDULES) if isinstance(name, str) else ""
@@ -103,9 +105,9 @@ class Schedule:
                 f"{microbatches} microbatches cannot go {rounds} times round {stages} stages: they go in groups of "
                 f"{stages}.\n  Give a multiple of {stages} microbatches, or one round."
             )
-        trips = microbatches * rounds  # how often a stage computes
+        trips = microbatches * rounds  # forward passes of a stage
         early = rounds * stages - 1
-        delays = {"gpipe": trips + stages - 1, "1f1b": early, "zero-bubble": early}  # of the first backward pass
+        delays = {"gpipe": trips + stages - 1, "1f1b": early, "zero-bubble": early}  # tick of the first backward pass
         slots: dict[tuple[int, str], list[Work | None]] = {}
         for microbatch in range(microbatches):
             group, place = divmod(microbatch, stages)
@@ -114,10 +116,10 @@ class Schedule:
                 for stage in range(stages):
                     forward = slots.setdefault((order + stage, "forward"), [None] * stages)
                     forward[stage] = Work(microbatch, turn)
-                    if name in delays:  # the last round comes back first, and from the last stage
+                    if name in delays:  # backward, the last round and the last stage come first
                         back, tick = Work(microbatch, rounds - 1 - turn), delays[name] + order + stages - 1
                         slots.setdefault((tick - stage, "backward"), [None] * stages)[stage] = back
-                        if name == "zero-bubble":  # when the first stage has its cotangent too
+                        if name == "zero-bubble":  # the tick in which the first stage has its cotangent too
                             slots.setdefault((tick, "weights"), [None] * stages)[stage] = back
         last = max(tick for tick, _ in slots)
         ticks = (
@@ -130,35 +132,35 @@ class Schedule:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """The kinds of work in it."""
+        """The kinds of work that the schedule has."""
         return tuple(kind for kind in KINDS if any(kind in tick for tick in self.ticks))
 
     @property
     def bubble(self) -> float:
         """The share of slots in which a stage waits: (S - 1) / (R·M + S - 1), counted in the table.
 
-        Stages wait for as many forward as backward passes, so it is the share of time too, whatever each takes. In
-        zero-bubble, where none waits for gradients of weights, it is 2(S - 1) / (3R·M + 2(S - 1)).
+        Stages wait in as many forward as backward slots, so this is also the share of time, however long either takes.
+        In zero-bubble no stage waits in slots for gradients of weights, and it is 2(S - 1) / (3R·M + 2(S - 1)).
         """
         slots = [slot for tick in self.ticks for slot in tick.values()]
         return sum(slot.count(None) for slot in slots) / (len(slots) * self.stages)
 
     @cached_property
     def inputs(self) -> Mapping[tuple[str, int, int], int]:
-        """By kind, tick and stage, where a stage keeps the input of a chunk from its forward to its backward pass."""
+        """By kind, tick and stage: the place of a chunk's input, held from its forward to its backward pass."""
         return self._places("forward", "backward")
 
     @cached_property
     def residuals(self) -> Mapping[tuple[str, int, int], int]:
-        """Return the place where it keeps what gradients of weights need, from the backward pass on."""
+        """By kind, tick and stage: the place of the residuals of a backward pass that gradients of weights need."""
         return self._places("backward", "weights")
 
     def _places(self, begin: str, end: str) -> Mapping[tuple[str, int, int], int]:
-        """The first place that is free, so that there are as few as there can be."""
+        """Assign the first free place to each work, so that as few places as possible are used."""
         places: dict[tuple[str, int, int], int] = {}
         for stage in range(self.stages):
             held: dict[Work, int] = {}
-            free: list[int] = []  # of the places below the highest that was ever held
+            free: list[int] = []  # among the places used so far
             for number, tick in enumerate(self.ticks):
                 if begin in tick and (work := tick[begin][stage]):
                     places[begin, number, stage] = held[work] = heappop(free) if free else len(held)
@@ -169,17 +171,17 @@ class Schedule:
 
     @property
     def in_flight(self) -> int:
-        """The most microbatches of which a stage holds the input of a chunk at once."""
+        """The largest number of chunk inputs that a stage holds at once."""
         return max(self.inputs.values()) + 1
 
     def phases(self) -> Iterator[tuple[tuple[str, ...], range]]:
-        """Runs of ticks with the same kinds of work: the kinds, and the numbers of the ticks."""
+        """Yield runs of consecutive ticks with the same kinds of work: the kinds, and the numbers of the ticks."""
         for kinds, ticks in groupby(range(len(self.ticks)), key=lambda number: tuple(self.ticks[number])):
             numbers = list(ticks)
             yield kinds, range(numbers[0], numbers[-1] + 1)
 
     def describe(self) -> str:
-        """The schedule in one line.
+        """Describe the schedule in one line.
 
         >>> Schedule.of("gpipe", stages=4, microbatches=8).describe()
         'gpipe of 8 microbatches through 4 stages, bubble 27%'
@@ -194,13 +196,13 @@ class Schedule:
         return text(self.describe(), self.ticks)
 
     def figure(self) -> "Figure":
-        """Draw the schedule as a matplotlib figure: time to the right, a row for each stage; waiting is grey."""
+        """Draw the schedule as a matplotlib figure: time runs to the right, each stage is a row, waiting is grey."""
         return figure(self.describe(), self.ticks)
 
     def save(self, path: str | PathLike) -> None:
-        """Write the picture of the schedule to a file, PNG or another format by its name's ending.
+        """Write the picture of the schedule to a file; the ending of its name says the format, such as PNG.
 
         Args:
-            path: of the file.
+            path: the file to write.
         """
         self.figure().savefig(path)

@@ -1,7 +1,8 @@
-"""Split a function in two: what some of its results need, and the rest, which goes on from what the first part keeps.
+"""Split a function in two parts: the first computes some of its results, the second the others from kept values.
 
-So a backward pass becomes the gradient of its input, which the stage before waits for, and the gradients of weights,
-for which nobody does. Nothing but what depends on weights alone is computed in both.
+Zero-bubble schedules split a backward pass in this way: the first part is the gradient of its input, for which the
+previous stage waits; the second part is the gradients of weights, for which no stage waits. Only operations that depend
+on weights alone are computed in both parts.
 """
 
 from collections.abc import Callable
@@ -22,9 +23,9 @@ class Halves(NamedTuple):
     """A function (fixed, moving) -> (early, late) in two parts.
 
     Attributes:
-        first: (fixed, moving) -> (early, kept).
+        first: (fixed, moving) -> (early, kept); `kept` are the values that `rest` needs.
         rest: (fixed, kept) -> late.
-        kept: the shapes of what is kept.
+        kept: the shapes and shardings of the kept values.
     """
 
     first: Callable[[Tree, Tree], tuple[Tree, list[jax.Array]]]
@@ -35,16 +36,19 @@ class Halves(NamedTuple):
 def split(f: Callable[[Tree, Tree], tuple[Tree, Tree]], fixed: Tree, moving: Tree) -> Halves:
     """Split a function by its two results.
 
-    An operation whose results both parts need is in the first; one that makes some for either is in both, each time for
-    its own results, if JAX can take it apart, as the gradient of an equation.
+    An operation whose results both parts need runs in the first part. If each part needs other results of an operation,
+    and JAX can take it apart, as it can the gradient of an equation, each part computes its own.
 
     Args:
         f: (fixed, moving) -> (early, late).
-        fixed: what is there again for the second part; operations on it alone are done in both.
-        moving: what is not.
+        fixed: arguments that both parts are given; operations on them alone run in both parts.
+        moving: arguments that only the first part is given.
+
+    Returns:
+        The two parts.
 
     Raises:
-        PlanError: an operation has lowering `"xla"` under Explicit axes.
+        PlanError: an operation of `f` has lowering `"xla"` under Explicit axes.
 
     Example:
         >>> halves = split(lambda w, x: (y := w * x, jax.numpy.sin(y)), 2.0, 3.0)
@@ -54,12 +58,12 @@ def split(f: Callable[[Tree, Tree], tuple[Tree, Tree]], fixed: Tree, moving: Tre
     """
     closed, shapes = jax.make_jaxpr(f, return_shape=True)(fixed, moving)
     whole = closed.jaxpr
-    # Lowering 'xla' multiplies in regions of Auto axes, whose parts cannot run outside of them.
+    # Lowering 'xla' multiplies in regions of Auto axes, and their operations cannot run outside of these regions.
     ours = [each for each in all_equations(whole) if innermost(str(each.source_info.name_stack))[0]]  # no random draws
     made = [var.aval.sharding.mesh for each in ours for var in each.outvars]
     if jax.sharding.get_abstract_mesh().explicit_axes and any(mesh.auto_axes for mesh in made):
         raise PlanError(
-            "a backward pass in two parts cannot have lowering 'xla'.\n  Use 'blocking', or another schedule."
+            "cannot split a backward pass: an operation has lowering 'xla'.\n  Use 'blocking', or another schedule."
         )
     early: Any
     late: Any
@@ -91,7 +95,7 @@ def split(f: Callable[[Tree, Tree], tuple[Tree, Tree]], fixed: Tree, moving: Tre
 
 
 def _needed(whole: Jaxpr, results: list[Any], there: set[Any]) -> list[Any]:
-    """The operations that these results need, without what is there, each with no more results than are needed."""
+    """Return the operations that compute `results` from the values in `there`, without their unused results."""
     wanted = {var for var in results if not isinstance(var, Literal)} - there
     found: list[Any] = []
     for equation in reversed(whole.eqns):
@@ -100,7 +104,7 @@ def _needed(whole: Jaxpr, results: list[Any], there: set[Any]) -> list[Any]:
             continue
         if not all(used):
             less = without_unused_results(equation, used)
-            # What falls off on the way, as an operand that has been gathered, is kept rather than made again.
+            # If taking it apart saves no operation, for instance of a gathered operand, its results are kept instead.
             equation = less if _operations(less) < _operations(equation) else equation
         found.append(equation)
         wanted |= {var for var in equation.invars if not isinstance(var, Literal)} - there

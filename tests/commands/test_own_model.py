@@ -203,6 +203,7 @@ def test_a_module_of_another_folder_is_not_taken_for_it(folder):
         (["--sample-bytes", "8"], "no text is sampled from it; leave --sample-bytes out."),
         (["--layout", "auto"], "its lines are those of a file; search them with --layout auto:FILE."),
         (["--layout", "auto:none.toml"], "none.toml"),
+        (["--data-prompt", "q"], "its loss has the prompts of --data-prompt for tokens to predict; leave that out."),
         (["--relayout", "2=auto"], "no layout is searched in the middle of a run; use gspmd search --model"),
         (["--rounds", "2"], "rounds is 2, and no layout here has stages to go round; set rounds to 1."),
         (["--layout", "megatron-1d"], "parameter 'blocks.w_in' has no line 'mixer.w_in'"),

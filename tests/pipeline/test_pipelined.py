@@ -188,8 +188,9 @@ def test_weights_of_pipelines_side_by_side_are_reduced_there(make_mesh):
         with pytest.raises(PlanError, match="the mesh has no axis data for pipelines side by side"):
             elsewhere(*arrays)
     assert str(error.value) == (
-        "the gradients of pipelines side by side along d are partial sums there, and a weight is reduced over none.\n"
-        "  Give data= and weights the same axes, as by gspmd.reshard(w, 'NEF -> NEF reduced-x'), Explicit ones."
+        "cannot run pipelines side by side along d: weights have to be reduced over these axes, "
+        "and one is reduced over none.\n"
+        "  Give data= and weights the same Explicit axes: gspmd.reshard(w, 'NEF -> NEF reduced-x')."
     )
 
 
@@ -271,7 +272,7 @@ def test_gradients_of_narrow_weights_are_added_in_float32(make_mesh):
         (
             "zero-bubble",
             "explicit",
-            "a backward pass in two parts cannot have lowering 'xla'.\n  Use 'blocking', or an",
+            "cannot split a backward pass: an operation has lowering 'xla'.\n  Use 'blocking', or an",
         ),
     ],
 )

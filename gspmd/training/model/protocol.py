@@ -1,4 +1,4 @@
-"""The protocol of a user's own model: its settings, sizes, parameters and loss, and how it decodes."""
+"""The protocol of a custom model: its settings, sizes, parameters and loss, and how it decodes."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,15 +18,15 @@ class Parameter:
     """One parameter of a model.
 
     Attributes:
-        line: the line of the layout with its spec, `"mixer.w_in"`. The layers of a scan share one line, and
-            several parameters may share one too.
-        dims: the letters of its dimensions in their order, `"EF"`, as in the line. Their sizes are its shape.
-        initialise: maps a random key and the shape to float32 values: `Normal`, `Constant`, or one of
+        line: the line of the layout that shards it, such as `"mixer.w_in"`. The layers of a scan share one line, and
+            several parameters may share one.
+        dims: the letters of its dimensions in the order of the line, such as `"EF"`. Their sizes are its shape.
+        initialise: a function from a random key and the shape to float32 values: `Normal`, `Constant`, or one of
             `jax.nn.initializers`.
-        layers: number of layers that are stacked in a leading N, each drawn with a key of its own; 0 for a parameter
-            without layers. N is never sharded.
-        float32: whether it is stored and used in float32, whatever `parameter_dtype` and `dtype` are, such as the
-            matrix of a router. Parameters of one dimension always are.
+        layers: the number of layers stacked in a leading dimension N, each initialised with its own key; 0 for a
+            parameter that is not stacked. N is never sharded.
+        float32: whether it is stored and passed to the loss in float32, whatever `parameter_dtype` and `dtype` are, as
+            for the matrix of a router. Parameters of one dimension always are.
 
     Example:
         >>> from gspmd.training.model import Normal
@@ -41,18 +41,18 @@ class Parameter:
     float32: bool = False
 
     def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
-        """Return its shape, with N first if layers are stacked."""
+        """Return its shape for the sizes of dimensions, with N first if layers are stacked."""
         return (*((self.layers,) if self.layers else ()), *(sizes[dim] for dim in self.dims))
 
 
 @dataclass(frozen=True)
 class Kept:
-    """A state that a model keeps of the tokens that it has read, such as a cache. It begins as zeros.
+    """A state or cache that a model keeps of the tokens it has read. It begins as zeros.
 
     Attributes:
-        line: the line of the layout with its spec, `"mixer.state"`.
-        dims: the letters of its dimensions, as in the line. T is the most tokens that a text may have.
-        layers: number of layers that are stacked in a leading N, which is never sharded; 0 for a state without layers.
+        line: the line of the layout that shards it, such as `"mixer.state"`.
+        dims: the letters of its dimensions, those of the line. T is the largest number of tokens of a text.
+        layers: the number of layers stacked in a leading dimension N, which is never sharded; 0 if it is not stacked.
         float32: whether it is float32, whatever the dtype of the matrices.
     """
 
@@ -65,10 +65,10 @@ class Kept:
 class Model(Protocol):
     """A model that `gspmd train --model module:Name` trains: a frozen dataclass of settings that has these methods.
 
-    Its fields, all with defaults, are the keys of `[model]` and the flags `--model.FIELD`. Two more attributes are
-    read if a class has them. `batch_line` is the line of the layout for a batch of tokens, with L unsharded
-    (`"embedding.tokens"` by default). `flops_per_token(length)` returns the FLOPs of forward and backward pass, for the
-    figures of speed (six for every parameter by default; Kaplan et al. 2020, arXiv 2001.08361, section 2.1).
+    Its fields, all with defaults, are the keys of `[model]` and the flags `--model.FIELD`. A class may have two more
+    attributes: `batch_line`, the line of the layout that shards a batch of tokens, with L whole (by default
+    `"embedding.tokens"`); and `flops_per_token(length)`, the FLOPs of forward and backward pass for the figures of
+    speed (by default six for every parameter; Kaplan et al. 2020, arXiv 2001.08361, section 2.1).
 
     docs/your-model.md builds one, and examples/ has more.
     """
@@ -77,39 +77,40 @@ class Model(Protocol):
         """Return the size of every dimension by its letter, for `batch` sequences of `length` tokens."""
 
     def parameters(self, layout: Layout) -> Mapping[str, Parameter]:
-        """Return every parameter by its path, `"blocks.w_in"`, in a fixed order. Paths and shapes do not depend on the
-        layout."""
+        """Return every parameter by its path, such as `"blocks.w_in"`, in a fixed order.
+
+        Paths and shapes must not depend on the layout.
+        """
 
     def loss(
         self, layout: Layout, params: Mapping[str, Any], tokens: jax.Array, key: jax.Array | None, train: bool
     ) -> tuple[jax.Array, Mapping[str, jax.Array]]:
         """Compute the loss of a batch, and its figures.
 
-        It is called under the mesh, with the layout's lowering as the default, and has to be the same function in every
-        layout.
+        It is called under the mesh and with the layout's lowering. Its values must not depend on the layout.
 
         Args:
-            layout: the layout, each of whose lines has one spec.
-            params: the parameters, nested by their paths, `params["blocks"]["w_in"]`, each placed by its line:
+            layout: the layout, with one spec for every line.
+            params: the parameters, nested by their paths, `params["blocks"]["w_in"]`, each sharded as its line says:
                 matrices in the dtype of `--dtype`, all others in float32.
-            tokens: int32 [B, L+1], placed by `batch_line`.
+            tokens: int32 [B, L+1], sharded as `batch_line`.
             key: a random key; None in evaluation.
-            train: True for an update; False for the held-out text.
+            train: True for an update, False for the held-out text.
 
         Returns:
-            A float32 scalar, replicated on every device (`mean`), and figures for metrics.jsonl. One of them is
-            `cross_entropy`, a scalar: the mean in nats, from which bits per byte are computed.
+            The loss, a float32 scalar replicated on every device (as `mean` makes it), and figures for metrics.jsonl.
+            One figure is `cross_entropy`, a scalar: the mean in nats, from which bits per byte are computed.
         """
 
 
 class Decoder(Model, Protocol):
-    """A model with which `gspmd generate` writes: it reads tokens one after the other, and keeps a state.
+    """A model that `gspmd generate` generates text with: it reads tokens in parts, and keeps states of them.
 
-    `logits_line` is read if a class has it: the line of the logits (`"output.logits"` by default).
+    A class may have the attribute `logits_line`, the line of the logits (by default `"output.logits"`).
     """
 
     def kept(self) -> Mapping[str, Kept]:
-        """Return every state that it keeps of a text, by a name of your choice."""
+        """Return every array that the model keeps of a text, by a name that it chooses."""
 
     def step(
         self,
@@ -121,31 +122,33 @@ class Decoder(Model, Protocol):
     ) -> tuple[jax.Array, Mapping[str, jax.Array]]:
         """Read the next tokens of every text.
 
-        Reading a text in parts, for example of one token each, has to give the same logits as reading it at once.
+        Reading a text in parts, for example token by token, must give the same logits as reading it at once.
 
         Args:
-            layout: as for `Model.loss`, with L unsharded in every activation.
+            layout: as for `Model.loss`, with L whole in every activation.
             params: as for `Model.loss`.
-            tokens: int32 [B, L], placed by `batch_line` with L unsharded.
-            position: int32, the number of tokens of every text that were read before: the position of the first of
-                these.
-            kept: the state returned with the tokens before, zeros at first; each array placed by its line.
+            tokens: int32 [B, L], sharded as `batch_line` with L whole.
+            position: int32, the number of tokens of every text read before: the position of the first of `tokens`.
+            kept: the arrays that the previous call returned, zeros at first; each sharded as its line says.
 
         Returns:
-            The logits [B, L, V] of the token after each of these, placed by `logits_line`, and the new state.
+            The logits [B, L, V] of the token after each of `tokens`, sharded as `logits_line`; and the new kept arrays.
         """
 
 
 def next_tokens(
     layout: Layout, tokens: jax.Array, batch: str = "embedding.tokens", logits: str = "output.logits"
 ) -> tuple[jax.Array, jax.Array]:
-    """Split a batch of tokens [B, L+1] into inputs and labels for the prediction of each next token, [B, L] each.
+    """Split a batch of tokens [B, L+1] into inputs [B, L] and the labels [B, L] of predicting each next token.
 
     Args:
         layout: the layout.
-        tokens: the tokens that a loss takes, with L unsharded.
-        batch: the line of the batch, to which the inputs are resharded.
-        logits: the line of the logits [B, L, V], to which the labels are resharded.
+        tokens: the tokens of `Model.loss`, with L whole.
+        batch: the line of the batch; the inputs are sharded as it says.
+        logits: the line of the logits [B, L, V]; the labels are sharded as it says for B and L.
+
+    Returns:
+        The inputs and the labels.
 
     Example:
         >>> import gspmd, jax.numpy as jnp
@@ -164,7 +167,7 @@ def mean(x: jax.Array, spec: str | Spec) -> jax.Array:
     """Return the mean of a tensor, replicated on every device.
 
     Args:
-        x: any shape, such as the cross-entropy of every token [B, L].
+        x: a tensor of any shape, such as the cross-entropy of every token [B, L].
         spec: its spec.
 
     Example:
