@@ -18,7 +18,7 @@ _DECADES = 7
 class Int8AdamState(NamedTuple):
     """The moments: int8 codes of the first, uint8 codes of the root of the second, and their blocks' float32 scales."""
 
-    count: jax.Array  # A tuple's method; optax finds the count of a state by this name.
+    count: jax.Array  # type: ignore[assignment]  # A tuple's method; optax finds the count of a state by this name.
     mean: Tree
     mean_scale: Tree
     root: Tree
