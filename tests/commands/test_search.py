@@ -435,7 +435,7 @@ def test_bad_input_is_one_message(run, flags, said):
     ("table", "flags", "said"),
     [
         ("int8 = true", [], "[model] int8 is of weights that are stored so; leave"),
-        ("int8 = true", ["--phase", "decode"], "[model] int8 is of weights that are stored so: --weights int8 searches"),
+        ("int8 = true", ["--phase", "decode"], "[model] int8 is of weights that are stored so: --weights int8"),
         ("[lora]\nrank = 8", ["--phase", "decode"], "[lora] has adapters of rank 8, which have no price (merged, they"),
     ],
 )
