@@ -573,7 +573,7 @@ def test_another_line_costs_what_the_search_with_it_given_says(key, text, config
      ("ffn.w_in", "F_xE", "ffn.w_in cannot be 'F_xE': 'F_xE' has dimensions FE, and needs EF.\n  Possible are "),
      ("attention.key", "BLK_xyD", "attention.key cannot be 'BLK_xyD': dimension K has size 4, which "),
      ("ffn.in_via", "BLE", "ffn.in_via cannot be 'BLE': it has 1 spec, and needs 2.\n  Possible are 'B"),
-     ("attention.query", "BLHD_x", "attention.query cannot be 'BLHD_x': it does not go with ")],
+     ("attention.query", "BLHD_x", "attention.query cannot be 'BLHD_x': it does not fit ")],
 )  # fmt: skip
 def test_what_is_no_option_is_one_message(key, text, said):
     with pytest.raises(LayoutError) as error:
