@@ -31,13 +31,16 @@ DEFAULT_CHIP = "tpu-v4"
 
 @dataclass(frozen=True)
 class Context:
-    """The mesh of a call, without axes that are manual around it: sizes, chip, whether Explicit; and the lowering."""
+    """The mesh of a call (sizes, chip, whether its axes are Explicit) and the lowering.
+
+    Mesh axes that are manual around the call are left out.
+    """
 
     axes: tuple[tuple[str, int], ...]
     chip: Chip
     explicit: bool
     lowering: str
-    in_shard_map: bool = False  # whether axes are manual around it, as in the stages of a pipeline
+    in_shard_map: bool = False  # whether mesh axes are manual around the call, as in the stages of a pipeline
 
     @property
     def mesh(self) -> dict[str, int]:
@@ -46,28 +49,34 @@ class Context:
 
     @property
     def compiler_chooses(self) -> bool:
-        """Whether an operation is plain code between annotations: under lowering `xla`, where XLA survives that."""
+        """Whether operations run as plain code between annotations: under `xla`, on meshes that XLA handles."""
         return self.lowering == "xla" and not may_abort(self.mesh)
 
 
 def context(lowering_name: str | None = None) -> Context:
-    """Read the context of a call, once, when an operation is called: its gradient uses the same.
+    """Read the context of a call. It is read once, when an operation is called, and its gradient uses the same.
 
     Raises:
-        PlanError: there is no mesh, its axes are of both types, or the call stands in a shard_map over all of them.
+        PlanError: no mesh is set, the mesh has axes of both types, or the call is in a shard_map over all mesh axes.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
-        raise PlanError("there is no mesh.\n  Call inside `with jax.set_mesh(mesh):`, with a mesh from jax.make_mesh.")
+        raise PlanError(
+            "cannot plan this call: there is no mesh.\n"
+            "  Call inside `with jax.set_mesh(mesh):`, with a mesh from jax.make_mesh."
+        )
     if mesh.are_all_axes_manual:
         in_force.check_all_manual()
     if mesh.explicit_axes and mesh.auto_axes:
-        raise PlanError("the mesh mixes Explicit and Auto axes.\n  Make it with axes of one type.")
+        raise PlanError(
+            "cannot plan this call: the mesh mixes Explicit and Auto axes.\n"
+            "  Make the mesh with axes of one type: axis_types=(jax.sharding.AxisType.Explicit,) * number of axes."
+        )
     axes = tuple((axis, size) for axis, size in mesh.shape.items() if axis not in mesh.manual_axes)
     device = mesh.abstract_device
     known = chip_of_device(device.device_kind) if device is not None else in_force.chip_in_force()
     chosen = in_force.resolve(lowering_name)
-    if chosen == "auto" and known is None:  # host devices share their cores with what they send: nothing is hidden
+    if chosen == "auto" and known is None:  # the cores of host devices both send and multiply: nothing is hidden
         chosen = "blocking"
     return Context(axes, known or chip(DEFAULT_CHIP), bool(mesh.explicit_axes), chosen, bool(mesh.manual_axes))
 
@@ -77,8 +86,10 @@ def context(lowering_name: str | None = None) -> Context:
 
 @dataclass(frozen=True)
 class PlannedProgram:
-    """A planned program: its function, its steps, and the seconds its loops hide; `backward` is set where JAX
-    differentiates it."""
+    """A planned program: its equation, its steps, and the seconds that its loops hide.
+
+    `backward` is set if JAX differentiates the program.
+    """
 
     equation: str
     steps: tuple[Step, ...]
@@ -87,7 +98,7 @@ class PlannedProgram:
 
 
 class ProgramName(str):
-    """The name of a jitted program, which JAX keeps in jaxprs as it is: the plan lives as long as they do."""
+    """The name of a jitted program. JAX keeps the object in its jaxprs, so the plan lives as long as they do."""
 
     program: PlannedProgram
 
@@ -100,7 +111,8 @@ _numbers = count()
 def name_of(program: PlannedProgram) -> ProgramName:
     """Return the name under which a program runs; equal programs share one.
 
-    It is a number, for names are compared as strings: programs of one equation on two meshes must not be called alike.
+    The name is a number because names are compared as strings: the programs of one equation on two meshes must have
+    different names.
     """
     name = ProgramName(f"{PREFIX}{next(_numbers)}")
     name.program = program

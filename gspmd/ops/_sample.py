@@ -120,11 +120,15 @@ class _Setting:
 
 _SETTINGS = {
     "temperature": _Setting(
-        "float32", 0, float(np.finfo("float32").max), 0, "It is 0, which takes the likeliest, or more."
+        "float32",
+        0,
+        float(np.finfo("float32").max),
+        0,
+        "Pass 0, which takes the likeliest token, or a number above 0.",
     ),
-    "top_k": _Setting("int32", 0, np.iinfo("int32").max, 0, "It is a number of tokens, or 0 to keep all."),
-    "top_p": _Setting("float32", 0, 1, 1, "It is more than 0, and 1 to keep all tokens."),
-    "min_p": _Setting("float32", 0, 1, 0, "It lies between 0, which keeps all tokens, and 1."),
+    "top_k": _Setting("int32", 0, np.iinfo("int32").max, 0, "Pass a number of tokens, or 0 to keep all."),
+    "top_p": _Setting("float32", 0, 1, 1, "Pass a number above 0 and at most 1, which keeps all tokens."),
+    "min_p": _Setting("float32", 0, 1, 0, "Pass a number from 0, which keeps all tokens, to 1."),
 }
 
 

@@ -23,7 +23,10 @@ def _raised(kind, call) -> str:
 
 
 def test_no_mesh(arrays):
-    message = "there is no mesh.\n  Call inside `with jax.set_mesh(mesh):`, with a mesh from jax.make_mesh."
+    message = (
+        "cannot plan this call: there is no mesh.\n"
+        "  Call inside `with jax.set_mesh(mesh):`, with a mesh from jax.make_mesh."
+    )
     assert _raised(PlanError, lambda: gspmd.einsum("BE, EF -> BF", *arrays)) == message
     assert _raised(PlanError, lambda: gspmd.reshard(arrays[0], "BE -> B_xE")) == message
 
@@ -44,7 +47,10 @@ def test_axes_of_both_types(arrays):
     types = (jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit)
     with jax.set_mesh(jax.make_mesh((4, 2), ("x", "y"), axis_types=types)):
         message = _raised(PlanError, lambda: gspmd.einsum("BE, EF -> BF", *arrays))
-    assert message == "the mesh mixes Explicit and Auto axes.\n  Make it with axes of one type."
+    assert message == (
+        "cannot plan this call: the mesh mixes Explicit and Auto axes.\n"
+        "  Make the mesh with axes of one type: axis_types=(jax.sharding.AxisType.Explicit,) * number of axes."
+    )
 
 
 @pytest.mark.parametrize("lowering", ["blocking", "xla"])

@@ -61,7 +61,7 @@ def _axis_type_faults(spec: Any, mesh: Any) -> list[Fault]:
         return [fault_at(spec, at, fact.format(dim), remedy) for at, dim in opened]
     if spec.partial or spec.reduced:
         remedy = "Settle it in the equation that makes it, or make the mesh with Explicit axes."
-        fact = f"under Auto axes {'no array' if spec.partial else 'the gradient of no array'} can owe a sum."
+        fact = f"under Auto axes {'an array' if spec.partial else 'a gradient'} cannot be a partial sum."
         return [fault_at(spec, len(spec.dims), fact, remedy)]
     return []
 

@@ -52,14 +52,14 @@ def read(
     faults = []
     if spec.partial:
         settled = spec.without_partial()
-        fact = "this is not linear in its operand, so a sum still owed cannot pass through it."
+        fact = "this operation is not linear in its operand, so a partial sum cannot pass through it."
         faults.append(
             Fault(
                 str(spec),
                 str(spec).index("partialsum"),
                 len(str(spec)),
                 fact,
-                f"Settle it before: gspmd.reshard(x, '{spec} -> {settled}').",
+                f"Sum it before: gspmd.reshard(x, '{spec} -> {settled}').",
             )
         )
     if spec.reduced and not weight:
