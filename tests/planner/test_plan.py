@@ -328,7 +328,7 @@ ERRORS = [
     (
         {"equation": "BE_?, EF -> BF"},
         PlanError,
-        "cannot plan 'BE_?, EF -> BF': 'BE_?' leaves a dimension open; what it sends is the compiler's choice.\n"
+        "cannot plan 'BE_?, EF -> BF': 'BE_?' leaves a dimension open, so the compiler chooses what is sent.\n"
         "  Name its mesh axes, or run it with lowering='xla' under Auto axes.",
     ),
     (

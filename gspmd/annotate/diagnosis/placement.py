@@ -1,4 +1,4 @@
-"""Faults of where an array lies: the errors of `annotate()` and of the check of an array's type.
+"""Faults of an array's placement: the errors of `annotate()` and of the check of an array's type.
 
 As in `sizes.py`, a spec is any object with the fields of a `Spec`.
 """
@@ -22,7 +22,7 @@ def unfit_array(spec: Any, shape: tuple[int, ...], mesh: Any, doing: str) -> Spe
 
 
 def other_type(spec: Any, actual: Any, doing: str) -> SpecError:
-    """The error of an array whose type is `actual`, and not what the spec says."""
+    """Return the error of an array whose type, `actual`, is not that of the spec."""
     fact = f"the spec says '{spec}', and the array is '{actual}' by its type."
     remedy = f"Bring it there by gspmd.reshard(x, '{actual} -> {spec}')."
     if actual.is_open:
