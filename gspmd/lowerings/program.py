@@ -1,7 +1,7 @@
 """Programs with planned collectives: the mesh they run on, their names, and the shard_map around their steps.
 
-Every planned program is one `jax.jit` whose name carries its steps, so that `gspmd.trace` finds them in a jaxpr, loops
-and recomputation included; each step has its named scope, so that a compiled instruction can be joined to it.
+Every planned program is one `jax.jit` whose name carries its steps, so that `gspmd.trace` finds them in a jaxpr, also
+in loops and recomputation. Each step has its named scope, so that a compiled instruction can be joined to it.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,7 +24,7 @@ from gspmd.planner.steps import Step
 from gspmd.planner.unknown import UnknownStep, is_unknown
 
 DEFAULT_CHIP = "tpu-v4"
-"""The chip whose figures plans are made with on devices that chips.toml does not list, such as host devices."""
+"""The chip whose figures are used for devices that chips.toml does not list, such as host devices."""
 
 # -- the mesh in force -------------------------------------------------------------------------------------------------
 
@@ -120,7 +120,7 @@ def name_of(program: PlannedProgram) -> ProgramName:
 
 
 def program_of(equation: Any) -> PlannedProgram | None:
-    """Return the program that an operation of a jaxpr calls, or None where it is none of ours."""
+    """Return the program that an operation of a jaxpr calls, or None if it is not a planned program."""
     name = equation.params.get("name")
     if isinstance(name, ProgramName):
         return name.program
@@ -149,14 +149,14 @@ def run(
     backward pass is another `run`.
 
     Args:
-        ctx: of the call.
-        name: what is computed, in notation; it opens every scope inside.
+        ctx: the context of the call.
+        name: the computation in notation; every scope inside begins with it.
         steps: the plan; `body` emits them.
         body: from local pieces to local pieces.
         in_specs: one Spec per array.
-        out_specs: a Spec, or a tuple of them, as `body` returns arrays.
-        arrays: placed as `in_specs` say.
-        hidden_seconds: how much sooner the steps end because some of them overlap.
+        out_specs: a Spec, or a tuple of Specs if `body` returns a tuple.
+        arrays: the arrays, placed as `in_specs` say.
+        hidden_seconds: the seconds that overlap saves.
 
     Raises:
         SpecError: under Explicit axes, an array's type is not what its spec says.
@@ -170,11 +170,11 @@ def run(
     return _jitted(PlannedProgram(name, tuple(steps), None, hidden_seconds), body, ins, outs)(*arrays)
 
 
-# By the identity of the body: whoever calls `run` keeps its body in a cache too, or each call is compiled anew.
+# Cached by the identity of the body: callers of `run` must cache their body too, or each call is compiled anew.
 @lru_cache(maxsize=4096)
 def _jitted(planned: PlannedProgram, body: Callable, ins: tuple, outs: Any) -> Callable:
     def scoped(*pieces):
-        # The scope stands inside: a reduction keeps only those of its body when a compiler rewrites it.
+        # The scope is inside the body: when a compiler rewrites a reduction, only scopes of its body are kept.
         with jax.named_scope(program_scope(planned.equation)), own_promotion():
             return body(*pieces)
 
@@ -182,22 +182,23 @@ def _jitted(planned: PlannedProgram, body: Callable, ins: tuple, outs: Any) -> C
 
 
 def own_promotion() -> AbstractContextManager:
-    """JAX's usual rules of promotion for code of ours, which knows what it mixes, whatever a user allows his own."""
+    """JAX's standard rules of promotion for code of gspmd, whatever promotion the user allows in other code."""
     return jax.numpy_dtype_promotion("standard")
 
 
 def mapped(body: Callable, ins: Any, outs: Any) -> Callable:
-    """Make the shard_map of a body over the mesh in force at the call; JAX binds one to the mesh where it is made."""
+    """Make the shard_map of a body at each call, since JAX binds a shard_map to the mesh where it is made."""
 
     def run_mapped(*arrays):
-        # On one device JAX inlines a shard_map and refuses its partial sums; they are whole there, and typed after.
+        # On one device JAX inlines a shard_map and refuses its partial sums. They are complete there, and get their
+        # type after.
         mesh = jax.sharding.get_abstract_mesh()
         alone, free = mesh.size == 1, {*mesh.axis_names}.difference(mesh.manual_axes)
         if not free:
             return body(*arrays)
         wanted = jax.tree.map(lambda spec: jax.P(*spec.partitions), outs, is_leaf=_is_partition) if alone else outs
         run = _shard_map_of_empty if any(x.size == 0 for x in arrays) else jax.shard_map
-        # Unchecked: JAX types what a gather leaves as different on each device, and would refuse it as the same on all.
+        # Unchecked: JAX types the result of a gather as different on each device, and would refuse it as replicated.
         results = run(body, in_specs=ins, out_specs=wanted, axis_names=free, check_vma=False)(*arrays)
         return jax.tree.map(_typed, outs, results, is_leaf=_is_partition) if alone else results
 
@@ -210,11 +211,11 @@ def mapped(body: Callable, ins: Any, outs: Any) -> Callable:
 
 
 def _shard_map_of_empty(body: Callable, *, in_specs: Any, **options: Any) -> Callable:
-    """Make a shard_map of arrays of which some have no elements.
+    """Make a shard_map of arrays of which some are empty.
 
-    XLA replaces what has no elements by a constant, and cannot read the body of a shard_map that is left without any
-    input ("expected at least one operand ... GlobalToLocalShape", jaxlib 0.10.2). So a zero is one more input, on which
-    every result depends.
+    XLA replaces an empty array by a constant, and cannot read the body of a shard_map that is left without any input
+    ("expected at least one operand ... GlobalToLocalShape", jaxlib 0.10.2). So a zero is one more input, on which every
+    result depends.
     """
 
     def held(zero, *pieces):
@@ -237,7 +238,7 @@ def _typed(spec: jax.P, x: jax.Array) -> jax.Array:
 
 
 def input_partition(ctx: Context, spec: Spec, x: Any, number: int, name: str) -> jax.P:
-    """Return the `jax.P` of operand `number` of what is computed, and check that the array lies so."""
+    """Return the `jax.P` of operand `number` of the computation `name`, and check that the array has it."""
     if ctx.explicit:
         check_type(x, spec, f"cannot use operand {number + 1} of '{name}' as '{spec}'")
     elif spec.partial or spec.reduced:

@@ -105,8 +105,7 @@ _EMIT = {
 
 
 def permutation(before: Spec, after: Spec, mesh: Mapping[str, int]) -> list[tuple[int, int]]:
-    """Return the (source, target) pairs of devices when every piece moves; each device is once a source and once a
-    target.
+    """Return the (source, target) pairs of devices by which every piece moves; each device is in each role once.
 
     A device that already holds its piece keeps it; summands of a partial sum stay with their coordinates. Nothing moves
     along a mesh axis that keeps its dimension and stride, or that shards nothing before and after.
