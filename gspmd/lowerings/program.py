@@ -250,5 +250,5 @@ def partial_under_auto(spec: Spec) -> str:
     """Say why a partial sum cannot cross an equation's border under Auto axes."""
     return (
         f"a partial sum, '{spec}', cannot enter or leave an equation under Auto mesh axes.\n"
-        "  Use Explicit axes (the default of jax.make_mesh), or settle it inside the equation."
+        "  Use Explicit axes (the default of jax.make_mesh), or reduce it inside the equation."
     )

@@ -50,7 +50,7 @@ def add_bias(x: jax.Array, bias: jax.Array, spec: str | Spec, bias_spec: str | S
     form = _Bias(read(doing, spec, x, ctx), read(doing, bias_spec, bias, ctx, weight=True))
     last = form.x.dims[len(form.x.dims) - bias.ndim :]
     if not last or form.bias.dims != last or bias.shape != x.shape[-bias.ndim :]:
-        fact = f"the bias has to be over the last dimensions of x, of shape {x.shape}; its shape is {bias.shape}."
+        fact = f"the bias must be over the last dimensions of x, of shape {x.shape}; its shape is {bias.shape}."
         text = str(form.bias)
         raise report(SpecError, doing, [Fault(text, 0, len(text), fact)]) from None
     if ctx.compiler_chooses and not form.bias.reduced:

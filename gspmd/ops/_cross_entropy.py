@@ -99,7 +99,7 @@ def _check_shapes(doing: str, spec: Spec, logits: jax.Array, labels: jax.Array, 
     rows = spec.without(spec.dims[-1])
     for name, x in (("labels", labels), ("mask", mask)):
         if x is not None and x.shape != logits.shape[:-1]:
-            fact = f"the {name} have to lie as '{rows}', of shape {logits.shape[:-1]}; their shape is {x.shape}."
+            fact = f"the {name} must have the spec '{rows}' and shape {logits.shape[:-1]}; their shape is {x.shape}."
             raise report(SpecError, doing, [Fault(str(spec), 0, len(str(rows)) or 1, fact)]) from None
 
 

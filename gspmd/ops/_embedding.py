@@ -72,7 +72,7 @@ def embed(
     form = _Embed(lookup, table.shape, table.dtype, None if dtype is None else jnp.dtype(dtype))
     rest = () if scales is None else (float32(array(doing, "the array of scales", scales, "real numbers")),)
     for x in (x for x in rest if x.shape != table.shape[:1]):
-        fact = f"scales have shape {x.shape}, and have to be one a row, {table.shape[:1]}."
+        fact = f"scales have shape {x.shape}, not one number per row, {table.shape[:1]}."
         raise report(SpecError, doing, [fault(lookup.table, lookup.table.dims[0], fact)])
     # In a shard_map over some mesh axes, such as a stage of a pipeline, XLA aborts on some gathers that are sharded
     # over the others (docs/compiler.md). There rows are looked up as planned.

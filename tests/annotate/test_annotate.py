@@ -187,7 +187,7 @@ cannot annotate an array of shape (8, 12) with 'B_xE partialsum-y'
     B_xE partialsum-y
          ^^^^^^^^^^^^
   under Auto axes an array cannot be a partial sum.
-  Settle it in the equation that makes it, or make the mesh with Explicit axes."""
+  Reduce it in the equation that makes it, or make the mesh with Explicit axes."""
         )
 
 

@@ -81,7 +81,7 @@ def test_partial_sums_under_auto_axes(make_mesh, arrays, lowering, equation):
         message = _raised(PlanError, lambda: gspmd.einsum(equation, *arrays, lowering=lowering))
     assert message == (
         f"a partial sum, '{owed}', cannot enter or leave an equation under Auto mesh axes.\n"
-        "  Use Explicit axes (the default of jax.make_mesh), or settle it inside the equation."
+        "  Use Explicit axes (the default of jax.make_mesh), or reduce it inside the equation."
     )
 
 
@@ -187,8 +187,7 @@ def test_what_is_no_group(make_mesh, arrays, given, held, count):
         message = _raised(SpecError, lambda: gspmd.einsum(group, x, given(w)))
         listed = gspmd.einsum(group, x, [w, w])
     assert message == (
-        f"cannot apply '{group}': '(EF, EF)' is a group, and what is given for it is {held}.\n"
-        f"  Pass a tuple of {count} arrays."
+        f"cannot apply '{group}': '(EF, EF)' is a group, but the operand is {held}.\n  Pass a tuple of {count} arrays."
     )
     assert [y.shape for y in listed] == [(8, 32), (8, 32)]
 
@@ -204,7 +203,7 @@ def test_an_array_on_another_mesh(make_mesh, arrays, lowering, jit):
         moved = move(gspmd.annotate(x, "BE_xy"))  # as the remedy says
     assert message == (
         "cannot use operand 1 of 'BE_xy -> BE' as 'BE_xy'\n    BE_xy\n    ^^^^^\n"
-        "  the array lies on another mesh, of a (2) and b (4), and the mesh in force has x (4) and y (2).\n"
+        "  the array is on another mesh, of a (2) and b (4), and the mesh in force has x (4) and y (2).\n"
         "  Bring it here before, outside of jit: gspmd.annotate(x, 'BE_xy'), or jax.device_put."
     )
     assert moved.shape == (8, 16)
@@ -221,7 +220,7 @@ def test_an_array_on_other_devices(make_mesh, arrays, axis_type, lowering, named
             x = gspmd.annotate(arrays[0], "BE_xy")
     with jax.set_mesh(make_mesh(MESH, axis_type)):
         message = _raised(SpecError, lambda: gspmd.reshard(x, "BE_xy -> BE", lowering=lowering))
-    assert f"the array lies on {named}, and the mesh in force has 8 devices (0, 1, 2, 3, 4, 5, 6, 7).\n" in message
+    assert f"the array is on {named}, and the mesh in force has 8 devices (0, 1, 2, 3, 4, 5, 6, 7).\n" in message
     assert message.endswith("outside of jit: gspmd.annotate(x, 'BE_xy'), or jax.device_put.")
 
 

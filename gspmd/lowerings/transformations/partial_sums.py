@@ -85,7 +85,7 @@ def unbatched(f: Callable, ins: Any, outs: Any) -> Callable:
         raise PlanError(
             f"cannot vmap an equation that takes or leaves a partial sum over mesh axis {over}: under vmap\n"
             "  JAX loses the summands. Write the mapped dimension into the equation, as in\n"
-            "  'ABE_x, E_xF -> ABF partialsum-x', or settle the sum inside the equation."
+            "  'ABE_x, E_xF -> ABF partialsum-x', or reduce the partial sum inside the equation."
         )
 
     def transposed(transpose, cotangents):
@@ -99,7 +99,7 @@ def unbatched(f: Callable, ins: Any, outs: Any) -> Callable:
         except NotImplementedError:  # for a cotangent whose type says to which array it belongs
             raise PlanError(
                 f"cannot differentiate twice an equation that takes or leaves a partial sum over mesh axis {over}.\n"
-                "  Use lowering='xla', or settle the sum inside the equation."
+                "  Use lowering='xla', or reduce the partial sum inside the equation."
             ) from None
 
     # JAX cannot differentiate the refusal, so a second derivative does not reach it.

@@ -70,7 +70,7 @@ def write_cache(
         (0, new.shape[1] != rows, f"{new.shape[1]} new rows, and {rows} cached."),
         (1, new.shape[3:] != heads, f"new heads are {new.shape[3:]}, and cached {heads}."),
         (1, new.dtype != cache.dtype, f"the new keys are {new.dtype}, and the cache is {cache.dtype}: cast them."),
-        (0, lengths.shape != (rows,), f"lengths have shape {lengths.shape}, and have to be one a row."),
+        (0, lengths.shape != (rows,), f"lengths have shape {lengths.shape}, not one number per row."),
     )
     faults = [fault(key, key.dims[at], fact) for at, wrong, fact in checks if wrong]
     if faults:
@@ -105,7 +105,9 @@ def quantize_heads(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """
     x = array("cannot quantize heads", "x", x, "real numbers").astype(jnp.float32)
     if not x.ndim:
-        raise SpecError("cannot quantize heads: x is one number.\n  Its last dimension has to be the head size.")
+        raise SpecError(
+            "cannot quantize heads: x is one number.\n  Pass an array whose last dimension is the head size."
+        )
     scales = jnp.max(jnp.abs(x), axis=-1, initial=0.0) / 127
     steps = x / jnp.where(scales > 0, scales, 1)[..., None]
     return jnp.round(steps).astype(jnp.int8), scales

@@ -169,7 +169,7 @@ def _check(doing: str, specs: tuple[Spec, ...], quantized: bool, q, k, v, *cache
         (held, along, cached_v.shape != cached_k.shape, f"values have shape {cached_v.shape}, keys {cached_k.shape}."),
         *((held, along, x.shape != there, f"scales have shape {x.shape}, not {there}.") for x in scales),
         *((held, size, _is_int(x) != quantized, fact.format(x.dtype)) for x in (cached_k, cached_v)),
-        (held, batch, lengths.shape != q.shape[:1], f"lengths have shape {lengths.shape}, and have to be one a row."),
+        (held, batch, lengths.shape != q.shape[:1], f"lengths have shape {lengths.shape}, not one number per row."),
     )
     if faults := [fault(spec, spec.dims[at], fact) for spec, at, wrong, fact in checks if wrong]:
         raise report(SpecError, doing, faults) from None

@@ -30,7 +30,7 @@ def flat_operands(equation: Equation, operands: Sequence[Any]) -> list[jax.Array
         if not isinstance(given, (tuple, list)) or len(given) != len(operand.specs):
             held = f"a {type(given).__name__} of {len(given)}" if isinstance(given, (tuple, list)) else _kind(given)
             raise SpecError(
-                f"cannot apply '{equation}': '{operand}' is a group, and what is given for it is {held}.\n"
+                f"cannot apply '{equation}': '{operand}' is a group, but the operand is {held}.\n"
                 f"  Pass a tuple of {len(operand.specs)} array{'s' * (len(operand.specs) > 1)}."
             )
         flat += [_array(equation, number + place, member) for place, member in enumerate(given)]
@@ -93,7 +93,7 @@ def of_one_kind(equation: Equation, arrays: Sequence[jax.Array]) -> tuple[list[j
     for number, x in enumerate(arrays, 1):
         if x.dtype.name in ("int1", "uint1", "int2", "uint2"):
             raise PlanError(
-                f"cannot compute '{equation}': operand {number} is {x.dtype}, of which XLA makes no products.\n"
+                f"cannot compute '{equation}': operand {number} is {x.dtype}, which XLA cannot multiply.\n"
                 "  Cast it to int8."
             )
     try:

@@ -38,7 +38,7 @@ def flag(doing: str, name: str, given: Any) -> bool:
         PlanError: the option is neither.
     """
     if not isinstance(given, (bool, np.bool_)):
-        raise PlanError(f"{doing}: {name} is {shown(given)}.\n  It is True or False.")
+        raise PlanError(f"{doing}: {name} is {shown(given)}.\n  Pass True or False.")
     return bool(given)
 
 

@@ -76,7 +76,7 @@ def read(
             fault(
                 spec,
                 dim,
-                f"dimension {dim} is left open, and a plan needs to know where it lies.",
+                f"dimension {dim} is left open, and a plan needs its placement.",
                 "Name its mesh axes, or use lowering 'xla'.",
             )
         )
