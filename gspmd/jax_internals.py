@@ -1,16 +1,17 @@
-"""Uses of JAX that JAX does not promise, in the releases that are supported: 0.10.2 and 0.12.
+"""Uses of JAX outside its public interface, for the supported releases: 0.10.2 and 0.12.
 
-JAX's public names are used everywhere. What is not public stands here, so that a new release is tried in one place:
+All other modules use public names of JAX. Everything that is not public is in this file, so that a new release is
+adapted in one place:
 
 - rules of dead code elimination (`jax.interpreters.partial_eval.dce_rules`), whose signature has changed;
 - rules of partial evaluation, by which a loop's invariants are hoisted;
 - the parameters of the equations in a jaxpr (`PARAMETERS`), of which `scan`'s have changed, and the name of a call;
-- a frame of JAX that is looked for on the stack;
-- the class of errors about how arrays lie under Explicit axes;
-- the client of a run of several processes, whose store of keys has no public name, and which cluster JAX detects;
-- what XLA's compiler for host devices does with optimization barriers.
+- a frame of JAX for which the stack is searched;
+- the class of errors about shardings under Explicit axes;
+- the client of a run of several processes, whose key-value store has no public name, and the cluster that JAX detects;
+- the treatment of optimization barriers by XLA's compiler for host devices.
 
-tests/test_jax_internals.py holds each of them against the installed JAX, and so names what a new release has changed.
+tests/test_jax_internals.py checks each of them against the installed JAX, and so names the changes of a new release.
 """
 
 import os
@@ -40,7 +41,7 @@ PARAMETERS: dict[str, frozenset[str]] = {
     "reshape": frozenset({"dimensions"}),
     "broadcast_in_dim": frozenset({"broadcast_dimensions"}),
 }
-"""Primitives of whose equations parameters are read, by name, with these parameters."""
+"""The parameters that are read from equations, by the name of their primitive."""
 
 CLOSED_CALL = closed_call_p.name
 """The primitive of a plain call as equations name it: `closed_call`, and since JAX 0.12 `eval_jaxpr`."""
@@ -50,7 +51,7 @@ CLOSED_CALL = closed_call_p.name
 
 
 def scan_operands(equation: Any) -> tuple[int, int]:
-    """Return how many operands of a `scan` are constants of the loop, and how many are carried; slices come last."""
+    """Return the numbers of a `scan`'s constant and carried operands; slices come last."""
     params = equation.params
     if "num_consts" in params:  # JAX 0.10 and 0.11
         return params["num_consts"], params["num_carry"]
@@ -68,17 +69,17 @@ _RULES_ASK_LIVE_INPUTS = jax.__version_info__ >= (0, 12)
 
 
 def set_dce_rule(primitive: Primitive, rule: DceRule) -> None:
-    """Say what is left of a primitive's equation of which only some results are used."""
-    # What is asked besides is which references are read later: none of our primitives takes a reference.
+    """Register the rule by which a primitive's equation is reduced if only some of its results are used."""
+    # JAX also passes the references that are read later: none of our primitives takes a reference.
     asked: Callable = (lambda used, live, equation: rule(used, equation)) if _RULES_ASK_LIVE_INPUTS else rule
     _dce_rules[primitive] = asked
 
 
 def without_unused_results(equation: Any, used: Sequence[bool]) -> Any:
-    """Return what is left of an equation of which only these results are used.
+    """Reduce an equation to the part that computes the used results.
 
     Returns:
-        The same equation where JAX has no rule for its primitive, and None where nothing is left.
+        The reduced equation; the same one if JAX has no rule for its primitive, and None if nothing is left.
     """
     rule = _dce_rules.get(equation.primitive)
     if rule is None:
@@ -88,7 +89,7 @@ def without_unused_results(equation: Any, used: Sequence[bool]) -> Any:
 
 
 def without_dead_code(jaxpr: Jaxpr) -> Jaxpr:
-    """Return the program less what none of its results needs."""
+    """Return the program without the operations that none of its results needs."""
     return partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[0]
 
 
@@ -96,10 +97,10 @@ def without_dead_code(jaxpr: Jaxpr) -> Jaxpr:
 
 
 def set_partial_evaluation(primitive: Primitive, evaluated: Callable, evaluated_in_checkpoint: Callable) -> None:
-    """Say how a primitive is evaluated where some operands are known and some are not yet.
+    """Register the rules by which a primitive is evaluated if only some of its operands are known yet.
 
     Args:
-        primitive: with several results.
+        primitive: a primitive with several results.
         evaluated: (trace, *tracers, **parameters) -> tracers; the trace and its tracers are JAX's.
         evaluated_in_checkpoint: the rule inside the jaxprs of a `jax.checkpoint`, or of a loop: (what may be saved,
             which operands are unknown, which are there, equation) -> (the known equation, the staged one, which results
@@ -113,8 +114,8 @@ def set_partial_evaluation(primitive: Primitive, evaluated: Callable, evaluated_
 def is_hoisted_from_checkpoint() -> bool:
     """Return whether JAX is evaluating a `jax.checkpoint` none of whose operands is unknown.
 
-    It then takes all of it out of the loop around it. Only the function of JAX that asks knows that, and it stands
-    further up the stack.
+    JAX then moves the whole checkpoint out of the loop around it. Only a function of JAX further up the stack knows
+    this.
     """
     frame = sys._getframe()
     while frame is not None:
@@ -130,7 +131,7 @@ HOST_MERGES_ACROSS_BARRIERS = jax.__version_info__ < (0, 11)
 """Whether XLA:CPU eliminates common subexpressions once more after it has expanded optimization barriers."""
 
 PARTITIONER_KEEPS_AXIS_NAMES = jax.__version_info__ >= (0, 12)
-"""Whether XLA's partitioner knows shardings by the names of mesh axes, and aborts where it has to split one oddly."""
+"""Whether XLA's partitioner gets shardings by the names of mesh axes, and aborts if it must split an axis unevenly."""
 
 
 # -- several processes -------------------------------------------------------------------------------------------------
@@ -143,10 +144,10 @@ def detected_processes(limit: float) -> tuple[str, int, int] | None:
     """Return what `jax.distributed.initialize` would detect, or None if there is no cluster.
 
     Args:
-        limit: seconds that it may take, where the first process is asked for its address.
+        limit: the most seconds to wait for the first process to give its address.
 
     Returns:
-        The address of the first process, the number of processes, and which of them this is.
+        The address of the first process, the number of processes, and the number of this one.
     """
     given = os.environ.get("JAX_COORDINATOR_ADDRESS"), None, None, None
     address, processes, process, _ = ClusterEnv.auto_detect_unset_distributed_params(*given, None, int(limit))

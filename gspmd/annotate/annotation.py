@@ -17,20 +17,20 @@ from gspmd.annotate.spec import Spec
 def annotate(x: Any, spec: str | Spec) -> Any:
     """Place an array on the mesh of `jax.set_mesh` as its spec says.
 
-    A concrete array is placed (moved, if it lies elsewhere). Under `jit` and Auto axes the spec is a constraint, which
-    the compiler meets by a move of its own choice. Under Explicit axes the type of a traced array says where it lies,
-    and is checked against the spec. A `jax.ShapeDtypeStruct` gets the sharding.
+    A concrete array is placed, or moved if it has another placement. Under `jit` and Auto axes the spec is a
+    constraint, which the compiler satisfies with collectives of its choice. Under Explicit axes the type of a traced
+    array has its placement, which is checked against the spec. A `jax.ShapeDtypeStruct` gets the sharding.
 
     Args:
       x: an array, a number, or a `jax.ShapeDtypeStruct`, with as many dimensions as the spec.
-      spec: such as `"B_xLE_yz"`. `E_?` exists under Auto axes only. A partial sum is made by an equation: here it is
-        only checked, of an array whose type has it, under Explicit axes.
+      spec: such as `"B_xLE_yz"`. `E_?` is allowed under Auto axes only. A partial sum is only checked, for an array
+          whose type has it, under Explicit axes; to make one, write an equation.
 
     Returns:
       The array with that placement.
 
     Raises:
-      SpecError: for a spec that cannot be read, does not fit the array or the mesh, or is not what the type says.
+      SpecError: the spec cannot be read, does not fit the array or the mesh, or differs from the array's type.
 
     Example:
       >>> mesh = jax.make_mesh((1,), ("x",))
@@ -47,10 +47,10 @@ def annotate(x: Any, spec: str | Spec) -> Any:
     doing = f"cannot annotate an array of shape {shape} with '{spec}'"
     mesh, traced = jax.sharding.get_abstract_mesh(), isinstance(x, jax.core.Tracer)
     explicit, auto = mesh.are_all_axes_explicit, mesh.are_all_axes_auto
-    # A partial sum is a type, which Auto axes do not have; an open dimension is none.
+    # A partial sum is part of a type, which Auto axes do not have; an open dimension cannot be part of one.
     typed = spec.partial or spec.reduced
     if mesh.empty or not ((auto and not typed) or (explicit and not spec.is_open)) or spec.faults(shape, mesh):
-        from gspmd.annotate.diagnosis.placement import unfit_array  # here alone: most arrays fit
+        from gspmd.annotate.diagnosis.placement import unfit_array  # imported here, since most arrays fit
 
         raise unfit_array(spec, shape, mesh, doing)
     devices, partition = mesh_with_devices(), spec.partition_spec()
@@ -66,7 +66,7 @@ def annotate(x: Any, spec: str | Spec) -> Any:
 
 
 def spec_of(x: Any, dims: str | Sequence[str] | None = None) -> Spec:
-    """The spec that an array has: by its type under Explicit axes, by where it lies if it is concrete.
+    """Return the spec of an array: from its type under Explicit axes, from its sharding if it is concrete.
 
     Args:
       x: an array.
@@ -76,7 +76,7 @@ def spec_of(x: Any, dims: str | Sequence[str] | None = None) -> Spec:
       Its spec; a dimension whose placement the compiler has yet to choose is left open.
 
     Raises:
-      SpecError: if there is not one letter for each dimension.
+      SpecError: `dims` does not have one letter for each dimension.
 
     Example:
       >>> with jax.set_mesh(jax.make_mesh((1,), ("x",))):
@@ -95,10 +95,10 @@ def spec_of(x: Any, dims: str | Sequence[str] | None = None) -> Spec:
 
 
 def shape_of(x: Any, doing: str, how: str = "") -> tuple[int, ...]:
-    """The shape of an array, a `jax.ShapeDtypeStruct` or a number; nothing is converted to an array.
+    """Return the shape of an array, a `jax.ShapeDtypeStruct` or a number, without converting it to an array.
 
     Raises:
-      SpecError: it has none.
+        SpecError: the value has no shape.
     """
     shape = getattr(x, "shape", () if isinstance(x, (bool, int, float, complex)) else None)
     no_numbers = isinstance(x, np.ndarray) and x.dtype.kind in "OSUmM"

@@ -10,12 +10,12 @@ from gspmd.annotate.spec import Spec
 
 
 def check_type(x: Any, spec: Spec, doing: str) -> Any:
-    """Check, under Explicit axes, that the type of an array is what the spec says, and return the array.
+    """Check, under Explicit axes, that the type of an array agrees with the spec, and return the array.
 
-    Mesh axes of size 1 are part of a type but place nothing: where only they differ, the array gets the spec's type.
+    Mesh axes of size 1 are part of a type but shard nothing: if only they differ, the array gets the spec's type.
 
     Raises:
-      SpecError: opening with `doing`, if the type says something else, or the array lies elsewhere.
+      SpecError: the type is not that of the spec, or the array is on other devices; the message begins with `doing`.
     """
     refuse_elsewhere(x, spec, doing)
     actual, mesh = placed_spec(x, spec.dims), dict(jax.sharding.get_abstract_mesh().shape)
@@ -23,7 +23,7 @@ def check_type(x: Any, spec: Spec, doing: str) -> Any:
         return x
     if actual.without_trivial(mesh) == spec.without_trivial(mesh):
         return jax.reshard(x, spec.partition_spec())
-    from gspmd.annotate.diagnosis.placement import other_type  # here alone, as below: most arrays fit
+    from gspmd.annotate.diagnosis.placement import other_type  # imported here, as below, since most arrays fit
 
     raise other_type(spec, actual, doing)
 
@@ -32,7 +32,7 @@ def refuse_elsewhere(x: Any, spec: Spec, doing: str) -> None:
     """Refuse an array whose type has another mesh, or that is committed to other devices.
 
     Raises:
-      SpecError: opening with `doing`.
+      SpecError: the array is on another mesh or on other devices; the message begins with `doing`.
     """
     here, there, devices = jax.sharding.get_abstract_mesh(), _mesh_of(x), mesh_with_devices()
     explicit = there is not None and {*there.axis_types, *here.axis_types} == {AxisType.Explicit}
@@ -51,14 +51,14 @@ def refuse_elsewhere(x: Any, spec: Spec, doing: str) -> None:
 
 
 def _mesh_of(x: Any) -> Any:
-    """The mesh of an array's type or placement; None where it has none."""
+    """Return the mesh of an array's type or sharding; None if it has none."""
     sharding = jax.typeof(x).sharding if isinstance(x, jax.core.Tracer) else getattr(x, "sharding", None)
     mesh = sharding.mesh if isinstance(sharding, NamedSharding) else None
     return None if mesh is None or mesh.empty else mesh
 
 
 def placed_spec(x: Any, dims: tuple[str, ...]) -> Spec:
-    """The spec of an array with these dimensions, by its type or its placement; open where nobody knows it yet."""
+    """Return the spec of an array with these dimensions, from its type or sharding; open where it is not known yet."""
     partition = _partition_spec_of(x)
     if partition is None:
         return Spec(dims, ((OPEN,),) * len(dims))
@@ -67,7 +67,7 @@ def placed_spec(x: Any, dims: tuple[str, ...]) -> Spec:
 
 
 def mesh_with_devices() -> Any:
-    """The mesh in force with its devices; under a trace, where they are not known, the abstract mesh."""
+    """Return the current mesh with its devices, or the abstract mesh under a trace, where the devices are not known."""
     try:
         mesh = jax.sharding.get_mesh()
     except ValueError:  # inside jit

@@ -43,7 +43,7 @@ class Equation:
 
     Attributes:
       terms: the products that are added; one, unless the equation is a sum.
-      outputs: the spec of the result, or of each result where an operand is a group.
+      outputs: the spec of the result, or of each result if an operand is a group.
       group: whether the result is a tuple.
       text: the notation from which it was read; not part of equality.
     """
@@ -68,7 +68,7 @@ class Equation:
         """The sum of several products, each given by its operands: `BF_x, F_xE + BD_x, D_xE -> BE_x`.
 
         Raises:
-          SpecError: as `parse_equation`, for the text of this equation.
+          SpecError: the operands and the result do not form an equation; see `parse_equation`.
         """
         terms, output = _given_terms(products), _given_operand(result)
         text = f"{_sum_text(terms)} -> {output}"
@@ -92,12 +92,12 @@ class Equation:
 
     @property
     def spans(self) -> tuple[tuple[int, int], ...]:
-        """The place in `text` of each of `specs`, for the carets of an error; none without a text."""
-        from gspmd.annotate.diagnosis.refusals import spans  # here alone, as below: most notation has no fault
+        """The place in `text` of each of `specs`, for the carets of an error; empty without a text."""
+        from gspmd.annotate.diagnosis.refusals import spans  # imported here, as below, since most notation has no fault
 
         return spans(self.text) if self.text else ()
 
-    @lru_cache(maxsize=4096)  # noqa: B019 - as that of a spec
+    @lru_cache(maxsize=4096)  # noqa: B019 - as for `Spec.__str__`
     def __str__(self) -> str:
         return f"{_sum_text(self.terms)} -> {Operand(self.outputs, self.group)}".strip()
 
@@ -117,7 +117,7 @@ class Equation:
         """The size of every dimension, from the operands' shapes in reading order (a group's shapes as a tuple).
 
         Raises:
-          SpecError: for a number of operands, a rank, or two sizes of one dimension that do not agree.
+          SpecError: the number of shapes is not that of the operands, a rank differs, or a dimension has two sizes.
 
         Example:
           >>> parse_equation("BL, (LE, LE) -> (BE, BE)").sizes([(2, 3), ((3, 5), (3, 5))])
@@ -253,7 +253,7 @@ def _given_operand(specs: Any) -> Operand:
 
 
 def _check_form(what: str, text: str, terms: Sequence[Term], result: Operand | None = None) -> None:
-    """Raise SpecError unless the operands, and the result of an equation, go together."""
+    """Raise SpecError unless the operands, and the result of an equation, fit together."""
     operands = [operand for term in terms for operand in term.operands]
     groups = [operand for operand in operands if operand.group]
     # Two operands at most in a product; one group at most, and none in a sum; "()" has no spec.

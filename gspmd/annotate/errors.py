@@ -8,7 +8,7 @@ Code that finds a fault writes a `Fault`; the public function that was called co
       dimension B has size 6, which mesh axis x (size 4) does not divide.
       Use a size that is a multiple of 4 (4 or 8), or leave B unsharded: 'BLE'.
 
-How a message is drawn stands in `diagnosis/message.py`, which is imported when there is one to draw.
+`diagnosis/message.py` draws messages, and is imported when there is one to draw.
 """
 
 import difflib
@@ -22,7 +22,7 @@ _ARRAYS = {"ndarray": "array", "ArrayImpl": "array"}  # numpy's and JAX's, neith
 
 
 class NotationError(ValueError):
-    """An error about notation; `.faults` holds every fault of the message, and those that it only counts."""
+    """An error about notation; `.faults` holds every fault, including those that the message only counts."""
 
     def __init__(self, message: str, faults: Iterable["Fault"] = ()):
         super().__init__(message)

@@ -39,7 +39,7 @@ def split(tensor: Any, split_dimension: int, num_partitions: int) -> Any:
 
     Source: GShard (arXiv 2006.16668), section 3.2.
     Differs: the parts go to the one choice of mesh axes whose sizes multiply to `num_partitions` (all axes, for as many
-      parts as devices); where there are fewer parts than devices the rest hold copies, and none is idle.
+        parts as devices). If there are fewer parts than devices, the others hold copies instead of being idle.
 
     Example:
       >>> with jax.set_mesh(jax.make_mesh((1,), ("x",))):
@@ -56,10 +56,10 @@ def shard(tensor: Any, device_assignment: Any) -> Any:
     Args:
       tensor: the array.
       device_assignment: device numbers, in an array of as many dimensions as the tensor; its shape is the number of
-        parts along each. Every device of the mesh stands in it once.
+        parts along each. It has every device of the mesh once.
 
     Raises:
-      SpecError: also where no assignment of mesh axes to dimensions places the parts so.
+      SpecError: the arguments do not fit the tensor, or no assignment of mesh axes to dimensions places the parts so.
 
     Source: GShard (arXiv 2006.16668), section 3.2.
     """
@@ -89,10 +89,10 @@ def mesh_split(
       tensor_split_dims_mapping: for each dimension of the tensor, the dimension of `device_mesh` that splits it; -1 for
         none.
       unspecified_dims: dimensions of the tensor that are left to the compiler (Auto axes only).
-      manual_mesh_dims: none; a program that is manual over some mesh axes is written by `jax.shard_map`.
+      manual_mesh_dims: must be empty; write programs that are manual over some mesh axes with `jax.shard_map`.
 
     Raises:
-      SpecError: also for a mapping that does not fit the tensor or the device mesh.
+      SpecError: the mapping does not fit the tensor or the device mesh, or the spec does not fit the tensor.
 
     Source: GSPMD (arXiv 2105.04663), section 3.1, and 3.2 for partial specification.
     Differs: manual subgroups are not supported.
@@ -199,7 +199,7 @@ def _axes_of_device_mesh(device_mesh: Any) -> list[tuple[str, ...]]:
 
 
 def _axes_of_numbers(numbers: np.ndarray, what: str) -> list[tuple[str, ...]]:
-    """For each dimension of an array of device numbers, the mesh axes over which the devices run along it."""
+    """Return, for each dimension of an array of device numbers, the mesh axes over which the devices run along it."""
     mesh = {axis: size for axis, size in _mesh(what.split(":")[0]).items() if size > 1}
     order = np.arange(math.prod(mesh.values())).reshape(tuple(mesh.values()))
     for axes in _runs(numbers.shape, mesh):

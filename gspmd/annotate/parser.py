@@ -10,7 +10,7 @@
     word     = "partialsum-" | "reduced-"
     axes     = letter { letter } | "{" name { "," name } "}"
 
-It raises ValueError at the first thing that is wrong, and does not explain it. As in CPython, a second parser, in
+It raises ValueError at the first fault, without an explanation. As in CPython, a second parser, in
 `annotate/diagnosis`, then reads the text again and finds every fault and its remedy.
 """
 

@@ -24,7 +24,8 @@ class Spec:
       dims: one capital letter for each dimension, `("B", "L", "E")`.
       axes: parallel to `dims`, the mesh axes that shard each, major first; `()` unsharded, `("?",)` left open.
       partial: the mesh axes over which the devices hold partial sums, sorted.
-      reduced: the mesh axes over which its gradient is a partial sum, sorted; it is whole on each of them itself.
+      reduced: the mesh axes over which the gradient is a partial sum, sorted; the tensor itself is replicated over
+          them.
 
     Example:
       >>> spec = Spec.parse("B_x L E_{y,z} (partialsum-w)")
@@ -43,18 +44,18 @@ class Spec:
     reduced: tuple[str, ...] = ()
 
     def __post_init__(self):
-        given = self.dims, self.axes, self.partial
+        given = self.dims, self.axes, self.partial, self.reduced
         try:
             sums = {name: tuple(sorted(getattr(self, name))) for name in ("partial", "reduced")}
             vars(self).update(dims=tuple(self.dims), axes=tuple(map(tuple, self.axes)), **sums)
             fine = self._is_well_formed()
-        except (TypeError, ValueError):  # not iterable, not sortable, not hashable; an array has no truth value
+        except (TypeError, ValueError):  # not iterable, sortable or hashable; or an array, which has no truth value
             fine = False
         if not fine:
-            dims, axes, partial = map(shown, given)
+            dims, axes, partial, reduced = map(shown, given)
             raise SpecError(
-                f"no spec has dims={dims}, axes={axes} and partial={partial}.\n"
-                "  A dimension is a capital letter, with its own mesh axes; a mesh axis stands once in a spec."
+                f"cannot make a Spec of dims={dims}, axes={axes}, partial={partial} and reduced={reduced}.\n"
+                "  A dimension is a capital letter with a tuple of mesh axes; a mesh axis stands once in a spec."
             )
 
     def _is_well_formed(self) -> bool:
@@ -83,7 +84,7 @@ class Spec:
         return _parse(text) if isinstance(text, str) else _refuse(text)
 
     def axes_of(self, dim: str) -> tuple[str, ...]:
-        """The mesh axes that shard a dimension, major first."""
+        """Return the mesh axes that shard a dimension, major first."""
         return self.axes[self._index(dim)]
 
     @cached_property
@@ -96,7 +97,7 @@ class Spec:
         """Whether some dimension is left to the compiler."""
         return (OPEN,) in self.axes
 
-    @lru_cache(maxsize=4096)  # noqa: B019 - specs are small, and the words of an error ask for theirs again and again
+    @lru_cache(maxsize=4096)  # noqa: B019 - specs are small, and error messages ask for the same text repeatedly
     def __str__(self) -> str:
         dims = "".join(dim_text(d, axes) for d, axes in zip(self.dims, self.axes))
         suffixes = (("partialsum", self.partial), ("reduced", self.reduced))
@@ -105,31 +106,31 @@ class Spec:
     # -- editing ------------------------------------------------------------------------------------------------------
 
     def with_axes(self, dim: str, axes: tuple[str, ...]) -> "Spec":
-        """This spec with a dimension sharded over `axes`, major first: `B_xLE` to `B_xLE_yz`."""
+        """Return this spec with a dimension sharded over `axes`, major first: `B_xLE` to `B_xLE_yz`; drop `reduced`."""
         at = self._index(dim)
         return Spec(self.dims, (*self.axes[:at], axes, *self.axes[at + 1 :]), self.partial)
 
     def with_partial(self, axes: tuple[str, ...]) -> "Spec":
-        """This spec as a partial sum over `axes` and no others."""
+        """Return this spec as a partial sum over exactly `axes`, and without `reduced`."""
         return Spec(self.dims, self.axes, axes)
 
     def without_partial(self) -> "Spec":
-        """This spec with no partial sum, neither of the array nor of its gradient."""
+        """Return this spec without `partial` and `reduced`."""
         return Spec(self.dims, self.axes)
 
     @property
     def cotangent(self) -> "Spec":
-        """The spec of the gradient: `EF partialsum-x` of `EF reduced-x`, and the other way round."""
+        """The spec of the gradient: `EF partialsum-x` for `EF reduced-x`, and the other way round."""
         return Spec(self.dims, self.axes, self.reduced, self.partial)
 
     def without(self, *dims: str) -> "Spec":
-        """This spec without some dimensions and the mesh axes that shard them: `B_xLV_y` to `B_xL`."""
+        """Return this spec without some dimensions and the mesh axes that shard them: `B_xLV_y` to `B_xL`."""
         gone = {self._index(d) for d in dims}
         kept = [i for i in range(len(self.dims)) if i not in gone]
         return replace(self, dims=tuple(self.dims[i] for i in kept), axes=tuple(self.axes[i] for i in kept))
 
     def without_trivial(self, mesh: Mapping[str, int]) -> "Spec":
-        """This spec without the mesh axes of size 1, which shard nothing and sum nothing.
+        """Return this spec without the mesh axes of size 1, which shard nothing and sum nothing.
 
         >>> str(Spec.parse("B_xE_yz").without_trivial({"x": 4, "y": 1, "z": 2}))
         'B_xE_z'
@@ -144,7 +145,7 @@ class Spec:
         return Spec(self.dims, tuple(axes), partial, reduced)
 
     def rename(self, dims: Mapping[str, str]) -> "Spec":
-        """This spec with other letters for some dimensions: `B_xLE` to `G_xLE` by `{"B": "G"}`."""
+        """Return this spec with other letters for some dimensions: `B_xLE` to `G_xLE` by `{"B": "G"}`."""
         if not isinstance(dims, Mapping):
             raise SpecError(f"cannot rename the dimensions of '{self}' by {shown(dims)}.\n  Write {{'B': 'G'}}.")
         return replace(self, dims=tuple(dims.get(d, d) for d in self.dims))
@@ -159,22 +160,23 @@ class Spec:
     # -- on a mesh ----------------------------------------------------------------------------------------------------
 
     def partition_spec(self) -> Any:
-        """The `jax.P` of this spec."""
-        import jax  # parsing knows no jax
+        """Return the `jax.P` of this spec."""
+        import jax  # parsing does not import jax
 
         entries = [jax.P.UNCONSTRAINED if axes == (OPEN,) else axes or None for axes in self.axes]
         sums = {"unreduced": set(self.partial), "reduced": set(self.reduced)}
         return jax.P(*entries, **{name: axes for name, axes in sums.items() if axes})
 
     def local_shape(self, sizes: Mapping[str, int] | Sequence[int], mesh: Any) -> tuple[int, ...]:
-        """The shape of one device's shard.
+        """Return the shape of one device's shard.
 
         Args:
           sizes: size of every dimension by letter, or the shape of the whole array.
           mesh: size of every mesh axis by name, or a `jax.sharding.Mesh`.
 
         Raises:
-          SpecError: as `check`; also for a dimension left open, whose local size is not known.
+          SpecError: the spec does not fit the sizes or the mesh (see `check`), or a dimension is left open (`E_?`), so
+            that its local size is not known.
 
         Example:
           >>> Spec.parse("B_xLE_yz").local_shape((8, 128, 512), {"x": 4, "y": 2, "z": 2})
@@ -183,7 +185,7 @@ class Spec:
         mesh, sizes = mesh_sizes(mesh), whole_sizes(sizes)
         self.check(sizes, mesh)
         if self.is_open:
-            from gspmd.annotate.diagnosis.sizes import no_local_shape  # here alone, as below: most specs fit
+            from gspmd.annotate.diagnosis.sizes import no_local_shape  # imported here, as below, since most specs fit
 
             raise no_local_shape(self)
         whole = [sizes[d] for d in self.dims] if isinstance(sizes, Mapping) else sizes
@@ -197,7 +199,7 @@ class Spec:
             raise report(SpecError, f"cannot shard '{self}' for {sizes_text(sizes)}", faults)
 
     def faults(self, sizes: Mapping[str, int] | Sequence[int], mesh: Any) -> tuple[Fault, ...]:
-        """Every fault that `check` would raise, for a caller that collects the faults of many specs."""
+        """Return every fault that `check` would raise, for a caller that collects the faults of many specs."""
         mesh, sizes = mesh_sizes(mesh), whole_sizes(sizes)
         if self._fits(sizes, mesh):
             return ()

@@ -12,10 +12,10 @@ LARGEST = 2**40
 
 
 def mesh_sizes(mesh: Any) -> dict[str, int]:
-    """The size of every mesh axis by name, of a mapping or of a `jax.sharding.Mesh`, as Python integers.
+    """Return the size of every mesh axis by name, from a mapping or a `jax.sharding.Mesh`, as Python integers.
 
     Raises:
-      SpecError: it is no mesh, a name is no text, or a size is no whole number of 1 or more.
+      SpecError: `mesh` is no mesh, a name is no text, or a size is not a whole number of at least 1.
 
     >>> mesh_sizes({"x": 4, "y": 2})
     {'x': 4, 'y': 2}
@@ -41,12 +41,12 @@ def whole_sizes(sizes: Mapping[str, int]) -> dict[str, int]: ...
 @overload
 def whole_sizes(sizes: Sequence[int]) -> tuple[int, ...]: ...
 def whole_sizes(sizes: Mapping[str, int] | Sequence[int]) -> dict[str, int] | tuple[int, ...]:
-    """Sizes by dimension, or a shape, as Python integers: numpy's overflow where bytes are counted.
+    """Return sizes by dimension, or a shape, as Python integers: numpy's overflow when bytes are counted.
 
-    A value that is no whole number stays as it is; it does not fit any spec.
+    A value that is no whole number is left as it is; it does not fit any spec.
 
     Raises:
-      SpecError: it is neither a mapping nor a sequence.
+      SpecError: `sizes` is neither a mapping nor a sequence.
     """
     if isinstance(sizes, Mapping):
         return {dim: size if (known := whole(size)) is None else known for dim, size in sizes.items()}

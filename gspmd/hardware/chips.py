@@ -15,7 +15,8 @@ from gspmd.frozen import FrozenDict
 
 @dataclass(frozen=True, repr=False)
 class Chip(Printed):
-    """Figures of one device in bytes, seconds and FLOPs: a chip, or half of one where JAX shows a chip as two devices.
+    """Figures of one device in bytes, seconds and FLOPs. A device is a chip, or half of one if JAX shows a chip as two
+    devices.
 
     A node is the set of devices that these links connect: 8 GPUs behind an NVLink switch, 72 in a rack, the largest
     slice of a TPU. Devices fill nodes in the order of the mesh. Without `node_devices` all devices are one node.
@@ -72,7 +73,7 @@ class Chip(Printed):
         return -(-prod(mesh.values()) // self.node_devices) if self.node_devices else 1
 
     def describe(self, mesh: Mapping[str, int]) -> str:
-        """The chip's name, with the number of nodes where a mesh spans more than one.
+        """Return the chip's name, with the number of nodes if a mesh spans more than one.
 
         >>> CHIPS["h100"].describe({"data": 32, "model": 8}), CHIPS["h100"].describe({"model": 8})
         ('h100 · 32 nodes of 8', 'h100')
@@ -94,7 +95,7 @@ class Chip(Printed):
         return {each.name: getattr(self, each.name) for each in fields(self) if each.name not in ("name", "source")}
 
     def __rich__(self) -> Any:
-        from gspmd.hardware.printing import table  # here, as below: printing needs rich, planning does not
+        from gspmd.hardware.printing import table  # imported here, as below: printing needs rich, planning does not
 
         return table(self.name, self._figures(), self.source)
 

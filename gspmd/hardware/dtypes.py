@@ -11,10 +11,11 @@ from gspmd.annotate.errors import PlanError, shown
 
 
 def dtype_name(dtype: Any) -> str:
-    """The canonical name of a dtype given as a name, a numpy dtype or a scalar type, those of ml_dtypes included.
+    """Return the canonical name of a dtype given as a name, a numpy dtype or a scalar type, including those of
+    ml_dtypes.
 
     Raises:
-        PlanError: there is no such dtype.
+      PlanError: no dtype has this name.
 
     Example:
         >>> dtype_name("bfloat16"), dtype_name(np.float32)
@@ -58,7 +59,7 @@ def joint_dtype(equation: object, dtypes: Sequence[str]) -> str:
     """The dtype of a product by JAX's rules of promotion; 64-bit dtypes stay, whatever jax_enable_x64 says.
 
     Raises:
-        PlanError: JAX's rules of promotion have none.
+        PlanError: JAX's rules of promotion have no joint dtype for these.
     """
     if len({*dtypes}) == 1:
         return dtype_name(dtypes[0])

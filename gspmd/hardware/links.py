@@ -58,8 +58,11 @@ class Occupancy(NamedTuple):
 
 
 WHOLE_GATHER = 16
-"""Largest TPU slice on which an all-gather over all devices is one collective. On larger ones it runs in two parts, for
-the compiler would replace it by an all-reduce with twice the bytes (`gspmd.lowerings.blocking.tpu`)."""
+"""The largest TPU slice on which an all-gather over all devices is one collective.
+
+On larger slices it runs in two parts, because the compiler would replace one gather by an all-reduce with twice the
+bytes (`gspmd.lowerings.blocking.tpu`).
+"""
 
 
 def collective_seconds(kind: str, axes: Sequence[str], mesh: Mapping[str, int], buffer: float, chip: Chip) -> float:
@@ -114,8 +117,8 @@ def occupancy(kind: str, sizes: Sequence[int], group: int, near: int, buffer: fl
         all-to-all:                  max(seconds in the node, S (1 - m/K) / W_network)
         permute:                     S / W_network
 
-    In a node the links are a ring per torus axis, or a switch. The m devices of a node divide among them what comes
-    from other nodes, and all use the network at once.
+    In a node the links are a ring per torus axis, or a switch. The m devices of a node divide the data from other nodes
+    among themselves, and all use the network at once.
 
     Args:
         kind: as for `wire_bytes`, but neither slice nor einsum.
@@ -176,7 +179,8 @@ def _network_share(kind: str, group: int, near: int) -> float:
 def sharing_node(axes: tuple[str, ...], mesh: tuple[tuple[str, int], ...], node: int) -> int:
     """The fewest devices of any group over `axes` that share a node of `node` devices.
 
-    Where axes and nodes do not nest, they are counted; 1, the slowest case, if the mesh then has over 2^20 devices.
+    If axes and nodes do not nest, the devices are counted; if the mesh then has over 2^20 devices, the result is 1, the
+    slowest case.
 
     Example:
         >>> mesh = (("data", 4), ("model", 4))

@@ -17,7 +17,7 @@ from gspmd.hardware.chips import Chip
 from gspmd.hardware.dtypes import itemsize
 from gspmd.hardware.links import einsum_seconds
 
-#: Seconds added to the roofline of a product on a chip without a row in matmul.toml: assumed, not measured.
+#: Seconds added to the roofline of a product if matmul.toml has no row for the chip: assumed, not measured.
 FALLBACK_OVERHEAD = 2e-6
 
 
@@ -116,16 +116,16 @@ def product_seconds(
     Args:
         left, contracted, right: sizes on one device.
         batch: size of all batch dimensions.
-        dtype: of operands and result.
+        dtype: the dtype of operands and result.
         chip: the hardware.
         accumulate: whether the result is added to a float32 accumulator [batch, left, right], read and written.
-        read_bytes: operand bytes read from main memory; by default both operands once. Less where one stays on the
-            chip, as small weights may in a loop.
-        accumulator_bytes: accumulator bytes to and from main memory; by default once in and once out. 0 where it stays
-            on the chip, as a loop's carry does while it fits.
+        read_bytes: operand bytes read from main memory; by default both operands once. Fewer if one stays on the chip,
+            as small weights may in a loop.
+        accumulator_bytes: accumulator bytes to and from main memory; by default once in and once out. 0 if it stays on
+            the chip, as a loop's carry does while it fits.
 
     Raises:
-        PlanError: there is no such dtype.
+        PlanError: `dtype` is unknown.
 
     Example:
         >>> from gspmd.hardware.chips import chip

@@ -15,17 +15,17 @@ from gspmd.planner.plan import Overlapping, Plan, nothing_overlaps, plan_equatio
 
 @dataclass(frozen=True)
 class Call:
-    """All that the program of a call depends on.
+    """Everything on which the program of a call depends.
 
     Attributes:
-        equation: what is computed.
-        sizes: of its dimensions.
+        equation: the equation to compute.
+        sizes: the sizes of its dimensions.
         context: mesh, chip, type of mesh axes, lowering.
-        dtypes: of the operands, group members one by one.
-        via: as `gspmd.einsum` takes it.
-        wire_dtype: of everything that crosses the wire, if not each tensor's own.
-        precision: of the local products.
-        result_dtype: of the results.
+        dtypes: the dtypes of the operands, group members one by one.
+        via: the `via` of `gspmd.einsum`.
+        wire_dtype: the dtype in which every tensor is sent; None for each tensor's own.
+        precision: the precision of the local products.
+        result_dtype: the dtype of the results.
     """
 
     equation: Equation
@@ -55,8 +55,8 @@ class Passes(NamedTuple):
 
     Attributes:
         forward: from the operands to (results, residuals).
-        backward: from (residuals, cotangents of the results) to the cotangents of the operands. None where JAX
-            differentiates the program by itself: `forward` returns the results alone then.
+        backward: from (residuals, cotangents of the results) to the cotangents of the operands. None if JAX
+            differentiates the program by itself; `forward` then returns only the results.
     """
 
     forward: Callable
@@ -77,7 +77,7 @@ def make_plan(
 ) -> Plan:
     """Return the plan of an equation as `gspmd.plan` makes it, with everything resolved and hashable.
 
-    `wire_dtype` and `result_dtype` are `gspmd.einsum`'s, and by default those of the operands.
+    `wire_dtype` and `result_dtype` are those of `gspmd.einsum`, and by default the dtypes of the operands.
     """
     return plan_equation(
         equation, sizes, mesh, dtypes, chip, lowering, overlapping(lowering), via, wire_dtype, result_dtype
@@ -85,13 +85,13 @@ def make_plan(
 
 
 def overlapping(lowering: str) -> Overlapping:
-    """Return what a lowering overlaps with the einsums."""
+    """Return the function that chooses what a lowering overlaps with einsums."""
     return nothing_overlaps if lowering in ("xla", "blocking") else partial(_overlap, lowering)
 
 
 def _overlap(lowering: str, routine, inputs, outputs, environment) -> tuple[Overlap, float]:
-    """Return the loops; where a dimension is empty there is nothing to hide."""
-    from gspmd.lowerings.looped.choice import plan_overlap  # here alone, so that the other lowerings need none of it
+    """Return the loops of a routine; none if a dimension is empty, since nothing is sent then."""
+    from gspmd.lowerings.looped.choice import plan_overlap  # imported here, so that the other lowerings do not need it
 
     if 0 in dict(environment.sizes).values():
         return Overlap(), 0.0

@@ -1,6 +1,6 @@
 """From a call to the function that runs it: the lowering is chosen, and its two passes become one JAX function.
 
-Only the lowering that is chosen is imported, so that an einsum needs nothing of the others.
+Only the chosen lowering is imported.
 """
 
 from collections.abc import Callable
@@ -19,8 +19,9 @@ def program_of_call(call: Call) -> Callable:
     """Return the function of a flat list of arrays to a tuple of results; cached, so that jit finds it again.
 
     Raises:
-        SpecError: sizes do not divide.
-        PlanError: there is no plan; or a spec leaves a dimension open, or is a partial sum, where that cannot be.
+        SpecError: the mesh axes do not divide the sizes.
+        PlanError: the equation has no plan, or a spec leaves a dimension open or is a partial sum where that is not
+            allowed.
     """
     equation, ctx = call.equation, call.context
     equation.check(dict(call.sizes), ctx.mesh)

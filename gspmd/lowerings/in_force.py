@@ -1,7 +1,7 @@
 """The lowering, the chip, the devices and the manual mesh axes that are in force where a program is traced.
 
-`gspmd.lowering` and the other `with` blocks here set JAX user contexts, which are part of jit's cache key: no program
-that was traced under other settings is run by mistake.
+`gspmd.lowering` and the other `with` blocks here set JAX user contexts. These are part of jit's cache key, so a program
+that was traced under other settings never runs by mistake.
 """
 
 from contextlib import AbstractContextManager
@@ -33,11 +33,11 @@ def lowering(name: str) -> AbstractContextManager:
     Args:
         name: `"xla"` annotates, and the compiler chooses the collectives; `"blocking"` runs the plan's own collectives
             in a shard_map; `"looped"` runs gathers and reduce-scatters inside the einsums, by the cheapest schedule,
-            and `"looped:<schedule>"` by `halves` or `paired`; `"auto"` is, equation by equation, the
-            cheaper of blocking and looped by the cost model, and blocking on devices that chips.toml does not list.
+            and `"looped:<schedule>"` by `halves` or `paired`; `"auto"` is, for each equation, the cheaper of blocking
+            and looped by the cost model, and blocking on devices that chips.toml does not list.
 
     Raises:
-        PlanError: unknown name.
+        PlanError: `name` is no lowering.
 
     Example:
         >>> with lowering("xla"):
@@ -63,10 +63,10 @@ def current() -> str:
 
 
 def checked(name: str) -> str:
-    """Return a lowering's name, if there is one of that name.
+    """Check that `name` is a lowering, and return it.
 
     Raises:
-        PlanError: there is none.
+        PlanError: `name` is no lowering.
     """
     if not isinstance(name, str) or name not in LOWERINGS:
         raise PlanError(
@@ -76,7 +76,7 @@ def checked(name: str) -> str:
 
 
 def resolve(name: str | None) -> str:
-    """Return the lowering that is asked for: an argument, else the default in force."""
+    """Return the lowering of a call: its argument, or by default the lowering in force."""
     return checked(current() if name is None else name)
 
 
@@ -84,7 +84,7 @@ def resolve(name: str | None) -> str:
 
 
 def device_kind() -> str:
-    """Return JAX's name of the devices that a program is traced for; empty where the mesh in force has none."""
+    """Return JAX's name of the devices for which a program is traced; empty if the mesh in force has no devices."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     return "" if device is None else device.device_kind
 
@@ -95,7 +95,7 @@ def is_tpu() -> bool:
 
 
 def is_host() -> bool:
-    """Return whether the devices are host devices: CPU cores, which have no links and no matrix unit."""
+    """Return whether the devices are host devices: CPU cores, without links and matrix units."""
     return device_kind() == "cpu"
 
 
@@ -103,15 +103,18 @@ def is_host() -> bool:
 
 
 def on_no_axes() -> AbstractContextManager:
-    """Allow calls in a shard_map over all mesh axes, where pieces are whole arrays: they are planned on no axis."""
+    """Allow calls in a shard_map over all mesh axes.
+
+    There pieces are whole arrays, and calls are planned on no axis.
+    """
     return _on_no_axes(True)
 
 
 def check_all_manual() -> None:
-    """Check that a call in a shard_map over all mesh axes stands in `on_no_axes`.
+    """Check that a call in a shard_map over all mesh axes is inside `on_no_axes`.
 
     Raises:
-        PlanError: it does not.
+        PlanError: the call is not inside `on_no_axes`.
     """
     if not _on_no_axes.value:
         raise PlanError(

@@ -1,8 +1,8 @@
-"""The product of what a device holds, accumulated in float32, and the forms in which compilers multiply it fastest.
+"""The product of one device's pieces, accumulated in float32, in the form that compilers multiply fastest.
 
 CPUs   a batched product as one of batches of matrices, which XLA:CPU multiplies in the order that is in memory
-TPUs   the same for one batch dimension whose rows fill tiles; and a lone row with a row of zeros beside it
-else   `jnp.einsum`
+TPUs   the same for one batch dimension whose rows fill tiles; a single row gets a row of zeros beside it
+other  `jnp.einsum`
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -20,26 +20,26 @@ from jax import lax
 from gspmd.lowerings import in_force
 
 ONE_ROW = "one_row"
-"""The named scope of a product that has a row of zeros besides its own: half of its operations are nobody's."""
+"""The named scope of a product with an added row of zeros: half of its operations do not count."""
 
 
 def local_einsum(letters: str, *operands: jax.Array, precision: Any = None, into: Any = None) -> jax.Array:
-    """Compute an einsum of what a device holds, accumulated in float32 (or int32) where the operands are narrower.
+    """Compute an einsum of one device's pieces, accumulated in float32 (or int32) if the operands are narrower.
 
     Args:
-        letters: as in `jnp.einsum`.
-        precision: of the product.
-        into: the dtype that it leaves the matrix unit in; the accumulator's own if not given. Accelerators accumulate
-            in float32 either way, and what the compiler sums over devices has this dtype.
+        letters: the equation, as in `jnp.einsum`.
+        precision: the precision of the product.
+        into: the dtype of the matrix unit's result; by default that of the accumulator. Accelerators accumulate in
+            float32 either way, and sums that the compiler makes over devices have this dtype.
     """
     wide, on_cpu = accumulator(*(x.dtype for x in operands)), in_force.is_host()
     floating = [x.dtype for x in operands if jnp.issubdtype(x.dtype, jnp.floating)]
-    if len(floating) == 1 and floating[0].itemsize > 1:  # what has 8 bits beside it, as quantized weights, is exact
+    if len(floating) == 1 and floating[0].itemsize > 1:  # 8-bit operands, such as quantized weights, are exact in it
         operands = tuple(x.astype(floating[0]) if x.dtype.itemsize == 1 else x for x in operands)
     einsum: Callable[..., jax.Array] = jnp.einsum
     if len(operands) == 1 or on_cpu or len({x.dtype for x in operands}) > 1:
-        # A sum has no accumulator of its own, XLA:CPU has no batched product of narrow operands into a wide one, and
-        # two dtypes may have no joint one but the accumulator's.
+        # The operands are cast, because a sum has no accumulator, XLA:CPU has no batched product of narrow operands
+        # into a wide one, and the only joint dtype of two operands may be the accumulator's.
         operands, into = tuple(x.astype(wide) for x in operands), None if len(operands) == 1 or on_cpu else into
     if on_cpu:
         einsum = _einsum_on_cpu
@@ -49,13 +49,13 @@ def local_einsum(letters: str, *operands: jax.Array, precision: Any = None, into
 
 
 def accumulator(*dtypes) -> jnp.dtype:
-    """Return float32 or int32 for what is narrower, the operands' own joint dtype for what is not."""
-    with jax.numpy_dtype_promotion("standard"):  # what is accumulated is cast by hand, whatever a user allows his own
+    """Return float32 or int32 for narrower operands, and otherwise the operands' joint dtype."""
+    with jax.numpy_dtype_promotion("standard"):  # cast explicitly, whatever promotion the user allows in other code
         return jnp.result_type(*map(_widened, dtypes))
 
 
 def _widened(dtype: jnp.dtype) -> jnp.dtype:
-    # Each by itself, before it meets another: the floats of 8 bits and the integers of 4 are promoted to nothing.
+    # Each alone, before two are promoted together: JAX promotes neither 8-bit floats nor 4-bit integers.
     if dtype.itemsize >= 4:
         return dtype
     floating, unsigned = (jnp.issubdtype(dtype, kind) for kind in (jnp.floating, jnp.unsignedinteger))
@@ -77,10 +77,10 @@ def _einsum_on_cpu(
 def _einsum_on_tpu(
     letters: str, *operands: jax.Array, precision: Any = None, preferred_element_type: Any = None
 ) -> jax.Array:
-    """Compute an einsum; a row that is multiplied by a matrix takes a row of zeros along, which is dropped again.
+    """Compute an einsum; add a row of zeros to a single row that is multiplied by a matrix, and drop it later.
 
-    libtpu 0.0.42 multiplies one row elementwise, on the vector unit, and adds up: on a v4 58 µs for two products with
-    [4096, 2048] of int8, of which each takes 14 with two rows. One token of one text is such a row in every product.
+    libtpu 0.0.42 multiplies a single row elementwise, on the vector unit, and adds up. On a v4 two products
+    with [4096, 2048] of int8 take 58 µs, and with two rows 14 each. A single token is such a row in every product.
     """
     options = {"precision": precision, "preferred_element_type": preferred_element_type}
     found = _row(letters, *operands) if len(operands) == 2 else None
@@ -97,8 +97,7 @@ def _einsum_on_tpu(
 
 
 def _row(letters: str, *operands: jax.Array) -> tuple[int, str] | None:
-    """Return the operand that is one row of a product with a matrix, and the last dimension that only the result
-    has."""
+    """Return the operand that is a single row, and the last dimension of the result that only the matrix has."""
     inputs, result = letters.split("->")
     held = inputs.split(",")
     sizes = {dim: size for dims, x in zip(held, operands) for dim, size in zip(dims, x.shape)}
@@ -111,13 +110,13 @@ def _row(letters: str, *operands: jax.Array) -> tuple[int, str] | None:
     return (number, own[number][-1]) if own[number] else None
 
 
-# Read while a program is traced, and set by that program's own body: so jit's cache needs to know nothing of it.
+# Read while a program is traced, and set by that program's own body, so it need not be part of jit's cache key.
 _IN_TILES = ContextVar("in_tiles", default=True)
 
 
 @contextmanager
 def as_compiled() -> Iterator[None]:
-    """Leave to the compiler how the products inside lie in memory, also where they would be those of matrices."""
+    """Leave the memory layout of the products inside to the compiler, even if they could be products of matrices."""
     token = _IN_TILES.set(False)
     try:
         yield
@@ -128,12 +127,13 @@ def as_compiled() -> Iterator[None]:
 def einsum_in_tiles(
     letters: str, *operands: jax.Array, precision: Any = None, preferred_element_type: Any = None
 ) -> jax.Array:
-    """Compute an einsum; a product of one batch dimension as one of matrices, where every row stays in its tile.
+    """Compute an einsum; with one batch dimension as a product of matrices, if every row stays in its tile.
 
-    It is for layers of experts, X. Of `[G, X, C, F]` libtpu 0.0.42 chooses an order in memory for each product, and
-    copies what is between two that chose differently: with 8 slots of a group for each expert a layer took 6.3 ms, 0.9
-    of them to copy hidden layers, and takes 5.2. Alone such a product gains nothing. Where the dimensions do not fill
-    tiles, merging them is a copy itself: with 4 slots the layer took 2.5 times as long.
+    This is for layers of experts, X. For `[G, X, C, F]` libtpu 0.0.42 chooses an order in memory for each
+    product, and copies tensors between two products that chose differently. With 8 slots of a group for each expert a
+    layer took 6.3 ms, of which 0.9 to copy hidden layers; as products of matrices it takes 5.2 ms. A product alone
+    gains nothing. If the dimensions do not fill tiles, merging them is a copy itself: with 4 slots the layer took 2.5
+    times as long.
     """
     if len(operands) == 2 and _IN_TILES.get() and _are_whole():
         product = batched(letters)
@@ -143,7 +143,7 @@ def einsum_in_tiles(
 
 
 def _are_whole() -> bool:
-    """Return whether an array is what one device holds."""
+    """Return whether an array is the piece of one device."""
     mesh = jax.sharding.get_abstract_mesh()
     return mesh.size == 1 or mesh.are_all_axes_manual
 
@@ -157,7 +157,7 @@ class Batched:
 
     Attributes:
         letters: dimensions of the left operand, the right one and the result.
-        batch, contracted, left, right: dimensions by what becomes of them, those of the result in its order.
+        batch, contracted, left, right: the dimensions by their role; those of the result in its order.
     """
 
     letters: tuple[str, str, str]
@@ -167,7 +167,7 @@ class Batched:
     right: tuple[str, ...]
 
     def __call__(self, x: jax.Array, w: jax.Array, precision: Any = None, into: Any = None) -> jax.Array:
-        """Multiply arrays that lie whole on this device."""
+        """Multiply arrays that are local to this device."""
         left, right, result = self.letters
         sizes = dict(zip(left + right, x.shape + w.shape))
         x, x_contracts = self._matrices(x, left, self.left, sizes)
@@ -188,7 +188,8 @@ class Batched:
 
     def _matrices(self, x: jax.Array, dims: str, free: Sequence[str], sizes: dict) -> tuple[jax.Array, int]:
         """Return an operand as [batch, rows, columns], and which of the two is contracted."""
-        # XLA:CPU multiplies either order of the two; so only what is scattered has to be copied.
+        # XLA:CPU multiplies either order of the two, so only operands whose rows or columns are scattered must be
+        # copied.
         first = next(dim for dim in dims if dim not in self.batch)
         parts = (self.contracted, free) if first in self.contracted else (free, self.contracted)
         order = [dims.index(dim) for dim in (*self.batch, *parts[0], *parts[1])]
@@ -200,11 +201,11 @@ class Batched:
 def batched(letters: str) -> Batched | None:
     """Return how to multiply two operands batch by batch; None for an einsum that is no such product.
 
-    `jnp.einsum` puts the batch in front, and leaves the order of what else there is to the compiler, which on CPUs
+    `jnp.einsum` puts the batch in front, and leaves the order of the other dimensions to the compiler. On CPUs it
     copies operands, results and gradients into other orders: a mixture of experts took 1.6 times as long.
 
     Args:
-        letters: as in `jnp.einsum`, of two operands.
+        letters: the equation of two operands, as in `jnp.einsum`.
 
     Example:
         >>> batched("GXCE,XEF->GXCF").batch, batched("GXCE,XEF->GXCF").left

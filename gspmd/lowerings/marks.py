@@ -1,7 +1,7 @@
-"""Marks: operations that do nothing, and stand in a program where a step will be once it is known what lies where.
+"""Marks: operations that do nothing, as placeholders for steps until placements are known.
 
-Tracing sees of a mark how often it runs, whether it is computed again, what merges with it, and whether anybody needs
-it, as it will of the step.
+Tracing sees how often a mark runs, whether it is recomputed, what merges with it, and whether its result is needed,
+just as it will for the step.
 """
 
 from functools import lru_cache
@@ -30,7 +30,7 @@ batching.primitive_batchers[_mark] = _refused
 
 
 def marked(x: jax.Array, what: Unknown) -> jax.Array:
-    """Return an array as it is, with a mark that says what will be done to it, or was done to make it."""
+    """Return an array unchanged, with a mark of the step that will use it or that made it."""
     return _mark.bind(x, mark=_name(what))[0]
 
 

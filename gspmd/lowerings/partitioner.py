@@ -1,5 +1,4 @@
-"""The limits of XLA's partitioner: meshes on which it may end the process (docs/compiler.md), and places where it may
-not choose."""
+"""The limits of XLA's partitioner: meshes on which it may end the process (docs/compiler.md), and open dimensions."""
 
 from collections.abc import Mapping
 
@@ -9,14 +8,14 @@ from gspmd.annotate.spec import Spec
 
 
 def splits_badly(mesh: Mapping[str, int]) -> bool:
-    """Return whether moves that the partitioner invents by itself may need a split that a mesh does not have.
+    """Return whether moves that the partitioner chooses by itself may need a split that a mesh does not have.
 
     To move axes between dimensions it may split the devices of one dimension at the size of another axis: the six of
     x=3, y=2 at 2. Since jax 0.12 shardings are kept by the names of axes; there is no name for the first 2 of x=3, and
     the process ends with a failed check. Sizes that are powers of one prime can be split at each other, and an axis
-    alone is never split. Nor is any in a step of a plan, which gathers, slices or exchanges the last axes of a
-    dimension: on such a mesh lowering `xla` constrains an array after every step. That is done under every JAX, so that
-    an equation sends the same under each.
+    alone is never split. A step of a plan splits no axis either, since it gathers, slices or exchanges the last axes of
+    a dimension. So on such a mesh lowering `xla` constrains an array after every step. It does so under every JAX, so
+    that an equation always sends the same.
 
     >>> splits_badly({"x": 3, "y": 2}), splits_badly({"x": 4, "y": 2, "z": 1}), splits_badly({"x": 6})
     (True, False, False)
@@ -35,7 +34,7 @@ def _is_power(size: int, prime: int) -> bool:
 
 
 def may_abort(mesh: Mapping[str, int]) -> bool:
-    """Return whether plain code, whose moves no plan tells, may end the process on a mesh under the installed JAX."""
+    """Return whether plain code, whose moves are not planned, may end the process on a mesh under the installed JAX."""
     return jax_internals.PARTITIONER_KEEPS_AXIS_NAMES and splits_badly(mesh)
 
 
@@ -68,6 +67,6 @@ def open_under_explicit(spec: Spec) -> str:
 
 
 def _closed(spec: Spec) -> Spec:
-    """Return the spec with its open dimensions whole, which errors propose."""
+    """Return the spec with its open dimensions unsharded, as errors propose."""
     axes = tuple(() if axes == (OPEN,) else axes for axes in spec.axes)
     return Spec(spec.dims, axes, spec.partial, spec.reduced)

@@ -1,7 +1,7 @@
 """Programs with planned collectives: the mesh they run on, their names, and the shard_map around their steps.
 
-Every planned program is one `jax.jit` whose name carries its steps, so that `gspmd.trace` finds them in a jaxpr, loops
-and recomputation included; each step has its named scope, so that a compiled instruction can be joined to it.
+Every planned program is one `jax.jit` whose name carries its steps, so that `gspmd.trace` finds them in a jaxpr, also
+in loops and recomputation. Each step has its named scope, so that a compiled instruction can be joined to it.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,20 +24,23 @@ from gspmd.planner.steps import Step
 from gspmd.planner.unknown import UnknownStep, is_unknown
 
 DEFAULT_CHIP = "tpu-v4"
-"""The chip whose figures plans are made with on devices that chips.toml does not list, such as host devices."""
+"""The chip whose figures are used for devices that chips.toml does not list, such as host devices."""
 
 # -- the mesh in force -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Context:
-    """The mesh of a call, without axes that are manual around it: sizes, chip, whether Explicit; and the lowering."""
+    """The mesh of a call (sizes, chip, whether its axes are Explicit) and the lowering.
+
+    Mesh axes that are manual around the call are left out.
+    """
 
     axes: tuple[tuple[str, int], ...]
     chip: Chip
     explicit: bool
     lowering: str
-    in_shard_map: bool = False  # whether axes are manual around it, as in the stages of a pipeline
+    in_shard_map: bool = False  # whether mesh axes are manual around the call, as in the stages of a pipeline
 
     @property
     def mesh(self) -> dict[str, int]:
@@ -46,28 +49,34 @@ class Context:
 
     @property
     def compiler_chooses(self) -> bool:
-        """Whether an operation is plain code between annotations: under lowering `xla`, where XLA survives that."""
+        """Whether operations run as plain code between annotations: under `xla`, on meshes that XLA handles."""
         return self.lowering == "xla" and not may_abort(self.mesh)
 
 
 def context(lowering_name: str | None = None) -> Context:
-    """Read the context of a call, once, when an operation is called: its gradient uses the same.
+    """Read the context of a call. It is read once, when an operation is called, and its gradient uses the same.
 
     Raises:
-        PlanError: there is no mesh, its axes are of both types, or the call stands in a shard_map over all of them.
+        PlanError: no mesh is set, the mesh has axes of both types, or the call is in a shard_map over all mesh axes.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
-        raise PlanError("there is no mesh.\n  Call inside `with jax.set_mesh(mesh):`, with a mesh from jax.make_mesh.")
+        raise PlanError(
+            "cannot plan this call: there is no mesh.\n"
+            "  Call inside `with jax.set_mesh(mesh):`, with a mesh from jax.make_mesh."
+        )
     if mesh.are_all_axes_manual:
         in_force.check_all_manual()
     if mesh.explicit_axes and mesh.auto_axes:
-        raise PlanError("the mesh mixes Explicit and Auto axes.\n  Make it with axes of one type.")
+        raise PlanError(
+            "cannot plan this call: the mesh mixes Explicit and Auto axes.\n"
+            "  Make the mesh with axes of one type: axis_types=(jax.sharding.AxisType.Explicit,) * number of axes."
+        )
     axes = tuple((axis, size) for axis, size in mesh.shape.items() if axis not in mesh.manual_axes)
     device = mesh.abstract_device
     known = chip_of_device(device.device_kind) if device is not None else in_force.chip_in_force()
     chosen = in_force.resolve(lowering_name)
-    if chosen == "auto" and known is None:  # host devices share their cores with what they send: nothing is hidden
+    if chosen == "auto" and known is None:  # the cores of host devices both send and multiply: nothing is hidden
         chosen = "blocking"
     return Context(axes, known or chip(DEFAULT_CHIP), bool(mesh.explicit_axes), chosen, bool(mesh.manual_axes))
 
@@ -77,8 +86,10 @@ def context(lowering_name: str | None = None) -> Context:
 
 @dataclass(frozen=True)
 class PlannedProgram:
-    """A planned program: its function, its steps, and the seconds its loops hide; `backward` is set where JAX
-    differentiates it."""
+    """A planned program: its equation, its steps, and the seconds that its loops hide.
+
+    `backward` is set if JAX differentiates the program.
+    """
 
     equation: str
     steps: tuple[Step, ...]
@@ -87,7 +98,7 @@ class PlannedProgram:
 
 
 class ProgramName(str):
-    """The name of a jitted program, which JAX keeps in jaxprs as it is: the plan lives as long as they do."""
+    """The name of a jitted program. JAX keeps the object in its jaxprs, so the plan lives as long as they do."""
 
     program: PlannedProgram
 
@@ -100,7 +111,8 @@ _numbers = count()
 def name_of(program: PlannedProgram) -> ProgramName:
     """Return the name under which a program runs; equal programs share one.
 
-    It is a number, for names are compared as strings: programs of one equation on two meshes must not be called alike.
+    The name is a number because names are compared as strings: the programs of one equation on two meshes must have
+    different names.
     """
     name = ProgramName(f"{PREFIX}{next(_numbers)}")
     name.program = program
@@ -108,7 +120,7 @@ def name_of(program: PlannedProgram) -> ProgramName:
 
 
 def program_of(equation: Any) -> PlannedProgram | None:
-    """Return the program that an operation of a jaxpr calls, or None where it is none of ours."""
+    """Return the program that an operation of a jaxpr calls, or None if it is not a planned program."""
     name = equation.params.get("name")
     if isinstance(name, ProgramName):
         return name.program
@@ -137,14 +149,14 @@ def run(
     backward pass is another `run`.
 
     Args:
-        ctx: of the call.
-        name: what is computed, in notation; it opens every scope inside.
+        ctx: the context of the call.
+        name: the computation in notation; every scope inside begins with it.
         steps: the plan; `body` emits them.
         body: from local pieces to local pieces.
         in_specs: one Spec per array.
-        out_specs: a Spec, or a tuple of them, as `body` returns arrays.
-        arrays: placed as `in_specs` say.
-        hidden_seconds: how much sooner the steps end because some of them overlap.
+        out_specs: a Spec, or a tuple of Specs if `body` returns a tuple.
+        arrays: the arrays, placed as `in_specs` say.
+        hidden_seconds: the seconds that overlap saves.
 
     Raises:
         SpecError: under Explicit axes, an array's type is not what its spec says.
@@ -158,11 +170,11 @@ def run(
     return _jitted(PlannedProgram(name, tuple(steps), None, hidden_seconds), body, ins, outs)(*arrays)
 
 
-# By the identity of the body: whoever calls `run` keeps its body in a cache too, or each call is compiled anew.
+# Cached by the identity of the body: callers of `run` must cache their body too, or each call is compiled anew.
 @lru_cache(maxsize=4096)
 def _jitted(planned: PlannedProgram, body: Callable, ins: tuple, outs: Any) -> Callable:
     def scoped(*pieces):
-        # The scope stands inside: a reduction keeps only those of its body when a compiler rewrites it.
+        # The scope is inside the body: when a compiler rewrites a reduction, only scopes of its body are kept.
         with jax.named_scope(program_scope(planned.equation)), own_promotion():
             return body(*pieces)
 
@@ -170,22 +182,23 @@ def _jitted(planned: PlannedProgram, body: Callable, ins: tuple, outs: Any) -> C
 
 
 def own_promotion() -> AbstractContextManager:
-    """JAX's usual rules of promotion for code of ours, which knows what it mixes, whatever a user allows his own."""
+    """JAX's standard rules of promotion for code of gspmd, whatever promotion the user allows in other code."""
     return jax.numpy_dtype_promotion("standard")
 
 
 def mapped(body: Callable, ins: Any, outs: Any) -> Callable:
-    """Make the shard_map of a body over the mesh in force at the call; JAX binds one to the mesh where it is made."""
+    """Make the shard_map of a body at each call, since JAX binds a shard_map to the mesh where it is made."""
 
     def run_mapped(*arrays):
-        # On one device JAX inlines a shard_map and refuses its partial sums; they are whole there, and typed after.
+        # On one device JAX inlines a shard_map and refuses its partial sums. They are complete there, and get their
+        # type after.
         mesh = jax.sharding.get_abstract_mesh()
         alone, free = mesh.size == 1, {*mesh.axis_names}.difference(mesh.manual_axes)
         if not free:
             return body(*arrays)
         wanted = jax.tree.map(lambda spec: jax.P(*spec.partitions), outs, is_leaf=_is_partition) if alone else outs
         run = _shard_map_of_empty if any(x.size == 0 for x in arrays) else jax.shard_map
-        # Unchecked: JAX types what a gather leaves as different on each device, and would refuse it as the same on all.
+        # Unchecked: JAX types the result of a gather as different on each device, and would refuse it as replicated.
         results = run(body, in_specs=ins, out_specs=wanted, axis_names=free, check_vma=False)(*arrays)
         return jax.tree.map(_typed, outs, results, is_leaf=_is_partition) if alone else results
 
@@ -198,11 +211,11 @@ def mapped(body: Callable, ins: Any, outs: Any) -> Callable:
 
 
 def _shard_map_of_empty(body: Callable, *, in_specs: Any, **options: Any) -> Callable:
-    """Make a shard_map of arrays of which some have no elements.
+    """Make a shard_map of arrays of which some are empty.
 
-    XLA replaces what has no elements by a constant, and cannot read the body of a shard_map that is left without any
-    input ("expected at least one operand ... GlobalToLocalShape", jaxlib 0.10.2). So a zero is one more input, on which
-    every result depends.
+    XLA replaces an empty array by a constant, and cannot read the body of a shard_map that is left without any input
+    ("expected at least one operand ... GlobalToLocalShape", jaxlib 0.10.2). So a zero is one more input, on which every
+    result depends.
     """
 
     def held(zero, *pieces):
@@ -225,7 +238,7 @@ def _typed(spec: jax.P, x: jax.Array) -> jax.Array:
 
 
 def input_partition(ctx: Context, spec: Spec, x: Any, number: int, name: str) -> jax.P:
-    """Return the `jax.P` of operand `number` of what is computed, and check that the array lies so."""
+    """Return the `jax.P` of operand `number` of the computation `name`, and check that the array has it."""
     if ctx.explicit:
         check_type(x, spec, f"cannot use operand {number + 1} of '{name}' as '{spec}'")
     elif spec.partial or spec.reduced:
@@ -237,5 +250,5 @@ def partial_under_auto(spec: Spec) -> str:
     """Say why a partial sum cannot cross an equation's border under Auto axes."""
     return (
         f"a partial sum, '{spec}', cannot enter or leave an equation under Auto mesh axes.\n"
-        "  Use Explicit axes (the default of jax.make_mesh), or settle it inside the equation."
+        "  Use Explicit axes (the default of jax.make_mesh), or reduce it inside the equation."
     )

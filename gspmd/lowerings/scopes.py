@@ -1,4 +1,4 @@
-"""The named scopes of planned programs: how a jaxpr and compiled instructions say which step of which plan they are.
+"""The named scopes of planned programs, by which operations of jaxprs and compiled programs name their plan and step.
 
 gspmd[BLE_xyz, E_xF_yz -> BLF_yzx]/step0.all-gather.y.z
 """
@@ -16,7 +16,7 @@ _NUMBER = re.compile(r"step(\d+)\.")
 
 
 def program_scope(title: str) -> str:
-    """Return the scope of a program, by what it computes."""
+    """Return the scope of a program, which names its computation."""
     return f"gspmd[{title}]"
 
 
@@ -49,14 +49,14 @@ def read_step(name: str) -> StepName:
 
 
 def step_numbers(scopes: str) -> list[int]:
-    """Return the numbers of the steps in whose scopes an operation of a jaxpr stands, outermost first."""
+    """Return the numbers of the steps in whose scopes an operation of a jaxpr is, outermost first."""
     return [int(number) for number in _NUMBER.findall(scopes)]
 
 
 def innermost(scopes: str) -> tuple[str, str]:
     """Return the innermost program of an instruction, and the name of the innermost step in it; empty without one.
 
-    A scope elsewhere that reads like a step is a user's own.
+    A scope outside of a program that reads like a step belongs to the user.
 
     >>> innermost("jit(f)/gspmd[BE_x -> BE]/step0.all-gather.x/all_gather")
     ('BE_x -> BE', 'step0.all-gather.x')

@@ -21,7 +21,7 @@ from gspmd.planner.unknown import UnknownMove, UnknownProduct, UnknownSteps, Unk
 def lower(call: Call) -> Passes:
     """Run an equation on one device, with a mark for each step.
 
-    Every operand is kept for the backward pass as if it had moved: it is what recomputation brings there again.
+    Every operand is kept for the backward pass as if it had been moved, since recomputation moves it again.
     """
     alone = any(len(term.operands) == 1 for term in call.equation.terms)
     return _planned(call) if call.via is None or alone else _product(call, call.via)
@@ -31,11 +31,11 @@ def lower(call: Call) -> Passes:
 
 
 def _product(call: Call, via: Via) -> Passes:
-    """Lower an equation with a via: it costs the sum of moves, to the via and from it, and of products.
+    """Lower an equation with a via: its cost is that of the moves to the via and from it, and of the products.
 
-    Products that are added are each made at a place of their own, and added where that costs least. In the gradient
-    one cotangent is brought to all of them, so they have to be made alike, but for what they are partial sums over: of
-    others the planner searches the gradient.
+    Products that are added may each have a different placement, and are added in the cheapest one. In the gradient one
+    cotangent is brought to all of them, so their placements must be equal except for their partial sums. Otherwise the
+    planner searches the gradient.
     """
     plan, specs, outputs = call.plan, call.operands, call.equation.outputs
     inputs, results = plan.inputs, plan.outputs
@@ -78,14 +78,14 @@ def _product(call: Call, via: Via) -> Passes:
         def move(self, number: int, pieces: Pieces, stop: int | None = None) -> jax.Array:
             source = self.routine.moves[number].source
             x = super().move(number, pieces, stop)
-            if source >= cotangents:  # what was kept is where it was multiplied
+            if source >= cotangents:  # a kept operand has the placement in which it was multiplied
                 return x
             mirrored, *others = (lying(joint[part], outputs[source].dims) for part in added[source].products)
             x = marked(x, moved([outputs[source].cotangent], mirrored, results[source]))
             for other in dict.fromkeys(others):
                 x = marked(x, UnknownSteps(made_alike, (str(call.equation), mirrored, other), "alike"))
             for number in range(len(specs)):
-                if specs[number].reduced:  # to a partial sum there may be no way, even of one that nobody needs
+                if specs[number].reduced:  # there may be no path to a partial sum, even if nothing needs it
                     x = marked(x, UnknownWay(self._gradient(number)))
             return x
 
@@ -99,14 +99,13 @@ def _product(call: Call, via: Via) -> Passes:
             return marked(super().output(number, values), self._gradient(number))
 
         def _gradient(self, number: int) -> UnknownMove:
-            """Return the move of one operand's gradient, from where its products are made to where it has to be."""
+            """Return the move of one operand's gradient, from the placements of its products to its target."""
             parts = self.routine.outputs[number].products
             made = [made_of(joint[self._sides(part)[1]], specs[number].dims) for part in parts]
             return moved(made, specs[number].cotangent, inputs[number])
 
         def _sides(self, number: int) -> tuple[int, int, int, int]:
-            """Return the sides of a product of the gradient: whose cotangent it has, the forward product, its own
-            operand, the other."""
+            """Return the sides of a gradient's product: output, forward product, its own operand, the other operand."""
             each = self.routine.products[number]
             of, residual = (self.routine.moves[side].source for side in each.operands)
             held = residual - cotangents
@@ -118,10 +117,10 @@ def _product(call: Call, via: Via) -> Passes:
 
 
 def made_alike(equation: str, one: Spec, other: Spec) -> dict[str, tuple[Step, ...]]:
-    """Return no steps, if both products of a sum are made alike, so that one cotangent serves them.
+    """Return no steps if both products of a sum have the same placement, so that one cotangent serves them.
 
     Raises:
-        PlanError: they are not.
+        PlanError: the placements of the products differ.
     """
     if one != other:
         raise PlanError(f"the products of '{equation}' are made as '{one}' and as '{other}': its gradient is searched.")
@@ -159,24 +158,24 @@ def _passes(call: Call, forward: type[Executor], backward: type[Executor], kept:
 
 
 def _ordered(via: Via, call: Call) -> list[Spec]:
-    """Return the place where each operand is multiplied, group members one by one, in its own order of dimensions."""
+    """Return the spec in which each operand is multiplied, group members one by one, in its own order of dimensions."""
     met = spread_over_groups(call.equation, via.specs, call.operands)
     return [Spec(own.dims, tuple(spec.axes_of(dim) for dim in own.dims)) for spec, own in zip(met, call.operands)]
 
 
 def joint_of(left: Spec, right: Spec) -> Spec:
-    """Return where all dimensions of a product lie."""
+    """Return the mesh axes of all dimensions of a product."""
     rest = [dim for dim in right.dims if dim not in left.dims]
     return Spec((*left.dims, *rest), (*left.axes, *(right.axes_of(dim) for dim in rest)))
 
 
 def lying(joint: Spec, dims: Sequence[str]) -> Spec:
-    """Return where a tensor lies that lies as the dimensions of a product do."""
+    """Return the spec of a tensor whose dimensions have the mesh axes of a product's."""
     return Spec(tuple(dims), tuple(joint.axes_of(dim) for dim in dims))
 
 
 def made_of(joint: Spec, dims: Sequence[str]) -> Spec:
-    """Return what a product leaves: a partial sum over the mesh axes of the dimensions that it sums over."""
+    """Return the spec of a product's result: a partial sum over the mesh axes of the dimensions that it sums over."""
     summed = tuple(axis for dim in joint.dims if dim not in dims for axis in joint.axes_of(dim))
     return lying(joint, dims).with_partial(summed)
 
@@ -185,7 +184,7 @@ def made_of(joint: Spec, dims: Sequence[str]) -> Spec:
 
 
 def _planned(call: Call) -> Passes:
-    """Lower a move, or an equation without a via: marked with what its plan will be."""
+    """Lower a move, or an equation without a via, with a mark of its future plan."""
     if _is_move(call):
         return _moved(call)
     arguments = call.equation, call.sizes, call.context, call.dtypes, call.via, call.wire_dtype, call.result_dtype
@@ -212,9 +211,10 @@ def _planned(call: Call) -> Passes:
 def planned_steps(
     equation, sizes, ctx, dtypes, via, wire_dtype, result_dtype, backward: bool
 ) -> dict[str, tuple[Step, ...]]:
-    """Return the steps of an equation's plan, or of its gradient's: by tensor that moves, and by output.
+    """Return the steps of an equation's plan, or of its gradient's, by moved tensor and by output.
 
-    A tensor that goes to several places has all of its moves in one entry; an output has its products.
+    A tensor that is moved to several placements has all of its moves in one entry; the entry of an output has its
+    products.
     """
     via = None if via is None else Via(via)  # a tuple of terms, once placed
     plan = make_plan(equation, sizes, ctx.axes, dtypes, ctx.chip, "blocking", via, wire_dtype, result_dtype)
@@ -230,7 +230,7 @@ def planned_steps(
 
 
 def _moved_tensor(plan: Plan, backward: bool, source: int) -> str:
-    """Return the operands of a move, by names that do not depend on how often each moves."""
+    """Return the operands of a move, by names that do not depend on the number of moves of each."""
     if not backward:
         return f"operand {source}"
     kept = source - len(plan.outputs)

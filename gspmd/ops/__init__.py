@@ -1,6 +1,6 @@
 """Planned operations on placed arrays, which model code calls between its einsums.
 
-`gspmd.einsum` and `gspmd.reshard` stand in this room too, and are names of the package itself.
+`gspmd.einsum` and `gspmd.reshard` are in this package too, under their top-level names.
 """
 
 from importlib import import_module
@@ -11,7 +11,7 @@ __all__ = [
     "logsumexp", "quantize_heads", "rms_norm", "sample", "softmax", "write_cache", "zigzag_positions",
 ]  # fmt: skip
 
-# Each is imported when it is asked for: an einsum needs none of them. Type checkers read __init__.pyi instead.
+# Each is imported at its first use, since an einsum needs none of them. Type checkers read __init__.pyi instead.
 _HOMES = {
     "add_bias": "_bias", "cached_attention": "_attention", "embed": "_embedding", "logsumexp": "_softmax",
     "quantize_heads": "_attention", "rms_norm": "_norm", "write_cache": "_attention", "zigzag_positions": "_attention",

@@ -1,4 +1,4 @@
-"""The place of the largest number of a row that lies on several devices."""
+"""The position of the largest number of a row that is sharded over devices."""
 
 from functools import lru_cache, partial
 
@@ -21,21 +21,21 @@ PADDING = -1e30
 def argmax(logits: jax.Array, spec: str | Spec, dim: str) -> jax.Array:
     """Return the position of the largest number along one dimension; ties go to the lowest position.
 
-    NaN, and -1e30, which is the logit of a vocabulary's padding, count as -inf: so a row never gives a position of the
-    padding behind it, not even one in which nothing else is larger than -inf.
+    NaN counts as -inf, and so does -1e30, the logit of a vocabulary's padding. So the result is never a position of the
+    padding at the end, even if all other numbers of a row are -inf.
 
     Two all-reduces of [B, L] over the mesh axes of the dimension: the maximum, then the lowest position that has it.
 
     Args:
         logits: [B, L, V], or any shape.
-        spec: where `logits` lie, `"BLV_x"`.
+        spec: the spec of `logits`, `"BLV_x"`.
         dim: the dimension searched, `"V"`.
 
     Returns:
-        [B, L] int32 positions in the whole dimension, lying as `spec` without `dim`.
+        [B, L] int32 positions in the unsharded dimension, with the spec `spec` without `dim`.
 
     Raises:
-        SpecError: the spec does not fit the array or the mesh, or lacks the dimension, or that has size 0.
+        SpecError: the spec does not fit the array or the mesh, or lacks the dimension, or the dimension has size 0.
         PlanError: `logits` are a partial sum.
 
     Example:
@@ -64,10 +64,10 @@ def _plain(at: int, logits: jax.Array) -> jax.Array:
 
 
 def _ranked(logits: jax.Array) -> jax.Array:
-    """Return numbers as they are compared: what cannot be an answer is -inf, of which the lowest position is taken."""
+    """Return the numbers to compare: numbers that cannot be an answer become -inf, whose lowest position wins."""
     if not jnp.issubdtype(logits.dtype, jnp.floating):
         return logits
-    padding = jnp.asarray(PADDING, logits.dtype)  # rounded as a logit of that dtype is
+    padding = jnp.asarray(PADDING, logits.dtype)  # rounded like a logit of that dtype
     return jnp.where(jnp.isnan(logits) | (logits == padding), -jnp.inf, logits)
 
 
@@ -92,7 +92,7 @@ def _value(spec: Spec, at: int, shape: tuple[int, ...], width: int, ctx: Context
 
 
 def first_maximum(x: jax.Array, at: int, axes: tuple[str, ...], chains: Chains) -> tuple[jax.Array, jax.Array]:
-    """Return the largest number along dimension `at`, which lies on `axes`, and its lowest position, in a shard_map.
+    """Return the largest number along dimension `at`, sharded over `axes`, and its lowest position, in a shard_map.
 
     The chains `biggest` and `lowest` are all-reduces of it and of an int32 over those axes.
     """

@@ -1,4 +1,4 @@
-"""A bias over the last dimensions of a tensor, wherever both lie."""
+"""A bias over the last dimensions of a tensor, for any specs of both."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -16,23 +16,23 @@ from gspmd.planner.graph.resharding import move
 
 
 def add_bias(x: jax.Array, bias: jax.Array, spec: str | Spec, bias_spec: str | Spec) -> jax.Array:
-    """Add a bias over the last dimensions: x + bias, for every batch row and position alike.
+    """Add a bias over the last dimensions: x + bias, the same for every batch row and position.
 
-    The value sends nothing where the bias already lies as the dimensions of `x` do. The gradient of the bias is summed
-    over the axes of the other dimensions and comes back as the bias lies.
+    The value sends nothing if the bias is already sharded like its dimensions of `x`. The gradient of the bias is
+    summed over the axes of the other dimensions and gets the spec of the bias.
 
     Args:
         x: [B, L, F], or [B, L, H, D]; any number of leading dimensions.
-        bias: [F], or [H, D]; brought to the axes of those dimensions of `x` where it lies elsewhere.
-        spec: where `x` lies, `"B_xLH_yD"`; the result lies there too.
-        bias_spec: where `bias` lies, `"H_yD"`.
+        bias: [F], or [H, D]; moved to the axes of those dimensions of `x`, if it has other axes.
+        spec: the spec of `x` and of the result, `"B_xLH_yD"`.
+        bias_spec: the spec of `bias`, `"H_yD"`.
 
     Returns:
-        [B, L, F] in x's dtype, in which the sum is taken.
+        [B, L, F] in x's dtype, in which it is added.
 
     Raises:
-        SpecError: a spec does not fit its array or the mesh, or the bias is not over x's last dimensions, or is of
-            floating numbers and x of integers.
+        SpecError: a spec does not fit its array or the mesh, the bias is not over x's last dimensions, or the bias has
+            floating numbers and x integers.
         PlanError: an operand is a partial sum.
 
     Example:
@@ -50,7 +50,7 @@ def add_bias(x: jax.Array, bias: jax.Array, spec: str | Spec, bias_spec: str | S
     form = _Bias(read(doing, spec, x, ctx), read(doing, bias_spec, bias, ctx, weight=True))
     last = form.x.dims[len(form.x.dims) - bias.ndim :]
     if not last or form.bias.dims != last or bias.shape != x.shape[-bias.ndim :]:
-        fact = f"the bias has to be over the last dimensions of x, of shape {x.shape}; its shape is {bias.shape}."
+        fact = f"the bias must be over the last dimensions of x, of shape {x.shape}; its shape is {bias.shape}."
         text = str(form.bias)
         raise report(SpecError, doing, [Fault(text, 0, len(text), fact)]) from None
     if ctx.compiler_chooses and not form.bias.reduced:
@@ -65,12 +65,12 @@ class _Bias:
 
     @property
     def used(self) -> Spec:
-        """The bias as x needs it."""
+        """The spec of the bias in the axes of `x`."""
         return Spec(self.bias.dims, self.x.axes[-len(self.bias.dims) :])
 
     @property
     def partial_bias(self) -> Spec:
-        """The bias's gradient as each device computes it."""
+        """The spec of the bias's gradient as each device computes it."""
         leading = self.x.axes[: -len(self.bias.dims)]
         return self.used.with_partial(tuple(axis for axes in leading for axis in axes))
 

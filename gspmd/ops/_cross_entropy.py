@@ -1,4 +1,4 @@
-"""Cross-entropy of logits whose vocabulary lies on several devices, without gathering it."""
+"""Cross-entropy of logits with a sharded vocabulary, which is not gathered."""
 
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -31,14 +31,14 @@ def cross_entropy(
 
     Args:
         logits: [B, L, V]; the vocabulary is the last dimension.
-        labels: [B, L] integers, lying as `spec` without V. One outside [0, V) picks a logit of 0: mask it.
-        spec: where `logits` lie, `"BLV_x"`.
-        mask: [B, L], lying as the labels; the loss is multiplied by it. Nothing flows back to it. Where it is 0, so are
-            loss and gradient, whatever the logits are.
-        z_loss: weight of the squared log-normaliser.
+        labels: [B, L] integers, with the spec `spec` without V. A label outside [0, V) picks a logit of 0: mask it.
+        spec: the spec of `logits`, `"BLV_x"`.
+        mask: [B, L], placed like the labels; the loss is multiplied by it. It has no gradient. Where it is 0, loss and
+            gradient are 0, whatever the logits are.
+        z_loss: the weight of the squared log-normaliser.
 
     Returns:
-        [B, L] float32 losses in nats, lying as the labels; their sum or mean is the caller's.
+        [B, L] float32 losses in nats, placed like the labels; the caller takes their sum or mean.
 
     Raises:
         SpecError: the spec does not fit the array or the mesh, or labels or mask have another shape.
@@ -64,7 +64,7 @@ def cross_entropy(
         raise SpecError(f"{doing}: a number has no vocabulary.\n  Pass logits such as 'BLV_x'.")
     form = _Loss(Normaliser(spec, spec.dims[-1]), z_loss)
     _check_shapes(doing, spec, logits, labels, mask)
-    if labels.dtype.itemsize > 4:  # no label of 64 bits may become another one
+    if labels.dtype.itemsize > 4:  # cast without changing any 64-bit label
         labels = jnp.clip(labels, -1 if jnp.issubdtype(labels.dtype, jnp.signedinteger) else 0, logits.shape[-1])
     labels = labels.astype(jnp.int32)
     weights = None if mask is None else jax.lax.stop_gradient(float32(mask))
@@ -90,7 +90,7 @@ class _Loss:
         return self.normaliser.statistic
 
     def hits(self, logits: jax.Array, labels: jax.Array) -> jax.Array:
-        """Return the place of each label in this device's part of the vocabulary: a one-hot row, or zeros."""
+        """Return the position of each label in this device's part of the vocabulary, as a one-hot row, or zeros."""
         here = labels - shard_index(self.logits.axes[-1]) * logits.shape[-1]
         return here[..., None] == jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
 
@@ -99,7 +99,7 @@ def _check_shapes(doing: str, spec: Spec, logits: jax.Array, labels: jax.Array, 
     rows = spec.without(spec.dims[-1])
     for name, x in (("labels", labels), ("mask", mask)):
         if x is not None and x.shape != logits.shape[:-1]:
-            fact = f"the {name} have to lie as '{rows}', of shape {logits.shape[:-1]}; their shape is {x.shape}."
+            fact = f"the {name} must have the spec '{rows}' and shape {logits.shape[:-1]}; their shape is {x.shape}."
             raise report(SpecError, doing, [Fault(str(spec), 0, len(str(rows)) or 1, fact)]) from None
 
 
@@ -113,7 +113,7 @@ def _plain(z_loss: float, logits: jax.Array, labels: jax.Array, weights: jax.Arr
 
 
 def _counted(logits: jax.Array, weights: jax.Array | None) -> jax.Array:
-    """Return logits in float32, but zeros for rows that do not count: what is not finite there would be NaN times 0."""
+    """Return logits in float32, with zeros in masked rows: a number that is not finite times 0 would be NaN."""
     return float32(logits) if weights is None else jnp.where(weights[..., None] == 0, 0.0, float32(logits))
 
 
@@ -158,7 +158,8 @@ def _value(form: _Loss, shape: tuple[int, ...], ctx: Context):
 
 @lru_cache(maxsize=1024)
 def _gradient(form: _Loss):
-    # d loss / d logits = softmax · (1 + 2 z log Z) − hits, by what the value kept of each row: so nothing is sent.
+    # d loss / d logits = softmax · (1 + 2 z log Z) − hits, from the statistics that the value kept of each row, so
+    # nothing is sent.
     def body(logits, labels, top, total, g, weights=None):
         g = g if weights is None else g * weights
         share = jnp.exp(_counted(logits, weights) - top[..., None]) / total[..., None]

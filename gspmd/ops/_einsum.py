@@ -28,27 +28,27 @@ def einsum(
 
     Args:
         equation: specs of the operands and of the result; see docs/notation.md.
-        operands: arrays of the specs' ranks, placed as they say; a group is a tuple of arrays.
+        operands: arrays with the ranks and placements of the specs; a group is a tuple of arrays.
         lowering: `"xla"`, `"blocking"`, `"looped"`, `"looped:<schedule>"` or `"auto"`; by default that of
-            `gspmd.lowering`, which says what they are.
-        via: the specs that the operands are brought to before the local einsum.
-        wire_dtype: dtype of everything that crosses the wire; by default that of the operand, or of the result, that
-            does. Only floating-point numbers may cross it in another dtype, a floating-point one: narrower ones round,
-            float16 overflows beyond 65504, and 8-bit ones (e4m3fn beyond 448) keep two or three bits of a number. Not
-            under lowering `"xla"`.
-        precision: of the local products, as in `jax.lax.dot`.
-        preferred_element_type: dtype of the result; by default the operands' joint dtype, by JAX's rules. Local
-            products accumulate in float32 (int32 for integers) either way; partial sums cross the wire in the dtype of
-            the result.
+            `gspmd.lowering`, which explains them.
+        via: the specs to which the operands are brought before the local einsum.
+        wire_dtype: the dtype in which everything is sent; by default that of the operand or result that is sent. Only
+            floating-point numbers may be sent in another dtype, which must be floating-point too. Narrower dtypes
+            round: float16 overflows above 65504, and 8-bit dtypes (e4m3fn above 448) keep two or three bits of a
+                number. Not available under lowering `"xla"`.
+        precision: the precision of the local products, as in `jax.lax.dot`.
+        preferred_element_type: the dtype of the result; by default the operands' joint dtype, by JAX's rules. Local
+            products accumulate in float32 (int32 for integers) either way; partial sums are sent in the dtype of the
+            result.
 
     Returns:
         The result, placed as the equation says; a tuple of them for a group.
 
     Raises:
-        SpecError: the notation is wrong, an operand is no array, shapes or sizes do not fit, or an array does not lie
-            as its spec says.
-        PlanError: no mesh, no plan, dtypes without a product, a wire that cannot hold what is sent, or forward-mode
-            differentiation of a planned program.
+        SpecError: the notation is wrong, an operand is no array, shapes or sizes do not fit, or an array does not have
+            the placement of its spec.
+        PlanError: there is no mesh or no plan, the dtypes have no product, `wire_dtype` cannot hold the numbers to
+            send, or a planned program is differentiated forward.
 
     Example:
         >>> import numpy as np
@@ -86,7 +86,7 @@ def einsum(
     if any(spec.partial for spec in equation.outputs):
         from gspmd.lowerings.transformations.hoisting import never_hoisted
 
-        # Outside of the program, which JAX takes out of a loop whole where it is not differentiated.
+        # Outside of the program, since JAX may hoist the whole program out of a loop that is not differentiated.
         flat = never_hoisted(*flat)
     results = program(*flat)
     return tuple(results) if equation.group else results[0]
@@ -96,9 +96,10 @@ def reshard(x: Any, equation: str | Equation, lowering: str | None = None) -> ja
     """Move an array from one placement to another, by the cheapest chain of collectives.
 
     Args:
-        x: an array placed as the left side says.
-        equation: a move, such as `"BLE_xyz -> B_xyzLE"`; it may also transpose, sum dimensions away, and settle.
-        lowering: as in `gspmd.einsum`.
+        x: an array with the placement of the left side.
+        equation: a move, such as `"BLE_xyz -> B_xyzLE"`; it may also transpose, sum dimensions away, and add up partial
+            sums.
+        lowering: the lowering; see `gspmd.einsum`.
 
     Raises:
         SpecError: the equation is no move, or does not fit the array.

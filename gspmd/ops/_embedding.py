@@ -1,4 +1,4 @@
-"""Looking rows up in a table that may lie anywhere: the cheapest of moving the ids, the table, or the rows found."""
+"""Lookups of rows in a sharded table, with the cheapest combination of moving ids, table and rows."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -30,24 +30,25 @@ def embed(
 ) -> jax.Array:
     """Look up the rows of a table by ids: table[ids], times their scales.
 
-    Each mesh axis may shard, while rows are looked up, the tokens, the vocabulary (rows found elsewhere are zero, and
-    the result is a partial sum), the row itself, or nothing. The cheapest is taken: in seconds, then bytes, then number
-    of steps. The gradient of the table is planned in the same way by itself.
+    During the lookup each mesh axis may shard the tokens, the vocabulary (a device then gives zeros for rows of other
+    devices, and the result is a partial sum), the row itself, or nothing. The cheapest choice is taken: in seconds,
+    then bytes, then number of steps. The gradient of the table is planned separately, in the same way.
 
     Args:
         ids: [B, L] integers, or any shape.
         table: [V, E].
-        equation: where the three lie, `"B_xL, V_yE -> B_xLE_y"`.
-        scales: float32 [V] of an int8 table, placed as its V: a device multiplies the rows that it finds, before they
-            move. Such a lookup has no gradient.
-        dtype: of the result, with scales.
+        equation: the specs of ids, table and result, `"B_xL, V_yE -> B_xLE_y"`.
+        scales: float32 [V] scales of an int8 table, placed like its V: a device multiplies the rows that it finds,
+            before they are sent. Such a lookup has no gradient.
+        dtype: the dtype of the result, with scales.
 
     Returns:
         [B, L, E] in the table's dtype, or in `dtype`. An id outside [0, V) reads a row of zeros.
 
     Raises:
         TypeError: one of `scales` and `dtype` is given without the other.
-        SpecError: the equation is no lookup, or a spec does not fit its array or the mesh, or scales are not one a row.
+        SpecError: the equation is no lookup, a spec does not fit its array or the mesh, or `scales` does not have one
+            number for each row.
         PlanError: an operand or the result is a partial sum, or no division of the work over the mesh is even.
 
     Example:
@@ -71,10 +72,10 @@ def embed(
     form = _Embed(lookup, table.shape, table.dtype, None if dtype is None else jnp.dtype(dtype))
     rest = () if scales is None else (float32(array(doing, "the array of scales", scales, "real numbers")),)
     for x in (x for x in rest if x.shape != table.shape[:1]):
-        fact = f"scales have shape {x.shape}, and have to be one a row, {table.shape[:1]}."
+        fact = f"scales have shape {x.shape}, not one number per row, {table.shape[:1]}."
         raise report(SpecError, doing, [fault(lookup.table, lookup.table.dims[0], fact)])
-    # In a shard_map over some mesh axes, as the stages of a pipeline are, XLA aborts on some gathers that lie over the
-    # others (docs/compiler.md): there rows are looked up as planned.
+    # In a shard_map over some mesh axes, such as a stage of a pipeline, XLA aborts on some gathers that are sharded
+    # over the others (docs/compiler.md). There rows are looked up as planned.
     if ctx.compiler_chooses and not (lookup.table.reduced or ctx.in_shard_map):
         rows = partial(_rows, 0, form.scaled)
         return left_to_compiler(ctx, rows, form.specs, lookup.rows, ids, table, *rest, name=f"embed {lookup}")
@@ -83,7 +84,7 @@ def embed(
 
 @dataclass(frozen=True)
 class Lookup:
-    """The places of ids, table and rows, as given or while the lookup runs (then rows may be a partial sum)."""
+    """The specs of ids, table and rows, as given or during the lookup (when rows may be a partial sum)."""
 
     ids: Spec
     table: Spec
@@ -95,12 +96,12 @@ class Lookup:
 
     @property
     def scales(self) -> Spec:
-        """Return the place of the scales of the table's rows."""
+        """Return the spec of the scales of the table's rows."""
         return self.table.without(self.table.dims[1])
 
     @property
     def partial_table(self) -> Spec:
-        """The table's gradient as each device computes it: a partial sum over the mesh axes of the tokens."""
+        """The spec of the table's gradient on each device: a partial sum over the mesh axes of the tokens."""
         return self.table.with_partial(tuple(axis for axes in self.ids.axes for axis in axes))
 
     def __str__(self) -> str:
@@ -129,7 +130,7 @@ def _rows(
 ) -> jax.Array:
     """Look up rows of the part of a table that starts at row `first`, scaled in `dtype`; zeros for ids outside it."""
     if ids.size == 1 and table.dtype.itemsize == 1 and in_force.is_tpu():
-        # For one row of int8 libtpu 0.0.42 copies the table into another order: 132 MB of a v4 in 845 µs, for PaLM 8B.
+        # For one row of int8 libtpu 0.0.42 copies the table into another order: for PaLM 8B 132 MB, in 845 µs on a v4.
         return _rows(first, dtype, jnp.stack([ids, ids]), table, scales)[0]
     here = _wide(ids) - first
     inside, at = (here >= 0) & (here < table.shape[0]), jnp.clip(here, 0, table.shape[0] - 1)
@@ -138,16 +139,16 @@ def _rows(
 
 
 def _wide(ids: jax.Array) -> jax.Array:
-    """Return the ids where they are, in a dtype that holds the size of the table too."""
+    """Return the ids in a dtype that holds the size of the table too."""
     return ids.astype(jnp.int32) if ids.dtype.itemsize < 4 else ids
 
 
 @dataclass(frozen=True)
 class Route:
-    """The route of a lookup: where all three lie meanwhile, and the steps that bring them there and back.
+    """The route of a lookup: the specs of ids, table and rows during the lookup, and the steps to these specs and back.
 
-    In a gradient `rows` bring the cotangent to where it is added up, and `table` brings the table's gradient to where
-    the table is.
+    In a gradient, `rows` are the steps that bring the cotangent to the placement in which it is added up, and `table`
+    those that bring the table's gradient to the spec of the table.
     """
 
     lookup: Lookup
@@ -158,7 +159,7 @@ class Route:
 
     @property
     def steps(self) -> tuple[Step, ...]:
-        """Every step, in the order of execution but for the place of the table's."""
+        """Every step, in the order of execution except for the steps of the table."""
         return (*self.ids, *self.table, *self.scales, *self.rows)
 
 
@@ -170,19 +171,21 @@ def route(
     """Find the cheapest way to divide a lookup, or its gradient, over the mesh axes that its specs name.
 
     Args:
-        given: where ids, table and rows lie.
-        backward: whether the gradient of the table is asked for.
+        given: the specs of ids, table and rows.
+        backward: whether to plan the gradient of the table.
         sizes: the size of every dimension.
-        widths: bytes of an id, of a number of the table and of one of the rows, and of a scale if there are any.
+        widths: the bytes of an id, of a number of the table, of a number of the rows, and of a scale, if there are
+            scales.
         mesh: the size of every mesh axis.
-        chip: whose links the seconds are for.
+        chip: the chip whose links decide the seconds.
+
     Raises:
-        PlanError: no division is even.
+        PlanError: no division of the work over the mesh axes is even.
     """
     bring = partial(move, sizes=dict(sizes), mesh=dict(mesh), chip=chip)
     price, routes = _backward_route if backward else _forward_route, []
     for division in _divisions(given, dict(sizes), dict(mesh)):
-        with suppress(PlanError):  # a move that no even chain of collectives makes
+        with suppress(PlanError):  # no even chain of collectives makes this move
             routes.append(price(given, division, bring, *widths))
     if not routes:
         raise PlanError(f"cannot look up '{given}'\n  no division of the work over the mesh axes is even.")
@@ -213,7 +216,7 @@ def _backward_route(
 
 
 def _divisions(given: Lookup, sizes: Mapping[str, int], mesh: Mapping[str, int]) -> Iterator[Lookup]:
-    """Yield every lookup in which each mesh axis shards one of the dimensions that it shards in some spec, or none."""
+    """Yield every lookup in which each mesh axis shards a dimension that it shards in some spec, or none."""
     specs = (given.ids, given.table, given.rows)
     axes = [axis for axis in mesh if any(axis in spec.used for spec in specs)]
     homes = [sorted({dim for spec in specs for dim in spec.dims if axis in spec.axes_of(dim)}) for axis in axes]
@@ -241,14 +244,14 @@ def _placed(given: Lookup, held: Mapping[str, tuple[str, ...]]) -> Lookup:
 class _Embed:
     given: Lookup
     shape: tuple[int, ...]
-    """The shape and the dtype of the table, which are all that its gradient needs of it."""
+    """The shape and the dtype of the table; its gradient needs nothing else of the table."""
     dtype: jnp.dtype
     scaled: jnp.dtype | None
     """The dtype of rows that are multiplied by scales; None for rows as they are."""
 
     @property
     def specs(self) -> tuple[Spec, ...]:
-        """Return the places of the operands."""
+        """Return the specs of the operands."""
         operands = self.given.ids, self.given.table
         return operands if self.scaled is None else (*operands, self.given.scales)
 
@@ -260,10 +263,10 @@ class _Embed:
         if not is_unknown(ctx.mesh):
             return route(*asked, tuple(ctx.mesh.items()), ctx.chip)
         beside = self.given.rows.without(self.given.rows.dims[-1])
-        # To bring ids there costs next to nothing, and they would be a choice of their own.
+        # Moving ids costs almost nothing, but would add a choice to the search.
         if self.given.ids != beside:
             raise PlanError(f"cannot search where ids lie, '{self.given.ids}', apart from the rows found, '{beside}'.")
-        # How the lookup is divided is not known either: each of its marks stands for what becomes of one tensor.
+        # The division of the lookup is not known either: each mark is for the steps of one tensor.
         chains = {
             name: (UnknownStep.of(UnknownSteps(routed, (*asked, ctx), name), spec, spec),)
             for name, spec in (("ids", self.given.ids), ("table", self.given.table), ("rows", self.given.rows))
@@ -272,7 +275,7 @@ class _Embed:
 
 
 def routed(given: Lookup, backward: bool, sizes: tuple, widths: tuple[int, ...], ctx: Context):
-    """Return the steps of a lookup by tensor, once it is known where they lie; scales move with the table."""
+    """Return the steps of a lookup by tensor, once the specs are known; scales move with the table."""
     found = route(given, backward, sizes, widths, tuple(ctx.mesh.items()), ctx.chip)
     return {"ids": found.ids, "table": (*found.table, *found.scales), "rows": found.rows}
 
@@ -317,7 +320,7 @@ def _gradient(form: _Embed, shape: tuple[int, ...], id_bytes: int, ctx: Context)
     def body(ids, g):
         here = _wide(chains.send("ids", ids)) - shard_index(found.lookup.table.axes[0]) * part[0]
         here = jnp.where((here >= 0) & (here < part[0]), here, part[0])  # one past the end is dropped
-        # Summed in float32, for a token may stand in the text thousands of times.
+        # Summed in float32, since a token may occur in the text thousands of times.
         rows = float32(chains.send("rows", g))
         total = jnp.zeros(part, jnp.float32).at[here].add(rows, mode="drop")
         return chains.send("table", total.astype(form.dtype))

@@ -1,4 +1,4 @@
-"""The norm of a whole tree of tensors, each lying in its own way."""
+"""The norm of a tree of tensors, each with its own spec."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,11 +22,11 @@ def global_norm(tree: Any, specs: Any) -> jax.Array:
     """Compute the square root of the sum of the squares of every number in a tree of arrays: sqrt(Σ x²).
 
     One all-reduce of a single float32, over every mesh axis that shards any of the arrays. A tensor that is replicated
-    over one of them is counted by the first device along it alone.
+    over one of these axes is counted only by the first device along it.
 
     Args:
         tree: arrays, in any tree.
-        specs: where each lies: the same tree, with a spec for each array.
+        specs: the same tree, with the spec of each array.
 
     Returns:
         A float32 scalar, on every device. Its gradient at a tree of zeros is zero.
@@ -69,7 +69,7 @@ class _GlobalNorm:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """Every axis that shards some tensor."""
+        """Every mesh axis that shards some tensor."""
         return tuple(sorted(set().union(*(spec.used for spec in self.specs))))
 
     def counted(self, spec: Spec) -> jax.Array | bool:

@@ -1,4 +1,4 @@
-"""Layer normalisation over the last dimension, wherever that dimension lies."""
+"""Layer normalisation over the last dimension, which may be sharded."""
 
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -29,25 +29,25 @@ def layer_norm(
 ) -> jax.Array:
     """Standardise over the last dimension, times a scale, plus a bias: (x - mean) / sqrt(variance + ε) · scale + bias.
 
-    Two all-reduces of [B, L] float32 over the mesh axes of E (the mean, then the mean square of what is left without
+    Two all-reduces of [B, L] float32 over the mesh axes of E (the mean, then the mean square of the difference from
     it), and one of [2, B, L] in the gradient of `x`. The gradients of `scale` and `bias` are summed over the axes of B
     and L.
 
     Args:
         x: [B, L, E]; any number of leading dimensions.
-        scale: [E]; brought to the axes of x's last dimension where it lies elsewhere.
-        bias: [E], brought there likewise; None for none.
-        spec: where `x` lies, `"BLE_x"`; the result lies there too.
-        scale_spec: where `scale` lies, `"E_x"`.
-        bias_spec: where `bias` lies; as `scale` when None.
-        epsilon: added to the variance.
+        scale: [E]; moved to the axes of x's last dimension, if it has other axes.
+        bias: [E], moved in the same way; None for none.
+        spec: the spec of `x` and of the result, `"BLE_x"`.
+        scale_spec: the spec of `scale`, `"E_x"`.
+        bias_spec: the spec of `bias`; that of `scale` when None.
+        epsilon: the number added to the variance.
 
     Returns:
         [B, L, E] in x's dtype; the arithmetic is float32.
 
     Raises:
-        SpecError: a spec does not fit its array or the mesh, or scale or bias is not over x's last dimension, or
-            `x` is of integers.
+        SpecError: a spec does not fit its array or the mesh, scale or bias is not over x's last dimension, or `x` has
+            integers.
         PlanError: an operand is a partial sum.
 
     Example:
@@ -103,12 +103,12 @@ class _LayerNorm:
 
     @property
     def used(self) -> Spec:
-        """Scale and bias as the rows need them."""
+        """The specs of scale and bias in the axes of the rows."""
         return Spec(self.x.dims[-1:], self.x.axes[-1:])
 
     @property
     def partial_row(self) -> Spec:
-        """The gradient of scale or bias as each device computes it."""
+        """The spec of the gradient of scale or bias as each device computes it."""
         return self.used.with_partial(tuple(axis for axes in self.x.axes[:-1] for axis in axes))
 
 
@@ -148,9 +148,9 @@ def _value(form: _LayerNorm, shape: tuple[int, ...], widths: tuple[int, ...], ct
     sizes = sizes_of(form.x, shape)
     rows = dict(zip(("scale", "bias"), zip(form.ins[1:], widths)))
     moves = {n: move(src, form.used, sizes, ctx.mesh, width, ctx.chip, n) for n, (src, width) in rows.items()}
-    # One all-reduce of sum and sum of squares has the same bytes, but no digits are left of their difference where the
-    # mean is some thousand deviations from zero; gathering the mean and variance of each device's part sends more bytes
-    # from three devices on.
+    # One all-reduce of sum and sum of squares has the same bytes, but their difference has no digits left if the mean
+    # is some thousand deviations from zero; gathering the mean and variance of each device's part sends more bytes from
+    # three devices on.
     mean, squares = (settle(form.statistic, form.x.axes[-1], sizes, ctx, name=name) for name in ("mean", "variance"))
     chains = Chains(ctx.mesh, **moves, mean=mean, variance=squares)
 

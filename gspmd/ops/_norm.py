@@ -1,4 +1,4 @@
-"""Root mean square normalisation over the last dimension, wherever that dimension lies."""
+"""Root mean square normalisation over the last dimension, which may be sharded."""
 
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -33,20 +33,20 @@ def rms_norm(
     """Divide by the root mean square over the last dimension, times a scale: x / sqrt(mean(x²) + ε) · scale.
 
     The statistic is [B, L] float32, summed over the mesh axes of E: one all-reduce in the value, one in the gradient of
-    `x`. The gradient of `scale` is summed over the axes of B and L and comes back as the scale lies.
+    `x`. The gradient of `scale` is summed over the axes of B and L and gets the spec of the scale.
 
     Args:
         x: [B, L, E]; any number of leading dimensions.
-        scale: [E]; brought to the axes of x's last dimension where it lies elsewhere.
-        spec: where `x` lies, `"BLE_x"`; the result lies there too.
-        scale_spec: where `scale` lies, `"E_x"`.
-        epsilon: added to the mean square.
+        scale: [E]; moved to the axes of x's last dimension, if it has other axes.
+        spec: the spec of `x` and of the result, `"BLE_x"`.
+        scale_spec: the spec of `scale`, `"E_x"`.
+        epsilon: the number added to the mean square.
 
     Returns:
         [B, L, E] in x's dtype; the arithmetic is float32.
 
     Raises:
-        SpecError: a spec does not fit its array or the mesh, the scale is not over x's last dimension, or `x` is of
+        SpecError: a spec does not fit its array or the mesh, the scale is not over x's last dimension, or `x` has
             integers.
         PlanError: an operand is a partial sum.
 
@@ -58,7 +58,7 @@ def rms_norm(
         [1. 1. 1. 1.]
 
     Source: Zhang and Sennrich 2019, *Root Mean Square Layer Normalization* (arXiv 1910.07467), equation 4.
-    Differs: epsilon stands under the root, as in common language models; the paper has none.
+    Differs: epsilon is under the root, as in common language models; the paper has none.
     """
     ctx = context()
     doing = f"cannot normalise '{spec}' with a scale '{scale_spec}'"
@@ -66,14 +66,14 @@ def rms_norm(
     epsilon = number(doing, "epsilon", epsilon)
     form = _Norm(read(doing, spec, x, ctx), read(doing, scale_spec, scale, ctx, weight=True), epsilon)
     check_row(doing, form.x, form.scale, x, scale, "scale")
-    if ctx.compiler_chooses and not form.scale.reduced:  # no compiler can be asked for a partial sum
+    if ctx.compiler_chooses and not form.scale.reduced:  # annotations cannot ask a compiler for a partial sum
         ins, name = (form.x, form.scale), f"rms_norm {form.x}"
         return left_to_compiler(ctx, partial(_plain, epsilon), ins, form.x, x, scale, name=name)
     return _norm(form, ctx, x, scale)
 
 
 def check_row(doing: str, spec: Spec, row_spec: Spec, x: jax.Array, row: jax.Array, name: str) -> None:
-    """Raise SpecError unless x is of floating numbers, and `row`, which an error calls `name`, over x's last."""
+    """Raise SpecError unless x has floating numbers, and `row`, called `name` in errors, is over x's last dimension."""
     if not spec.dims:
         raise SpecError(f"{doing}: a number has no dimension to take the mean over.\n  Pass an array such as 'BLE_x'.")
     if not jnp.issubdtype(x.dtype, jnp.floating):
@@ -99,12 +99,12 @@ class _Norm:
 
     @property
     def used(self) -> Spec:
-        """The scale as the rows need it."""
+        """The spec of the scale in the axes of the rows."""
         return Spec(self.x.dims[-1:], self.x.axes[-1:])
 
     @property
     def partial_scale(self) -> Spec:
-        """The scale's gradient as each device computes it."""
+        """The spec of the scale's gradient as each device computes it."""
         return self.used.with_partial(tuple(axis for axes in self.x.axes[:-1] for axis in axes))
 
 
@@ -171,5 +171,5 @@ def _gradient(form: _Norm, shape: tuple[int, ...], ctx: Context):
 
 
 def along_rows(scale: jax.Array, rank: int) -> jax.Array:
-    """Return the same numbers with leading dimensions of size 1, for every row alike."""
+    """Return the same numbers with leading dimensions of size 1, to apply to every row."""
     return jnp.expand_dims(scale, tuple(range(rank - 1)))

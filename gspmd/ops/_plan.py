@@ -1,4 +1,4 @@
-"""`gspmd.plan`: what an equation will do on a mesh, before anything runs."""
+"""`gspmd.plan`: the steps of an equation on a mesh, and their costs, before anything runs."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -27,25 +27,25 @@ def plan(
     """Plan an equation: the collectives and local einsums it takes, with bytes and seconds per device.
 
     For each mesh axis the planner asks which dimension it shards while the einsum runs (a shared, a contracted or a
-    free one, or none); contracted ones leave a partial sum. The plan is the cheapest way in and out, in seconds on this
-    chip when nothing overlaps, ties to fewer bytes, then fewer steps, then the order of the specs. `"looped"` and
-    `"auto"` overlap the steps of this plan; they do not search for one that overlaps better.
+    free one, or none); contracted ones leave a partial sum. The plan has the fewest seconds on this chip for all moves
+    and products, if nothing overlaps. Ties go to fewer bytes, then fewer steps, then the order of the specs. `"looped"`
+    and `"auto"` overlap the steps of this plan; they do not search for one that overlaps better.
 
     Args:
         equation: an einsum, a move, a group or a sum of specs.
-        sizes: size of every dimension of the whole tensors; those that the equation lacks are not read.
+        sizes: the size of every dimension of the unsharded tensors; dimensions that the equation lacks are ignored.
         mesh: size of every mesh axis, or a `jax.sharding.Mesh`.
-        dtype: of all operands, or one each (group members one by one).
+        dtype: the dtype of all operands, or one for each (group members one by one).
         chip: a row of chips.toml.
         lowering: `"xla"`, `"blocking"`, `"looped"`, `"looped:halves"`, `"looped:paired"`, or `"auto"`, the
             cheaper of blocking and looped.
-        via: the specs that the operands are brought to before the local einsum, where they shall not be searched.
+        via: the specs to which the operands are brought before the local einsum; None to search for them.
 
     Returns:
         A `Plan`; `print` shows it as the papers draw it.
 
     Raises:
-        SpecError: the notation is wrong, or the sizes do not divide.
+        SpecError: the notation is wrong, or the mesh axes do not divide the sizes.
         PlanError: no plan exists, or the chip or the lowering is unknown.
 
     Example:
@@ -70,10 +70,10 @@ def plan(
 def _read_sizes(
     equation: Equation, sizes: Mapping[str, int], mesh: Any
 ) -> tuple[tuple[tuple[str, int], ...], tuple[tuple[str, int], ...]]:
-    """Return the sizes of the dimensions and of the mesh axes. Dimensions that the equation lacks are left out, unread.
+    """Return the sizes of the dimensions and of the mesh axes, without dimensions that the equation lacks.
 
     Raises:
-        SpecError: one of them is no whole number, or they are no mappings.
+        SpecError: a size is no whole number, or `sizes` or `mesh` is no mapping.
     """
     axes = mesh_sizes(mesh)
     if isinstance(sizes, Mapping):
@@ -86,7 +86,7 @@ def _read_sizes(
 
 
 def _read_dtypes(equation: Equation, dtype: Any) -> tuple[str, ...]:
-    """Return the dtype of every operand by name, group members one by one, of one for all or of one each."""
+    """Return the dtype of every operand by name, group members one by one, from one for all or one for each."""
     count = sum(len(operand.specs) for operand in equation.operands)
     dtypes = tuple(map(dtype_name, dtype)) if isinstance(dtype, (tuple, list)) else (dtype_name(dtype),) * count
     if len(dtypes) != count:

@@ -1,4 +1,4 @@
-"""Sampling a token of every row from logits whose vocabulary lies on several devices: they are never gathered."""
+"""Sampling a token of every row from logits with a sharded vocabulary, which are never gathered."""
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -35,34 +35,35 @@ def sample(
     top_p: Any = 1.0,
     min_p: Any = 0.0,
 ) -> jax.Array:
-    """Draw a token of every row from softmax(logits / temperature), of the tokens that top-k, top-p and min-p leave.
+    """Draw a token of every row from softmax(logits / temperature), among the tokens that top-k, top-p and min-p keep.
 
-    It is argmax(logits / temperature + Gumbel noise), and the noise a function of seed, position and token alone: a
-    sample depends on its row's logits and settings, not on other rows, the layout, the mesh or the lowering.
+    The token is argmax(logits / temperature + Gumbel noise). The noise depends only on seed, position and token, so a
+    sample depends on its row's logits and settings, but not on other rows, the layout, the mesh or the lowering.
 
-    Over the mesh axes of the dimension: two all-reduces of [B] for the argmax, one for the maximum, eleven of int32 for
-    top-k, [B, 8], nine times [B, 7] and [B, 3], and eleven for top-p, of three times as many. A number that turns a
-    filter off leaves its steps out.
+    These all-reduces run over the mesh axes of the dimension: two of [B] for the argmax, one for the maximum, eleven of
+    int32 for top-k ([B, 8], nine times [B, 7], and [B, 3]), and eleven for top-p, of three times as many numbers. If a
+    number turns a filter off, its steps are left out.
 
     Args:
         logits: [B, V], or [B, L, V] for several positions of each row.
-        spec: where `logits` lie, `"BV_x"`.
+        spec: the spec of `logits`, `"BV_x"`.
         dim: the dimension of the tokens, `"V"`.
-        seeds: [B] integers of 32 bits, whole on every device.
-        positions: [B] integers, whole on every device: that of a row's token, or of its first, and so on along L.
-        temperature: divides the logits; 0 takes the most likely token, the lowest of several. This and the other
-            settings are a number, or a [B] array, whole on every device.
-        top_k: keep the k most likely tokens, and those as likely as the last of them; 0 keeps all.
-        top_p: keep the most likely tokens until their share reaches it, each with those as likely; 1 keeps all.
-        min_p: keep the tokens that are at least so likely relative to the most likely one; 0 keeps all.
+        seeds: [B] 32-bit integers, replicated.
+        positions: [B] integers, replicated: the position of each row's token, or of its first token along L.
+        temperature: the divisor of the logits; 0 takes the most likely token, the lowest of several. This and the other
+            settings are a number, or a replicated [B] array.
+        top_k: the number k of most likely tokens to keep, with tokens as likely as the last of them; 0 keeps all.
+        top_p: the probability that the kept, most likely tokens must reach together; tokens of equal probability are
+            kept together; 1 keeps all.
+        min_p: the least probability of a kept token, relative to the most likely one; 0 keeps all.
 
     Returns:
-        [B] or [B, L] int32, lying as `spec` without `dim`. -1 for a row that has a NaN, or no token to sample.
-        Logits of -1e29 and less are never sampled, and infinity counts as the largest float32.
+        [B] or [B, L] int32, with the spec `spec` without `dim`; -1 for a row with a NaN, or without a token to sample.
+        Tokens with logits of -1e29 and less are never sampled, and infinity counts as the largest float32.
 
     Raises:
         SpecError: the spec does not fit the array or the mesh, or lacks the dimension; an argument has another shape.
-        PlanError: `logits` are a partial sum, or a setting is out of range, where it is no traced array.
+        PlanError: `logits` are a partial sum, or a setting that is not traced is out of range.
 
     Example:
         >>> import gspmd
@@ -77,7 +78,8 @@ def sample(
     Source: Maddison, Tarlow and Minka 2014 (arXiv 1411.0030), section 2, for the noise; Salmon et al. 2011, *Parallel
         random numbers: as easy as 1, 2, 3*, for its generator, threefry; Fan et al. 2018 (arXiv 1805.04833) for top-k;
         Holtzman et al. 2019 (arXiv 1904.09751) for top-p; Nguyen et al. 2024 (arXiv 2407.01082) for min-p.
-    Differs: the filters are those of transformers, in its order, but that top-p keeps tokens of equal logits together.
+    Differs: the filters are those of transformers, in its order, except that top-p keeps tokens of equal logits
+        together.
     """
     ctx = context()
     doing = f"cannot sample from '{spec}' over {shown(dim)}"
@@ -106,7 +108,7 @@ def sample(
 
 @dataclass(frozen=True)
 class _Setting:
-    """The values that a setting may have, and the number that leaves its steps out."""
+    """The allowed values of a setting, and the number that turns it off."""
 
     dtype: str
     low: float
@@ -120,16 +122,20 @@ class _Setting:
 
 _SETTINGS = {
     "temperature": _Setting(
-        "float32", 0, float(np.finfo("float32").max), 0, "It is 0, which takes the likeliest, or more."
+        "float32",
+        0,
+        float(np.finfo("float32").max),
+        0,
+        "Pass 0, which takes the likeliest token, or a number above 0.",
     ),
-    "top_k": _Setting("int32", 0, np.iinfo("int32").max, 0, "It is a number of tokens, or 0 to keep all."),
-    "top_p": _Setting("float32", 0, 1, 1, "It is more than 0, and 1 to keep all tokens."),
-    "min_p": _Setting("float32", 0, 1, 0, "It lies between 0, which keeps all tokens, and 1."),
+    "top_k": _Setting("int32", 0, np.iinfo("int32").max, 0, "Pass a number of tokens, or 0 to keep all."),
+    "top_p": _Setting("float32", 0, 1, 1, "Pass a number above 0 and at most 1, which keeps all tokens."),
+    "min_p": _Setting("float32", 0, 1, 0, "Pass a number from 0, which keeps all tokens, to 1."),
 }
 
 
 def _check(doing: str, name: str, given: Any, rows: Spec, count: int) -> bool:
-    """Return whether a setting needs its steps: not if it is one number, known here, that turns it off."""
+    """Return whether a setting needs its steps; it does not if it is a known number that turns it off."""
     setting = _SETTINGS[name]
     x = array(doing, name, given, "integers" if setting.dtype == "int32" else "real numbers")
     if x.shape:
@@ -154,7 +160,7 @@ def _per_row(doing: str, name: str, x: jax.Array, rows: Spec, count: int) -> jax
 
 @dataclass(frozen=True)
 class _Sampling:
-    """The place of the logits, and the settings that are not off."""
+    """The spec of the logits, and which settings are on."""
 
     spec: Spec
     at: int
@@ -187,12 +193,12 @@ def _value(form: _Sampling, shape: tuple[int, ...], ctx: Context):
         logits = jnp.where(faulty, -jnp.inf, jnp.minimum(logits, jnp.finfo(logits.dtype).max))
         kept, scores = logits > IMPOSSIBLE, logits
 
-        def mine(x):  # of this device's rows, to stand beside [B, V] or [B, L, V]
+        def mine(x):  # this device's rows, broadcasting to [B, V] or [B, L, V]
             held = logits.shape[0]
             piece = jax.lax.dynamic_slice_in_dim(x, shard_index(rows.axes[0]) * held, held)
             return piece.reshape(held, *(1,) * (logits.ndim - 1))
 
-        def index(d, axes):  # of this device's part of a dimension in the whole
+        def index(d, axes):  # the global index of this device's part of a dimension
             return jax.lax.broadcasted_iota(jnp.int32, logits.shape, d) + shard_index(axes) * logits.shape[d]
 
         if form.temperature:
@@ -209,7 +215,7 @@ def _value(form: _Sampling, shape: tuple[int, ...], ctx: Context):
                 left = order >= threshold(order, [jnp.ones_like(order)], enough, chains, "count")
                 kept, weights = kept & left, jnp.where(left, weights, 0.0)
             if form.top_p:
-                bits, p = 31 - vocabulary.bit_length(), mine(top_p)  # so that a word's sum over the vocabulary fits
+                bits, p = 31 - vocabulary.bit_length(), mine(top_p)  # a word's sum over the vocabulary must fit
                 enough = lambda some, all: mass(some, bits) >= p * mass(all, bits)  # noqa: E731
                 left = order >= threshold(order, words(weights, bits), enough, chains, "mass")
                 kept &= left | (p >= 1)
@@ -226,9 +232,10 @@ def _value(form: _Sampling, shape: tuple[int, ...], ctx: Context):
 
 
 def _gumbel(seed: jax.Array, position: jax.Array, token: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Gumbel noise of 64 random bits each, which depend on nothing else than seed, position and token."""
+    """Return Gumbel noise from 64 random bits each, which depend only on seed, position and token."""
     inputs = (seed, position, jnp.uint32(0), token)
     high, low = threefry2x32_p.bind(*(jnp.broadcast_to(x.astype(jnp.uint32), shape) for x in inputs))
-    # Fine-grained near 0, where the noise is large: 2⁻³² steps, or fewer bits, would tie the best of many tokens.
+    # Fine-grained near 0, where the noise is large: steps of 2⁻³² or more would give the best of many tokens equal
+    # noise.
     uniform = float32(high) * 2.0**-32 + float32(low) * 2.0**-64
     return -jnp.log(-jnp.log1p(-jnp.clip(uniform, 2.0**-65, 1 - 2.0**-24)))

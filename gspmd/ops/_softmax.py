@@ -1,4 +1,4 @@
-"""Logsumexp and softmax over a dimension that may be sharded: it is never gathered, only its statistics are sent."""
+"""Logsumexp and softmax over a dimension that may be sharded. It is never gathered: only statistics are sent."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -24,11 +24,11 @@ def logsumexp(x: jax.Array, spec: str | Spec, dim: str) -> jax.Array:
 
     Args:
         x: [B, L, V], or any shape.
-        spec: where `x` lies, `"BLV_x"`.
-        dim: the dimension summed over, `"V"`.
+        spec: the spec of `x`, `"BLV_x"`.
+        dim: the dimension to sum over, `"V"`.
 
     Returns:
-        [B, L] float32, lying as `spec` without `dim`.
+        [B, L] float32, with the spec `spec` without `dim`.
 
     Raises:
         SpecError: the spec does not fit the array or the mesh, or lacks the dimension.
@@ -51,20 +51,20 @@ def logsumexp(x: jax.Array, spec: str | Spec, dim: str) -> jax.Array:
 
 
 def softmax(x: jax.Array, spec: str | Spec, dim: str) -> jax.Array:
-    """Exponentials that sum to one over one dimension: exp(x) / Σ exp(x).
+    """Compute exponentials that sum to one over one dimension: exp(x) / Σ exp(x).
 
     Two all-reduces of [B, L] float32 over the mesh axes of the dimension in the value, one in the gradient.
 
     Args:
         x: [B, L, V], or any shape.
-        spec: where `x` lies, `"BLV_x"`; the result lies there too.
+        spec: the spec of `x` and of the result, `"BLV_x"`.
         dim: the dimension that sums to one, `"V"`.
 
     Returns:
         [B, L, V] in x's dtype; the arithmetic is float32.
 
     Raises:
-        SpecError: the spec does not fit the array or the mesh, or lacks the dimension, or `x` is of integers.
+        SpecError: the spec does not fit the array or the mesh, or lacks the dimension, or `x` has integers.
         PlanError: `x` is a partial sum.
 
     Example:
@@ -115,7 +115,7 @@ class Normaliser:
     def local(self, x: jax.Array, chains: Chains) -> tuple[jax.Array, jax.Array]:
         """Return the maximum m and Σ exp(x - m) of a float32 shard, inside a shard_map.
 
-        They stay apart: m + log Σ has no digits left for the sum where m is large.
+        They are kept separately: if m is large, m + log Σ has no digits left for the sum.
         """
         top = chains.send("biggest", jnp.max(x, axis=self.at, initial=-jnp.inf), reduce="max")
         top = jnp.where(jnp.isfinite(top), top, 0.0)  # a row of -inf has the logsumexp -inf, not a NaN
@@ -169,7 +169,7 @@ def _logsumexp_value(form: Normaliser, shape: tuple[int, ...], ctx: Context):
 
 @lru_cache(maxsize=1024)
 def _logsumexp_gradient(form: Normaliser):
-    # dx = g · exp(x − m) / Σ, by the m and Σ that the value kept: so nothing is sent.
+    # dx = g · exp(x − m) / Σ, with the m and Σ that the value kept, so nothing is sent.
     def body(x, top, total, g):
         return (form.along(g / total) * jnp.exp(float32(x) - form.along(top))).astype(x.dtype)
 
@@ -206,7 +206,7 @@ def _softmax_value(form: Normaliser, shape: tuple[int, ...], ctx: Context):
 def _softmax_gradient(form: Normaliser, shape: tuple[int, ...], ctx: Context):
     chains = Chains(ctx.mesh, along=form.over(sizes_of(form.x, shape), ctx, "projection"))
 
-    # dx = y · g − y · Σ y · g: one sum crosses the wire, where that of the value needed a maximum and a sum.
+    # dx = y · g − y · Σ y · g: one sum is sent, while the value needed a maximum and a sum.
     def body(y, g):
         share = float32(y) * float32(g)
         mean = chains.send("along", jnp.sum(share, axis=form.at))

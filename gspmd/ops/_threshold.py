@@ -1,8 +1,9 @@
-"""The threshold at which the tokens above it reach a goal, over a vocabulary that lies on several devices.
+"""The threshold at which the tokens above it reach a goal, over a sharded vocabulary.
 
-It is found exactly, three bits at a time: an all-reduce adds up what lies at or above each of eight candidates. So the
+It is found exactly, three bits at a time: an all-reduce adds up the tokens at or above each of eight candidates. So the
 top k of a row, or its nucleus, takes eleven small all-reduces, whatever k and the vocabulary are, and no device sends a
-logit. Masses are fixed-point numbers: the sum of integers does not depend on their order, and so not on the layout.
+logit. Masses are fixed-point numbers: the sum of integers does not depend on their order, and so it does not depend on
+the layout.
 """
 
 from collections.abc import Callable
@@ -13,23 +14,23 @@ import jax.numpy as jnp
 
 from gspmd.ops.interface.planned_op import Chains, float32
 
-_PLACES = (32, *range(29, 0, -3), 0)  # where the digits begin that are found together: three bits, two at last
+_PLACES = (32, *range(29, 0, -3), 0)  # first bits of the digits that are found together: three bits each, two at last
 CANDIDATES = tuple((1 << high - low) - (high < 32) for high, low in pairwise(_PLACES))
-"""Sums per row and word that each all-reduce takes: 8, then 7, as the lowest is known from the one before."""
+"""Sums per row and word in each all-reduce: 8, then 7, since the lowest is known from the round before."""
 WORDS = 3
-"""Words of int32 that a mass has."""
+"""The number of int32 words of a mass."""
 
 
 def ordered(x: jax.Array) -> jax.Array:
-    """Integers that are ordered as float32 numbers are, and equal where they are."""
+    """Return integers with the order of the float32 numbers, and equal if the numbers are equal."""
     bits = jax.lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.int32)
     return jnp.where(bits < 0, bits ^ jnp.iinfo(jnp.int32).max, bits)
 
 
 def threshold(order: jax.Array, weights: list[jax.Array], enough: Callable, chains: Chains, name: str) -> jax.Array:
-    """Find the largest integer for which tokens of that order and above are enough, by [..., candidates, words] totals.
+    """Find the largest integer for which the tokens at or above it are enough, from totals [..., candidates, words].
 
-    `enough` says so for each candidate, given its totals and those of all tokens; all tokens always are.
+    `enough` decides this for each candidate, given its totals and those of all tokens; all tokens are always enough.
     """
     found = jnp.full((*order.shape[:-1], 1), jnp.iinfo(jnp.int32).min, jnp.int32)
     everything = None
@@ -51,7 +52,7 @@ def _added(one: list[jax.Array], other: list[jax.Array]) -> list[jax.Array]:
 
 
 def words(weights: jax.Array, bits: int) -> list[jax.Array]:
-    """Weights of at most 1 as fixed-point numbers, in words of so many bits, the first with all there is above them."""
+    """Return weights of at most 1 as fixed-point numbers, in words of `bits` bits; the first has all higher bits."""
     split = []
     for n in range(WORDS):
         weights = weights * 2.0**bits
@@ -62,7 +63,7 @@ def words(weights: jax.Array, bits: int) -> list[jax.Array]:
 
 
 def mass(totals: jax.Array, bits: int) -> jax.Array:
-    """Return the mass that sums of words [..., 3] stand for, in units of 2^-bits: rounded, but in their order."""
+    """Return the mass that sums of words [..., 3] represent, in units of 2^-bits: rounded, but in the same order."""
     high, middle, low = (totals[..., n] for n in range(WORDS))
     middle += low >> bits
     high += middle >> bits

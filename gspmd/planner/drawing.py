@@ -24,11 +24,11 @@ COLORS = {
     "einsum": "white",
 }
 _INDENT = "  "
-_BREAKS = ((), (1,), (1, 3), (1, 2, 3))  # before which cells of a step a line is broken, the fewest first
+_BREAKS = ((), (1,), (1, 3), (1, 2, 3))  # the cells of a step before which a line is broken, the fewest first
 
 
 class PlanFigures(Protocol):
-    """The figures of a `Plan` that are drawn. A protocol, since `Plan` prints itself by this module."""
+    """The figures of a `Plan` that are drawn. It is a protocol, since `Plan` imports this module to print itself."""
 
     @property
     def equation(self) -> Equation: ...
@@ -102,10 +102,10 @@ def figure(plan: PlanFigures, *, gradients: bool = False, width: int | None = No
     """Draw a plan: a heading, a line per step, a total; with `gradients`, those of the cotangents behind it.
 
     Args:
-        plan: what to draw.
-        gradients: whether to draw theirs too.
-        width: columns that there are. Lines that are wider are broken, and nothing is cut off: the heading between its
-            figures, and every step before its arrow, before its figures, or before each of its cells.
+        plan: the plan to draw.
+        gradients: whether to draw the plans of the gradients too.
+        width: the available columns. Wider lines are broken, but never cut off: the heading between its figures, and a
+            step before its arrow, before its figures, or before each of its cells.
     """
     drawn = [_one(plan, _heading(plan, width), width)]
     for number, gradient in enumerate(plan.gradients if gradients else (), 1):
@@ -136,7 +136,7 @@ def _one(plan: PlanFigures, heading: Text, width: int | None) -> Text:
 
 
 def _steps(steps: tuple[Step, ...], width: int | None) -> list[Text]:
-    """Draw the steps in columns: from what, how, to what, how much, how long; arrowheads stand in one."""
+    """Draw the steps in columns: source, arrow, target, bytes or operations, and seconds. Arrowheads are aligned."""
     rows = [(step.source, step.name, str(step.after), step.amount, amount_of_seconds(step.seconds)) for step in steps]
     if not rows:
         return []
@@ -161,7 +161,7 @@ def _broken(row: Sequence[Text], breaks: Sequence[int]) -> list[Text]:
 
 
 def looped(plan: PlanFigures) -> list[str]:
-    """Return a line for each ring, and how much sooner everything is done for them."""
+    """Return a line for each ring, and one for the seconds that they save together."""
     routine, loops = plan.routine, plan.loops
     spans = [(ring_gather(routine.moves[number]), ring) for number, ring in loops.gathers.items()]
     spans += [(ring_scatter(routine, number), ring) for number, ring in loops.scatters.items()]
@@ -174,7 +174,7 @@ def looped(plan: PlanFigures) -> list[str]:
 
 
 def _too_long(plan: PlanFigures) -> Iterator[str]:
-    """Yield a line for each collective that is left whole, where its hops, or those of its stripes, are too many."""
+    """Yield a line for each collective that is not looped because its hops, or those of its stripes, are too many."""
     gathers, scatters = loopable(plan.routine)
     left = [gathers[n] for n in gathers if n not in plan.loops.gathers]
     left += [scatters[n] for n in scatters if n not in plan.loops.scatters]
@@ -197,6 +197,6 @@ def _ring(span: CollectiveSpan, ring: Ring, stripes: Stripes | None) -> str:
 
 
 def show(plan: PlanFigures, console: Console, *, gradients: bool = True) -> None:
-    """Print the figure in color, in the columns that there are."""
+    """Print the figure in color, in the available columns."""
     drawn = figure(plan, gradients=gradients, width=columns(console))
     console.print(drawn, soft_wrap=True, highlight=False)

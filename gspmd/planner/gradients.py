@@ -28,8 +28,9 @@ def backward(
     then the residuals; its outputs are the cotangents of `inputs`, in order.
 
     Args:
-        mirrored: whether every local einsum runs where its forward one did: the cotangent is brought to where the
-            forward result was, the residuals stay. So a gradient follows a layout whose forward pass is pinned.
+        mirrored: whether every local einsum has the placements of its forward one: the cotangent is brought to the
+            placement of the forward result, and the residuals stay. So a gradient follows a layout that pins the
+            forward pass.
     """
     held, targets = backward_tensors(routine, inputs, outputs, kept)
     cotangents, residuals = held[: len(outputs)], held[len(outputs) :]
@@ -39,7 +40,7 @@ def backward(
 
     searches, common, aims = groups(targets), _common_operand(routine), list(targets)
     # The cotangent of an operand of several products is a sum of one part per product. The parts are brought to one
-    # placement, where they are added, and settled once: each by itself would send as many partial sums as there are.
+    # placement, added there, and reduced once; reducing each part alone would send every one of them.
     if common is not None:
         sources = [[routine.moves[own].source for own, _ in _sides(routine, n)] for n in range(len(outputs))]
         terms = [g.result_costs(environment, part.index(common)) for g, part in zip(searches, sources)]
@@ -60,8 +61,7 @@ def backward(
 def backward_tensors(
     routine: Routine, inputs: Sequence[Tensor], outputs: Sequence[Tensor], kept: Sequence[Spec]
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the tensors that the backward routine of `routine` takes, the cotangents and then the residuals, and those
-    that it gives."""
+    """Return the inputs of the backward routine (the cotangents, then the residuals) and its outputs."""
     cotangents = [
         replace(t, spec=t.spec.with_partial(t.reduced), name=_numbered("cotangent", i, outputs))
         for i, t in enumerate(outputs)
@@ -76,13 +76,13 @@ def _numbered(name: str, i: int, many: Sequence) -> str:
 
 
 def _common_operand(routine: Routine) -> int | None:
-    """Return the operand of several products; None where there is none."""
+    """Return the operand that has several products; None if there is none."""
     sources = [routine.moves[m].source for p in routine.products for m in p.operands]
     return next((source for source in sources if sources.count(source) > 1), None)
 
 
 def _sides(routine: Routine, output: int) -> list[tuple[int, int | None]]:
-    """For one output's cotangent: which move's cotangent each product gives, and the other move it needs for that."""
+    """Return, for one output's cotangent, the move whose cotangent each product gives, and the other move it needs."""
     sides = []
     for p in routine.outputs[output].products:
         product = routine.products[p]
@@ -108,8 +108,7 @@ def _gradient_group(routine: Routine, output: int, cotangents, residuals, aims, 
 
 
 def _mirror(routine: Routine, output: int, cotangent: Spec) -> Spec | None:
-    """Return the place where the local einsums of an output leave it, in the cotangent's order; None where several
-    terms differ."""
+    """Return the placement in which local einsums leave an output, in the cotangent's order; None if terms differ."""
     left = {routine.products[p].einsum.after.without_partial() for p in routine.outputs[output].products}
     if len(left) != 1:
         return None
@@ -122,12 +121,12 @@ class GradientPart:
     """One operand's part of a backward routine.
 
     Attributes:
-        equation: what it computes.
+        equation: the equation that it computes.
         routine: its moves, products and output.
-        dtypes: of its operands.
+        dtypes: the dtypes of its operands.
         inputs, outputs: its tensors.
-        overlap: what of it overlaps.
-        share: of the seconds that the whole routine sends.
+        overlap: the rings and stripes in it.
+        share: its share of the seconds that the whole routine spends sending.
     """
 
     equation: Equation
@@ -142,12 +141,12 @@ class GradientPart:
 def parts(
     backward: Routine, held: Sequence[Tensor], targets: Sequence[Tensor], overlap: Overlap
 ) -> Iterator[GradientPart]:
-    """Divide a backward routine by operand. A step that several need stands in the first of them only.
+    """Divide a backward routine by operand. A step that several operands need belongs to the first of them only.
 
     Args:
         backward: the routine of all cotangents.
         held, targets: its tensors, as `backward_tensors` returns them.
-        overlap: of the whole routine.
+        overlap: the overlap of the whole routine.
     """
     claimed: set[int] = set()
     for number, target in enumerate(targets):

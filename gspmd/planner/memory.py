@@ -1,17 +1,18 @@
-"""The bytes that a routine holds at once: its buffers as they come and go, and as compilers lay them out.
+"""The bytes that a routine holds at once: the lifetimes of its buffers, and their layouts in compiled programs.
 
-Operands and results are held all along. Between them every step makes a buffer, which lives until the last step that
-reads it; a result's memory is used for others until the result is written. Compilers hold more than the steps say where
-data has to lie in another order:
+Operands and results are held for the whole run. Every step in between makes a buffer, which lives until the last step
+that reads it. The memory of a result is used for other buffers until the result is written. Compilers hold more where
+data are needed in another order:
 
-- what is gathered or reduce-scattered has that dimension in front: others are copied before, and back behind it;
-- an all-to-all cuts its operand into parts, sends them, and puts what arrives together;
-- a product wants batch, free and contracted dimensions each together, and leaves batch, left, right.
+- a tensor is gathered or reduce-scattered along its first dimension: for other dimensions it is transposed before and
+  after;
+- an all-to-all cuts its operand into parts, sends them, and joins the parts that arrive;
+- a product needs batch, free and contracted dimensions each together, and leaves the order batch, left, right.
 
-A slice, a sum, or what is put together is written in the order in which it is needed next, at no cost.
+Slices, sums and joined parts are written in the order in which they are needed next, at no cost.
 
-Buffers are counted as XLA's buffer assignment places them on host devices, under lowering `blocking`. Of an operand
-that a ring gathers, only the chunks that are there at once are counted, and no copies.
+Buffers are counted as XLA's buffer assignment places them on host devices, under lowering `blocking`. If a ring gathers
+an operand, only the chunks that a device holds at once are counted, without copies.
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,7 +35,7 @@ class LiveBuffer:
     last: int = 0
 
     def overlaps(self, other: "LiveBuffer") -> bool:
-        """Return whether both are in use at some time."""
+        """Return whether both buffers are in use at the same time."""
         return self.made <= other.last and other.made <= self.last
 
 
@@ -43,13 +44,13 @@ class Intermediate:
     """A tensor between two steps.
 
     Attributes:
-        spec: how it lies.
-        buffers: its memory; none for an operand as it was given, which is counted by itself.
-        front: the dimension that stands in front of the others, where it is not the first.
-        read: what it is made of.
-        fused: whether a fusion makes it, which writes it in any order at no cost. A fusion that reads it works it out
-            by itself, and it is never whole.
-        level: instructions behind one another up to this one; those of one level run one after the other.
+        spec: its spec.
+        buffers: its memory; none for an operand as it was given, which is counted separately.
+        front: the dimension that is stored in front of the others, if it is not the first.
+        read: the values from which it is made.
+        fused: whether a fusion makes it, which writes it in any order at no cost. A fusion that reads it computes it
+            again, so it is never stored as a whole.
+        level: the length of the chain of instructions up to this one; those of one level run one after the other.
     """
 
     spec: Spec
@@ -70,7 +71,7 @@ class Footprint:
         outputs: Sequence[Tensor],
         sizes: Mapping[str, int],
         mesh: Mapping[str, int],
-        overlap: Overlap = Overlap(),  # noqa: B008  (it cannot be changed)
+        overlap: Overlap = Overlap(),  # noqa: B008  (it is immutable)
     ):
         self.overlap = overlap
         self.routine, self.inputs, self.outputs, self.sizes, self.mesh = routine, inputs, outputs, sizes, mesh
@@ -78,7 +79,7 @@ class Footprint:
         self.output_of = {number: n for n, output in enumerate(routine.outputs) for number in output.products}
 
     def peak(self) -> int:
-        """Return the bytes of operands, results, and what there is between them at the fullest time."""
+        """Return the bytes of operands, results and intermediate buffers when they are most."""
         routine = self.routine
         moved = [self._ready(number, move) for number, move in enumerate(routine.moves)]
         products = [
@@ -91,7 +92,7 @@ class Footprint:
         return given + sum(buffer.size for buffer in results) + self._between(results)
 
     def _between(self, results: Sequence[LiveBuffer]) -> int:
-        """Return the most bytes at a time that find no place in a result's memory, the largest looking first."""
+        """Return the most bytes at a time that do not fit into results' memory; large buffers are placed first."""
         self._schedule(results)
         tenants = {id(result): [result] for result in results}
         buffers = [buffer for value in self.made for buffer in value.buffers if id(buffer) not in tenants]
@@ -104,7 +105,10 @@ class Footprint:
         return max((sum(b.size for b in homeless if b.made <= time <= b.last) for time in times), default=0)
 
     def _schedule(self, results: Sequence[LiveBuffer]) -> None:
-        """Set the times of all buffers: whatever can run does, so that operands are brought here side by side."""
+        """Set the times of all buffers.
+
+        Every instruction runs as soon as it can, so operands are moved side by side.
+        """
         self.made.sort(key=lambda value: value.level)
         for time, value in enumerate(self.made):
             for buffer in value.buffers:
@@ -117,13 +121,13 @@ class Footprint:
     # -- steps ---------------------------------------------------------------------------------------------------------
 
     def _make(self, spec: Spec, dtype: str, *read: Intermediate, parts: int = 1, front: str = "") -> Intermediate:
-        """Make the value of an instruction; all that it reads is held while it runs."""
+        """Make the value of an instruction; everything that it reads is held while it runs."""
         made = tuple(LiveBuffer(self._bytes(spec, dtype) // parts) for _ in range(parts))
         self.made.append(Intermediate(spec, made, front, read, level=1 + max(value.level for value in read)))
         return self.made[-1]
 
     def _fuse(self, spec: Spec, dtype: str, *read: Intermediate, parts: int = 1, front: str = "") -> Intermediate:
-        """Make the value of a fusion, which reads what fusions before it have read, if there were some."""
+        """Make the value of a fusion, which also reads whatever the fusions before it read."""
         gone = {id(value) for value in read if value.fused}
         self.made = [value for value in self.made if id(value) not in gone]
         sources = [source for value in read for source in (value.read if value.fused else (value,))]
@@ -152,12 +156,12 @@ class Footprint:
         arrived = self._make(step.before, dtype, cut, parts=parts)
         pairs = zip(step.before.dims, step.before.axes, step.after.axes)
         split = next(dim for dim, old, new in pairs if len(new) > len(old))
-        if split == step.before.dims[-1]:  # pieces of rows: put together, and then into order
+        if split == step.before.dims[-1]:  # pieces of rows are joined first, and then reordered
             arrived = self._make(step.after, dtype, arrived)
         return self._fuse(step.after, dtype, arrived)
 
     def _with_front(self, value: Intermediate, dim: str, dtype: str) -> Intermediate:
-        """Put a dimension in front of all others that are longer than 1."""
+        """Move a dimension in front of all others that are longer than 1."""
         leads = next((d for d in value.spec.dims if self._local(value.spec, d) > 1), dim)
         front = "" if leads == dim else dim
         return value if front == value.front else self._copied(value, dtype, front)
@@ -181,7 +185,7 @@ class Footprint:
         return made if after.dims in self._order(product).results else self._fuse(after, dtype, made)
 
     def _ready(self, number: int, move: Move) -> Intermediate:
-        """Make an operand as the products that use it take it."""
+        """Make an operand in the form in which the products that use it read it."""
         dtype, given = self._given(number), Intermediate(move.steps[0].before if move.steps else move.spec)
         if number in self.overlap.gathers:
             span = ring_gather(move)
@@ -206,7 +210,7 @@ class Footprint:
             if stripes is None or stripes.dim not in self.routine.moves[move].spec.dims:
                 return 1.0
             return min(1.0, 2 * max(stripes.sizes) / sum(stripes.sizes))
-        both_ways = 2 if SCHEDULES[ring.schedule].both_ways else 1  # of halves, one direction has half a chunk
+        both_ways = 2 if SCHEDULES[ring.schedule].both_ways else 1  # with halves, one direction has half a chunk
         return min(1.0, 2 * both_ways / prod(self.mesh[axis] for axis in ring.axes))
 
     def _order(self, product: Product) -> "_Order":
@@ -262,10 +266,10 @@ class _Order:
             self.results.append((*self.batch, *free[1], *free[0]))
 
     def scattered(self, side: int, wide: set[str]) -> bool:
-        """Return whether an operand has to be copied before it is multiplied; dimensions of size 1 stand anywhere."""
+        """Return whether an operand must be copied before it is multiplied; dimensions of size 1 may be anywhere."""
         dims = (self.batch, self.contracted, self.free[side])
         batch, contracted, free = ([dim for dim in each if dim in wide] for each in dims)
         orders = [free + contracted, contracted + free]
-        if max(len(contracted), len(free)) > 1:  # they are merged, and stand in this order
+        if max(len(contracted), len(free)) > 1:  # they are merged, in this order
             orders = orders[side : side + 1]
         return [dim for dim in self.sides[side] if dim in wide] not in [batch + order for order in orders]

@@ -11,11 +11,11 @@ from gspmd.planner.steps import Routine
 
 @dataclass(frozen=True)
 class RingSchedule:
-    """A way for the shards of a tensor to go round a ring. All that is known of a schedule is here.
+    """A way to send the shards of a tensor round a ring. It holds everything that defines a schedule.
 
     Attributes:
-        signs: a shard is cut into so many parts, and each goes round in its direction, +1 or -1.
-        both_ways: every part is sent both ways, and each copy half-way round.
+        signs: the direction, +1 or -1, in which each part of a shard goes round; a shard has as many parts as signs.
+        both_ways: whether every part is sent both ways, each copy half-way round.
         is_public: whether users may ask for it by name, as lowering `looped:<name>`.
     """
 
@@ -39,7 +39,10 @@ SCHEDULES = {
     "halves": RingSchedule(signs=(1, -1)),
     "paired": RingSchedule(both_ways=True),
 }
-"""By name. Of two that cost the same the first is taken; what is not overlapped with an einsum goes by the last."""
+"""The schedules by name.
+
+Among equal costs the first is taken; a tensor that is not overlapped with an einsum uses the last.
+"""
 
 
 @dataclass(frozen=True)
@@ -47,10 +50,11 @@ class Ring:
     """A ring of permutes that gathers, or reduce-scatters, the shards of one tensor.
 
     Attributes:
-        axes: the mesh axes that the loop goes over, outermost first; none: the tensor is gathered before it is used.
+        axes: the mesh axes that the loop goes over, outermost first; if empty, the tensor is gathered before it is
+            used.
         within: the axes whose shards make one chunk together, gathered before the loop, or scattered after it.
         schedule: one of `SCHEDULES`.
-        orders: in how many orders of `axes` parts of a shard are sent, so that all their links are busy.
+        orders: the number of orders of `axes` in which parts of a shard are sent, to keep all links of the axes busy.
         split: the dimension along which shards are cut into those parts, and into halves.
     """
 
@@ -63,11 +67,11 @@ class Ring:
 
 @dataclass(frozen=True)
 class Stripes:
-    """A dimension that nothing gathers or scatters, cut into stripes: while one is multiplied, others are sent.
+    """A dimension that no collective changes, cut into stripes: while one is multiplied, others are sent.
 
     Attributes:
         dim: the dimension.
-        sizes: of the stripes, on one device.
+        sizes: the sizes of the stripes on one device.
     """
 
     dim: str
@@ -76,7 +80,7 @@ class Stripes:
 
 @dataclass(frozen=True)
 class Overlap:
-    """The rings of a routine: of moves by their number, and of outputs by theirs; and its stripes, if it has any."""
+    """The rings of a routine, of moves and of outputs by their numbers, and its stripes, if it has any."""
 
     gathers: Mapping[int, Ring] = field(default_factory=FrozenDict)
     scatters: Mapping[int, Ring] = field(default_factory=FrozenDict)
@@ -90,14 +94,14 @@ class Overlap:
         return bool(self.gathers or self.scatters)
 
     def part(self, moves: Sequence[int], output: int) -> "Overlap":
-        """Return the part of this that belongs to one output and the moves that it needs, by their new numbers."""
+        """Return the part that belongs to one output and the moves that it needs, under their new numbers."""
         gathers = {new: self.gathers[old] for new, old in enumerate(moves) if old in self.gathers}
         scatters = {0: self.scatters[output]} if output in self.scatters else {}
         return Overlap(gathers, scatters, self.stripes if gathers or scatters else None)
 
 
 def kept(routine: Routine, overlap: Overlap) -> tuple[Spec, ...]:
-    """Return the spec in which each moved operand is kept for the gradient: one that a ring gathers, as its shard."""
+    """Return the spec in which each moved operand is kept for the gradient: as its shard, if a ring gathers it."""
     specs = [move.spec for move in routine.moves]
     for number in overlap.gathers:
         specs[number] = ring_gather(routine.moves[number]).shard

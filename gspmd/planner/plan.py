@@ -1,4 +1,4 @@
-"""A plan: what an equation will do on a mesh, before anything runs."""
+"""A plan: the steps that an equation takes on a mesh, and their costs, before anything runs."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +16,7 @@ from gspmd.planner.routines import plan_routine
 from gspmd.planner.steps import Environment, Routine, Step, Tensor
 
 Overlapping = Callable[[Routine, Sequence[Tensor], Sequence[Tensor], Environment], tuple[Overlap, float]]
-"""A function to the parts of a routine that overlap with its einsums, and the seconds that this hides."""
+"""A function that chooses the collectives to overlap in a routine; it returns them and the seconds that they hide."""
 
 
 def nothing_overlaps(*_: object) -> tuple[Overlap, float]:
@@ -26,7 +26,7 @@ def nothing_overlaps(*_: object) -> tuple[Overlap, float]:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Plan:
-    """The steps an equation takes on a mesh of a chip, and what they cost, per device and execution.
+    """The steps that an equation takes on a mesh of a chip, and their costs per device and execution.
 
     Attributes:
         equation: the parsed equation.
@@ -34,15 +34,16 @@ class Plan:
         mesh: mesh axis sizes.
         dtypes: dtype of each operand, group members one by one.
         chip: the hardware figures the seconds come from.
-        lowering: how it becomes a program: `"xla"`, `"blocking"`, `"looped"` or `"looped:<schedule>"`; of `"auto"`,
-            what was cheapest.
+        lowering: how it becomes a program: `"xla"`, `"blocking"`, `"looped"` or `"looped:<schedule>"`. For `"auto"`,
+            the cheapest of them.
         routine: moves, local products and outputs, as `gspmd.einsum` runs them.
         inputs, outputs: the tensors of the operands and of the results.
         pinned: the specs of `via`; the gradients of a pinned plan mirror it.
         loops: the gathers and reduce-scatters that run inside an einsum.
-        hidden_seconds: how much sooner the steps end for that; below 0, how much later.
-        asked: the lowering as it was asked for: of `"auto"`, the gradients decide for themselves.
-        overlapping: what the lowering overlaps with the einsums of a routine; the gradients ask it too.
+        hidden_seconds: the seconds that these loops save; negative if they cost time.
+        asked: the lowering as it was requested; under `"auto"` each gradient chooses its own.
+        overlapping: the function that chooses what the lowering overlaps with the einsums of a routine; gradients use
+            it too.
     """
 
     equation: Equation
@@ -62,7 +63,7 @@ class Plan:
 
     @property
     def steps(self) -> tuple[Step, ...]:
-        """Every step in the order of execution, the local einsums among them."""
+        """Every step in the order of execution, including the local einsums."""
         return self.routine.steps
 
     @property
@@ -77,15 +78,15 @@ class Plan:
 
     @property
     def seconds(self) -> float:
-        """Predicted seconds; nothing is overlapped but what `loops` says."""
+        """Predicted seconds; only the collectives in `loops` overlap."""
         return sum(step.seconds for step in self.steps) - self.hidden_seconds
 
     @cached_property
     def peak_bytes(self) -> int:
-        """The most bytes that one device holds at once: operands, results, and what there is between them.
+        """The most bytes that one device holds at once: operands, results, and intermediate buffers.
 
         Every buffer is counted from the step that makes it to the last that reads it, as XLA lays buffers out on host
-        devices. For the chip of the plan it is an estimate; docs/plans.md has how far compiled programs are from it.
+        devices. For the chip of the plan it is an estimate; docs/plans.md compares it with compiled programs.
         """
         from gspmd.planner.memory import Footprint
 
@@ -93,7 +94,7 @@ class Plan:
 
     @property
     def environment(self) -> Environment:
-        """The environment that its costs depend on."""
+        """The environment on which its costs depend."""
         return Environment.of(tuple(self.sizes.items()), tuple(self.mesh.items()), self.chip)
 
     @cached_property
@@ -106,7 +107,7 @@ class Plan:
 
     @cached_property
     def backward_tensors(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Tensors that the backward routine takes, the cotangents and then the residuals, and those that it gives."""
+        """The inputs of the backward routine (the cotangents, then the residuals) and its outputs."""
         from gspmd.planner.gradients import backward_tensors
 
         return backward_tensors(self.routine, self.inputs, self.outputs, self.kept)
@@ -123,14 +124,14 @@ class Plan:
 
     @cached_property
     def backward_overlap(self) -> tuple[Overlap, float]:
-        """The rings of the backward routine, and how much sooner it ends for them."""
+        """The rings of the backward routine, and the seconds that they save."""
         return self.overlapping(self.backward, *self.backward_tensors, self.environment)
 
     @cached_property
     def gradients(self) -> tuple["Plan", ...]:
-        """One plan per operand's cotangent. A step that several need stands in the first of them only.
+        """One plan per operand's cotangent. A step that several need belongs to the first of them only.
 
-        What overlaps in the whole backward routine hides seconds of all; they are shared out by what each sends.
+        Loops of the whole backward routine hide seconds of all its plans; each gets the share that it sends.
         """
         from gspmd.planner.gradients import parts
 
@@ -163,9 +164,9 @@ class Plan:
                 the attributes of the same names.
             steps: a list in the order of execution, each with kind, axes, operand, before, other (null but for a
                 product of two), after, wire_bytes, flops, seconds.
-            mesh, sizes, chip, via: what was asked.
-            gradients: a list, one for each operand, each with all keys but those of the line above and this one; empty
-                without `gradients`.
+            mesh, sizes, chip, via: the request.
+            gradients: a list with one entry for each operand, which has all keys except those of the line above and
+                this one; empty without `gradients`.
         """
         asked = {"mesh": self.mesh, "sizes": self.sizes, "chip": self.chip.name, "via": self.via}
         parts = [_record(each) for each in self.gradients] if gradients else []
@@ -188,7 +189,7 @@ class Plan:
 
 
 def _chosen(asked: str, overlap: Overlap) -> str:
-    """Return the lowering that was asked for; of `"auto"`, the one that it came to."""
+    """Return the lowering that was requested; for `"auto"`, the one that was chosen."""
     return ("looped" if overlap else "blocking") if asked == "auto" else asked
 
 
@@ -235,7 +236,7 @@ def plan_equation(
     for spec in equation.specs:
         if spec.is_open:
             raise PlanError(
-                f"cannot plan '{equation}': '{spec}' leaves a dimension open; what it sends is the compiler's choice.\n"
+                f"cannot plan '{equation}': '{spec}' leaves a dimension open, so the compiler chooses what is sent.\n"
                 "  Name its mesh axes, or run it with lowering='xla' under Auto axes."
             )
     equation.check(dict(sizes), dict(mesh))
@@ -268,7 +269,7 @@ def plan_equation(
 def tensors(
     equation: Equation, mesh: Mapping[str, int], dtypes: Sequence[str], wire_dtype: str | None, dtype: str | None = None
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Return operands and results as the planner sees them; each crosses the wire in its own dtype by default."""
+    """Return operands and results as tensors of the planner; by default each is sent in its own dtype."""
     specs = [spec.without_trivial(mesh) for spec in equation.specs]
     flat, results = specs[: -len(equation.outputs)], specs[-len(equation.outputs) :]
     names = ["operand"] if len(flat) == 1 else [f"operand {i + 1}" for i in range(len(flat))]
@@ -284,7 +285,7 @@ def tensors(
 
 
 def pinned_specs(equation: Equation, via: Via, sizes: Mapping[str, int], mesh: Mapping[str, int]) -> list[Spec]:
-    """Return the spec that `via` brings each operand to, in the operand's order of dimensions.
+    """Return the spec to which `via` brings each operand, in the operand's order of dimensions.
 
     Raises:
         SpecError: the specs do not have the operands' dimensions, or do not fit the sizes.
@@ -307,7 +308,7 @@ def pinned_specs(equation: Equation, via: Via, sizes: Mapping[str, int], mesh: M
 
 
 def spread_over_groups(equation: Equation, pinned: Sequence[Spec], flat: Sequence[Spec]) -> list[Spec]:
-    """Return one spec per operand: a via may write that of a group once, if its members have the same dimensions."""
+    """Return one spec per operand: a via may give a group one spec if its members have the same dimensions."""
     if len(pinned) == len(flat) or len(pinned) != len(equation.operands):
         return list(pinned)
     return [spec for spec, operand in zip(pinned, equation.operands) for _ in operand.specs]

@@ -3,7 +3,7 @@
     product   one search
     group     one search for several products of one operand, which is moved once
     sum       a search for each product, all towards the placement in which adding them costs least, so that the partial
-              sums of all are settled once
+    sums of all are reduced once
 
 The gradient of a product is a group, that of a sum a larger group, that of a group a sum (`gradients`).
 """
@@ -30,11 +30,11 @@ def plan_routine(
     """Plan an equation.
 
     Args:
-        equation: what to compute.
+        equation: the equation to plan.
         environment: sizes, mesh, chip.
-        inputs: the operands, group members one by one, in reading order; their specs name no mesh axis of size 1.
-        outputs: what they become.
-        via: the spec each operand is brought to before the local einsum, or None where the search is free.
+        inputs: the operands, group members one by one, in reading order; their specs contain no mesh axis of size 1.
+        outputs: the results.
+        via: the spec to which each operand is brought before the local einsum, or None to search for it.
 
     Raises:
         PlanError: no assignment of mesh axes gives the outputs.
@@ -61,9 +61,9 @@ class ProductGroup:
     Attributes:
         left: the number of that operand among the inputs.
         tensor: the operand.
-        rights: the numbers of the operands that it is multiplied with; None where it is summed by itself.
+        rights: the numbers of the operands with which it is multiplied; None if it is only summed.
         contractions: those operands, their results, and their pins.
-        pinned: the spec that the common operand is brought to, if that is not searched.
+        pinned: the spec to which the common operand is brought, if it is not searched.
     """
 
     left: int
@@ -105,9 +105,8 @@ def _product_groups(equation: Equation, inputs, outputs, via) -> list[ProductGro
 
 
 def _search_group(group: ProductGroup, environment: Environment) -> list[tuple[ProductGroup, PlacedGroup]]:
-    """Search one placement of the common operand for all products; one each, where no placement serves all of them.
-
-    That is so where the results are partial sums over different mesh axes.
+    """Search one placement of the common operand for all products, or one for each if no placement serves all. No
+    placement serves all if the results are partial sums over different mesh axes.
     """
     try:
         return [(group, group.search(environment))]
@@ -119,7 +118,7 @@ def _search_group(group: ProductGroup, environment: Environment) -> list[tuple[P
 
 
 def _move_routine(environment: Environment, source: Tensor, output: Tensor, pinned: Spec | None) -> Routine:
-    """Plan one chain of steps, or two where a pin stands between them."""
+    """Plan one chain of steps, or two with a pin between them."""
     arrived = Spec(source.spec.dims, tuple(output.spec.axes_of(dim) for dim in source.spec.dims), output.spec.partial)
     stop = arrived if pinned is None else pinned
     first, second = (_chain(environment, *ends, source) for ends in ((source.spec, stop), (stop, arrived)))
@@ -130,8 +129,8 @@ def _move_routine(environment: Environment, source: Tensor, output: Tensor, pinn
 def common_placement(terms: Sequence[ResultCosts], target: Tensor) -> Spec | None:
     """Find the placement in which adding terms, and moving the sum to its target, costs least.
 
-    None where there is no such placement, or where a term lacks a dimension that others have: then each is settled, and
-    broadcast, by itself.
+    Return None if there is no such placement, or if a term lacks a dimension that others have: then each term is
+        reduced and broadcast by itself.
     """
     dims, paths = terms[0].dims, terms[0].paths
     if any(term.dims != dims for term in terms):
@@ -147,7 +146,7 @@ def common_placement(terms: Sequence[ResultCosts], target: Tensor) -> Spec | Non
 
 
 def settling(environment: Environment, common: Spec, target: Tensor) -> tuple[Step, ...]:
-    """Return the steps from the placement that a sum's terms have to its own, without its broadcast dimensions."""
+    """Return the steps from the placement of a sum's terms to that of the sum, without its broadcast dimensions."""
     wanted = Spec(common.dims, tuple(target.spec.axes_of(dim) for dim in common.dims), target.spec.partial)
     return _chain(environment, common, wanted, target)
 
@@ -167,11 +166,11 @@ class RoutineBuilder:
         self.outputs: list[Output] = []
 
     def add(self, group: ProductGroup, result: PlacedGroup) -> list[int]:
-        """Add the moves and products of a group as they were searched; the products' numbers."""
+        """Add the moves and products that the search found for a group; return the numbers of the products."""
         left, first = self._move(group.left, result.left, result.left_steps), len(self.products)
         for source, choice in zip(group.rights, result.choices):
             right = None
-            if source is not None and choice.right is not None:  # both or neither: an operand alone has no right one
+            if source is not None and choice.right is not None:  # neither is None, or both
                 right = self._move(source, choice.right, choice.right_steps)
             arrived = choice.settle_steps[-1].after if choice.settle_steps else choice.result
             self.products.append(Product(left, right, choice.einsum, choice.settle_steps, arrived))

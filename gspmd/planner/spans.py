@@ -1,5 +1,4 @@
-"""Spans: what a run of gathers, or of reduce-scatters, does to a tensor as a whole, and the pieces that it is cut
-into."""
+"""Spans: the joint effect of consecutive gathers, or reduce-scatters, on a tensor, and the pieces of a tensor."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,10 +11,10 @@ from gspmd.planner.steps import Move, Routine, Step
 
 @dataclass(frozen=True)
 class CollectiveSpan:
-    """The span of consecutive gathers, or reduce-scatters: from shards to the whole, or back.
+    """The span of consecutive gathers or reduce-scatters: from shards to the unsharded tensor, or back.
 
     Attributes:
-        shard: the spec of what a device has before a gather, or after a reduce-scatter.
+        shard: the spec before a gather, or after a reduce-scatter.
         whole: the spec at the other end.
         steps: the run, in the plan's order.
     """
@@ -32,16 +31,16 @@ class CollectiveSpan:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """The mesh axes that it goes over."""
+        """The mesh axes over which it runs."""
         return tuple(axis for axes in self.changed_axes.values() for axis in axes)
 
     def step_number(self, axis: str) -> int:
-        """Return the step of the run that goes over an axis."""
+        """Return the step of the run over an axis."""
         return next(number for number, step in enumerate(self.steps) if axis in step.axes)
 
 
 LONGEST = 96
-"""Chunks up to which a ring is unrolled: programs, and the time to compile them, grow with their number."""
+"""The most chunks for which a ring is unrolled: programs and their compile times grow with the chunks."""
 
 
 def loopable(routine: Routine) -> tuple[dict[int, CollectiveSpan], dict[int, CollectiveSpan]]:
@@ -59,9 +58,8 @@ def loopable(routine: Routine) -> tuple[dict[int, CollectiveSpan], dict[int, Col
 
 
 def divisions(span: CollectiveSpan, mesh: Mapping[str, int]) -> Iterator[tuple[tuple[str, ...], tuple[str, ...]]]:
-    """List every division of a collective's axes: those that a ring loops over, and those within one of its chunks.
-
-    It loops over some at least, and of each dimension over the major ones.
+    """List every division of a collective's axes into those that a ring loops over and those within one of its chunks.
+    The ring loops over at least one axis, and over the major axes of each dimension.
     """
     spans = [[axis for axis in axes if mesh.get(axis, 1) > 1] for axes in span.changed_axes.values()]
     for counts in product(*(range(len(axes) + 1) for axes in spans)):
@@ -71,44 +69,43 @@ def divisions(span: CollectiveSpan, mesh: Mapping[str, int]) -> Iterator[tuple[t
 
 
 def is_short(span: CollectiveSpan, looped: Sequence[str], within: Sequence[str], mesh: Mapping[str, int]) -> bool:
-    """Return whether no axis has more than `LONGEST` hops that stand in the program one by one.
-
-    What is gathered along one axis is a loop in the program too.
+    """Return whether no axis has more than `LONGEST` hops that are written out in the program one by one. A gather
+    along one axis does not count: it is a loop in the program.
     """
     long = [axis for axis in (*looped, *within) if mesh.get(axis, 1) > LONGEST]
     return not long or (long == [*looped] and span.steps[0].kind == "all-gather")
 
 
 def gather_of(move: Move) -> CollectiveSpan | None:
-    """Return the gathers that a move ends in."""
+    """Return the gathers at the end of a move."""
     count = _run(reversed(move.steps), "all-gather")
     steps = move.steps[len(move.steps) - count :]
     return CollectiveSpan(steps[0].before, move.spec, steps) if steps else None
 
 
 def scatter_of(routine: Routine, output: int) -> CollectiveSpan | None:
-    """Return the reduce-scatters that an output's products, once added, begin to settle with."""
+    """Return the reduce-scatters at the beginning of the reduction of an output's added products."""
     steps = settling(routine, output)
     count = _run(steps, "reduce-scatter")
     return CollectiveSpan(steps[count - 1].after, steps[0].before, steps[:count]) if count else None
 
 
 def ring_gather(move: Move) -> CollectiveSpan:
-    """Return the gathers of a move that an `Overlap` has a ring for."""
+    """Return the gathers of a move for which an `Overlap` has a ring."""
     span = gather_of(move)
     assert span is not None, "rings are made of what `loopable` lists, so the move ends in gathers"
     return span
 
 
 def ring_scatter(routine: Routine, output: int) -> CollectiveSpan:
-    """Return the reduce-scatters of an output that an `Overlap` has a ring for."""
+    """Return the reduce-scatters of an output for which an `Overlap` has a ring."""
     span = scatter_of(routine, output)
     assert span is not None, "rings are made of what `loopable` lists, so the output settles by reduce-scatters"
     return span
 
 
 def settling(routine: Routine, output: int) -> tuple[Step, ...]:
-    """Return the chain behind the sum of an output's products; none where each product has a chain of its own."""
+    """Return the chain after the sum of an output's products; none if each product has its own chain."""
     products = [routine.products[number] for number in routine.outputs[output].products]
     if len(products) == 1:
         return (*products[0].steps, *routine.outputs[output].steps)
@@ -125,7 +122,7 @@ def local_shape(spec: Spec, sizes: Mapping[str, int], mesh: Mapping[str, int]) -
 
 
 def cut(size: int, number: int) -> list[tuple[int, int]]:
-    """Return where each of `number` parts of a size begins and how long it is, as equal as may be; empty ones left out.
+    """Return start and length of each of `number` parts of a size, as equal as possible, without empty parts.
 
     >>> cut(5, 2), cut(1, 2)
     ([(0, 3), (3, 2)], [(0, 1)])

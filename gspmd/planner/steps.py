@@ -1,4 +1,4 @@
-"""Steps and routines: what an equation does, as data."""
+"""Steps and routines: the work of an equation, as data."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -18,14 +18,14 @@ class Step:
 
     Attributes:
         kind: one of `KINDS`.
-        axes: the mesh axes it runs over, major first; empty for an einsum.
+        axes: the mesh axes over which it runs, major first; empty for an einsum.
         wire_bytes: bytes one device sends.
-        seconds: by the chip's link and matrix-unit figures.
+        seconds: its seconds by the chip's link and matrix-unit figures.
         before: the tensor's spec before the step.
         after: its spec after the step.
-        operand: what moves: `"operand 1"`, `"result"`, ...
+        operand: the name of the tensor that moves: `"operand 1"`, `"result"`, ...
         flops: floating-point operations of a local einsum; 0 otherwise.
-        other: the second operand's spec of a local einsum.
+        other: the spec of a local einsum's second operand.
     """
 
     kind: str
@@ -40,7 +40,7 @@ class Step:
 
     @property
     def is_collective(self) -> bool:
-        """Whether devices talk to one another in it."""
+        """Whether devices communicate in it."""
         return self.kind not in ("slice", "einsum")
 
     @property
@@ -52,17 +52,17 @@ class Step:
 
     @property
     def sources(self) -> tuple[Spec, ...]:
-        """The spec before it, or those of both operands of a product."""
+        """The spec before the step, or those of both operands of a product."""
         return (self.before,) if self.other is None else (self.before, self.other)
 
     @property
     def source(self) -> str:
-        """Its sources for a reader: `BE_x · E_xF`."""
+        """The sources as text: `BE_x · E_xF`."""
         return " · ".join(map(str, self.sources))
 
     @property
     def amount(self) -> str:
-        """Bytes sent, or FLOPs of an einsum, for a reader."""
+        """Bytes sent, or FLOPs of an einsum, as text."""
         from gspmd.display.units import amount_of_bytes, amount_of_flops
 
         return amount_of_flops(self.flops) if self.kind == "einsum" else amount_of_bytes(self.wire_bytes)
@@ -88,8 +88,8 @@ class Move:
 class Product:
     """The local einsum of one or two moved tensors, then `steps` to bring it to `spec`.
 
-    `einsum.after` is what the local einsum leaves, and may be a partial sum. A single tensor with nothing to sum passes
-    through, and its einsum counts as no step.
+    `einsum.after` is the spec of the local einsum's result, which may be a partial sum. A single tensor with nothing to
+    sum is passed on unchanged, and its einsum is not counted as a step.
     """
 
     left: int
@@ -110,13 +110,13 @@ class Product:
 
     @property
     def all_steps(self) -> tuple[Step, ...]:
-        """The local einsum, if there is one, and the steps behind it."""
+        """The local einsum, if there is one, and the steps after it."""
         return self.steps if self.passes_through else (self.einsum, *self.steps)
 
 
 @dataclass(frozen=True)
 class Output:
-    """The sum of `products`, all of one spec, settled by `steps`; dimensions that no product has are broadcast."""
+    """The sum of `products` of one spec, and `steps` that follow it; dimensions that no product has are broadcast."""
 
     products: tuple[int, ...]
     spec: Spec
@@ -125,7 +125,7 @@ class Output:
 
 @dataclass(frozen=True, repr=False)
 class Routine:
-    """Moves, then local products, then outputs: all that runs inside one shard_map."""
+    """Moves, then local products, then outputs: everything that runs inside one shard_map."""
 
     inputs: tuple[Spec, ...]
     moves: tuple[Move, ...]
@@ -144,7 +144,7 @@ class Routine:
 
 
 def total_cost(steps: tuple[Step, ...]) -> tuple[int, int, int]:
-    """Add up steps. Picoseconds are whole numbers, so that ties are ties."""
+    """Add up the costs of steps. Picoseconds are whole numbers, so that ties are exact."""
     return (
         sum(picoseconds(step.seconds) for step in steps),
         sum(step.wire_bytes for step in steps),
@@ -153,8 +153,8 @@ def total_cost(steps: tuple[Step, ...]) -> tuple[int, int, int]:
 
 
 def picoseconds(seconds: float) -> int:
-    """Return whole picoseconds, rounded up: so two steps for one never gain by rounding."""
-    return ceil(seconds * 1e12 - 1e-6)  # less what a float is off by where it stands for a whole number
+    """Return whole picoseconds, rounded up, so that replacing one step by two never gains by rounding."""
+    return ceil(seconds * 1e12 - 1e-6)  # minus the rounding error of a float that represents a whole number
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,7 @@ class Environment:
     def of(cls, sizes: tuple[tuple[str, int], ...], mesh: tuple[tuple[str, int], ...], chip: Chip) -> "Environment":
         """Return the environment of a mesh, without its axes of size 1.
 
-        Whatever lies over them costs nothing, and each would multiply the placements to be searched.
+        Sharding over them costs nothing, and each would multiply the placements to be searched.
         """
         return cls(sizes, tuple((axis, size) for axis, size in mesh if size > 1), chip)
 
@@ -215,10 +215,10 @@ class RoutineChains:
     """The chains of a routine in its program.
 
     Attributes:
-        moves: those of the moves.
+        moves: the chain of each move.
         einsums: the number of each product's local einsum.
-        products: what follows each local einsum.
-        outputs: what follows each sum.
+        products: the chain after each local einsum.
+        outputs: the chain after each sum.
     """
 
     moves: Mapping[int, Chain]
@@ -234,7 +234,7 @@ class NumberedSteps:
         self.steps: list[Step] = []
 
     def add(self, steps: Iterable[Step], share: float = 1.0) -> Chain:
-        """Append steps that run on this share of what they were planned for."""
+        """Append steps that run on a share of the data for which they were planned."""
         chain = Chain(tuple(steps) if share == 1 else tuple(scaled(step, share) for step in steps), len(self.steps))
         self.steps += chain.steps
         return chain

@@ -1,9 +1,9 @@
-"""Steps whose placements are not known yet: what a program does with a tensor, wherever it will lie.
+"""Steps whose placements are not known yet: the work that a program does with a tensor, whatever its spec will be.
 
-A search traces a program once, on an abstract mesh whose axes have size 1 and stand for what is not known: every
-dimension of every line of a layout lies over an axis of its own, an *unknown*. Then everything divides and nothing is
-sent, and each planned step says between which unknown placements it moves a tensor, or in which it multiplies. What it
-costs follows when mesh axes are put in place of the unknowns (`gspmd.search`).
+A search traces a program once, on an abstract mesh whose axes have size 1 and are placeholders: every dimension of
+every line of a layout is sharded over its own axis, an *unknown*. Then everything divides and nothing is sent. Each
+planned step says between which unknown placements it moves a tensor, or in which it multiplies. Its cost follows when
+mesh axes replace the unknowns (`gspmd.search`).
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -24,20 +24,22 @@ Known = Mapping[str, tuple[str, ...]]
 
 
 def is_unknown(mesh: Iterable[str]) -> bool:
-    """Return whether the axes of a mesh, by name, stand for placements that are not known."""
+    """Return whether the names of a mesh's axes are unknowns."""
     return next(iter(mesh), "").startswith(PREFIX)
 
 
 @dataclass(frozen=True)
 class UnknownMove:
-    """Bring a tensor from one placement to another: from `before`, or from each of several, which are added up.
+    """Bring a tensor from one placement to another; if `before` has several placements, bring the tensors of each and
+    add them.
 
     Attributes:
-        before: specs of what arrives; more than one for the parts of a gradient, which may meet where that is cheapest.
-        after: the spec it has to have, in any order of dimensions.
-        shape: of the whole tensor, in the order of `before`.
+        before: the specs of the sources; more than one for the parts of a gradient, which may be added in the cheapest
+            placement.
+        after: the target spec, with dimensions in any order.
+        shape: the shape of the unsharded tensor, in the order of `before`.
         itemsize: bytes of an element on the wire.
-        reduce: what a partial sum stands for.
+        reduce: how a partial sum is reduced, `"sum"` or `"max"`.
     """
 
     before: tuple[Spec, ...]
@@ -49,12 +51,12 @@ class UnknownMove:
 
 @dataclass(frozen=True)
 class UnknownProduct:
-    """Multiply two tensors where they lie.
+    """Multiply two tensors in their present placements.
 
     Attributes:
-        specs: of both, and of the result, which may be a partial sum.
-        dtypes: of the three, as their elements are read and written.
-        sizes: of all dimensions.
+        specs: the specs of both operands and of the result, which may be a partial sum.
+        dtypes: the dtypes of the three, as their elements are read and written.
+        sizes: the sizes of all dimensions.
     """
 
     specs: tuple[Spec, Spec, Spec]
@@ -64,13 +66,14 @@ class UnknownProduct:
 
 @dataclass(frozen=True)
 class UnknownSteps:
-    """The steps that an operation plans by itself: a function from where its tensors lie to the steps, by name.
+    """The steps that an operation plans by itself, as a function from the specs of its tensors to the steps, by name.
 
     Attributes:
-        plan: from `arguments` to a mapping from names to steps; specs and the context among them are unknown.
-        arguments: all hashable.
-        name: of these steps in the mapping.
-        is_product: whether they are a local product, whose seconds have the reading of its operands.
+        plan: the function from `arguments` to a mapping from names to steps; the specs and the context in them are
+            unknown.
+        arguments: its arguments, all hashable.
+        name: the name of these steps in the mapping.
+        is_product: whether they are a local product, whose seconds include reading its operands.
     """
 
     plan: Callable[..., Mapping[str, Any]]
@@ -81,11 +84,11 @@ class UnknownSteps:
 
 @dataclass(frozen=True)
 class UnknownMoves(UnknownSteps):
-    """A move that an operation plans by itself: a function from where its tensors lie to all its moves, by name.
+    """A move that an operation plans by itself, as a function from the specs of its tensors to all its moves, by name.
 
     Attributes:
-        before: where the tensor comes from, if no move of the operation depends on it: the function is then asked once
-            for all these places, and its own answer to where the tensor comes from is not read. None if one depends.
+        before: the source spec of the tensor, or None if some move of the operation depends on it. If none does, the
+            function is called once for all source specs, and the source in its answer is ignored.
     """
 
     before: Spec | None = None
@@ -93,11 +96,11 @@ class UnknownMoves(UnknownSteps):
 
 @dataclass(frozen=True)
 class UnknownShared:
-    """First steps that one chain has in common with others of the same tensor, so that a program has them once.
+    """First steps that one chain shares with other chains of the same tensor, so that a program has them once.
 
     Attributes:
-        chain: whose steps they are.
-        others: that have run before.
+        chain: the chain that has these steps.
+        others: the chains that have run before it.
     """
 
     chain: "UnknownMove | UnknownSteps"
@@ -106,7 +109,7 @@ class UnknownShared:
 
 @dataclass(frozen=True)
 class UnknownWay:
-    """A move that has to be possible and is not made: of a gradient that is planned with others, whoever needs it."""
+    """A move that must be possible but is not made, for a gradient that is planned with others, needed or not."""
 
     move: UnknownMove
 
@@ -116,7 +119,7 @@ Unknown = UnknownMove | UnknownProduct | UnknownSteps | UnknownShared | UnknownW
 
 @dataclass(frozen=True, repr=False)
 class UnknownStep(Step):
-    """A step of a chain that cannot be planned yet; it stands for the whole chain."""
+    """A step that represents a whole chain which cannot be planned yet."""
 
     what: Unknown | None = None
 
@@ -127,25 +130,25 @@ class UnknownStep(Step):
 
 
 class Mark(str):
-    """The parameter of a marked operation: short, and its own, so that equal marks are equal operations."""
+    """The parameter of a marked operation: a short key, one for each mark, so that equal marks are equal operations."""
 
     what: Unknown
 
     @classmethod
     def of(cls, what: Unknown, name: str) -> "Mark":
-        """Return the mark of what is done, called `name`."""
+        """Return the mark of an unknown step, called `name`."""
         mark = cls(name)
         mark.what = what
         return mark
 
 
 def placed(value: Any, known: Known, others: Mapping[type, Any] = {}) -> Any:
-    """Put mesh axes in place of the unknowns, in every spec of a nested tuple or frozen dataclass; known ones stay.
+    """Replace unknowns by mesh axes, in every spec of a nested tuple or frozen dataclass; known axes stay.
 
     Args:
-        value: what has specs in it.
-        known: the mesh axes of each unknown; one that is missing shards nothing.
-        others: what to put in place of values of other types, as a `Context`.
+        value: a nested tuple or frozen dataclass with specs in it.
+        known: the mesh axes of each unknown; a missing unknown shards nothing.
+        others: replacements for values of other types, such as a `Context`.
 
     >>> str(placed(Spec.parse("B_{unknown1}E_{unknown2}"), {"unknown1": ("x", "y")}))
     'B_xyE'
@@ -153,7 +156,7 @@ def placed(value: Any, known: Known, others: Mapping[type, Any] = {}) -> Any:
     if isinstance(value, Spec):
         here = lambda name: known.get(name, () if name.startswith(PREFIX) else (name,))  # noqa: E731
         at = lambda axes: tuple(axis for name in axes for axis in here(name))  # noqa: E731
-        # a sum over several unknowns is over every axis that one of them lies over
+        # a sum over several unknowns is over all of their axes
         sums = (tuple(dict.fromkeys(at(names))) for names in (value.partial, value.reduced))
         return Spec(value.dims, tuple(map(at, value.axes)), *sums)
     if type(value) in others:
@@ -167,7 +170,7 @@ def placed(value: Any, known: Known, others: Mapping[type, Any] = {}) -> Any:
 
 
 def unknowns_in(value: Any) -> tuple[str, ...]:
-    """Return the unknowns in the specs of a nested tuple or frozen dataclass, in the order in which they stand."""
+    """Return the unknowns in the specs of a nested tuple or frozen dataclass, in order of appearance."""
     if isinstance(value, Spec):
         named = [axis for axes in (*value.axes, value.partial, value.reduced) for axis in axes]
         return tuple(dict.fromkeys(axis for axis in named if axis.startswith(PREFIX)))

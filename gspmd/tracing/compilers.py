@@ -1,9 +1,9 @@
 """Compilers' rules for common subexpressions, and for the operations they move out of loops.
 
-In XLA's words: `HloCSE` and `WhileLoopInvariantCodeMotion`.
+XLA calls these passes `HloCSE` and `WhileLoopInvariantCodeMotion`.
 
 Source: programs compiled for host devices with jaxlib 0.10.2 and 0.12.0 and, with the libtpu that belongs to each
-(0.0.42, 0.0.50), for TPU v4; tests/tracing hold all of them to it.
+(0.0.42, 0.0.50), for TPU v4; tests/tracing check these rules against all of them.
 """
 
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Jaxprs: the programs that an equation calls, dead code, and what a loop does with its operands."""
+"""Jaxprs: the programs that an equation calls, dead code, and the use that a loop makes of its operands."""
 
 import weakref
 from collections.abc import Callable, Iterator
@@ -42,15 +42,14 @@ _WITH_RULES = {"custom_vmap_call": "call", "custom_vjp_call": "call_jaxpr", "cus
 
 
 def without_dead_code(jaxpr: Jaxpr) -> Jaxpr:
-    """Return the program less what none of its results needs."""
+    """Return the program without the operations that none of its results needs."""
     return jax_internals.without_dead_code(_plain(jaxpr, {}))
 
 
 def _plain(jaxpr: Jaxpr, done: dict[int, Jaxpr]) -> Jaxpr:
-    """Return the program with plain calls in place of those with rules for transformations.
-
-    JAX's elimination does not look into a `custom_vmap_call`, and keeps all operands of the other two, whether they are
-    used or not. Compilers inline them.
+    """Return the program with plain calls in place of calls that have rules for transformations. JAX's elimination does
+    not look into a `custom_vmap_call`, and keeps all operands of the other two, used or not. Compilers inline all
+    three.
     """
     if id(jaxpr) not in done:
         equations = [_plainly_called(equation, done) for equation in jaxpr.eqns]
@@ -66,7 +65,7 @@ def _plainly_called(equation: Any, done: dict[int, Jaxpr]) -> Any:
 
 
 def changed_inside(equation: Any, change: Callable[[Jaxpr], Jaxpr]) -> Any:
-    """Return the equation with every program that it calls changed; the same one where none is another."""
+    """Return the equation with every program that it calls changed, or the same object if none changes."""
 
     def changed(value: Any) -> Any:
         if isinstance(value, (tuple, list)):
@@ -89,21 +88,20 @@ def expression(equation: Any) -> tuple[str, str]:
 
 
 def _text(value: Any) -> Any:
-    """Return a parameter, or what stands for a program in it."""
+    """Return a parameter, with a text in place of each program in it."""
     if isinstance(value, (tuple, list)):
         return [_text(one) for one in value] if any(isinstance(one, (ClosedJaxpr, Jaxpr)) for one in value) else value
     if isinstance(value, (ClosedJaxpr, Jaxpr)):
         return fingerprint(value)
-    # Of a rule of differentiation, which is made anew at each call, the name: nothing of it runs in this program.
+    # A rule of differentiation is made anew at each call, and none of it runs in this program: only its name counts.
     is_function = callable(value) and not isinstance(value, type)
     return getattr(value, "__name__", type(value).__name__) if is_function else value
 
 
 def fingerprint(jaxpr: ClosedJaxpr | Jaxpr) -> str:
-    """Return a text that programs share which do the same, whatever their variables are called.
-
-    It says what the program's own text says, but each program that it calls is read once: texts of loops in loops
-    would be written again for every loop around them.
+    """Return a text that is equal for equal programs, whatever their variables are called. It has the content of the
+    program's own text, but reads each program that it calls once: JAX would write the text of nested loops again for
+    every loop around them.
     """
     jaxpr = jaxpr.jaxpr if isinstance(jaxpr, ClosedJaxpr) else jaxpr
     if jaxpr in _fingerprints:
@@ -134,7 +132,7 @@ def _type(aval: Any) -> str:
 
 
 def has_effects(equation: Any) -> bool:
-    """Return whether an equation does more than compute its results; naming a mesh axis is no effect."""
+    """Return whether an equation has effects; naming a mesh axis does not count as one."""
     return not {type(effect).__name__ for effect in equation.effects} <= {"NamedAxisEffect"}
 
 

@@ -1,4 +1,4 @@
-"""`ProgramPlan`: the planned steps of a whole function, each with how often it runs."""
+"""`ProgramPlan`: the planned steps of a whole function, each with the number of times that it runs."""
 
 from collections import Counter
 from dataclasses import dataclass, replace
@@ -23,12 +23,12 @@ class PlannedStep:
 
     Attributes:
         step: kind, mesh axes, bytes and seconds of one execution.
-        trips: how often it runs.
+        trips: the number of times that it runs.
         equation: the equation it belongs to.
         number: its number among the steps of that equation.
-        dtype: what a collective sends, as HLO names it: `f32`, `bf16`; empty in a forecast.
+        dtype: the dtype that a collective sends, as HLO names it: `f32`, `bf16`; empty in a forecast.
         first: equation and number of an earlier step with the same result, which this one uses instead of running.
-        hidden_seconds: of a collective, its share of what the equation's loops hide, all trips together.
+        hidden_seconds: a collective's share of the seconds that the equation's loops hide, over all trips.
     """
 
     step: Step
@@ -59,9 +59,10 @@ class ProgramPlan(Printed):
 
     Attributes:
         entries: the steps that run.
-        shared: steps that use the result of an equal step among the entries; they send nothing, and count nowhere.
+        shared: steps that use the result of an equal step among the entries; they send nothing, and no total counts
+            them.
         lowered: the equations under lowering `xla`, whose collectives the compiler chooses.
-        notes: what could not be counted.
+        notes: sentences about the parts that could not be counted.
     """
 
     entries: tuple[PlannedStep, ...]
@@ -81,20 +82,19 @@ class ProgramPlan(Printed):
 
     @property
     def size(self) -> tuple[int, float, int]:
-        """Bytes, seconds, operations: the order in which branches of a conditional are compared."""
+        """Bytes, seconds and operations, the order in which branches of a conditional are compared."""
         return self.wire_bytes, self.seconds, self.flops
 
     @property
     def seconds(self) -> float:
-        """Predicted seconds of the planned steps, nothing overlapped."""
+        """Predicted seconds of the planned steps if nothing overlaps."""
         return sum(entry.step.seconds * entry.trips for entry in self.entries)
 
     @property
     def hidden_seconds(self) -> float:
-        """Seconds by which the steps end sooner because loops send beside products, as the plan of each equation says.
-
-        Of an equation that runs in part, as what it sends has been sent before, it is a part; of experts, whose chunks
-        overlap with one another, none.
+        """Seconds that loops save by sending during products, from the plan of each equation. If only a part of an
+        equation runs because the rest was sent before, the same part of its seconds counts. Experts, whose chunks
+        overlap with one another, count none.
         """
         return sum(entry.hidden_seconds for entry in self.entries)
 
@@ -104,7 +104,7 @@ class ProgramPlan(Printed):
         return sum(entry.step.flops * entry.trips for entry in self.entries)
 
     def by_kind_and_axes(self) -> dict[tuple[str, tuple[str, ...]], tuple[int, int]]:
-        """For every collective kind and set of mesh axes: how often it runs, and the bytes sent."""
+        """Return the number of runs and the bytes sent for every collective kind and set of mesh axes."""
         counts: Counter[tuple[str, tuple[str, ...]]] = Counter()
         sent: Counter[tuple[str, tuple[str, ...]]] = Counter()
         for entry in self.entries:

@@ -1,7 +1,7 @@
 """Regions of a program, and the values, collectives and products that are available in each.
 
-A region is a straight piece of a program: all of it but the bodies of its loops and conditionals, which are regions of
-their own. See `gspmd.tracing.value_numbering`.
+A region is a straight piece of a program: all of it except the bodies of its loops and conditionals, which are separate
+regions. See `gspmd.tracing.value_numbering`.
 """
 
 import weakref
@@ -33,7 +33,7 @@ _REDUCTIONS = ("psum", "pmax")
 _COLLECTIVES = ("all_gather", "reduce_scatter", "all_to_all", "ppermute", *_REDUCTIONS, MARK)
 _BARRIER = "optimization_barrier"
 _NOTHING = (NEVER_HOISTED, ENTERING, "name")
-"""Operations that are nothing to a compiler; `name` is what `jax.checkpoint` may keep by its name."""
+"""Operations that compilers remove; `name` marks a value that `jax.checkpoint` may keep by its name."""
 
 _CALLS = ("jit", "pjit", CLOSED_CALL, "shard_map", "custom_partitioning")
 _CALLS += tuple(f"custom_{kind}_call" for kind in ("jvp", "vjp", "vmap"))
@@ -46,11 +46,11 @@ class Value(NamedTuple):
 
     Attributes:
         number: after common subexpression elimination.
-        barrierless: after optimization barriers are expanded and subexpressions are eliminated again, by a compiler
-            that does so; else `number`.
+        barrierless: after optimization barriers are expanded and subexpressions are eliminated again, if the compiler
+            does so; otherwise `number`.
         region: the outermost region in which it is available.
-        captured: before either, when loops take what they need from outside as operands. Two operands of a loop that
-            have become equal since remain two inside it.
+        captured: before both, when loops take values from outside as operands. Two operands of a loop that become equal
+            later are still two values inside it.
     """
 
     number: int
@@ -65,8 +65,7 @@ class Value(NamedTuple):
 
 
 class Occurrence(NamedTuple):
-    """The place where an operation runs once it is hoisted, and the step that has computed the same there before, if
-    any has."""
+    """The region where a hoisted operation runs, and the step, if any, that computed the same value there before."""
 
     region: "Region"
     first: StepKey | None = None
@@ -76,9 +75,9 @@ class Region:
     """A straight piece of a program.
 
     Args:
-        numbering: of the program.
+        numbering: the value numbers of the program.
         parent: the region around this one.
-        length: trips of the loop whose body it is, each time that the loop runs.
+        length: the trips of the loop whose body it is, for each run of the loop.
         is_loop: whether it is the body of a loop, rather than a branch.
     """
 
@@ -88,9 +87,9 @@ class Region:
         self.trips: int = length * (parent.trips if parent else 1)
         self._values: dict[Any, Value] = {}  # by variable
         self._available: dict[int, StepKey] = {}  # collectives and products, by value number
-        self._bodies: dict[int, Region] = {}  # of loops, by their `barrierless` number
-        self._loops: set[int] = set()  # those whose body this is, by `number`
-        self._is_uncertain = False  # whether the current one is merged with the others only once barriers are gone
+        self._bodies: dict[int, Region] = {}  # loops by their `barrierless` number
+        self._loops: set[int] = set()  # the loops whose body this is, by `number`
+        self._is_uncertain = False  # whether the current loop is merged with the others only after barriers are gone
 
     def ancestors(self) -> Iterator["Region"]:
         """Yield this region, the one around it, and so on."""
@@ -117,7 +116,7 @@ class Region:
         """
         for var, array in constants:
             if not isinstance(var.aval, jax.core.ShapedArray) or not getattr(array, "is_fully_addressable", True):
-                continue  # a reference, or what no single process could write
+                continue  # a reference, or an array that no single process could write
             number = self.numbering.of("constant", str(var.aval), _content(array, var.aval.dtype))
             self._values[var] = Value(number, number, [*self.ancestors()][-1], number)
 
@@ -134,7 +133,7 @@ class Region:
         return Region(self.numbering, self._region_of_call(equation))
 
     def leave(self, equation: Any, inner: Jaxpr) -> None:
-        """Bind the results of a called program to what they are inside."""
+        """Bind the results of a called program to the values that they have inside it."""
         self.numbering.calls.pop()
         if self._is_call(equation, inner) and len(equation.outvars) == len(inner.outvars):
             results = [self._value(var) for var in inner.outvars]
@@ -150,7 +149,7 @@ class Region:
             self._note_fusion(equation.primitive.name, results, ())
 
     def _call(self, equation: Any, operands: list[Value]) -> int | None:
-        """Return which call inside a planned program this is; None outside, where `captured` has numbers of values."""
+        """Return the number of this call in a planned program; None outside of one, where `captured` numbers values."""
         around, number = self.numbering.calls[-1], self.numbering.of
         if around is not None and equation.primitive.name in _LOOPS:
             return number("in", self._loop(equation, operands).barrierless)
@@ -162,7 +161,7 @@ class Region:
 
     def _loop_body(self, equation: Any, inner: Jaxpr, operands: Sequence[Value]) -> "Region":
         """Return the body of a loop, with its invariants bound: constants, and what it carries unchanged."""
-        length = equation.params.get("length", 1)  # a while loop's trips are unknown, and count as one
+        length = equation.params.get("length", 1)  # the trips of a while loop are unknown and counted as one
         is_scan = equation.primitive.name == "scan"
         loop = self._loop(equation, operands)
         if not is_scan and inner is not equation.params["body_jaxpr"].jaxpr:  # the condition
@@ -180,7 +179,7 @@ class Region:
         return body
 
     def _loop(self, equation: Any, operands: Sequence[Value]) -> Value:
-        """Return a loop, or a conditional, as a value: two loops of the same body and operands are one."""
+        """Return a loop, or a conditional, as a value: two loops with the same body and operands are equal."""
         region = self._region_of_call(equation)
         if equation.primitive.name not in _LOOPS or has_effects(equation):
             return region._new()
@@ -224,7 +223,7 @@ class Region:
     # -- operations ----------------------------------------------------------------------------------------------------
 
     def visit(self, equation: Any, step: StepKey = ("", 0)) -> Occurrence:
-        """Number the results of an operation that belongs to a step; say where it runs, and what has computed it."""
+        """Number the results of an operation in a step; return where it runs and which step has computed it before."""
         operands, name = [self._value(var) for var in equation.invars], equation.primitive.name
         if name in (_BARRIER, *_NOTHING):
             self._bind(equation.outvars, self._behind_barrier(equation, operands) if name == _BARRIER else operands)
@@ -247,10 +246,9 @@ class Region:
         return region._computed(result, step) if name in (*_COLLECTIVES, "dot_general") else Occurrence(region)
 
     def _reshaped(self, equation: Any, value: Value) -> Value:
-        """Reshape a value: a compiler reshapes only what it was made as, and not at all if the shape is back.
-
-        JAX itself reshapes scalars: those that one half of a differentiated shard_map hands to the other are vectors of
-        one element on the way.
+        """Reshape a value. A compiler merges consecutive reshapes into one, and drops it if the original shape is
+        restored. JAX itself reshapes scalars: one half of a differentiated shard_map passes them to the other as
+        vectors of one element.
         """
         shapes = equation.invars[0].aval.shape, equation.outvars[0].aval.shape
         region = self._hoisted([value])  # it is as large as before
@@ -263,7 +261,7 @@ class Region:
         return origin if shape == after else self.numbering.of("reshaped", origin, shape, after)
 
     def _computed(self, result: Value, step: StepKey) -> Occurrence:
-        """Make a collective or a product available; where it is already, say which step has computed it."""
+        """Make a collective or a product available; if it is already, return the step that has computed it."""
         number, barrierless, available = result.number, result.barrierless, self._available
         first = available.get(number, available.get(barrierless))
         if_fused = number not in available and barrierless in self.numbering.if_fused
@@ -274,7 +272,7 @@ class Region:
         return Occurrence(self, first)
 
     def _note_fusion(self, primitive: str, results: Sequence[Value], operands: Sequence[Value]) -> None:
-        """Note results that are equal, once barriers are gone, only if the compiler has fused them alike by then."""
+        """Note results that are equal, once barriers are gone, only if the compiler has fused them in the same way."""
         is_fused = primitive not in (*_COLLECTIVES, "dot_general")
         noted = self.numbering.if_fused
         if is_fused or any(value.number != value.barrierless and value.barrierless in noted for value in operands):
@@ -328,7 +326,7 @@ class Region:
         return Value(number, number, self, number)
 
     def _captured(self, equation: Any, operands: Sequence[Value]) -> int:
-        """Return the number of what an operation makes before any subexpressions are eliminated.
+        """Return the number of an operation's result before any subexpressions are eliminated.
 
         Outside of planned programs JAX itself lowers equal operations to one; inside each call has its own.
         """
@@ -344,11 +342,11 @@ class Region:
         return [Value(number, barrierless, self, captured) for number, barrierless, captured in sides]
 
 
-_contents: dict[int, tuple[weakref.ref, bytes]] = {}  # of arrays that are alive, by identity
+_contents: dict[int, tuple[weakref.ref, bytes]] = {}  # hashes of living arrays, by identity
 
 
 def _content(array: Any, dtype: Any) -> bytes:
-    """Hash what is in an array. The hash of one of JAX's, which nobody can change, is kept as long as the array is."""
+    """Hash the contents of an array. The hash of a JAX array, which is immutable, is kept as long as the array."""
     key = id(array)
     if key in _contents and _contents[key][0]() is array:
         return _contents[key][1]

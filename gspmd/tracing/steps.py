@@ -28,15 +28,16 @@ def step_number(equation: Any) -> int | None:
 
 @dataclass(frozen=True)
 class TracedStep:
-    """The operations in the scope of one step; `a + b` are those of both.
+    """The operations in the scope of one step; `a + b` has those of both.
 
     Attributes:
         buffer: bytes of the larger side of its largest collective, on one device.
-        flops: operations of its products, without those that another step has computed already.
-        dtype: what that collective sends, as HLO names it.
-        first: the step that has made the same collective before (or, without one, the same product), if any has.
+        flops: the operations of its products, without products that another step has computed already.
+        dtype: the dtype that this collective sends, as HLO names it.
+        first: the step that has run the same collective before (or, in a step without a collective, the same product),
+            if any has.
         permuted: bytes of the permutes that only this step sends; a looped step consists of permutes.
-        again: bytes of its other permutes, by the step that has sent the same before.
+        again: bytes of its other permutes, by the step that has sent the same data before.
     """
 
     buffer: int = 0
@@ -58,14 +59,14 @@ class TracedStep:
         return not (self.buffer or self.flops or self.first)
 
     def times(self, trips: int) -> "TracedStep":
-        """Return the same in a loop of its own, which has only permutes and products."""
+        """Return the same operations in a loop, which has only permutes and products."""
         again = {step: sent * trips for step, sent in self.again.items()}
         return replace(self, flops=self.flops * trips, permuted=self.permuted * trips, again=again)
 
     def as_executed(self, step: Step, mesh: Mapping[str, int]) -> Iterator[tuple[Step, StepKey | None]]:
         """Yield the planned step with the traced figures, each with the step whose result it shares, if any.
 
-        Figures exceed the planned ones under vmap, where a plan is that of one example. A looped step is split into the
+        Under vmap figures exceed the planned ones, since a plan is that of one example. A looped step is split into the
         permutes that only it sends, and those that each other step has sent before.
         """
         permutes: list[tuple[int, StepKey | None]] = [(self.permuted, None)]
@@ -89,24 +90,24 @@ def _with_flops(step: Step, flops: int) -> Step:
 
 
 def traced_steps(call: Any, region: Region, equation: str) -> dict[tuple[int, int], TracedStep]:
-    """Return the steps of one planned program, by number and how often they run.
+    """Return the steps of one planned program, by number and by the times that they run.
 
-    A step has more than one entry where a part of it is hoisted out of the loop around the program.
+    A step has more than one entry if a part of it is hoisted out of the loop around the program.
 
     Args:
         call: the call of the program in the jaxpr around it.
-        region: in which it is called.
-        equation: that it computes.
+        region: the region in which it is called.
+        equation: the equation that it computes.
     """
     around = {*region.ancestors()}
     found: dict[tuple[int, int], TracedStep] = {}
     for number, home, part in _operations(call, region, equation):
-        outside = next(each for each in home.ancestors() if each in around)  # a looped step has loops of its own
+        outside = next(each for each in home.ancestors() if each in around)  # a looped step contains loops
         key = number, outside.trips
         found[key] = found.get(key, TracedStep()) + part.times(home.trips // outside.trips)
     working = {key: step for key, step in found.items() if not step.is_empty}
     numbers = {number for number, _ in working}
-    empty = dict(sorted(key for key in found if key[0] not in numbers))  # of several entries, that which runs most
+    empty = dict(sorted(key for key in found if key[0] not in numbers))  # the entry that runs most often
     return {**{key: found[key] for key in empty.items()}, **working}
 
 
@@ -117,7 +118,8 @@ def _operations(call: Any, region: Region, equation: str) -> Iterator[tuple[int,
         for each in program.eqns:
             number = step_number(each)
             placed = inside.visit(each, ("", 0) if number is None else (equation, number))
-            # What reads nothing is no part of the step: JAX takes it out of a loop alone, as an iota of rows.
+            # An operation that reads nothing, such as an iota of rows, is not part of the step: JAX hoists it by
+            # itself.
             if number is not None and any(not isinstance(var, Literal) for var in each.invars):
                 yield number, placed.region, _operation(each, placed.first)
             yield from _operations(each, inside, equation)
@@ -138,7 +140,7 @@ def _operation(equation: Any, first: StepKey | None) -> TracedStep:
 
 
 def hlo_name(name: str) -> str:
-    """HLO's name of a dtype.
+    """Return HLO's name of a dtype.
 
     >>> hlo_name("bfloat16"), hlo_name("int32")
     ('bf16', 's32')

@@ -1,7 +1,7 @@
 """`gspmd.trace`: the planned steps of a whole function, forward and backward, times its loop trips.
 
 The function is traced to a jaxpr and dead code is eliminated. Planned programs are recognized by the names under which
-`gspmd.lowerings.program.run` calls them. Of their steps, those are left whose named scope still holds operations: under
+`gspmd.lowerings.program.run` calls them. A step counts if its named scope still holds operations: under
 `jax.checkpoint`, recomputation keeps only the moves that the backward pass needs.
 """
 
@@ -23,7 +23,7 @@ from gspmd.tracing.value_numbering import Numbering
 
 
 def trace(fn: Callable, *abstract: Any, **keywords: Any) -> ProgramPlan:
-    """Plan a whole function, gradients and loops included, without compiling it.
+    """Plan a whole function, including gradients and loops, without compiling it.
 
     Args:
         fn: any function that JAX traces, on the current mesh.
@@ -31,8 +31,8 @@ def trace(fn: Callable, *abstract: Any, **keywords: Any) -> ProgramPlan:
         keywords: its keyword arguments.
 
     Returns:
-        A `ProgramPlan`. What the compiler of the mesh's devices computes once counts once: equal collectives, which it
-        merges, and loop-invariant ones, as far as it hoists them.
+        A `ProgramPlan`. Collectives that the compiler of the mesh's devices runs only once count once: it merges equal
+        ones, and hoists some loop-invariant ones.
 
     Raises:
         PlanError: `fn` is no function, or an argument is neither an array nor stands for one.
@@ -107,7 +107,7 @@ def _loop_notes(jaxpr: Jaxpr) -> Iterator[str]:
 
 
 def _merge_notes(shared: Sequence[PlannedStep], numbering: Numbering) -> Iterator[str]:
-    """Yield a note of the steps that the compiler may compute again after all."""
+    """Yield a note of the steps that the compiler may compute twice."""
     steps = [step for step in shared if (step.first, (step.equation, step.number)) in numbering.uncertain]
     sent = sum(step.wire_bytes for step in steps)
     if sent:
@@ -119,7 +119,7 @@ def _merge_notes(shared: Sequence[PlannedStep], numbering: Numbering) -> Iterato
 
 
 def _steps(jaxpr: Jaxpr, region: Region, is_backward: bool = False) -> Iterator[PlannedStep]:
-    """Return a program's planned steps; of a conditional its largest branch's, of a scan of no trips none."""
+    """Return a program's planned steps: for a conditional those of its largest branch, for a scan of no trips none."""
     for equation in jaxpr.eqns:
         backward = _is_backward(equation, is_backward)
         program = program_of(equation)
@@ -162,13 +162,13 @@ def _steps_of_program(call: Any, program: PlannedProgram, region: Region, is_bac
             for step, first in each.as_executed(program.steps[number], mesh):
                 hidden = share * step.seconds * trips if step.is_collective else 0.0
                 yield PlannedStep(step, trips, program.equation, number, each.dtype, first, hidden)
-    elif _computes(call, program):  # the compiler chooses the collectives: no scopes, so all steps count
+    elif _computes(call, program):  # the compiler chooses the collectives, so there are no scopes and all steps count
         for number, step in enumerate(program.backward if is_backward else program.steps):
             yield PlannedStep(step, region.trips, program.equation, number)
 
 
 def _computes(call: Any, program: PlannedProgram) -> bool:
-    """Return whether part of a program under `xla` does its work: JAX splits off parts that only pass values on."""
+    """Return whether a part of an `xla` program computes anything: JAX splits off parts that only pass values on."""
     has_einsums = any(step.kind == "einsum" for step in program.steps)
     names = {each.primitive.name for inner in inner_jaxprs(call) for each in all_equations(inner)}
     return not has_einsums or bool(names & {"dot_general", "reduce_sum", "mul"})

@@ -1,12 +1,12 @@
-"""Global value numbering of a jaxpr: which collectives and products the compiler computes only once.
+"""Global value numbering of a jaxpr, to find the collectives and products that the compiler computes only once.
 
 Two operations get the same value number if they are the same primitive, with the same parameters, of operands with the
 same numbers: XLA's common subexpression elimination (`HloCSE`) merges them. Numbers pass through calls, recomputation,
 and loops of a single trip, which XLA unrolls. An operation that is invariant in a loop belongs to the region outside,
 as far as the compiler hoists it (`gspmd.tracing.compilers`), and may equal an expression that is available there.
 Conditionals and operations with effects make new values, and so does an optimization barrier, though two barriers of
-the same values are one. `gspmd.tracing.regions` walks a program in this way; here are the tables that all its regions
-share.
+the same values are one. `gspmd.tracing.regions` walks a program in this way; this file has the tables that all its
+regions share.
 """
 
 from collections.abc import Hashable
@@ -24,12 +24,12 @@ class Numbering:
     """The value numbers of one program.
 
     Attributes:
-        compiler: that compiles it.
+        compiler: the compiler of the program.
         numbers: expression -> value number (hash-consing).
         expressions: value number -> expression.
         calls: the calls around the current operation, outermost first, by number; None outside of planned programs.
-        if_fused: `barrierless` numbers of values that are merged only if the compiler has fused them alike.
-        uncertain: pairs (first, later) of steps, of which the later is merged only in that case.
+        if_fused: `barrierless` numbers of values that are merged only if the compiler has fused them in the same way.
+        uncertain: pairs (first, later) of steps; the later one is merged only in that case.
     """
 
     compiler: Compiler
@@ -47,6 +47,9 @@ class Numbering:
         return self.numbers[key]
 
     def inverse(self, made: str, name: str, number: int, *how: str) -> int:
-        """Return the number of operation `name` on a value; of one that `made` made, its operand: the two cancel."""
+        """Return the number of operation `name` on a value.
+
+        If `made` made the value, return its operand: the two cancel.
+        """
         made_by = self.expressions[number]
         return made_by[1] if made_by[0] == made and made_by[2:] == how else self.of(name, number, *how)

@@ -186,8 +186,8 @@ def test_a_partial_sum_under_auto_axes(make_mesh):
 cannot annotate an array of shape (8, 12) with 'B_xE partialsum-y'
     B_xE partialsum-y
          ^^^^^^^^^^^^
-  under Auto axes no array can owe a sum.
-  Settle it in the equation that makes it, or make the mesh with Explicit axes."""
+  under Auto axes an array cannot be a partial sum.
+  Reduce it in the equation that makes it, or make the mesh with Explicit axes."""
         )
 
 

@@ -64,8 +64,8 @@ UNREADABLE = {
     "B_xLE partialsum-yx": [
         (
             "                  ^",
-            "mesh axis x shards dimension B and owes a partial sum as well.",
-            "The sum over a mesh axis is owed by devices that hold the same part: drop it from one of them.",
+            "mesh axis x shards dimension B and belongs to the partial sum as well.",
+            "Each mesh axis stands once in a spec: drop it from one of the two.",
         ),
     ],
     "BLE_data": [
@@ -187,8 +187,8 @@ UNREADABLE = {
     "B_xE reduced-x": [
         (
             "             ^",
-            "mesh axis x shards dimension B and sums its gradient as well.",
-            "The sum over a mesh axis is owed by devices that hold the same part: drop it from one of them.",
+            "mesh axis x shards dimension B and belongs to 'reduced-' as well.",
+            "Each mesh axis stands once in a spec: drop it from one of the two.",
         ),
     ],
     "BL partialsum-x E": [

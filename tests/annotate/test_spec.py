@@ -119,7 +119,7 @@ def test_editing():
     ],
 )
 def test_no_spec_is_made_that_no_text_means(dims, axes, partial):
-    with pytest.raises(SpecError, match="no spec has dims="):
+    with pytest.raises(SpecError, match="cannot make a Spec of dims="):
         Spec(tuple(dims), tuple(axes), partial)
 
 

@@ -23,7 +23,10 @@ def _raised(kind, call) -> str:
 
 
 def test_no_mesh(arrays):
-    message = "there is no mesh.\n  Call inside `with jax.set_mesh(mesh):`, with a mesh from jax.make_mesh."
+    message = (
+        "cannot plan this call: there is no mesh.\n"
+        "  Call inside `with jax.set_mesh(mesh):`, with a mesh from jax.make_mesh."
+    )
     assert _raised(PlanError, lambda: gspmd.einsum("BE, EF -> BF", *arrays)) == message
     assert _raised(PlanError, lambda: gspmd.reshard(arrays[0], "BE -> B_xE")) == message
 
@@ -44,7 +47,10 @@ def test_axes_of_both_types(arrays):
     types = (jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit)
     with jax.set_mesh(jax.make_mesh((4, 2), ("x", "y"), axis_types=types)):
         message = _raised(PlanError, lambda: gspmd.einsum("BE, EF -> BF", *arrays))
-    assert message == "the mesh mixes Explicit and Auto axes.\n  Make it with axes of one type."
+    assert message == (
+        "cannot plan this call: the mesh mixes Explicit and Auto axes.\n"
+        "  Make the mesh with axes of one type: axis_types=(jax.sharding.AxisType.Explicit,) * number of axes."
+    )
 
 
 @pytest.mark.parametrize("lowering", ["blocking", "xla"])
@@ -75,7 +81,7 @@ def test_partial_sums_under_auto_axes(make_mesh, arrays, lowering, equation):
         message = _raised(PlanError, lambda: gspmd.einsum(equation, *arrays, lowering=lowering))
     assert message == (
         f"a partial sum, '{owed}', cannot enter or leave an equation under Auto mesh axes.\n"
-        "  Use Explicit axes (the default of jax.make_mesh), or settle it inside the equation."
+        "  Use Explicit axes (the default of jax.make_mesh), or reduce it inside the equation."
     )
 
 
@@ -87,7 +93,7 @@ def test_open_dimensions_exist_under_auto_axes_and_xla_only(make_mesh, arrays):
     assert result.shape == (8, 32)
     assert float(result[0, 0]) == 16
     assert planned == (
-        f"cannot plan '{equation}': 'BF_?' leaves a dimension open; what it sends is the compiler's choice.\n"
+        f"cannot plan '{equation}': 'BF_?' leaves a dimension open, so the compiler chooses what is sent.\n"
         "  Name its mesh axes, or run it with lowering='xla' under Auto axes."
     )
 
@@ -181,8 +187,7 @@ def test_what_is_no_group(make_mesh, arrays, given, held, count):
         message = _raised(SpecError, lambda: gspmd.einsum(group, x, given(w)))
         listed = gspmd.einsum(group, x, [w, w])
     assert message == (
-        f"cannot apply '{group}': '(EF, EF)' is a group, and what is given for it is {held}.\n"
-        f"  Pass a tuple of {count} arrays."
+        f"cannot apply '{group}': '(EF, EF)' is a group, but the operand is {held}.\n  Pass a tuple of {count} arrays."
     )
     assert [y.shape for y in listed] == [(8, 32), (8, 32)]
 
@@ -198,7 +203,7 @@ def test_an_array_on_another_mesh(make_mesh, arrays, lowering, jit):
         moved = move(gspmd.annotate(x, "BE_xy"))  # as the remedy says
     assert message == (
         "cannot use operand 1 of 'BE_xy -> BE' as 'BE_xy'\n    BE_xy\n    ^^^^^\n"
-        "  the array lies on another mesh, of a (2) and b (4), and the mesh in force has x (4) and y (2).\n"
+        "  the array is on another mesh, of a (2) and b (4), and the mesh in force has x (4) and y (2).\n"
         "  Bring it here before, outside of jit: gspmd.annotate(x, 'BE_xy'), or jax.device_put."
     )
     assert moved.shape == (8, 16)
@@ -215,7 +220,7 @@ def test_an_array_on_other_devices(make_mesh, arrays, axis_type, lowering, named
             x = gspmd.annotate(arrays[0], "BE_xy")
     with jax.set_mesh(make_mesh(MESH, axis_type)):
         message = _raised(SpecError, lambda: gspmd.reshard(x, "BE_xy -> BE", lowering=lowering))
-    assert f"the array lies on {named}, and the mesh in force has 8 devices (0, 1, 2, 3, 4, 5, 6, 7).\n" in message
+    assert f"the array is on {named}, and the mesh in force has 8 devices (0, 1, 2, 3, 4, 5, 6, 7).\n" in message
     assert message.endswith("outside of jit: gspmd.annotate(x, 'BE_xy'), or jax.device_put.")
 
 

@@ -57,5 +57,5 @@ def test_refuses_a_bias_of_other_dimensions(make_mesh):
         "cannot add a bias 'B' to 'BF'",
         "    B",
         "    ^",
-        "  the bias has to be over the last dimensions of x, of shape (2, 4); its shape is (2,).",
+        "  the bias must be over the last dimensions of x, of shape (2, 4); its shape is (2,).",
     ]

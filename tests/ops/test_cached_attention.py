@@ -170,7 +170,7 @@ def test_refuses_what_does_not_agree(make_mesh):
     assert "2 key heads do not divide 3 heads." in message(q[:, :, :3], k, v, cached_k, cached_v)
     assert "batch 4 has a cache of 2 rows." in message(q, k, v, cached_k[:2], cached_v[:2])
     assert "cached heads are (1, 4), new (2, 4)." in message(q, k, v, cached_k[:, :, :1], cached_v[:, :, :1])
-    assert "lengths have shape (3,), and have to be one a row." in message(
+    assert "lengths have shape (3,), not one number per row." in message(
         q, k, v, cached_k, cached_v, lengths=case.lengths[:3]
     )
     assert "one is missing" in message(q, k, v, cached_k, cached_v, key_scales=cached_k[..., 0])

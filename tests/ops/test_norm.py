@@ -94,8 +94,8 @@ def test_refuses_a_partial_sum(make_mesh):
         "cannot normalise 'BLE partialsum-x' with a scale 'E'",
         "    BLE partialsum-x",
         "        ^^^^^^^^^^^^",
-        "  this is not linear in its operand, so a sum still owed cannot pass through it.",
-        "  Settle it before: gspmd.reshard(x, 'BLE partialsum-x -> BLE').",
+        "  this operation is not linear in its operand, so a partial sum cannot pass through it.",
+        "  Sum it before: gspmd.reshard(x, 'BLE partialsum-x -> BLE').",
     ]
 
 

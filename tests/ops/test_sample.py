@@ -254,12 +254,15 @@ def test_is_a_constant_to_gradients(make_mesh, place):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"top_k": -1}, "top_k is -1.\n  It is a number of tokens, or 0 to keep all."),
+        ({"top_k": -1}, "top_k is -1.\n  Pass a number of tokens, or 0 to keep all."),
         ({"top_k": 2.5}, "top_k is a float.\n  Cast it: it holds integers."),
-        ({"top_p": 0.0}, "top_p is 0.0.\n  It is more than 0, and 1 to keep all tokens."),
+        ({"top_p": 0.0}, "top_p is 0.0.\n  Pass a number above 0 and at most 1, which keeps all tokens."),
         ({"top_p": np.array([0.5] * 7 + [1.5])}, "top_p is 1.5.\n"),
-        ({"min_p": 1.25}, "min_p is 1.25.\n  It lies between 0, which keeps all tokens, and 1."),
-        ({"temperature": -0.5}, "temperature is -0.5.\n  It is 0, which takes the likeliest, or more."),
+        ({"min_p": 1.25}, "min_p is 1.25.\n  Pass a number from 0, which keeps all tokens, to 1."),
+        (
+            {"temperature": -0.5},
+            "temperature is -0.5.\n  Pass 0, which takes the likeliest token, or a number above 0.",
+        ),
         ({"temperature": float("nan")}, "temperature is nan.\n"),
         ({"temperature": np.ones(3)}, "temperature has shape (3,).\n  Pass one for each of the 8 rows of B, (8,)."),
         ({"seeds": 3}, "seeds has shape ().\n  Pass one for each of the 8 rows of B, (8,)."),

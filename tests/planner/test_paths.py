@@ -22,13 +22,13 @@ def test_a_large_move_is_counted_exactly_or_refused(exponent):
         plan = gspmd.plan("B_xE -> BE", sizes, {"x": 4}, dtype="bfloat16", lowering="blocking")
         assert plan.wire_bytes == 2 * 2**exponent * 2**20 * 3 // 4
     else:
-        with pytest.raises(PlanError, match=rf"operand of {2**exponent}x{2**20}, .*: on every way there a device\n"):
+        with pytest.raises(PlanError, match=rf"operand of {2**exponent}x{2**20}, .*: on every path a device\n"):
             gspmd.plan("B_xE -> BE", sizes, {"x": 4}, dtype="bfloat16")
 
 
 def test_a_large_product_is_refused_and_names_the_operand():
     sizes = dict.fromkeys("BEF", 2**24)
-    with pytest.raises(PlanError, match=r"cannot plan operand 1 of .* PB: on every way there a device\n.*Check"):
+    with pytest.raises(PlanError, match=r"cannot plan operand 1 of .* PB: on every path a device\n.*Check"):
         gspmd.plan("BE_x, E_xF -> BF", sizes, {"x": 4, "y": 4}, "float32")
 
 

@@ -328,7 +328,7 @@ ERRORS = [
     (
         {"equation": "BE_?, EF -> BF"},
         PlanError,
-        "cannot plan 'BE_?, EF -> BF': 'BE_?' leaves a dimension open; what it sends is the compiler's choice.\n"
+        "cannot plan 'BE_?, EF -> BF': 'BE_?' leaves a dimension open, so the compiler chooses what is sent.\n"
         "  Name its mesh axes, or run it with lowering='xla' under Auto axes.",
     ),
     (
@@ -347,16 +347,14 @@ ERRORS = [
     (
         {"via": "BE_x, E_yF"},
         PlanError,
-        "no plan brings 'BE_x' via 'BE_x' to 'BF'.\n"
-        "  A partial sum in the result comes from a mesh axis on a summed dimension, or from an operand that owes it;\n"
-        "  via specs must agree on every dimension that the operands share.",
+        "cannot plan: no steps bring 'BE_x' via 'BE_x' to 'BF'.\n"
+        "  The specs of via must place every dimension that the operands share on the same mesh axes.",
     ),
     (
         {"equation": "BE, BE -> BE partialsum-x"},
         PlanError,
-        "no plan brings 'BE' to 'BE partialsum-x'.\n"
-        "  A partial sum in the result comes from a mesh axis on a summed dimension, or from an operand that owes it;\n"
-        "  via specs must agree on every dimension that the operands share.",
+        "cannot plan: no steps bring 'BE' to 'BE partialsum-x'.\n"
+        "  A partial sum in the result needs a mesh axis on a summed dimension, or an operand with that partial sum.",
     ),
     *(
         ({"dtype": wrong}, PlanError, f"no dtype is called {shown!r}.\n  Write 'bfloat16', 'float32', 'int8', ...")

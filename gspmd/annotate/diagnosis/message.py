@@ -3,13 +3,13 @@
 from collections.abc import Sequence
 
 MOST_FAULTS = 12
-"""An error lists so many faults, and counts the rest; its `.faults` holds them all."""
+"""The most faults that an error lists. It counts the rest, and its `.faults` holds them all."""
 _WIDEST = 160  # characters of a notation
 _LONGEST = 400  # characters of a sentence
 
 
 def message(doing: str, faults: Sequence[object]) -> str:
-    """Return the message: what was being done, then every fault as `str` draws it."""
+    """Return the message: the action that failed, then every fault as `str` draws it."""
     head = _cut(doing) if len(faults) < 2 else f"{_cut(doing)}: {len(faults):,} faults"
     more = len(faults) - MOST_FAULTS
     rest = [f"  … and {more:,} more."] if more > 0 else []
@@ -31,7 +31,7 @@ def drawn(text: str, start: int, end: int, fact: str, remedy: str) -> str:
 
 
 def _window(text: str, start: int, end: int) -> tuple[str, int, int]:
-    """The part of a long text around a span, and the span's place in that part."""
+    """Return the part of a long text around a span, and the span's place in that part."""
     if len(text) <= _WIDEST:
         return text, start, end
     first = max(0, min(start - _WIDEST // 3, len(text) - _WIDEST))
@@ -42,10 +42,10 @@ def _window(text: str, start: int, end: int) -> tuple[str, int, int]:
 
 
 def _cut(text: str) -> str:
-    """A sentence; one that is too long loses its middle."""
+    """Return a sentence; if it is too long, without its middle."""
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST * 2 // 3]} … {text[-_LONGEST // 3 :]}"
 
 
 def _one_line(text: str) -> str:
-    # One printed character for each character of the text, so that the caret stands under the right one.
+    # One printed character for each character of the text, so that the caret is under the right one.
     return "".join(c if c.isprintable() else " " for c in text)

@@ -9,7 +9,7 @@ _COMMA_MEANT = re.compile(r"[*×·⋅∙@;，、&⊗]")
 _ARROW_MEANT = re.compile(r"[-=~−–—:]+")
 _WORD_AHEAD = re.compile(r"[^\s,+()>]*")
 _OPENING = re.compile(r"[(\s]*")
-_DEEPEST = 8  # groups inside groups; the first is a fault already, and deeper ones are read as if they did not open
+_DEEPEST = 8  # groups inside groups; the first is a fault already, and the parentheses of deeper ones are ignored
 
 
 class EquationReader(Reader):
@@ -17,9 +17,9 @@ class EquationReader(Reader):
 
     def __init__(self, text: str):
         super().__init__(text)
-        # A spec may have spaces, and so may the one to the right of the arrow, which stands alone.
+        # A spec may have spaces, as may the result to the right of the arrow.
         self.has_others, self.depth = True, 0
-        # Found once: a text of thousands of '=' would be searched as often.
+        # Found once, since a text of thousands of '=' would otherwise be searched thousands of times.
         self.has_arrow = ARROW.search(text) is not None
 
     def sides(self) -> list[list[LocatedTerm]]:
@@ -110,7 +110,7 @@ class EquationReader(Reader):
         return spec.partial is not None or (word is not None and not set(word.group()).isdisjoint(spec.names))
 
     def _clashes(self, spec: LocatedSpec) -> None:
-        """Report what stands twice; if two operands lack both comma and space, that is all that is wrong."""
+        """Report repeated dimensions and axes; if two operands lack both comma and space, report only that."""
         names = spec.names
         at = next((n for n, name in enumerate(names) if name in names[:n]), 0)
         halves = [[axis.name for dim in dims for axis in dim.axes] for dims in (spec.dims[:at], spec.dims[at:])]
@@ -170,7 +170,7 @@ class EquationReader(Reader):
         start = self.at
         if not self._opens_group():
             return [self.spec()]
-        if self.depth == _DEEPEST:  # what stands deeper is read as if it did not
+        if self.depth == _DEEPEST:  # deeper parentheses are ignored
             self.match(_OPENING)
             return [self.spec()]
         inner = self._group(start)

@@ -1,4 +1,4 @@
-"""Faults of where an array lies: the errors of `annotate()` and of the check of an array's type.
+"""Faults of an array's placement: the errors of `annotate()` and of the check of an array's type.
 
 As in `sizes.py`, a spec is any object with the fields of a `Spec`.
 """
@@ -22,11 +22,11 @@ def unfit_array(spec: Any, shape: tuple[int, ...], mesh: Any, doing: str) -> Spe
 
 
 def other_type(spec: Any, actual: Any, doing: str) -> SpecError:
-    """The error of an array whose type is `actual`, and not what the spec says."""
+    """Return the error of an array whose type, `actual`, is not that of the spec."""
     fact = f"the spec says '{spec}', and the array is '{actual}' by its type."
     remedy = f"Bring it there by gspmd.reshard(x, '{actual} -> {spec}')."
     if actual.is_open:
-        fact = f"the spec says '{spec}', and by its type nobody knows where the array lies."
+        fact = f"the spec says '{spec}', and the type of the array does not say its placement."
         remedy = f"Place it before, outside of jit: gspmd.annotate(x, '{spec}')."
     elif not set(spec.partial) <= set(actual.partial):
         remedy = "A partial sum is left by an equation; annotate() cannot make one."
@@ -35,13 +35,13 @@ def other_type(spec: Any, actual: Any, doing: str) -> SpecError:
 
 def on_another_mesh(spec: Any, there: Mapping[str, int], here: Mapping[str, int], doing: str) -> SpecError:
     """The error of an array whose type has another mesh than the one in force."""
-    fact = f"the array lies on another mesh, of {_mesh_text(there)}, and the mesh in force has {_mesh_text(here)}."
+    fact = f"the array is on another mesh, of {_mesh_text(there)}, and the mesh in force has {_mesh_text(here)}."
     return report(SpecError, doing, [_of_whole(spec, fact, _bring_here(spec))])
 
 
 def on_other_devices(spec: Any, held: Sequence[int], wanted: Sequence[int], doing: str) -> SpecError:
     """The error of an array that is committed to devices `held`, where the mesh in force has `wanted`."""
-    fact = f"the array lies on {_devices_text(held)}, and the mesh in force has {_devices_text(wanted)}."
+    fact = f"the array is on {_devices_text(held)}, and the mesh in force has {_devices_text(wanted)}."
     return report(SpecError, doing, [_of_whole(spec, fact, _bring_here(spec))])
 
 
@@ -60,8 +60,8 @@ def _axis_type_faults(spec: Any, mesh: Any) -> list[Fault]:
         fact = "dimension {} is left open, and Explicit axes place every dimension."
         return [fault_at(spec, at, fact.format(dim), remedy) for at, dim in opened]
     if spec.partial or spec.reduced:
-        remedy = "Settle it in the equation that makes it, or make the mesh with Explicit axes."
-        fact = f"under Auto axes {'no array' if spec.partial else 'the gradient of no array'} can owe a sum."
+        remedy = "Reduce it in the equation that makes it, or make the mesh with Explicit axes."
+        fact = f"under Auto axes {'an array' if spec.partial else 'a gradient'} cannot be a partial sum."
         return [fault_at(spec, len(spec.dims), fact, remedy)]
     return []
 

@@ -250,9 +250,9 @@ class Reader:
 
     def _repeated_axis(self, axis: Axis, one: Dim, two: Dim) -> None:
         if two.name in ("partialsum", "reduced"):
-            whose = "owes a partial sum" if two.name == "partialsum" else "sums its gradient"
+            whose = "belongs to the partial sum" if two.name == "partialsum" else "belongs to 'reduced-'"
             fact = f"mesh axis {axis.name} shards dimension {one.name} and {whose} as well."
-            remedy = "The sum over a mesh axis is owed by devices that hold the same part: drop it from one of them."
+            remedy = "Each mesh axis stands once in a spec: drop it from one of the two."
         else:
             fact = f"mesh axis {axis.name} shards dimension {one.name} and dimension {two.name} as well."
             remedy = "A mesh axis shards one dimension of a tensor: drop it from one of them."

@@ -1,7 +1,7 @@
 """The error of a text that the parser refuses: read it again, and list every fault.
 
-A text that the parser refuses and that is read here without a fault would be a defect of one of the two; it is raised
-as an AssertionError that names the text. A property test holds the two against one another.
+If this reader finds no fault in a text that the parser refuses, one of the two is wrong: that is an AssertionError
+which names the text. A property test compares the two.
 """
 
 from gspmd.annotate.diagnosis.nodes import ARROW
@@ -18,7 +18,7 @@ _EXAMPLES = {
 
 
 def unreadable(what: str, text: object) -> SpecError:
-    """The error of a text that the parser refuses as `what` ("spec", "equation" or "via"), or of what is no text."""
+    """Return the error of a text that is refused as `what` ("spec", "equation" or "via"), or of what is no text."""
     if not isinstance(text, str):
         name, example = _EXAMPLES[what]
         return SpecError(
@@ -41,7 +41,7 @@ def spec_faults(text: str) -> list[Fault]:
     reader = Reader(text)
     reader.spec()
     first = True
-    while reader.at < len(text):  # what follows the spec is read for its faults
+    while reader.at < len(text):  # the rest of the text is read for its faults
         start = reader.at
         mark = reader.match(ARROW) or reader.peek()
         reader.at = start + len(mark)

@@ -2,7 +2,7 @@
 
 A product has two operands, of which one may be a group; a sum has no groups; every term of a sum has all the
 dimensions of the result. The remedy names the equations to write instead, wherever they are known.
-`is_well_formed` of `annotate/parser.py` asks the same, and does not explain.
+`is_well_formed` of `annotate/equation.py` checks the same rules without explaining faults.
 """
 
 from gspmd.annotate.diagnosis.nodes import Dim, LocatedOperand, LocatedSpec, LocatedTerm
@@ -64,7 +64,7 @@ def _chain(text: str, term: LocatedTerm, results: LocatedTerm) -> list[str]:
 
 
 def _product_of(one: list[Dim], two: list[Dim], wanted: set[str]) -> list[Dim]:
-    """The dimensions of a product, each sharded as where it first stands if its mesh axes are still free."""
+    """Return the dimensions of a product, each sharded as at its first occurrence if those mesh axes are still free."""
     dims: dict[str, Dim] = {}
     used: set[str] = set()
     for dim in [*one, *two]:
@@ -145,7 +145,7 @@ def _output_faults(text: str, terms: list[LocatedTerm], output: LocatedOperand) 
 
 
 def _dims_of(term: LocatedTerm, at: int) -> list[str] | None:
-    """The dimensions of a term's operands, for result `at` of a group; None where they could not be read."""
+    """Return the dimensions of a term's operands, for result `at` of a group; None if they could not be read."""
     specs = [o.specs[at if o.group and at < len(o.specs) else 0] for o in term]
     return None if any(s.broken for s in specs) else list(dict.fromkeys(n for s in specs for n in s.names))
 

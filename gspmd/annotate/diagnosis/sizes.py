@@ -1,6 +1,6 @@
 """Faults of sizes: those of a spec or an equation on a mesh, for the sizes or the shapes of its arrays.
 
-A spec is any object with the fields of a `Spec` here: the spec asks for its faults, and is not imported in turn.
+Here a spec is any object with the fields of a `Spec`: `Spec` imports this module, which cannot import it in turn.
 """
 
 import math
@@ -20,8 +20,8 @@ def faults_of(spec: Any, sizes: Mapping[str, int] | Sequence[int], mesh: Mapping
 
     Args:
       spec: a `Spec`.
-      sizes: by dimension or as a shape, of `whole_sizes`.
-      mesh: of `mesh_sizes`.
+      sizes: sizes by dimension or a shape, from `whole_sizes`.
+      mesh: the mesh axis sizes, from `mesh_sizes`.
     """
     faults = [fault for at in range(len(spec.dims) + 1) for fault in _unknown_axes(spec, at, mesh)]
     if not isinstance(sizes, Mapping) and len(sizes) != len(spec.dims):
@@ -185,7 +185,7 @@ def _placed(fault: Fault, equation: Any, spans: Sequence[tuple[int, int]], at: i
 
 
 def _one_for_each_cause(faults: Sequence[Fault]) -> list[Fault]:
-    """The first fault of every cause: a size that is wrong is wrong wherever its dimension stands."""
+    """Return the first fault of every cause: a wrong size is a fault of every spec that has its dimension."""
     found: dict[tuple, list[Fault]] = {}
     for fault in faults:
         found.setdefault(fault.cause or (fault.fact,), []).append(fault)

@@ -80,7 +80,7 @@ def _all_to_all(step: Step, x: jax.Array, mesh: Mapping[str, int], reduce: str) 
 
 
 def _unknown(step: Step, x: jax.Array, mesh: Mapping[str, int], reduce: str) -> jax.Array:
-    from gspmd.lowerings.marks import marked  # here alone: no program that runs has such a step
+    from gspmd.lowerings.marks import marked  # imported here, since few programs have such a step
 
     assert isinstance(step, UnknownStep)
     assert step.what is not None
@@ -105,10 +105,10 @@ _EMIT = {
 
 
 def permutation(before: Spec, after: Spec, mesh: Mapping[str, int]) -> list[tuple[int, int]]:
-    """Return who sends to whom when every piece changes place: (source, target) pairs, each device once a side.
+    """Return the (source, target) pairs of devices by which every piece moves; each device is in each role once.
 
     A device that already holds its piece keeps it; summands of a partial sum stay with their coordinates. Nothing moves
-    along a mesh axis that keeps its dimension and stride, or stands on none before and after.
+    along a mesh axis that keeps its dimension and stride, or that shards nothing before and after.
 
     Example:
         >>> permutation(Spec.parse("E_xy"), Spec.parse("E_yx"), {"x": 2, "y": 2})
@@ -132,7 +132,7 @@ def permutation(before: Spec, after: Spec, mesh: Mapping[str, int]) -> list[tupl
 
 
 def _stride(spec: Spec, axis: str, mesh: Mapping[str, int]) -> tuple[str, int] | None:
-    """Return the dimension that an axis shards, and how many pieces apart its neighbours are there."""
+    """Return the dimension that an axis shards, and the number of pieces between neighbours along the axis."""
     return next(
         (
             (dim, prod(mesh[minor] for minor in axes[axes.index(axis) + 1 :]))
@@ -144,7 +144,7 @@ def _stride(spec: Spec, axis: str, mesh: Mapping[str, int]) -> tuple[str, int] |
 
 
 def _piece(spec: Spec, device: Mapping[str, int], mesh: Mapping[str, int], still: Sequence[str]) -> tuple[int, ...]:
-    """Return the piece of a tensor that a device holds: its index along each dimension, its summand, where it stays."""
+    """Return the piece of a tensor that a device holds: its index along each dimension, its summand, its fixed axes."""
     index = [device[axis] for axis in still]
     for axes in (*spec.axes, *((axis,) for axis in spec.partial)):
         position = 0

@@ -17,18 +17,18 @@ Pieces = Sequence[jax.Array] | Mapping[int, jax.Array]
 
 
 class Executor:
-    """Moves, then local einsums and what follows them, then sums and what follows those.
+    """Runs moves, then local einsums and the steps after them, then sums and the steps after those.
 
     Built once per program, called while its shard_map is traced. Local products accumulate in float32 (or wider) and
     cross the wire in the tensors' wire dtypes.
 
     Args:
-        routine: what runs.
+        routine: the routine to run.
         inputs, outputs: its tensors.
-        sizes, mesh: of the dimensions of the whole tensors, and of the mesh axes.
-        chains: the numbers of its steps, where it is a part of a larger program.
-        precision: of the local products.
-        multiply: the local einsum, (step, *pieces) to a piece, where it is none of whole matrices.
+        sizes, mesh: the sizes of the dimensions of the whole tensors, and of the mesh axes.
+        chains: the numbers of its steps, if it is a part of a larger program.
+        precision: the precision of the local products.
+        multiply: a custom local einsum, from (step, *pieces) to a piece.
     """
 
     def __init__(
@@ -49,24 +49,24 @@ class Executor:
         self._multiply = multiply or self._local_einsum
 
     def __call__(self, *pieces: jax.Array) -> tuple[list[jax.Array], list[jax.Array]]:
-        """Return the outputs' pieces, and those of the operands as moved."""
+        """Return the pieces of the outputs, and the pieces of the operands after their moves."""
         moved = [self.move(number, pieces) for number in range(len(self.routine.moves))]
         values = [self.product(number, moved) for number in range(len(self.routine.products))]
         return [self.output(number, values) for number in range(len(self.routine.outputs))], moved
 
     def move(self, number: int, pieces: Pieces, stop: int | None = None) -> jax.Array:
-        """Bring a move's operand as far as step `stop` of it."""
+        """Run the steps of a move up to step `stop`."""
         source, chain = self.routine.moves[number].source, self.chains.moves[number]
         return self.send(Chain(chain.steps[:stop], chain.first), pieces[source], self.inputs[source].wire)
 
     def send(self, chain: Chain, x: jax.Array, wire: str) -> jax.Array:
-        """Run a chain of steps on a piece, which crosses the wire in that dtype."""
+        """Run a chain of steps on a piece, which is sent in dtype `wire`."""
         if any(step.is_collective for step in chain.steps) and x.dtype != wire:
             return emit(chain, x.astype(wire), self.mesh).astype(x.dtype)
         return emit(chain, x, self.mesh)
 
     def product(self, number: int, moved: Pieces) -> jax.Array:
-        """Multiply moved operands, and bring the product to where it is added."""
+        """Multiply moved operands, and bring the product to the placement in which products are added."""
         product = self.routine.products[number]
         return self.send_product(number, self.multiply(number, *(moved[each] for each in product.operands)))
 
@@ -83,15 +83,15 @@ class Executor:
         return local_einsum(letters, *operands, precision=self.precision)
 
     def send_product(self, number: int, value: jax.Array) -> jax.Array:
-        """Bring the result of a product's local einsum to where it is added."""
+        """Bring the result of a product's local einsum to the placement in which products are added."""
         return self.send(self.chains.products[number], value, self.outputs[self.output_of(number)].wire)
 
     def output_of(self, product: int) -> int:
-        """Return the number of the output that a product is a part of."""
+        """Return the number of the output to which a product belongs."""
         return next(number for number, output in enumerate(self.routine.outputs) if product in output.products)
 
     def output(self, number: int, values: Pieces) -> jax.Array:
-        """Make an output: the sum of its products, its partial sums settled."""
+        """Make an output: add its products and run the steps that follow, which reduce partial sums."""
         output, tensor = self.routine.outputs[number], self.outputs[number]
         dims = [self.routine.products[product].spec.dims for product in output.products]
         first, *rest = (values[product] for product in output.products)

@@ -19,13 +19,13 @@ def lower(call: Call) -> Passes:
 
 
 def passes(call: Call, executor: Callable) -> Passes:
-    """Make both passes of a plan from what runs a routine on local pieces.
+    """Make both passes of a plan from an executor, which runs a routine on local pieces.
 
-    An operand that moved is kept for the backward pass as it was moved, so that it need not be moved again; one that
-    did not move, as the caller has it.
+    An operand that was moved is kept for the backward pass in its moved form, so that it need not be moved again. An
+    operand that was not moved is kept as the caller has it.
 
     Args:
-        call: whose plan it is.
+        call: the call whose plan is run.
         executor: from (routine, inputs, outputs, overlap) to a function of local pieces, such as an `Executor`.
     """
     plan, ctx, specs = call.plan, call.context, call.operands

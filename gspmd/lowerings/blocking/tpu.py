@@ -1,27 +1,29 @@
-"""Collectives written so that the TPU compiler keeps them; as they are planned it rewrites some of them.
+"""Collectives written so that the TPU compiler keeps them; emitted as planned, it would rewrite some.
 
-Found by compiling for v4 to v6e with jax 0.10.2 (libtpu 0.0.42); `python benchmarks/ledgers.py` shows what is left:
+These rules were found by compiling for v4 to v6e with jax 0.10.2 (libtpu 0.0.42). `python
+benchmarks/ledgers.py` shows the differences that are left:
 
 - a gather or a reduce-scatter over all devices of a slice, more than 16 or 4 of them, becomes an all-reduce, with twice
-  the bytes. Over a part of them and then over the rest it sends what was planned, and is compiled as written;
+  the bytes. As two collectives, over a part of the devices and then over the rest, it sends the planned bytes and is
+  compiled as written;
 - one over several torus axes goes round a single ring through all their devices. Axis by axis it sends as many bytes
-  over fewer hops, which is sooner where the bytes are few; of many, putting the parts in order costs more;
-- a reduce-scatter of two-byte numbers along the last dimension stays where its pieces are multiples of 256, two rows of
+  over fewer hops, which is faster for few bytes. For many bytes, putting the parts in order costs more;
+- a reduce-scatter of two-byte numbers along the last dimension stays if its pieces are multiples of 256, two rows of
   lanes. Other multiples of 128 become an all-reduce; with the scattered dimension in front, and the others flattened,
-  they stay, and the transpose costs about what the bytes would. Narrower pieces stay where another dimension fills the
+  they stay, and the transpose costs about what the bytes would. Narrower pieces stay if another dimension fills the
   lanes instead;
-- one along the first dimension is padded, and permutes carry what lies across the borders of the pieces. With the
-  pieces along a dimension of their own it stays, at no cost. But a product whose rows are split so is rewritten with
-  them, and where rows fill the lanes and columns do not (16 columns of keys), its other operand, whatever its size, is
-  put in another order first; a barrier between the product and its pieces prevents that;
-- an all-to-all that cuts one dimension and puts the pieces together along another is taken apart only after the order
-  in memory is chosen: of `[1, X, 1, E]`, one slot for each expert, it pads every row to a tile, and takes the padding
-  out by sums over dimensions of size 1. Of rows `[X, E]`, cut and joined along the first dimension, nothing is padded;
+- a reduce-scatter along the first dimension is padded, and permutes send the data that cross the borders of the pieces.
+  With the pieces along a separate dimension it stays, at no cost. But then a product whose rows are split in this way
+  is rewritten too. If its rows fill the lanes and its columns do not (16 columns of keys), its other operand is
+  transposed first, whatever its size. A barrier between the product and its pieces prevents that;
+- an all-to-all that cuts one dimension and joins the pieces along another is decomposed only after the order in memory
+  is chosen. For `[1, X, 1, E]`, one slot for each expert, it pads every row to a tile, and removes the padding by sums
+  over dimensions of size 1. For rows `[X, E]`, cut and joined along the first dimension, it pads nothing;
 - the rows of several experts arrive from each device in turn. Transposed, they are copied twice, since those of one
   expert from one device fill no tile; a gather of rows, by numbers that are known, moves each of them once;
 - dimensions of size 1 (`L` of `[B, 1, E]`) keep the compiler from any of this, so they are dropped on the way;
-- what is gathered along the last dimension in pieces that are no multiples of 128 is reordered behind the gather, which
-  costs less where the pieces come along a dimension of their own, unless another dimension fills the lanes.
+- a tensor that is gathered along the last dimension in pieces that are not multiples of 128 is reordered after the
+  gather. This costs less if the pieces have a separate dimension, unless another dimension fills the lanes.
 """
 
 from collections.abc import Mapping
@@ -36,30 +38,29 @@ from gspmd.hardware.links import WHOLE_GATHER
 from gspmd.lowerings import in_force
 
 LANES = 128
-_TILE = 8  # rows; pieces that are no whole number of tiles are rewritten again
+_TILE = 8  # rows; pieces that are not a whole number of tiles are rewritten again
 _PACKED = 16  # rows of two-byte numbers in a tile
-SMALL = 2**20  # bytes that take two links of a v4 about as long as 12 hops
-_WHOLE = {"gather": WHOLE_GATHER, "scatter": 4}  # devices of a slice up to which one over all of them stays one
+SMALL = 2**20  # bytes that two links of a v4 send in about the time of 12 hops
+_WHOLE = {"gather": WHOLE_GATHER, "scatter": 4}  # the largest slices on which one over all stays one
 
 CollectivePart = tuple[tuple[str, ...], int, list[list[int]] | None]
-"""Mesh axes, how many devices take part together, and which places along the axis, if not all of them."""
+"""Mesh axes, the number of devices that take part together, and the places along the axis, if not all take part."""
 
 
 def zero_after(x: jax.Array) -> jax.Array | int:
-    """Return a zero that is not known before `x` is: an index that it is added to makes a product wait.
-
-    The compiler drops barriers before it puts instructions in order, and knows nothing of bits.
+    """Return a zero that is not known before `x` is: adding it to an index makes a product wait for `x`. The compiler
+    drops barriers before it orders instructions, but does not find out that these bits are zero.
     """
     if not in_force.is_tpu():
         return 0
-    x = lax.optimization_barrier(x)  # else a part of a product becomes a product of parts
+    x = lax.optimization_barrier(x)  # otherwise a part of a product becomes a product of parts
     first = lax.slice(x, (0,) * x.ndim, (1,) * x.ndim).reshape(())
     bits = lax.bitcast_convert_type(first.astype(jnp.float32), jnp.uint32)
     return (lax.shift_right_logical(bits, jnp.uint32(31)) & jnp.uint32(2)).astype(jnp.int32)
 
 
 def all_gather(x: jax.Array, axes: tuple[str, ...], dimension: int, mesh: Mapping[str, int]) -> jax.Array:
-    """Gather over mesh axes, major first, tiled: where it is in parts, over the minor one and then over the major."""
+    """Gather over mesh axes, major first, tiled; if in parts, over the minor part first and then over the major."""
     shape = list(x.shape)
     wide = [place for place, size in enumerate(shape) if size > 1 or place == dimension]
     x, at = x.reshape([shape[place] for place in wide]), wide.index(dimension)
@@ -75,7 +76,7 @@ def all_gather(x: jax.Array, axes: tuple[str, ...], dimension: int, mesh: Mappin
 
 
 def reduce_scatter(x: jax.Array, axes: tuple[str, ...], dimension: int, mesh: Mapping[str, int]) -> jax.Array:
-    """Reduce-scatter over mesh axes, major first, tiled: where it is in parts, over the major one first."""
+    """Reduce-scatter over mesh axes, major first, tiled; if in parts, over the major part first."""
     for number, part in enumerate(_parts(axes, mesh, _WHOLE["scatter"], x.nbytes)):
         x = _scatter(x, part, dimension, number)
     return x
@@ -84,9 +85,9 @@ def reduce_scatter(x: jax.Array, axes: tuple[str, ...], dimension: int, mesh: Ma
 def all_to_all(
     x: jax.Array, axes: tuple[str, ...], split: int, concat: int, mesh: Mapping[str, int], dims: tuple[str, ...] = ()
 ) -> jax.Array:
-    """Exchange whole rows over mesh axes, tiled: what a device sends to each other one, along one dimension.
+    """Exchange whole rows over mesh axes, tiled. The parts for the devices are along one dimension.
 
-    Of slots, whose dimensions are GXCE, it is known how they lie in memory on either side.
+    For slots, whose dimensions are GXCE, the order in memory on either side is known.
     """
     if dims == tuple("GXCE") and {split, concat} == {0, 1}:
         return slots_to_all(x, axes, split, mesh)
@@ -101,7 +102,7 @@ def all_to_all(
 def slots_to_all(x: jax.Array, axes: tuple[str, ...], split: int, mesh: Mapping[str, int]) -> jax.Array:
     """`all_to_all` of slots `[G, X, C, E]` to their experts (`split` is 1), or of their answers back to groups (0).
 
-    In memory slots lie expert by expert on either side: so dispatch gathers them, and so products read them.
+    On either side slots are stored expert by expert, as dispatch gathers them and products read them.
     """
     parts, (groups, experts, *rest) = prod(mesh[axis] for axis in axes), x.shape
     x = x.swapaxes(0, 1)
@@ -113,7 +114,7 @@ def slots_to_all(x: jax.Array, axes: tuple[str, ...], split: int, mesh: Mapping[
 
 
 def _exchanged(pieces: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    """Send piece i of `[parts, ..., E]` to device i, and put what it has for this device in its place."""
+    """Send piece i of `[parts, ..., E]` to device i, and replace it by the piece from device i."""
     rows = pieces.reshape(-1, pieces.shape[-1])
     return lax.all_to_all(rows, axes, split_axis=0, concat_axis=0, tiled=True).reshape(pieces.shape)
 
@@ -129,7 +130,7 @@ def _reordered(pieces: jax.Array) -> jax.Array:
 
 
 def _parts(axes: tuple[str, ...], mesh: Mapping[str, int], limit: int, size: int) -> list[CollectivePart]:
-    """Return the parts of a collective, major first: axis by axis if small, two if over all devices, or else one."""
+    """Return the parts of a collective, major first: axis by axis if small, two if over all devices, otherwise one."""
     wide = [axis for axis in axes if mesh[axis] > 1]
     group = prod(mesh[axis] for axis in wide)
     if group < prod(mesh.values()) and len(wide) > 1 and size < SMALL:
@@ -147,7 +148,7 @@ def _parts(axes: tuple[str, ...], mesh: Mapping[str, int], limit: int, size: int
 
 
 def _ring(devices: int) -> int:
-    """Return the divisor of so many devices that is most like the side of a cube, or square: one ring of the torus."""
+    """Return the divisor of a number of devices closest to the side of a cube, or square: one ring of the torus."""
     chip = chip_of_device(in_force.device_kind())
     side = log(devices) / (chip.torus if chip and chip.torus else 3)
     return min((n for n in range(1, devices + 1) if devices % n == 0), key=lambda n: abs(log(n) - side))
@@ -172,7 +173,7 @@ def _in_place(x: jax.Array, part: CollectivePart, dimension: int) -> jax.Array:
 
 
 def _in_front(x: jax.Array, part: CollectivePart) -> jax.Array:
-    """Scattered along the first dimension, the pieces along one of their own, in whole tiles."""
+    """Reduce-scatter along the first dimension, with the pieces along a separate dimension, in whole tiles."""
     axes, parts, groups = part
     size, rest = x.shape[0] // parts, x.shape[1:]
     if x.ndim > 2 and x.shape[-2] % _TILE:  # pieces that fill no whole tiles become slices of an all-reduce
@@ -185,7 +186,7 @@ def _in_front(x: jax.Array, part: CollectivePart) -> jax.Array:
 
 
 def _leads(x: jax.Array, dimension: int, parts: int) -> bool:
-    """Return whether the compiler would sum the whole along the last dimension."""
+    """Return whether the compiler would all-reduce the whole tensor instead, for pieces along the last dimension."""
     if x.dtype.itemsize > 2 or dimension != x.ndim - 1 or x.ndim == 1:
         return False
     size = x.shape[-1] // parts

@@ -1,4 +1,4 @@
-"""The product of an operand whose chunks a ring brings: parts of the result side by side, or summands added up."""
+"""The product of an operand whose chunks arrive round a ring: parts of the result, or summands added up."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,15 +13,16 @@ from gspmd.lowerings.looped.chunks import Region, RingTransfer, blank, part_of, 
 class Accumulator:
     """One product, as the chunks of one of its operands arrive.
 
-    What a chunk gives depends on the dimension that is cut into chunks: of a free one, a part of the result; of a
-    contracted one, a summand; of a batch one, a part of the result from a part of the other operand.
+    The result of a chunk depends on the dimension that is cut. A chunk of a free dimension gives a part of the result,
+    and a chunk of a contracted dimension a summand. A chunk of a batch dimension gives a part of the result, from a
+    part of the other operand.
 
     Args:
-        transfer: of the operand that comes in chunks.
-        other: the other operand, whole; None where there is none.
-        other_dims, dims: of that operand, and of the product.
+        transfer: the transfer of the operand that arrives in chunks.
+        other: the complete other operand; None if there is none.
+        other_dims, dims: the dimensions of that operand, and of the product.
         multiply: (chunk, part of the other operand) to their local einsum.
-        stored: the dtype of a finished part; None where parts are still to be sent or added, which float32 is for.
+        stored: the dtype of a finished part; None to keep float32 for parts that will still be sent or added.
     """
 
     def __init__(
@@ -47,9 +48,8 @@ class Accumulator:
         self.parts: dict[tuple, jax.Array] = {}
 
     def add(self, regions: Sequence[Region], chunks: Sequence[jax.Array]) -> None:
-        """Multiply chunks that have arrived together; as one product where all need the same of the other operand.
-
-        Not on host devices, which have no matrix unit to fill and would hold the chunks twice.
+        """Multiply chunks that have arrived together, as one product if all need the same part of the other operand.
+        Host devices multiply them separately: they have no matrix unit to fill, and would hold the chunks twice.
         """
         alike = not any(dim in self.other_dims for dim in self.cut)
         along = next((dim for dim in self.transfer.block({}) if dim in self.dims), None)
@@ -66,12 +66,12 @@ class Accumulator:
         return None if self.other is None else part_of(self.other, self.other_dims, region)
 
     def _store(self, region: Region, value: jax.Array) -> None:
-        if not self.placed:  # nothing but static parts, each with its own sum
+        if not self.placed:  # only static parts, each with its own sum
             key = tuple((dim, region[dim][0]) for dim in self.dims if dim in region)
             self.parts[key] = self.latest = self.parts[key] + value if key in self.parts else value
             return
         if self.result is None:
-            start = jnp.zeros if self.adds else blank  # every place is written, but only added to where sums are
+            start = jnp.zeros if self.adds else blank  # every place is written; places of sums are only added to
             self.result = start(self.shape, value.dtype if self.adds or self.stored is None else self.stored)
         self.result = self.latest = put(self.result, self.dims, region, value, add=self.adds)
 
@@ -80,7 +80,7 @@ class Accumulator:
         return self.result if self.placed else list(self.parts.values())
 
     def load(self, state) -> None:
-        """Go on from a product so far."""
+        """Continue from the product so far."""
         if self.placed:
             self.result = state
         else:

@@ -1,7 +1,7 @@
 """The gathers and reduce-scatters of a routine that run inside its einsums, and by which schedule: the cheapest by
 cost.
 
-A ring is worth it where
+A ring pays if
 
     inner gather + max(chunked products, permutes) + first chunk  <  whole product + collective
 
@@ -13,7 +13,7 @@ Instead, a dimension that no collective changes, such as the batch, can be cut i
 the next is gathered and the one before it reduce-scattered. Products then keep their whole contracted dimension, and
 both an operand and a result can be sent meanwhile.
 
-Source: Wang et al. 2023 (ASPLOS), §5.5, whose gate this is.
+Source: Wang et al. 2023 (ASPLOS), §5.5, for the gate.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,12 +27,18 @@ from gspmd.planner.spans import LONGEST, CollectiveSpan, divisions, is_short, lo
 from gspmd.planner.steps import Environment, Product, Routine, Tensor
 
 MARGIN = 0.04
-"""The median error of the model of a product, as a share: no loop and no stripes are taken for less. Of Llama 2 70B's
-feed-forward layer under zero-3 on 256 TPU v5p the model has stripes gain 1.9%; compiled they lose 18% of a step."""
+"""The median error of the model of a product, as a share: no loop and no stripes are chosen for a smaller gain.
+
+For Llama 2 70B's feed-forward layer under zero-3 on 256 TPU v5p the model predicts that stripes gain 1.9%; compiled,
+they lose 18% of a step.
+"""
 
 SUMMED_MARGIN = 0.12
-"""The same for rings whose chunks are of a contracted dimension: their sums wait for nothing, and the TPU compiler has
-been seen to send every chunk before it multiplies the first (PaLM, 512 tokens, second product: of 10% none gained)."""
+"""The same for rings whose chunks are of a contracted dimension.
+
+Their sums wait for nothing, so the TPU compiler may send every chunk before it multiplies the first (PaLM, 512 tokens,
+second product: 10% predicted, nothing gained).
+"""
 
 
 @dataclass(frozen=True)
@@ -44,7 +50,7 @@ class OverlapChoice:
 
     @property
     def rank(self) -> float:
-        """Seconds, and the model's error for `halves`, which makes twice as many products."""
+        """The seconds, increased by the model's error for `halves`, which makes twice as many products."""
         rings = (*self.overlap.gathers.values(), *self.overlap.scatters.values())
         return self.seconds * (1 + 2 * MARGIN * any(SCHEDULES[ring.schedule].is_cut for ring in rings))
 
@@ -55,14 +61,14 @@ def plan_overlap(
     """Choose the rings and stripes of a routine.
 
     Args:
-        routine: what runs.
+        routine: the routine to run.
         inputs, outputs: its tensors.
         environment: sizes, mesh, chip.
-        lowering: `"looped"`: whatever can be looped is, each by its cheapest schedule; `"looped:<schedule>"`: by that;
-            `"auto"`: only what is cheaper so.
+        lowering: `"looped"` loops everything that can be looped, each by its cheapest schedule; `"looped:<schedule>"`
+            uses the named schedule; `"auto"` loops only where it is cheaper.
 
     Returns:
-        What to overlap, and how many seconds less than under `blocking` the routine takes with it.
+        The overlap, and the seconds that it saves compared with `blocking`.
     """
     chooser = _Chooser(routine, environment, Costs(routine, inputs, outputs, environment), lowering)
     if not chooser.gathers and not chooser.scatters:
@@ -91,13 +97,13 @@ class _Chooser:
         return [p for p in self.routine.products if move in p.operands]
 
     def blocking(self) -> float:
-        """Return the seconds of everything that may be looped, when nothing is."""
+        """Return the seconds of everything that may be looped, if nothing is."""
         spans = (*self.gathers.values(), *self.scatters.values())
         sent = sum(step.seconds for span in spans for step in span.steps)
         return sent + sum(self.costs.product(p, {}) for p in self.routine.products)
 
     def margin(self, overlap: Overlap) -> float:
-        """Return the share of blocking's time that a loop has to gain."""
+        """Return the share of blocking's time that a loop must save."""
         summed = any(
             dim not in product.einsum.after.dims
             for number, ring in overlap.gathers.items()
@@ -108,10 +114,10 @@ class _Chooser:
         return SUMMED_MARGIN if summed else MARGIN
 
     def choices(self) -> Iterator[OverlapChoice]:
-        """Rings in the einsums, and every number of stripes.
+        """Yield the rings in the einsums, and every number of stripes.
 
-        Under `looped` nothing is gathered whole. Where two operands of one product are gathered, rings would leave one
-        of them whole, so stripes are taken, however thin.
+        Under `looped` no operand is gathered completely before its product. If two operands of one product are
+        gathered, rings could do so for one of them only, so stripes are used, however thin.
         """
         rings, dim = self._by_rings(), stripe_dim(self.routine, self.gathers, self.scatters, self.costs.local)
         spans = (*self.gathers.values(), *self.scatters.values())
@@ -138,7 +144,7 @@ class _Chooser:
         scatters: dict[int, Ring] = {}
         done: list[Product] = []
         seconds = 0.0
-        # The most bytes first: of two operands of one product, a ring can bring only one.
+        # The most bytes first: a ring can bring only one of the two operands of a product.
         for number in sorted(self.gathers, key=lambda n: -sum(step.wire_bytes for step in self.gathers[n].steps)):
             span, products = self.gathers[number], self._products_of(number)
             others = {move for p in products for move in p.operands if move != number}
@@ -159,7 +165,7 @@ class _Chooser:
         return OverlapChoice(Overlap(gathers, scatters), seconds)
 
     def _cheapest(self, span: CollectiveSpan, products: Sequence[Product], cost) -> tuple[Ring | None, float]:
-        """Return the best ring of a tensor, and its seconds with its products; no ring where blocking is as good."""
+        """Return the best ring of a tensor, and its seconds with its products; no ring if blocking is as good."""
         blocking = sum(step.seconds for step in span.steps) + sum(self.costs.product(p, {}) for p in products)
         rings = [(cost(span, ring, products), ring) for ring in self._rings(span, products)]
         seconds, ring = min(rings, key=lambda pair: pair[0], default=(blocking, None))
@@ -181,7 +187,7 @@ class _Chooser:
     def _first(self, span: CollectiveSpan, schedule: str | None = None) -> Ring:
         """Return the ring of a tensor that is gathered by permutes before it is multiplied, or scattered after that.
 
-        Without a schedule it is the last of those allowed: of `SCHEDULES`, where none is asked for.
+        Without a schedule it uses the last allowed one: the last of `SCHEDULES`, if none is requested.
         """
         shard = local_shape(span.shard, self.sizes, self.mesh)
         schedule = schedule or self.schedules[-1]

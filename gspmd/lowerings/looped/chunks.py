@@ -1,4 +1,4 @@
-"""The chunks of a ring: where they lie in the whole tensor, and the permutes that bring them."""
+"""The chunks of a ring: their places in the whole tensor, and the permutes that send them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +16,7 @@ from gspmd.planner.overlap import Ring, RingSchedule
 from gspmd.planner.spans import CollectiveSpan
 
 Region = Mapping[str, tuple[jax.Array | int, int]]
-"""The place of a chunk in a local tensor: by dimension, the first index and how many; other dimensions are whole."""
+"""The place of a chunk in a local tensor: first index and length by dimension; other dimensions are complete."""
 
 
 def part_of(x: jax.Array, dims: Sequence[str], region: Region) -> jax.Array:
@@ -36,7 +36,7 @@ def put(x: jax.Array, dims: Sequence[str], region: Region, part: jax.Array, *, a
     part = part.astype(x.dtype)
     if part.shape == x.shape:
         return x + part if add else part
-    # Of one dtype: loop counters and literals have 64 bits where JAX has them.
+    # Of one dtype: loop counters and literals have 64 bits if JAX allows them.
     starts = [lax.convert_element_type(region[dim][0] if dim in region else 0, jnp.int32) for dim in dims]
     if add:
         part = part + lax.dynamic_slice(x, starts, part.shape)
@@ -44,8 +44,8 @@ def put(x: jax.Array, dims: Sequence[str], region: Region, part: jax.Array, *, a
 
 
 def blank(shape: Sequence[int], dtype: Any) -> jax.Array:
-    """Allocate a local tensor of which every place will be written; never batched, which `lax.empty` would be."""
-    # What has a batch dimension for no reason is refused as a result that has none, as in the value of a `jax.hessian`.
+    """Allocate a local tensor whose every place will be written; never batched, as `lax.empty` would be."""
+    # JAX refuses a result with a needless batch dimension where it expects none, as in the value of a `jax.hessian`.
     made = jax.custom_batching.custom_vmap(lambda: lax.empty(tuple(shape), dtype))
     made.def_vmap(lambda size, batched: (made(), False))
     return made()
@@ -53,14 +53,14 @@ def blank(shape: Sequence[int], dtype: Any) -> jax.Array:
 
 @dataclass(frozen=True)
 class RingTransfer:
-    """The ring gather or reduce-scatter of a tensor: the sizes of its chunks, where they lie, and its permutes.
+    """The ring gather or reduce-scatter of a tensor: the sizes and places of its chunks, and its permutes.
 
     Attributes:
-        span: what it does to the tensor.
+        span: the collectives that it replaces.
         ring: its axes and schedule.
         mesh: mesh axis sizes.
         shard: local sizes of a shard, by dimension.
-        first: number of the first step of the run in its plan.
+        first: the number of the span's first step in its plan.
         wire: the dtype on the wire.
     """
 
@@ -87,7 +87,7 @@ class RingTransfer:
     def block(self, offset: Offset, zero: jax.Array | int = 0) -> Region:
         """Return the place in the whole tensor of the chunk of the devices `offset` behind.
 
-        `zero` is added to the indices, so that whatever uses the region waits for it.
+        `zero` is added to the indices, so that every use of the region waits for it.
         """
         dims = [dim for dim in self.span.changed_axes if self._over(dim, self.ring.axes)]
         index = {dim: self._index(dim, self.ring.axes, offset) + zero for dim in dims}
@@ -128,7 +128,7 @@ class RingTransfer:
         return walk(part.axes, self.mesh, part.schedule, part.sign)
 
     def send(self, x: jax.Array, hop: Hop, *, back: bool = False) -> jax.Array:
-        """Permute under the scope of the planned step that this is a part of; nothing is sent of no elements."""
+        """Permute under the scope of the planned step to which this belongs; an empty piece is not sent."""
         if not x.size:
             return x
         number, size, by = self.span.step_number(hop.axis), self.mesh[hop.axis], -hop.by if back else hop.by
@@ -157,7 +157,8 @@ def spread(transfer: RingTransfer, part: ShardPart, chunk: jax.Array) -> jax.Arr
     for axis in transfer.ring.within:
         at, number = transfer.dims.index(transfer.dim(axis)), transfer.mesh[axis]
         shape = (*chunk.shape[:at], number, chunk.shape[at] // number, *chunk.shape[at + 1 :])
-        # The pieces in front: cut out of the last dimension, narrow ones would have the product laid out the other way.
+        # The pieces in front: narrow ones, cut out of the last dimension, would make the compiler transpose the
+        # product.
         pieces = jnp.moveaxis(chunk.reshape(shape), at, 0)
         summand = lambda offset, _, x=pieces, a=axis: lax.dynamic_index_in_dim(x, transfer.place(a, offset), 0, False)  # noqa: E731
         chunk = reduce_back(transfer, walk([axis], transfer.mesh, part.schedule, part.sign), summand, chunk.dtype)
@@ -170,12 +171,12 @@ def reduce_back(
     """Reduce-scatter round a ring: walk backwards, and at every node add a summand and send the sum on.
 
     Args:
-        summand: from an offset, and a zero that its product is to wait for, to this device's summand for the device
+        summand: from an offset, and a zero for which its product waits, to this device's summand for the device
             `offset` behind.
-        wire: the dtype in which sums are sent; they are added in the summands' own.
-        schedule: that of the ring where summands are products: some have to be made while a sum is sent.
-            A compiler adds what arrives inside the product, which then waits for it. With two directions one side is
-            multiplied while the other is sent, and only the last summand has nothing beside it: it is made once the
+        wire: the dtype in which sums are sent; they are added in the dtype of the summands.
+        schedule: the schedule of the ring if summands are products, some of which must be made while a sum is sent. A
+            compiler adds the arriving sum inside the product, which then waits for it. With two directions one side is
+            multiplied while the other is sent. Only the last summand has no transfer beside it: it is made after the
             last sum has been sent off.
     """
     partial: dict[int, list[jax.Array]] = {}

@@ -1,6 +1,6 @@
 """The cost of rings and stripes: products in chunks, the busiest link, and the parts of both that hide nothing.
 
-Not modelled: links that other equations use at the same time, and what the compiler's scheduler does not see.
+Not modelled: links that other equations use at the same time, and overlap that the compiler's scheduler misses.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,17 +15,16 @@ from gspmd.planner.spans import CollectiveSpan, local_shape
 from gspmd.planner.steps import Environment, Product, Routine, Tensor
 
 CUT_COPIES, LANE_COPIES = 8, 6
-"""Passes over main memory to cut data into pieces and add them up, or to put pieces together along the lanes; as
-compiled."""
+"""Passes over main memory to cut data and add pieces up, or to join pieces along the lanes, in compiled programs."""
 
 NESTED_WAVE = 3e-6
-"""Seconds of a wave of a ring over several axes, besides its products and permutes; as compiled for TPU v4."""
+"""Seconds of a wave of a ring over several axes besides its products and permutes, in programs compiled for TPU v4."""
 
 NEAR = 64e6
-"""Bytes read and written of a float32 sum that stays in a TPU's on-chip memory; sums of twice that do not."""
+"""Bytes read and written of a float32 sum that stays in a TPU's on-chip memory; sums of twice the size do not stay."""
 
 OverlappedSpan = tuple[CollectiveSpan, Ring, Sequence[Product]]
-"""A collective, its ring, and the products that it overlaps with."""
+"""A collective, its ring, and the products with which it overlaps."""
 
 Sent = tuple[float, Mapping[Link, int]]
 """Bytes of each hop of a walk, and the number of hops over each link."""
@@ -88,7 +87,7 @@ class Costs:
         return tensors[span.steps[0].operand].wire
 
     def steps(self, ring: Ring) -> int:
-        """Return the number of products that a ring cuts one into."""
+        """Return the number of products into which a ring cuts one product."""
         return prod(self.mesh[axis] for axis in ring.axes) * len(shard_parts(ring.axes, ring.schedule, ring.orders))
 
     def _waves(self, ring: Ring) -> int:
@@ -110,9 +109,9 @@ class Costs:
         """Return the seconds of all stripes: each is gathered, multiplied and scattered after the one before it.
 
         Args:
-            stripes: how the dimension is cut.
-            gathers: what is sent before the products.
-            scatters: what is sent after them.
+            stripes: the stripes of the dimension.
+            gathers: the transfers before the products.
+            scatters: the transfers after them.
         """
         total = sum(stripes.sizes)
         alone = [p for p in self.routine.products if not any(p in products for _, _, products in scatters)]
@@ -136,7 +135,7 @@ class Costs:
     def in_stripe(
         self, stripe: Mapping[str, int], span: CollectiveSpan, ring: Ring, products: Sequence[Product]
     ) -> float:
-        """Return the seconds of the products of one stripe that are scattered as they are made."""
+        """Return the seconds of those products of one stripe that are scattered while they are made."""
         shard = local_shape(span.shard, self.sizes, self.mesh) | dict(stripe)
         chunk, count = self._cut(span, ring, shard)
         added = self._added(span, ring) * prod(stripe.values()) / prod(self.local(dim) for dim in stripe)
@@ -150,12 +149,12 @@ class Costs:
         return [sent for part in parts for sent in self._inner(each, axes, part.schedule, part.sign)]
 
     def _copied(self, span: CollectiveSpan) -> float:
-        """Return the seconds to put gathered pieces together; along the last dimension they are shifted by lanes."""
+        """Return the seconds to join gathered pieces; along the last dimension they are shifted by lanes."""
         whole = self._bytes(span) * prod(self.mesh[axis] for axis in span.axes)
         return (LANE_COPIES if span.shard.dims[-1] in span.changed_axes else 2) * whole / self.chip.hbm_bandwidth
 
     def _added(self, span: CollectiveSpan, ring: Ring) -> float:
-        """Return the seconds to add sums that arrive along several axes; along one, the product of a summand adds."""
+        """Return the seconds to add sums that arrive along several axes; along one, a summand's product adds them."""
         if len(ring.axes) < 2:
             return 0.0
         whole = prod(local_shape(span.whole, self.sizes, self.mesh).values())
@@ -178,7 +177,7 @@ class Costs:
         return self._seconds(batch, free[0], contracted, free[1], dtypes, adds)
 
     def _seconds(self, batch: int, left: int, contracted: int, right: int, dtypes: Sequence[str], adds: bool) -> float:
-        """Operands are read while other work goes on, at main memory's rate; sums that are small stay on the chip."""
+        """Return the seconds of a product whose operands are read during other work; small sums stay on the chip."""
         dtype, accumulator = max(dtypes, key=itemsize), 2 * itemsize("float32") * batch * left * right
         read = batch * contracted * (left * itemsize(dtypes[0]) + right * itemsize(dtypes[-1]))
         multiplying = product_seconds(
@@ -202,7 +201,7 @@ class Costs:
         for amount, sent in walks:
             for (axis, by), count in sent.items():
                 closes = chip.is_switch or chip.wraps(self.mesh[axis])
-                for sign in {by} if closes else (1, -1):  # what closes an open ring goes back through it
+                for sign in {by} if closes else (1, -1):  # an open ring is closed by its way back
                     busy[axis, sign] = busy.get((axis, sign), 0.0) + amount * count
                     hops[axis, sign] = hops.get((axis, sign), 0) + count
         to = {axis: neighbour(axis, self.mesh, chip) for axis, _ in busy}  # bytes/s, and a step's latency
@@ -214,5 +213,5 @@ class Costs:
 
 
 def _overlapped(loop: float, compute: float, steps: int) -> float:
-    """max(compute, communication + one product): one comes before, or after, all permutes."""
+    """Return max(compute, communication + one product): one product is before, or after, all permutes."""
     return max(compute, loop + compute / steps)

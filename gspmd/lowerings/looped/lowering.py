@@ -31,11 +31,11 @@ from gspmd.planner.spans import LONGEST, local_shape, ring_gather, ring_scatter,
 from gspmd.planner.steps import Chain, Routine
 
 Value = Callable[[Region], jax.Array]
-"""A product by region: a part of one that is there already, or of one that is multiplied part by part."""
+"""A function from a region to that part of a product, which is finished or is multiplied part by part."""
 
 
 def lower(call: Call) -> Passes:
-    """Run the steps of a plan, those that it overlaps chunk by chunk."""
+    """Run the steps of a plan; the overlapped ones run chunk by chunk."""
     plan = call.plan
 
     def executor(routine, inputs, outputs, overlap):
@@ -45,7 +45,7 @@ def lower(call: Call) -> Passes:
 
 
 class LoopedExecutor(Executor):
-    """Runs what `overlap` says inside the einsums, and the rest as lowering `blocking` does."""
+    """Runs the collectives of `overlap` inside the einsums, and the rest like lowering `blocking`."""
 
     def __init__(self, routine: Routine, inputs, outputs, sizes, mesh, precision, overlap: Overlap):
         super().__init__(routine, inputs, outputs, sizes, mesh, precision=precision)
@@ -58,7 +58,7 @@ class LoopedExecutor(Executor):
         self.gathered_first = {n for n, ring in gathers.items() if not ring.axes and striped not in self._dims_of(n)}
 
     def __call__(self, *pieces: jax.Array) -> tuple[list[jax.Array], list[jax.Array]]:
-        """Return the outputs' pieces, and the operands' as they are kept: of one that is gathered here, the shard."""
+        """Return the pieces of the outputs, and the operands as they are kept: as a shard, if a ring gathers them."""
         shards = [self.move(number, pieces, self._stop(number)) for number in range(len(self.routine.moves))]
         held = [self._gathered(n, x) if n in self.gathered_first else x for n, x in enumerate(shards)]
         if self.overlap.stripes is not None:
@@ -67,7 +67,7 @@ class LoopedExecutor(Executor):
         return [self._settled(number, values, {}) for number in range(len(self.routine.outputs))], shards
 
     def _values(self, shards: Sequence[jax.Array]) -> dict[int, Value]:
-        """Return every product of what the operands have arrived as, or of a stripe of it."""
+        """Return every product of the operands that have arrived, or of a stripe of them."""
         held, gathers = list(shards), self.overlap.gathers
         values: dict[int, Value] = {}
         for number in gathers:
@@ -82,7 +82,7 @@ class LoopedExecutor(Executor):
         return values
 
     def _stop(self, number: int) -> int | None:
-        """Return the step of a move at which its last gathers begin, which run here."""
+        """Return the step of a move at which its last gathers begin; these run here."""
         return len(self.routine.moves[number].steps) - len(self.spans[number].steps) if number in self.spans else None
 
     def _dims_of(self, move: int) -> tuple[str, ...]:
@@ -94,10 +94,10 @@ class LoopedExecutor(Executor):
     # -- stripes -------------------------------------------------------------------------------------------------------
 
     def _by_stripes(self, stripes: Stripes, shards: Sequence[jax.Array]) -> list[jax.Array]:
-        """Make the outputs: settled stripe by stripe and put side by side, or added up and then settled.
+        """Make the outputs: reduced stripe by stripe and joined, or added up and then reduced.
 
-        Where nothing is scattered, a stripe is sent for when the one before the last is done: a compiler left to itself
-        sends for all at once. What is scattered keeps its own order.
+        If nothing is scattered, a stripe waits until the stripe before the last is done, since a compiler left to
+        itself sends all at once. Scattered stripes are ordered by their own permutes.
         """
         done: list[list] = []  # by stripe and output
         start = 0
@@ -129,7 +129,7 @@ class LoopedExecutor(Executor):
     # -- all-gather, then einsum ---------------------------------------------------------------------------------------
 
     def _transfer(self, number: int, shard: jax.Array) -> RingTransfer:
-        """Return how the operand of a move is gathered; a shard may be a stripe of what a device holds."""
+        """Return the transfer that gathers the operand of a move; its shard may be a stripe of the device's piece."""
         span, wire = self.spans[number], self.inputs[self.routine.moves[number].source].wire
         before = len(self.routine.moves[number].steps) - len(span.steps)
         first, shape = self.chains.moves[number].first + before, dict(zip(span.shard.dims, shard.shape))
@@ -155,8 +155,8 @@ class LoopedExecutor(Executor):
         transfer, products = self._transfer(number, shard), self._products_of(number)
         accumulators = [self._accumulator(product, number, transfer, held) for product in products]
         streams = self._streams(transfer, shard)
-        # The TPU compiler keeps the order that it is given and hides more where it sees every step; others hold fewer
-        # chunks at once in a loop, which can be had where the same wave comes again and again.
+        # The TPU compiler keeps the given order, and hides more if it sees every step. Other compilers hold fewer
+        # chunks at once in a loop, which is possible if every wave is the same.
         axes = self.overlap.gathers[number].axes
         if len(axes) == 1 and (not in_force.is_tpu() or self.mesh[axes[0]] > LONGEST):
             RingLoop(streams, accumulators).run()
@@ -181,7 +181,7 @@ class LoopedExecutor(Executor):
         return Accumulator(transfer, None, (), einsum.after.dims, multiply, stored)
 
     def _plain(self, number: int, held: Sequence[jax.Array]) -> Value:
-        """Multiply operands that are there; one whose sum a ring scatters is multiplied part by part."""
+        """Multiply operands that have arrived; a product whose sum a ring scatters is multiplied part by part."""
         product, einsum = self.routine.products[number], self.routine.products[number].einsum
         if number not in self.scattered:
             return self._whole(number, self.product(number, held))
@@ -192,7 +192,7 @@ class LoopedExecutor(Executor):
         return lambda region: self.multiply(number, *(part_of(x, dims, region) for x, dims in sides))
 
     def _whole(self, number: int, value: jax.Array) -> Value:
-        """Return a product that is there already, by region."""
+        """Return a finished product as a function of the region."""
         return partial(part_of, value, self.routine.products[number].einsum.after.dims)
 
     # -- einsum, then reduce-scatter -----------------------------------------------------------------------------------
@@ -206,12 +206,12 @@ class LoopedExecutor(Executor):
             return self.arrange(total, dims, output.spec).astype(self.outputs[number].dtype)
         whole = {product: values[product]({}) for product in output.products}
         for product in output.products:
-            if product in self.in_rings:  # others have been sent to where they are added
+            if product in self.in_rings:  # the other stripes are already in the placement in which they are added
                 whole[product] = self.send_product(product, whole[product])
         return self.output(number, whole)
 
     def _scattered(self, number: int, values: Sequence[Value], stripe: Mapping[str, int]) -> jax.Array:
-        """Sum products over devices, each device its shard, and run the steps behind that."""
+        """Reduce-scatter products over devices, and run the steps after that."""
         span, ring, wire = ring_scatter(self.routine, number), self.overlap.scatters[number], self.outputs[number].wire
         steps, products = settling(self.routine, number), self.routine.outputs[number].products
         own = len(products) == 1 and self.routine.products[products[0]].steps
@@ -225,7 +225,7 @@ class LoopedExecutor(Executor):
                 region = transfer.divided(transfer.block(offset, zero), start, size)
                 return _added([value(region) for value in values])
 
-            # Stripes have other products to hide a sum's transfer behind, and need none to be made apart.
+            # With stripes, other products hide the transfer of a sum, so no product is split for it.
             alone = None if stripe else SCHEDULES[ring.schedule]
             chunk = reduce_back(transfer, transfer.hops(part), summand, wire, alone)
             pieces.append(spread(transfer, part, chunk.astype(wire)))

@@ -1,4 +1,4 @@
-"""A ring along one mesh axis as a loop: in every iteration the same permutes bring the next chunks."""
+"""A ring along one mesh axis as a loop: in every iteration the same permutes send the next chunks."""
 
 from collections.abc import Sequence
 
@@ -12,19 +12,23 @@ from gspmd.lowerings.looped.stream import ChunkStream
 from gspmd.planner.overlap import SCHEDULES
 
 UNROLLED = 2
-"""Waves of one iteration: what arrives in one buffer is multiplied while the other is filled. On host devices, where a
-permute is a copy and nothing is hidden, one: each wave more holds one more chunk."""
+"""Waves of one iteration: one buffer is multiplied while the other is filled.
+
+Host devices use one wave, since a permute is a copy there, nothing is hidden, and each further wave holds one more
+chunk.
+"""
 
 
 class RingLoop:
     """The chunks of one operand, sent round one axis and multiplied as they arrive.
 
-    It sends the hops of `rings.walk`, which follow from the same `RingSchedule`: every stream straight on in its
-    direction, or both ways.
+    It sends the hops of `rings.walk`, which follow from the same `RingSchedule`: every stream in its own direction, or
+    both ways.
 
     Attributes:
-        streams: with the direction of each; one that is sent both ways stands here twice.
-        waves: in how many steps the chunks arrive, but for the one of an even ring that comes from one side only.
+        streams: the streams with their directions; a stream that is sent both ways is listed twice.
+        waves: the number of steps in which the chunks arrive, without the chunk of an even ring that arrives from one
+            side only.
     """
 
     def __init__(self, streams: Sequence[ChunkStream], accumulators: Sequence[Accumulator]):
@@ -83,12 +87,12 @@ class RingLoop:
         return sent
 
     def _send(self, chunks: Sequence[jax.Array]) -> list[jax.Array]:
-        """Send everything one place on."""
+        """Send every chunk one place further."""
         hops = [Hop(0, self.axis, sign, (), 0) for _, sign in self.streams]
         return [self.transfer.send(chunk, hop) for hop, chunk in zip(hops, chunks)]
 
     def _wave(self, wave, chunks: Sequence[jax.Array]) -> None:
-        """Multiply what has come so many places; from both sides together, if it has."""
+        """Multiply the chunks that have come `places` places, those from both sides together."""
         streams, signs = zip(*self.streams)
         if self.both_ways:
             self._multiply(streams, [sign * wave for sign in signs], chunks)

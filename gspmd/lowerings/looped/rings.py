@@ -1,9 +1,9 @@
 """Ring schedules: the hops between neighbours that bring every shard to every device.
 
-A walk is a tree of hops. Its root is a device's own shard; a hop sends what has arrived at one node on to the next
-neighbour along one mesh axis. Forwards it gathers: after a hop a device holds the shard of the device `offset` places
-behind it. Backwards it reduce-scatters: at each node a device adds its summand for the device `offset` places behind
-it, and sends the sum on towards the root.
+A walk is a tree of hops. Its root is a device's own shard. A hop sends the data at one node on to the next neighbour
+along one mesh axis. Forwards it gathers: after a hop a device holds the shard of the device `offset` places behind it.
+Backwards it reduce-scatters: at each node a device adds its summand for the device `offset` places behind it, and sends
+the sum on towards the root.
 """
 
 from collections import Counter
@@ -19,18 +19,18 @@ Link = tuple[str, int]
 """A mesh axis, and a direction along it."""
 
 Offset = Mapping[str, int]
-"""A number of places behind, by mesh axis, modulo its size; 0 for an axis that is not there."""
+"""A number of places behind, by mesh axis, modulo its size; 0 for a missing axis."""
 
 
 @dataclass(frozen=True)
 class Hop:
-    """One permute: what arrived by hop `source` (0: a device's own shard) moves on `by` places along `axis`.
+    """One permute: the shard that arrived by hop `source` (0: a device's own shard) moves on `by` places along `axis`.
 
     Attributes:
         source: number of the hop before it; hops are numbered from 1.
         axis: mesh axis.
         by: +1 or -1.
-        places: where it comes from, (mesh axis, places behind).
+        places: the origin of the shard, (mesh axis, places behind).
         wave: hops of one wave arrive together, from either side.
     """
 
@@ -50,10 +50,10 @@ def walk(axes: Sequence[str], mesh: Mapping[str, int], schedule: str = "one-way"
     """List the hops that bring every shard of a group of devices to each of them, none of them over a link twice.
 
     Args:
-        axes: the group's mesh axes, outermost first: what arrives along the first is sent round all the others.
+        axes: the group's mesh axes, outermost first: shards that arrive along the first are sent round all the others.
         mesh: mesh axis sizes.
         schedule: one of `SCHEDULES`; each half of `"halves"` is sent in one direction.
-        sign: which direction, +1 or -1, where it is one.
+        sign: the direction, +1 or -1, if there is one.
 
     Returns:
         One hop fewer than the group has devices, in the order of use.
@@ -63,13 +63,14 @@ def walk(axes: Sequence[str], mesh: Mapping[str, int], schedule: str = "one-way"
         [(0, 1, 1), (0, -1, -1), (1, 1, 2)]
 
     Source: Wang et al. 2023, *Overlap Communication with Dependent Computation via Decomposition* (ASPLOS), §5.
-    Differs: there are one axis and an even number of devices; several axes are nested here, and any size will do.
+    Differs: the paper has one axis and an even number of devices; here several axes are nested, and sizes are
+        arbitrary.
     """
     return tuple(_Tree(tuple(axes), mesh, schedule, sign).hops)
 
 
 def hops_by_link(axes: Sequence[str], mesh: Mapping[str, int], schedule: str, sign: int) -> Mapping[Link, int]:
-    """Count the hops of a `walk` along each mesh axis, each way: all that its time depends on.
+    """Count the hops of a `walk` along each mesh axis, each way. Its time depends on nothing else.
 
     Example:
         >>> hops_by_link("x", {"x": 4}, "paired", 1)[("x", 1)]
@@ -129,12 +130,12 @@ class ShardPart:
 
 
 def shard_parts(axes: Sequence[str], schedule: str, orders: int = 1) -> tuple[ShardPart, ...]:
-    """List the parts that shards are cut into.
+    """List the parts into which shards are cut.
 
     Args:
         axes: the group's mesh axes, outermost first.
         schedule: one of `SCHEDULES`; `"halves"` makes two of each part.
-        orders: in how many orders the axes are nested, so that the links of all of them are busy alike.
+        orders: the number of orders in which the axes are nested, to keep the links of all of them equally busy.
 
     Example:
         >>> [(part.axes, part.sign) for part in shard_parts("yz", "halves", 2)]

@@ -1,4 +1,4 @@
-"""The chunks of an operand as a ring brings them, one permute after the other, and the products of each wave."""
+"""The chunks of an operand that arrive round a ring, one permute after the other, and the products of each wave."""
 
 from collections.abc import Sequence
 from itertools import groupby
@@ -16,11 +16,11 @@ class ChunkStream:
     """The chunks of one part of an operand, wave by wave.
 
     Args:
-        transfer: of the operand.
-        shard: what this device has of it, in the dtype on the wire.
-        dtype: that the operand has otherwise.
+        transfer: the transfer of the operand.
+        shard: this device's shard, in the dtype on the wire.
+        dtype: the dtype of the operand.
         part: its order of mesh axes, and its direction.
-        start, size: where the part lies along the dimension that shards are cut along.
+        start, size: first index and length of the part along the dimension that is cut.
     """
 
     def __init__(self, transfer: RingTransfer, shard: jax.Array, dtype: Any, part: ShardPart, start: int, size: int):
@@ -34,11 +34,11 @@ class ChunkStream:
         return self.transfer.divided(self.transfer.block(offset), self.start, self.size)
 
     def unpacked(self, chunk: jax.Array) -> jax.Array:
-        """Return a chunk as it is multiplied."""
+        """Return a chunk in the form in which it is multiplied."""
         return chunk.astype(self.dtype)
 
     def send(self, wave: int, before: Sequence[jax.Array]) -> None:
-        """Send the chunks of a wave, once everything in `before` is there."""
+        """Send the chunks of a wave, once everything in `before` is computed."""
         for number in self.waves[wave] if wave < len(self.waves) else ():
             hop = self.hops[number - 1]
             chunk = self.arrived[hop.source]
@@ -46,9 +46,9 @@ class ChunkStream:
             self.arrived[number] = self.transfer.send(chunk, hop)
 
     def wave(self, number: int, before: Sequence[jax.Array]) -> tuple[list[Region], list[jax.Array]]:
-        """Return the chunks of a wave, and where they lie, once everything in `before` is there.
+        """Return the chunks of a wave and their places, once everything in `before` is computed.
 
-        Without that, all are multiplied first, and their products, all of them held, added up at the end.
+        Without waiting, all chunks are multiplied first, and their products are all held and added up at the end.
         """
         hops = self.waves[number] if number < len(self.waves) else []
         regions = [self.region(self.hops[hop - 1].offset if hop else {}) for hop in hops]
@@ -60,8 +60,8 @@ class ChunkStream:
 def multiply_wave_by_wave(streams: Sequence[ChunkStream], accumulators: Sequence[Accumulator]) -> None:
     """Multiply the chunks of all streams as they arrive, every step written out.
 
-    The permutes of the next wave wait for the products of the one before: left to itself a compiler has been seen to
-    send everything first, and to multiply then.
+    The permutes of the next wave wait for the products of the one before, because a compiler left to itself may send
+    everything first and multiply afterwards.
     """
     for wave in range(max(len(stream.waves) for stream in streams)):
         before = [accumulator.latest for accumulator in accumulators if accumulator.latest is not None]

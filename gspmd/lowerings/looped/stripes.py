@@ -1,4 +1,4 @@
-"""Stripes: the dimension of a routine that can be cut, and into how many; `cost` has what they cost."""
+"""Stripes: the dimension of a routine that can be cut, and the number of stripes; `cost` has their costs."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from gspmd.planner.steps import Routine, Step
 STRIPES = (2, 4)
 
 FULL_STRIPE = 128
-"""Rows that fill the lanes of a vector register: thinner stripes are not worth trying."""
+"""The rows that fill the lanes of a vector register: thinner stripes are not tried."""
 
 
 def stripe_dim(
@@ -18,13 +18,13 @@ def stripe_dim(
     scatters: Mapping[int, CollectiveSpan],
     local: Callable[[str], int],
 ) -> str | None:
-    """Find the longest dimension that no collective changes, in a routine that sends nothing but what can be looped.
+    """Find the longest dimension that no collective changes, in a routine whose collectives can all be looped.
 
     Args:
-        routine: what runs.
-        gathers: by move, what can be gathered stripe by stripe.
-        scatters: by output, what can be reduce-scattered stripe by stripe.
-        local: the local size of a dimension.
+        routine: the routine to run.
+        gathers: the gathers, by move, that can run stripe by stripe.
+        scatters: the reduce-scatters, by output, that can run stripe by stripe.
+        local: a function from a dimension to its local size.
     """
     striping, einsum = _Striping(routine, gathers, scatters), routine.products[0].einsum
     dims = dict.fromkeys((*einsum.before.dims, *(einsum.other.dims if einsum.other else ())))
@@ -32,7 +32,10 @@ def stripe_dim(
 
 
 def stripes(size: int, *, thin: bool) -> Iterator[tuple[int, ...]]:
-    """List ways to cut a dimension evenly; thin stripes at the ends would hide more, were they scheduled so."""
+    """List ways to cut a dimension evenly.
+
+    Thin stripes at the ends would hide more, but compilers do not schedule them so.
+    """
     for number in STRIPES:
         if size // number >= (1 if thin else FULL_STRIPE):
             yield tuple(length for _, length in cut(size, number))
@@ -45,7 +48,7 @@ class _Striping:
     scatters: Mapping[int, CollectiveSpan]
 
     def allows(self, dim: str) -> bool:
-        """Return whether no collective changes a dimension, and everything that is sent and every product has it."""
+        """Return whether no collective changes a dimension, and every sent tensor and every product has it."""
         return all(self._stays(dim, *each) for each in self._chains()) and self._everywhere(dim)
 
     def _chains(self) -> Iterator[tuple[tuple[Step, ...], CollectiveSpan | None, tuple[str, ...]]]:
@@ -63,14 +66,14 @@ class _Striping:
         return alone and all(step.before.axes_of(dim) == step.after.axes_of(dim) for step in steps)
 
     def _everywhere(self, dim: str) -> bool:
-        """Return whether all gathered operands and products have the dimension, and no product has steps of its own."""
+        """Return whether all gathered operands and products have the dimension, and no product has its own steps."""
         moves = [self.routine.moves[n].spec.dims for n in self.gathers]
         products, outputs = self.routine.products, self.routine.outputs
         inside = all(dim in p.einsum.before.dims or (p.einsum.other and dim in p.einsum.other.dims) for p in products)
         single = all(len(o.products) == 1 or not self._steps_of(o.products) for o in outputs)
         pieces = [spec for p in products for spec in (p.einsum.before, p.einsum.other) if spec and dim in spec.dims]
         alike = len({spec.axes_of(dim) for spec in pieces}) == 1
-        # What a stripe's product would settle by itself is settled once, when stripes are added up.
+        # Sums that each stripe's product would reduce are reduced once, when stripes are added up.
         settled = any(
             step.is_collective
             for number, o in enumerate(outputs)

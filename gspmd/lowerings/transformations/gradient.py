@@ -1,12 +1,12 @@
-"""A planned program from its two passes, and what JAX's transformations have to be told of it.
+"""A planned program made from its two passes, with the rules that JAX's transformations need.
 
-JAX 0.10.2 batches a `jax.custom_vjp` of several results wrongly where one of them has no batch dimension and another
-has: the cotangent of the first is summed over the batch before the backward pass, which spreads it over the batch
-again and sums it once more (N times the gradient for a batch of N). So the results of a planned program are batched
-together, or not at all.
+JAX 0.10.2 batches a `jax.custom_vjp` of several results wrongly if one of them has no batch dimension and another has:
+the cotangent of the first is summed over the batch before the backward pass, which spreads it over the batch again and
+sums it once more (N times the gradient for a batch of N). So the results of a planned program are batched together, or
+not at all.
 
-A `jax.custom_vjp` cannot be differentiated forward, which JAX finds out when a tangent is evaluated: outside of our
-call, inside `jit`. So tangents enter by an operation of ours, which says so in our words.
+A `jax.custom_vjp` cannot be differentiated forward. JAX finds this out when a tangent is evaluated, outside of the
+call, inside `jit`. So tangents pass through a primitive of this module, which raises an error that explains it.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,17 +25,18 @@ def with_gradient(forward: Callable, backward: Callable, title: Callable[[Any], 
     """Make the function of a planned program that JAX differentiates by the program's own backward pass.
 
     Args:
-        forward: (form, *arrays) to (results, residuals): one array or a tuple of them, and what the backward pass
-            needs.
+        forward: (form, *arrays) to (results, residuals): one array or a tuple of them, and the values that the backward
+            pass needs.
         backward: (form, residuals, cotangents) to a tuple with the cotangent of every array, None for one without.
-        title: what an error calls a form.
+        title: the name of a form in errors.
 
     Returns:
-        A function (form, *arrays) -> results; the form is hashable and no array. All that both passes depend on is in
-        it: a backward pass reads nothing around the call again but the mesh, not even the lowering in force.
+        A function (form, *arrays) -> results; the form is hashable and no array. Everything on which both passes depend
+        is in the form: the backward pass reads nothing around the call again except the mesh, not even the lowering in
+            force.
 
     Raises:
-        PlanError: by the function, under forward-mode differentiation of it.
+        PlanError: the returned function raises it under forward-mode differentiation.
 
     Example:
         >>> scaled = with_gradient(lambda by, x: (by * x, None), lambda by, residuals, g: (by * g,))
@@ -69,7 +70,7 @@ def with_gradient(forward: Callable, backward: Callable, title: Callable[[Any], 
 
 
 def batched_together(results: Any) -> Any:
-    """Return the same results; under `jax.vmap` all have the batch dimension as soon as one has."""
+    """Return the same results; under `jax.vmap` all have the batch dimension if one has."""
     return tuple(_together.bind(*results)) if isinstance(results, tuple) and len(results) > 1 else results
 
 
@@ -91,7 +92,7 @@ batching.fancy_primitive_batchers[_together] = _batch_of_all
 
 
 _tangent = Primitive("gspmd_tangent")
-"""A tangent that can be batched and transposed, and nothing else; reverse mode has transposed it before it runs."""
+"""A tangent that can only be batched and transposed; reverse mode has transposed it before it runs."""
 
 ENTERING = "gspmd_entering"
 _entering = passing(ENTERING)  # all arrays of a program at once, since JAX takes long for one primitive each

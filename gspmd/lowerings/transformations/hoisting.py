@@ -1,17 +1,18 @@
 """Keep an equation whose result is a partial sum from being hoisted out of a loop.
 
-When a loop is differentiated, JAX 0.10.2 hoists what is loop-invariant: it is computed before the loop and handed in
-as a constant. A partial sum that enters a loop so is counted wrongly (docs/compiler.md), so its equation has to stay
-inside.
+When a loop is differentiated, JAX 0.10.2 hoists loop-invariant operations: they are computed before the loop, and their
+results are passed in as constants. A partial sum that enters a loop as a constant is counted wrongly
+(docs/compiler.md), so its equation has to stay inside.
 
-JAX finds what to hoist by partial evaluation: it evaluates the loop's body with the constants known and everything else
-unknown, and hoists what is known. So the operands of such an equation pass through the primitive below, whose results
-are unknown. But JAX also separates primals from tangents by partial evaluation, and there the same results have to be
-known. The primitive itself says which of the two is meant, since JAX caches the jaxprs of called functions whoever
-calls them: its JVP rule writes `known=True`, and the partial evaluation of the JVP takes that off again.
+JAX hoists by partial evaluation: it evaluates the loop's body with the constants known and everything else unknown, and
+hoists the known results. So the operands of such an equation pass through the primitive below, whose results are
+unknown. But JAX also separates primals from tangents by partial evaluation, and there the same results have to be
+known. The primitive itself says which of the two cases it is in, since JAX caches the jaxprs of called functions for
+all callers: its JVP rule sets `known=True`, and the partial evaluation of the JVP removes that again.
 
-All operands pass together, though one that is unknown would do: JAX asks for a JVP where some operand has a tangent. If
-that were another one, what depends on none would stay unknown among the tangents, where JAX cannot transpose it.
+All operands pass through it together, although one unknown operand would be enough: JAX calls the JVP rule if some
+operand has a tangent. If that were another operand, values without tangents would stay unknown among the tangents,
+where JAX cannot transpose them.
 """
 
 from typing import Any
@@ -26,7 +27,7 @@ NEVER_HOISTED = "gspmd_anew"
 
 
 def never_hoisted(*arrays: jax.Array) -> list[jax.Array]:
-    """Return the same arrays; what is computed from them stays in its loop, and is computed at every step."""
+    """Return the same arrays; operations on them stay in their loop, and run at every step."""
     return _never_hoisted.bind(*arrays, known=False)
 
 
@@ -39,18 +40,18 @@ batching.primitive_batchers[_never_hoisted] = lambda xs, dims, *, known: (_never
 
 
 def _evaluated(trace: Any, *xs: Any, known: bool) -> list[Any]:
-    """The rule of partial evaluation; the trace is JAX's, and so is what it makes of a value that is not known yet."""
+    """The rule of partial evaluation; `trace` is JAX's, as are the tracers of values that are not known yet."""
     if known and all(x.is_known() for x in xs):
         return [trace.new_const(value) for value in never_hoisted(*(x.pval.get_known() for x in xs))]
     return trace.default_process_primitive(_never_hoisted, [*map(trace.instantiate_const, xs)], {"known": known})
 
 
 def _evaluated_in_checkpoint(saveable: Any, unknown: list[bool], there: list[bool], equation: Any) -> tuple:
-    """Apply the rule where partial evaluation goes through a `jax.checkpoint`, or a loop in one.
+    """Apply the rule in partial evaluation of a `jax.checkpoint`, or of a loop in one.
 
     Returns:
-        What is computed now, if all is known; what is computed again; which results are unknown; which are there for
-        what is computed again; what has to be kept for that.
+        The equation that runs now, if all operands are known; the equation that runs again; which results are unknown;
+        which of them the second equation has; and the values that must be kept for it.
     """
     hoists = not equation.params["known"] and is_hoisted_from_checkpoint()
     waits, count = hoists or any(unknown), len(unknown)

@@ -1,7 +1,7 @@
-"""Partial sums where JAX cannot handle them: worked around, or refused.
+"""Workarounds and refusals for partial sums that JAX cannot handle.
 
-Under JAX 0.10.2 an unreduced array cannot be stacked, so that a loop cannot keep it as a residual, and `vmap` cannot
-look at its type (docs/compiler.md). As a constant of a loop it is counted wrongly, which `hoisting` prevents.
+Under JAX 0.10.2 an unreduced array cannot be stacked, so a loop cannot keep it as a residual, and `vmap` cannot read
+its type (docs/compiler.md). As a constant of a loop it is counted wrongly, which `hoisting` prevents.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from gspmd.annotate.errors import PlanError
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class _Stored:
-    """A partial sum as an array with a dimension of summands for each of its axes, which takes no communication."""
+    """A partial sum stored as an array with a dimension of summands for each of its axes, without communication."""
 
     lifted: jax.Array
     partition: jax.P = field(metadata={"static": True})
@@ -66,7 +66,8 @@ def _restored(x: Any) -> jax.Array:
     body = lambda piece: piece.reshape(piece.shape[count:])  # noqa: E731
     if jax.sharding.get_abstract_mesh().size > 1:
         return jax.shard_map(body, in_specs=lifted, out_specs=x.partition, check_vma=False)(x.lifted)
-    # On one device JAX inlines a shard_map and refuses its partial sums; they are whole there, and typed after.
+    # On one device JAX inlines a shard_map and refuses its partial sums. They are complete there, and get their type
+    # after.
     whole = jax.P(*x.partition.partitions)
     return jax.reshard(jax.shard_map(body, in_specs=lifted, out_specs=whole, check_vma=False)(x.lifted), x.partition)
 
@@ -84,30 +85,31 @@ def unbatched(f: Callable, ins: Any, outs: Any) -> Callable:
         raise PlanError(
             f"cannot vmap an equation that takes or leaves a partial sum over mesh axis {over}: under vmap\n"
             "  JAX loses the summands. Write the mapped dimension into the equation, as in\n"
-            "  'ABE_x, E_xF -> ABF partialsum-x', or settle the sum inside the equation."
+            "  'ABE_x, E_xF -> ABF partialsum-x', or reduce the partial sum inside the equation."
         )
 
     def transposed(transpose, cotangents):
         try:
-            # JAX divides the cotangent of a partial sum among the devices, and sums what they give to one.
+            # JAX divides the cotangent of a partial sum among the devices, and sums the devices' contributions to a
+            # cotangent.
             cotangents = jax.tree.map(partial(_times, 1), outs, cotangents, is_leaf=_is_partition)
             found = transpose(cotangents)
             each = (ins,) * len(found) if _is_partition(ins) else ins
             return tuple(_times(-1, partition, x) for partition, x in zip(each, found))
-        except NotImplementedError:  # of a cotangent whose type says what it belongs to
+        except NotImplementedError:  # for a cotangent whose type says to which array it belongs
             raise PlanError(
                 f"cannot differentiate twice an equation that takes or leaves a partial sum over mesh axis {over}.\n"
-                "  Use lowering='xla', or settle the sum inside the equation."
+                "  Use lowering='xla', or reduce the partial sum inside the equation."
             ) from None
 
-    # JAX cannot differentiate what refuses, so a second derivative goes past it.
+    # JAX cannot differentiate the refusal, so a second derivative does not reach it.
     differentiable = jax.custom_vjp(lambda *arrays: refusing(*arrays))
     differentiable.defvjp(lambda *arrays: jax.vjp(f, *arrays), transposed)
     return differentiable
 
 
 def _times(power: int, partition: jax.P, cotangents: Any) -> Any:
-    """Cotangents, times the number of summands of what they belong to, or divided by it."""
+    """Return cotangents multiplied or divided by the number of summands of their arrays."""
     count = prod(jax.sharding.get_abstract_mesh().shape[axis] for axis in partition.unreduced)
     return cotangents if count == 1 else jax.tree.map(lambda x: x * float(count) ** power, cotangents)
 

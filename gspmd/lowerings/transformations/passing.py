@@ -1,4 +1,4 @@
-"""Primitives whose results are their operands: they stand in a program to tell JAX's transformations something."""
+"""Primitives whose results are their operands: they only carry rules for JAX's transformations."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from gspmd.jax_internals import set_dce_rule
 
 
 def passing(name: str) -> Primitive:
-    """Return a new primitive that takes any number of arrays and returns the same; it is nothing to a compiler."""
+    """Return a new primitive that takes any number of arrays and returns them; compilers see nothing of it."""
     primitive = Primitive(name)
     primitive.multiple_results = True
     primitive.def_impl(lambda *arrays, **_: list(arrays))
@@ -20,7 +20,7 @@ def passing(name: str) -> Primitive:
 
 
 def _without_unused(used: list[bool], equation: Any) -> tuple[list[bool], Any]:
-    """A result that nobody uses is not kept alive by those that stand beside it, in what `gspmd.trace` counts."""
+    """Drop unused results, which other results of the primitive would otherwise keep alive in `gspmd.trace`."""
     if not any(used):
         return used, None
     invars, outvars = ([x for x, each in zip(side, used) if each] for side in (equation.invars, equation.outvars))

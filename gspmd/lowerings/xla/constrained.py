@@ -19,14 +19,14 @@ def left_to_compiler(
     """Run plain code on placed arrays and let the compiler insert the collectives; differentiable by JAX.
 
     Args:
-        ctx: of the call.
+        ctx: the context of the call.
         f: plain jax.numpy code.
         in_specs, out_specs: one Spec per array; constraints under Auto axes, types under Explicit ones.
-        arrays: placed as `in_specs` say.
-        name: what is computed, in notation, for the ledger; none where a scope says it already.
+        arrays: the arrays, placed as `in_specs` say.
+        name: the computation in notation, for the ledger; None if a scope names it already.
 
     Raises:
-        PlanError: the call stands in a shard_map under Auto axes.
+        PlanError: the call is in a shard_map under Auto axes.
     """
     outs = jax.tree.map(Spec.partition_spec, out_specs, is_leaf=lambda leaf: isinstance(leaf, Spec))
     with jax.named_scope(program_scope(name)) if name else nullcontext(), own_promotion():
@@ -34,7 +34,7 @@ def left_to_compiler(
             for number, (spec, x) in enumerate(zip(in_specs, arrays, strict=True)):
                 input_partition(ctx, spec, x, number, name or getattr(f, "__name__", "f"))
             return jax.sharding.auto_axes(f, axes=tuple(ctx.mesh), out_sharding=outs)(*arrays)
-        if not ctx.mesh:  # arrays are whole here
+        if not ctx.mesh:  # arrays are not sharded here
             return f(*arrays)
         if ctx.in_shard_map:
             raise PlanError(

@@ -67,12 +67,13 @@ def lower(call: Call) -> Passes:
 def _differentiated(
     call: Call, ins, places: Sequence[ProductPlaces], lift: Lift, program: Callable, steps: tuple[Step, ...]
 ) -> Callable:
-    """Give an equation that takes or leaves partial sums a gradient of einsums in which there are none.
+    """Give an equation that takes or leaves partial sums a gradient of einsums without partial sums.
 
-    JAX would transpose the relabelling; the partitioner has been seen to sum such a cotangent over too few devices.
+    JAX would transpose the relabelling, and the partitioner sometimes sums such a cotangent over too few devices.
     """
     equation, ctx, specs = call.equation, call.context, call.operands
-    # The gradient of a partial sum is whole, and that of what is `reduced` a partial sum, lifted as the operands are.
+    # The gradient of a partial sum is replicated, and that of a `reduced` array is a partial sum; both are lifted like
+    # the operands.
     outs, given = ([lifted(spec.cotangent, lift.letters) for spec in each] for each in (specs, equation.outputs))
 
     def compute(*arrays):
@@ -103,8 +104,8 @@ def _plain(
         for pair, output in zip(members, outs):
             place = next(known)
             multiply = partial(_product, [ins[n] for n in pair], output, pair, place, lift, precision, dtype)
-            # Kept for the gradient are the operands as they came, and not as they were gathered. The compiler may use
-            # a gather of the forward pass again where that is still held, so no barrier is put between the two.
+            # The operands are kept for the gradient as they came, not as they were gathered. The compiler may use a
+            # gather of the forward pass again if it still holds the result, so there is no barrier between the two.
             parts.append((jax.checkpoint(multiply, prevent_cse=False)(*(arrays[n] for n in pair)), place))
         sums.append(parts)
     results = []
@@ -116,11 +117,11 @@ def _plain(
 
 
 def _product(specs, output: Spec, numbers, place: ProductPlaces, lift: Lift, precision, dtype, *arrays) -> jax.Array:
-    """Multiply, accumulating in float32; summands that only the result has are cut out of the operands."""
+    """Multiply, accumulating in float32; summands that only the result has are cut out of operands' dimensions."""
     pair = [lift.bring(spec, x, place.operands.get(n, ())) for spec, x, n in zip(specs, arrays, numbers)]
     pair = with_summands(pair, output, lift)
     y = _multiplied(pair, output, precision, dtype)
-    # The cotangent meets the operands here too, and of one mind with them.
+    # The cotangent is constrained here too, so that its placement agrees with the operands'.
     return lift.along(output.dims, y, place.result)
 
 

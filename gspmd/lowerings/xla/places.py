@@ -1,9 +1,9 @@
-"""The places where a plan's products meet, to which lowering `xla` holds the compiler.
+"""The placements of a plan's products, to which lowering `xla` constrains arrays.
 
-XLA's partitioner multiplies operands of one mind, in which a dimension lies alike wherever it stands. Of operands that
-disagree it has been seen to forget one of two sums (docs/compiler.md), so nothing is multiplied before it lies where
-the plan has it. How it gets there, and which collectives settle the result, is the compiler's choice; but on a mesh
-where that choice may end the process (`splits_badly`), an array is constrained after each step of the plan.
+XLA's partitioner multiplies operands correctly if each dimension has the same placement in all of them. If placements
+differ, it sometimes forgets one of two sums (docs/compiler.md). So nothing is multiplied before it has the placement of
+the plan. The compiler chooses the collectives that bring operands there and that reduce the result. But on a mesh where
+that choice may end the process (`splits_badly`), an array is constrained after each step of the plan.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,18 +19,18 @@ from gspmd.planner.plan import Plan
 from gspmd.planner.steps import Step
 
 Route = tuple[Spec, ...]
-"""The specs that an array is constrained to, one after the other."""
+"""The specs to which an array is constrained, one after the other."""
 
 
 @dataclass(frozen=True)
 class ProductPlaces:
-    """The place of one product.
+    """The placements of one product.
 
     Attributes:
-        operands: the route of each operand, by its number in the equation, to where the operands meet. A product that
-            no plan is known of may lack some.
-        result: the route of the result: what the local einsum leaves, and then to where products are added. Empty for
-            a product that no plan is known of.
+        operands: the route of each operand, by its number in the equation, to the placement of the product. A product
+            without a plan may lack some.
+        result: the route of the result, from the placement that the local einsum leaves to the one in which products
+            are added. Empty for a product without a plan.
         output: the route of their sum to the output.
     """
 
@@ -47,7 +47,7 @@ class Lift:
     mesh: Mapping[str, int]
 
     def bring(self, spec: Spec, x: jax.Array, route: Route) -> tuple[Spec, jax.Array]:
-        """Bring an operand, its sums lifted, to its product; what the plan settles on the way is summed first."""
+        """Bring an operand, its sums lifted, to its product; sums that the plan reduces on the way are made first."""
         if not route:
             return spec, x
         settled = [
@@ -66,7 +66,7 @@ class Lift:
         return x
 
     def placed(self, dims: Sequence[str], place: Spec) -> Spec:
-        """Return the spec of an array of these dimensions where `place` says; summands stay on their own devices."""
+        """Return the spec of an array of these dimensions in placement `place`; summands stay on their devices."""
         axes = dict(zip(place.dims, place.axes)) | {letter: (axis,) for axis, letter in self.letters.items()}
         return Spec(tuple(dims), tuple(axes[dim] for dim in dims))
 

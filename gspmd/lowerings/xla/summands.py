@@ -1,8 +1,9 @@
-"""A partial sum as a dimension: how lowering `xla` takes and leaves what no annotation can ask for.
+"""A partial sum as a dimension, so that lowering `xla` can take and leave partial sums, which annotations cannot
+express.
 
-A partial sum over mesh axis x becomes an array with one more dimension, of one summand per device along x: a
-relabelling without communication on either side of ordinary einsums. Gradients are ordinary einsums too, of whole
-cotangents.
+A partial sum over mesh axis x becomes an array with one more dimension, of one summand per device along x. This is a
+relabelling without communication, before and after ordinary einsums. Gradients are ordinary einsums too, of cotangents
+without partial sums.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -29,7 +30,7 @@ def summand_letters(specs: Sequence[Spec]) -> dict[str, str]:
 
 
 def lifted(spec: Spec, letters: Mapping[str, str]) -> Spec:
-    """Return the spec with its partial sums as leading dimensions, without what its gradient is.
+    """Return the spec with its partial sums as leading dimensions, and without `reduced`.
 
     >>> str(lifted(Spec.parse("BF_y partialsum-x"), {"x": "A"}))
     'A_xBF_y'
@@ -40,13 +41,13 @@ def lifted(spec: Spec, letters: Mapping[str, str]) -> Spec:
 
 
 def to_dimensions(spec: Spec, new: Spec, x: jax.Array) -> jax.Array:
-    """Make of a partial sum an array with a dimension of summands for each mesh axis, in a type without sums."""
+    """Turn a partial sum into an array with a dimension of summands for each mesh axis, in a type without sums."""
     typed = spec.partial or spec.reduced
     return _relabel(spec.partition_spec(), new.partition_spec(), len(spec.partial))(x) if typed else x
 
 
 def to_partial(new: Spec, spec: Spec, x: jax.Array) -> jax.Array:
-    """Make of an array with a dimension of summands for each mesh axis a partial sum: undo `to_dimensions`."""
+    """Turn an array with a dimension of summands for each mesh axis into a partial sum: undo `to_dimensions`."""
     typed = spec.partial or spec.reduced
     return _relabel(new.partition_spec(), spec.partition_spec(), -len(spec.partial))(x) if typed else x
 
@@ -69,16 +70,17 @@ def gradients(
     """Return the cotangents of an equation's operands, [operand's shape] each, from those of its results.
 
     Args:
-        equation: whose gradient it is.
+        equation: the equation to differentiate.
         ins: the operands' specs, their sums lifted.
-        places: where the products have their operands and results.
+        places: the placements of the products' operands and results.
         lift: the letters of the sums.
         outs: the specs of the operands' cotangents, the sums of those that stay partial lifted.
         arrays: the operands, lifted.
-        cotangents: of the results, lifted; that of a partial sum is whole, the same for every summand.
+        cotangents: the cotangents of the results, lifted; that of a partial sum is the same for every summand.
 
     Returns:
-        In the operands' order, all outside of a shard_map: the compiler inserts the collectives.
+        The cotangents in the operands' order. They are computed outside of a shard_map, and the compiler inserts the
+        collectives.
     """
     sizes = {dim: size for spec, x in zip(ins, arrays) for dim, size in zip(spec.dims, x.shape)} | {
         letter: lift.mesh[axis] for axis, letter in lift.letters.items()
@@ -99,7 +101,7 @@ def gradients(
 
 
 def _toward(spec: Spec, held: Sequence[tuple[Spec, jax.Array]], sizes: Mapping[str, int]) -> jax.Array:
-    """Multiply what is held, summed to the dimensions of `spec`; those that nothing has are broadcast."""
+    """Multiply the operands `held`, summed to the dimensions of `spec`; dimensions that none has are broadcast."""
     known = {dim for other, _ in held for dim in other.dims}
     letters = ",".join("".join(other.dims) for other, _ in held) + "->" + "".join(d for d in spec.dims if d in known)
     x = local_einsum(letters, *(x for _, x in held))
@@ -117,13 +119,13 @@ def with_summands(pair: Located, output: Spec, lift: Lift) -> Located:
 
 
 def _widened(pair, dim: str) -> Located:
-    """Put the one summand over a mesh axis of size 1 in front of the first operand, as a dimension."""
+    """Add the single summand over a mesh axis of size 1 in front of the first operand, as a dimension."""
     spec, x = pair[0]
     return [(Spec((dim, *spec.dims), ((), *spec.axes)), x[None]), *pair[1:]]
 
 
 def _summed_over(axis: str, pair, output: Spec) -> str | None:
-    """Return the summed dimension that the plan has an axis on; for an axis of size 1, in no plan, any or None."""
+    """Return the summed dimension that an axis shards in the plan; for an axis of size 1, any or None."""
     summed = [(dim, axes) for spec, _ in pair for dim, axes in zip(spec.dims, spec.axes) if dim not in output.dims]
     return next((dim for dim, axes in summed if axis in axes), summed[0][0] if summed else None)
 
@@ -131,7 +133,7 @@ def _summed_over(axis: str, pair, output: Spec) -> str | None:
 def _cut(pair, dim: str, new: str, axis: str, lift: Lift) -> Located:
     """Cut a summed dimension along one of the mesh axes that shard it, a part per device, in both operands.
 
-    Of E_yx, x is the minor axis: the parts are those of [y, x, rest], with x in front; no device gives anything away.
+    Of E_yx, x is the minor axis: the parts are those of [y, x, rest], with x in front; no device sends anything.
     """
     cut = []
     for spec, x in pair:

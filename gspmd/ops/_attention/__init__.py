@@ -1,4 +1,4 @@
-"""Attention over whole keys and over a key/value cache, wherever they lie."""
+"""Attention to all keys of a sequence and to a key/value cache, for any specs."""
 
 from gspmd.ops._attention.cache import quantize_heads, write_cache
 from gspmd.ops._attention.cached import cached_attention

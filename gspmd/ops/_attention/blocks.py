@@ -1,4 +1,4 @@
-"""Attention in blocks of rows, queries and keys, for logits that are too many to be in memory at once."""
+"""Attention in blocks of rows, queries and keys, for more logits than fit in memory at once."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -13,11 +13,11 @@ from jax.interpreters import ad, batching, mlir
 from gspmd.ops._attention.online import Attended, attend
 
 LARGEST = 2**25
-"""Logits of one device, beyond which attention runs in blocks: 128 MiB of float32."""
+"""The number of logits of one device above which attention runs in blocks: 128 MiB of float32."""
 _BLOCK = 2**24
 """Logits of one block: few enough for a TPU v4 to keep them on the chip."""
 _LENGTHS = 512, 2048
-"""Fewest keys, and most queries and keys of a block: of few keys, what is done to the values counts for more."""
+"""The fewest keys, and the most queries and keys of a block. With few keys, the work on the values dominates."""
 _MULTIPLES = 16, 128
 
 
@@ -31,7 +31,7 @@ class Blocks:
 
     @classmethod
     def of(cls, rows: int, heads: int, queries: int, keys: int) -> "Blocks | None":
-        """Blocks of about `_BLOCK` logits for one device; None where all are few enough for one."""
+        """Return blocks of about `_BLOCK` logits for one device; None if all logits fit in one block."""
         if rows * heads * queries * keys <= LARGEST:
             return None
         least, most = _LENGTHS
@@ -42,7 +42,7 @@ class Blocks:
         return cls(max(n for n in range(1, fitting + 1) if rows % n == 0), query_block, key_block)
 
     def starts(self, rows: int, queries: int, keys: int, causal: bool) -> np.ndarray:
-        """[n, 4] where blocks begin: row, query, key, and the first key that no block before has.
+        """Return [n, 4] starts of blocks: row, query, key, and the first key that no earlier block has.
 
         Keys come innermost. `causal` leaves out blocks whose keys all come after their queries.
         """
@@ -74,16 +74,16 @@ class Form:
 
 
 def attended(form: Form, q, k, v, seen, ahead, dtype, scales=()) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Output [B, K, Q, L, D], largest logit and denominator [B, K, Q, L] of queries, block by block.
+    """Return output [B, K, Q, L, D], largest logit and denominator [B, K, Q, L] of queries, block by block.
 
     Args:
         form: sizes of blocks, scale of the logits, and whether query i attends to keys j ≤ i + ahead alone.
-        q: [B, K, Q, L, D], L a multiple of the blocks'.
+        q: [B, K, Q, L, D]; L is a multiple of the blocks' length.
         k, v: [B, T, K, D] of any dtype.
         seen: [B, T] booleans, or None.
         ahead: an int32 scalar, or None for 0.
-        dtype: of the output.
-        scales: none, or those of keys and of values, [B, T, K].
+        dtype: the dtype of the output.
+        scales: the scales of keys and of values, [B, T, K], or empty.
     """
     blocks, shape = form.blocks, q.shape
     part = (blocks.rows, *shape[1:3], blocks.queries)
@@ -108,7 +108,7 @@ def attended(form: Form, q, k, v, seen, ahead, dtype, scales=()) -> tuple[jax.Ar
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
 def attention_in_blocks(form: Form, q, k, v, seen, ahead) -> jax.Array:
-    """Softmax attention [B, K, Q, L, D] whose logits are never in memory at once, neither here nor in its gradient."""
+    """Return softmax attention [B, K, Q, L, D]. Neither it nor its gradient has all logits in memory at once."""
     return attended(form, q, k, v, seen, ahead, q.dtype)[0]
 
 
@@ -121,7 +121,7 @@ def _linearised(form: Form, primals, tangents):
 
 
 def _forward(form: Form, kept, d_q, d_k, d_v):
-    """Return the tangent of the output, the probabilities of each block computed again from its logits."""
+    """Return the tangent of the output; the probabilities of each block are computed again from its logits."""
     q, k, v, seen, ahead, out, top, total = kept
 
     def step(sums, at):
@@ -143,12 +143,12 @@ def _forward(form: Form, kept, d_q, d_k, d_v):
 def gradients(form: Form, kept, g) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return the gradients of queries, keys and values in float32, block by block.
 
-    The probabilities of a block are computed again from its logits. So the keys may be some of those that the queries
-    attended to: then the gradients are the parts that these keys have in them.
+    The probabilities of a block are computed again from its logits. So the keys may be a part of those that the queries
+    attended to; the gradients are then the contributions of these keys.
 
     Args:
-        form: as of `attended`.
-        kept: q, k, v, seen and ahead of `attended`, and what it returned for all keys.
+        form: the form of `attended`.
+        kept: q, k, v, seen and ahead of `attended`, and its results for all keys.
         g: the cotangent of the output.
     """
     q, k, v, seen, ahead, out, top, total = kept
@@ -171,8 +171,8 @@ def gradients(form: Form, kept, g) -> tuple[jax.Array, jax.Array, jax.Array]:
     return d_q, d_k, d_v
 
 
-# JAX would transpose `_forward` with the probabilities of all blocks in memory, so it is an operation whose transpose
-# is `gradients`. `batches` has, for each vmap around it from the innermost, its operands' batch dimensions, or None.
+# JAX would transpose `_forward` with the probabilities of all blocks in memory, so it is a primitive whose transpose is
+# `gradients`. `batches` has the batch dimensions of the operands, or None, for each vmap around it, innermost first.
 _tangent = Primitive("gspmd_attention_tangent")
 
 
@@ -261,7 +261,7 @@ def _add(whole, part, begin):
 
 
 def _seen(form: Form, at, seen, ahead):
-    """Return the keys of the block that its queries attend to, as it broadcasts to [B, K, Q, L, T]; None for all."""
+    """Return which keys of the block its queries attend to, broadcasting to [B, K, Q, L, T]; None for all."""
     blocks, visible = form.blocks, None
     if seen is not None:
         visible = jax.lax.dynamic_slice(seen, (at[0], at[2]), (blocks.rows, blocks.keys))[:, None, None, None, :]
@@ -274,7 +274,7 @@ def _seen(form: Form, at, seen, ahead):
 
 
 def _again(form: Form, at, keys: int):
-    """Return the keys of the block that were in the block before; None for none, where blocks divide the keys."""
+    """Return which keys of the block were in the block before; None if blocks divide the keys, so that none were."""
     if keys % form.blocks.keys == 0:
         return None
     shape = (1, 1, 1, 1, form.blocks.keys)

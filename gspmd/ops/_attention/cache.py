@@ -25,22 +25,22 @@ def write_cache(
     """Write the keys or values of new tokens into a cache, of all layers at once, each row at its own position.
 
     Row b gets `new` at positions lengths[b] ... lengths[b] + L - 1; positions below 0 and from T on are dropped. The
-    new keys are brought to where the cache lies, and the cache stays. It is written in place if its memory is donated.
+    new keys are moved to the cache, and the cache stays. It is written in place if its memory is donated.
 
     Args:
-        cache: [N, B, K, T, D] of N layers, or scales [N, B, K, T]; any order of the dimensions behind N.
+        cache: [N, B, K, T, D] of N layers, or scales [N, B, K, T]; the dimensions after N may have any order.
         new: [N, B, L, K, D] in the cache's dtype, or [N, B, L, K].
-        cache_spec: order and place of the cache without N, which is whole: `"B_xKT_yD"`, or `"B_xKT_y"` of scales. The
-            letters of batch, heads and head size are those of `key_spec`.
-        key_spec: where `new` lies, without N: `"BLK_xD"`, in the order batch, length, heads, head size.
-        lengths: [B] integers, whole on every device: how many tokens of each row are cached before.
+        cache_spec: order and placement of the cache without N, which is unsharded: `"B_xKT_yD"`, or `"B_xKT_y"` for
+            scales. The letters of batch, heads and head size are those of `key_spec`.
+        key_spec: the spec of `new` without N: `"BLK_xD"`, in the order batch, length, heads, head size.
+        lengths: [B] integers, replicated: the number of tokens of each row that are cached already.
 
     Returns:
         The cache, placed as before.
 
     Raises:
         SpecError: a spec does not fit its array or the mesh, or shapes or dtypes do not agree.
-        PlanError: it is differentiated, which only lowering "xla" can do.
+        PlanError: the result is differentiated, which only lowering "xla" can do.
 
     Example:
         >>> import gspmd
@@ -70,7 +70,7 @@ def write_cache(
         (0, new.shape[1] != rows, f"{new.shape[1]} new rows, and {rows} cached."),
         (1, new.shape[3:] != heads, f"new heads are {new.shape[3:]}, and cached {heads}."),
         (1, new.dtype != cache.dtype, f"the new keys are {new.dtype}, and the cache is {cache.dtype}: cast them."),
-        (0, lengths.shape != (rows,), f"lengths have shape {lengths.shape}, and have to be one a row."),
+        (0, lengths.shape != (rows,), f"lengths have shape {lengths.shape}, not one number per row."),
     )
     faults = [fault(key, key.dims[at], fact) for at, wrong, fact in checks if wrong]
     if faults:
@@ -89,7 +89,7 @@ def quantize_heads(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Round keys or values to int8, with one scale for each position and head: x ≈ int8 · scale.
 
     Args:
-        x: [..., D], D whole on every device.
+        x: [..., D]; D is unsharded.
 
     Returns:
         int8 [..., D] between -127 and 127, and float32 scales [...], the largest magnitude over 127.
@@ -105,7 +105,9 @@ def quantize_heads(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """
     x = array("cannot quantize heads", "x", x, "real numbers").astype(jnp.float32)
     if not x.ndim:
-        raise SpecError("cannot quantize heads: x is one number.\n  Its last dimension has to be the head size.")
+        raise SpecError(
+            "cannot quantize heads: x is one number.\n  Pass an array whose last dimension is the head size."
+        )
     scales = jnp.max(jnp.abs(x), axis=-1, initial=0.0) / 127
     steps = x / jnp.where(scales > 0, scales, 1)[..., None]
     return jnp.round(steps).astype(jnp.int8), scales
@@ -137,7 +139,7 @@ def _refuse(form: _CacheWrite, ctx: Context, residuals, g):
 
 
 _CALLED = {"new": "new keys", "lengths": "lengths"}
-"""Names in plans of the tensors that move."""
+"""The names that plans use for the tensors that move."""
 
 _planned = planned_op(_forward, _refuse, lambda form: form.name)
 
@@ -157,7 +159,7 @@ def _value(form: _CacheWrite, shape: tuple[int, ...], width: int, ctx: Context):
 
 
 def _chains_of(form: _CacheWrite, shape: tuple[int, ...], width: int, ctx: Context) -> dict[str, tuple[Step, ...]]:
-    """Return the steps that bring new keys, and the lengths, to where the cache lies."""
+    """Return the steps that move new keys, and the lengths, to the cache."""
     if not is_unknown(ctx.mesh):
         return {name: steps_of(each, ctx, _CALLED[name]) for name, each in _moves(form, shape, width, ctx).items()}
     asked = replace(form, new=Spec(form.new.dims, ((),) * len(form.new.dims))), shape, width, ctx
@@ -182,9 +184,9 @@ def _written(cache: jax.Array, new: jax.Array, lengths: jax.Array, batch: int, a
     """Write the new keys that belong to this part of the cache, in place; the others belong to other parts.
 
     Args:
-        cache, new: of the same dimensions, in the same order.
-        lengths: [B], where each row goes on in this part; of any sign and size.
-        batch, along: which dimensions are the rows, and the length.
+        cache, new: arrays with the same dimensions in the same order.
+        lengths: [B], the position in this part at which each row continues; of any sign and size.
+        batch, along: the numbers of the dimensions of rows and of length.
     """
     room, length = cache.shape[along], new.shape[along]
     if not new.size or not room:
@@ -194,7 +196,7 @@ def _written(cache: jax.Array, new: jax.Array, lengths: jax.Array, batch: int, a
         return tuple({batch: row, along: position}.get(at, 0) for at in range(cache.ndim))
 
     if length == 1 and cache.dtype.itemsize == 1:
-        # libtpu 0.0.42 copies an int8 cache that it reads where it writes: so rows of other parts are left out
+        # libtpu 0.0.42 copies an int8 cache that is read where it is written, so rows of other parts are left out
         inside = (lengths >= 0) & (lengths < room)
         rows = jnp.argsort(~inside).astype(jnp.int32)
 
@@ -209,7 +211,7 @@ def _written(cache: jax.Array, new: jax.Array, lengths: jax.Array, batch: int, a
     def write(row, cache):
         first = lengths[row]
         start = jnp.clip(first, 0, room - window)
-        # the window may have to begin earlier or later than the new keys: what it has beyond them stays
+        # the window may have to begin before or after the new keys: its other positions keep their values
         at = start - first + jnp.arange(window)
         old = jax.lax.dynamic_slice(cache, begin(row, start), size)
         mine = jax.lax.dynamic_slice_in_dim(new, row, 1, axis=batch)
@@ -221,10 +223,10 @@ def _written(cache: jax.Array, new: jax.Array, lengths: jax.Array, batch: int, a
 
 
 def _scattered(order: tuple[int, ...], cache: jax.Array, new: jax.Array, lengths: jax.Array) -> jax.Array:
-    """Plain code for the compiler to partition, which gathers a cache that is indexed row by row, but no scatter's."""
+    """Plain code for the compiler to partition: it would gather a cache indexed row by row, but not for a scatter."""
     layers, rows, length = (jax.lax.broadcasted_iota(jnp.int32, new.shape[:3], at) for at in range(3))
     at = lengths[None, :, None] + length
-    at = jnp.where(at < 0, cache.shape[order[2]], at)  # which would count from the end
+    at = jnp.where(at < 0, cache.shape[order[2]], at)  # negative positions would count from the end
     indices = dict(zip(order, (layers, rows, at)))
     where = tuple(indices.get(dim, slice(None)) for dim in range(cache.ndim))
     # indexed dimensions come first, then the others as the cache has them

@@ -1,4 +1,4 @@
-"""Attention of new tokens to a key/value cache: queries come to where the cache lies, and the cache stays."""
+"""Attention of new tokens to a key/value cache: queries are moved to the cache, and the cache stays."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -42,25 +42,25 @@ def cached_attention(
 
     Query i of row b attends to cached t < lengths[b] and to new j ≤ i. The cache stays where it is, over any mix of
     batch, heads and length; the plan moves queries there, and the result back. Where T is sharded, each device
-    attends to its own part, and what they found is combined by the logarithm of the sum of exponentials: two
+    attends to its own part, and the results are combined by the logarithm of the sum of exponentials: two
     all-reduces of [B, L, H] float32 (the maximum, then the denominator), and one sum of the weighted values in q's
-    dtype, scattered straight to where the result is wanted when that is cheaper. Mesh axes that the cache does not use
-    keep sharding the dimension of `q` that they shard, where sizes allow it; over others the queries are gathered.
+    dtype, scattered straight to the placement of the result if that is cheaper. Mesh axes that the cache does not use
+    keep sharding their dimension of `q`, if sizes allow it; over other axes the queries are gathered.
 
     Args:
         q: [B, L, H, D] the new tokens' queries.
         k, v: [B, L, K, D] the new tokens' own keys and values; K divides H, and query head h attends to key head
             h // (H/K).
         cached_k, cached_v: [B, K, T, D] finite numbers, in any order of dimensions; int8 if scales are given.
-        query_spec: where `q` lies, `"BLH_xyzD"`; the result lies there too.
-        key_spec: where `k` and `v` lie, `"BLKD"`, in the order of `k`. D is unsharded in all three specs.
-        cache_spec: order and place of the cache, `"B_xKT_yzD"`: with the letters of batch, heads and head size of
-            `key_spec`, and one for the cached length. The order decides nothing but how memory is read: TPUs read
-            heads before length best.
-        lengths: [B] integers, how many tokens of each row are cached, whole on every device.
-        scale: of the logits; 1/sqrt(D) when None.
-        key_scales, value_scales: [B, K, T] float32 of an int8 cache, ordered and placed as the cache; they scale
-            logits and probabilities, and the cache is never widened in memory.
+        query_spec: the spec of `q` and of the result, `"BLH_xyzD"`.
+        key_spec: the spec of `k` and `v`, `"BLKD"`, in the order of `k`. D is unsharded in all three specs.
+        cache_spec: order and placement of the cache, `"B_xKT_yzD"`, with the letters of batch, heads and head size of
+            `key_spec`, and one for the cached length. The order affects only how memory is read: TPUs read best with
+            heads before length.
+        lengths: [B] integers, the number of cached tokens of each row, replicated.
+        scale: the factor of the logits; 1/sqrt(D) when None.
+        key_scales, value_scales: [B, K, T] float32 scales of an int8 cache, ordered and placed like the cache; they
+            scale logits and probabilities, and the cache is never widened in memory.
 
     Returns:
         [B, L, H, D] in q's dtype; logits and softmax are float32.
@@ -96,7 +96,7 @@ def cached_attention(
     held, quantized = read(doing, cache_spec, cache[0], ctx), key_scales is not None
     order = _check(doing, (query, key, held), quantized, q, k, v, *cache, lengths=lengths)
     scales_order = [held.without(held.dims[order[3]]).dims.index(held.dims[at]) for at in order[:3]]
-    # Nothing moves in memory: products read their operands in any order.
+    # Nothing is copied in memory: products read their operands in any order.
     cache = [x.transpose(order if x.ndim == 4 else scales_order) for x in cache]
     ordered = Spec(tuple(held.dims[at] for at in order), tuple(held.axes[at] for at in order))
     form = _CachedAttention(query, key, ordered, scale, quantized, f"cached attention {query}, {held}")
@@ -114,7 +114,7 @@ _Shapes = tuple[tuple[tuple[int, ...], int], ...]
 _CACHED = ("cached keys", "cached values", "key scales", "value scales")
 _COMBINED = ("lengths", "maximum", "total", "result")
 _CALLED = {"key": "new keys", "value": "new values", "total": "denominator"}
-"""Names in plans of tensors that are called otherwise here."""
+"""The names that plans use for tensors with other names here."""
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ def _is_int(x: jax.Array) -> bool:
 
 
 def _check(doing: str, specs: tuple[Spec, ...], quantized: bool, q, k, v, *cache, lengths) -> tuple[int, ...]:
-    """Check that specs and shapes agree; returns where the cache has batch, length, heads and head size."""
+    """Check that specs and shapes agree; return the dimensions of the cache with batch, length, heads and head size."""
     faults = [
         Fault(str(spec), 0, len(str(spec)), f"the {name} have four dimensions: batch, length, heads, head size.")
         for name, spec in zip(("queries", "keys", "cached keys"), specs)
@@ -169,7 +169,7 @@ def _check(doing: str, specs: tuple[Spec, ...], quantized: bool, q, k, v, *cache
         (held, along, cached_v.shape != cached_k.shape, f"values have shape {cached_v.shape}, keys {cached_k.shape}."),
         *((held, along, x.shape != there, f"scales have shape {x.shape}, not {there}.") for x in scales),
         *((held, size, _is_int(x) != quantized, fact.format(x.dtype)) for x in (cached_k, cached_v)),
-        (held, batch, lengths.shape != q.shape[:1], f"lengths have shape {lengths.shape}, and have to be one a row."),
+        (held, batch, lengths.shape != q.shape[:1], f"lengths have shape {lengths.shape}, not one number per row."),
     )
     if faults := [fault(spec, spec.dims[at], fact) for spec, at, wrong, fact in checks if wrong]:
         raise report(SpecError, doing, faults) from None
@@ -217,11 +217,11 @@ def _value(form: _CachedAttention, shapes: _Shapes, ctx: Context):
         *cache, lengths = (chains.send(name, x) for name, x in zip(names, rest))
         k, v, *cache = at.share.pick(k, v, *cache)
         part = shard_index(parts)
-        ahead, counted = None, None  # where neither queries nor new keys are cut, later keys can be left out
+        ahead, counted = None, None  # if neither queries nor new keys are sharded, later keys can be left out
         if at.query.axes[1] or at.key.axes[1]:
             ahead = shard_index(at.query.axes[1]) * q.shape[1] - shard_index(at.key.axes[1]) * k.shape[1]
         if parts and not at.key.axes[1]:
-            counted = jnp.broadcast_to(part == 0, k.shape[:2])  # whole on every part, each new key counts once
+            counted = jnp.broadcast_to(part == 0, k.shape[:2])  # replicated on every part, each new key counts once
         found = _attended(form.scale, q, k, v, cache, lengths - part * cache[0].shape[1], ahead, counted)
         if in_parts:
             total, values = found.relative_to(chains.send("maximum", found.top, reduce="max"))
@@ -235,7 +235,7 @@ def _chains_of(form: _CachedAttention, shapes: _Shapes, ctx: Context) -> dict[st
     """Return the steps of everything that moves, by name."""
     if not is_unknown(ctx.mesh):
         return {name: steps_of(each, ctx, _CALLED.get(name, name)) for name, each in _moves(form, shapes, ctx).items()}
-    # What comes to the cache, and where, is not known either. Where new keys come from does not matter to that.
+    # The moves to the cache are not known either. They do not depend on the source of the new keys.
     asked = replace(form, key=Spec(form.key.dims, ((),) * 4)), shapes, ctx
     names = ("query", "key", "value", *_CACHED[: 4 if form.quantized else 2], *_COMBINED)
     comes = {"key": form.key, "value": form.key}
@@ -269,12 +269,13 @@ def _attended(scale: float | None, q, k, v, cache, lengths, ahead=None, counted=
     """Return the result of queries [B, L, H, D]: [B, L, H] and [B, L, H, D].
 
     Args:
-        scale, q, k, v: as in `cached_attention`; the keys may be some of the new tokens'.
+        scale, q, k, v: the arguments of `cached_attention`; the keys may be a part of the new tokens'.
         cache: keys and values [B, T, K, D], and their scales if there are any.
-        lengths: [B], how many of these cached keys are seen; of any sign and size.
-        ahead: how far the position of the first query is past that of the first new key; None for 0.
+        lengths: [B], the number of these cached keys to attend to; of any sign and size.
+        ahead: the position of the first query minus that of the first new key; None for 0.
         counted: [B, L] whether a new key counts; None if all do.
-        shards: of whole arrays, for the cached and for the new keys; None for those of a device.
+        shards: for arrays of all devices, the shards of the cached and of the new keys; None for the pieces of one
+            device.
     """
     cached_k, cached_v, *scales = cache
     scale = q.shape[3] ** -0.5 if scale is None else scale
@@ -288,7 +289,7 @@ def _attended(scale: float | None, q, k, v, cache, lengths, ahead=None, counted=
 
 
 def _whole(scale: float | None, at: CachePlacement, mesh: Mapping[str, int], q, k, v, *rest) -> jax.Array:
-    """Plain code on whole arrays, for the compiler to partition, which is told to bring the queries to the cache."""
+    """Plain code on arrays of all devices for the compiler to partition; constraints bring queries to the cache."""
 
     def shards(key: Spec) -> Shards:
         rows, length, heads, _ = (prod(mesh.get(axis, 1) for axis in axes) for axes in at.query.axes)
@@ -298,6 +299,6 @@ def _whole(scale: float | None, at: CachePlacement, mesh: Mapping[str, int], q, 
         return jax.lax.with_sharding_constraint(x, spec.partition_spec())
 
     q, k, v = placed(q, at.query), placed(k, at.key), placed(v, at.key)
-    # said of the result too: jax 0.10.2 miscompiles it where it goes to other places right behind the product
+    # the result is constrained too: jax 0.10.2 miscompiles it if it is moved right after the product
     found = _attended(scale, q, k, v, rest[:-1], rest[-1], shards=(shards(at.cache), shards(at.key)))
     return placed(found.output(q.dtype), at.query)

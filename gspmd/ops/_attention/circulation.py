@@ -1,4 +1,4 @@
-"""The way of chunks of keys to queries, and of the gradients of those keys home: round a ring, or gathered."""
+"""The transport of chunks of keys to queries, and of those keys' gradients back: round a ring, or by gathers."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -17,16 +17,16 @@ from gspmd.ops.interface.planned_op import Chains, float32, shard_index
 from gspmd.planner.steps import Step
 
 Visit = Callable[..., tuple[jax.Array, Sequence[jax.Array]]]
-"""(state, device, *its chunks) to the new state and this device's part in the gradients of those chunks."""
+"""A function from (state, device, *its chunks) to the new state and contributions to the gradients of those chunks."""
 
 
 class Gathered:
-    """All chunks, gathered before the first is used; gradients are reduce-scattered behind the last.
+    """Gathers all chunks before the first is used, and reduce-scatters gradients after the last.
 
     Args:
         chains: the gathers, and the reduce-scatters.
-        axes: the mesh axes over which the sequence is cut.
-        names: of the gather of each operand that is cut.
+        axes: the mesh axes that shard the sequence.
+        names: the name of the gather of each sharded operand.
     """
 
     def __init__(self, chains: Chains, axes: Sequence[str], names: Sequence[str]):
@@ -34,7 +34,7 @@ class Gathered:
         self.devices = prod(chains.mesh[axis] for axis in axes)
 
     def device(self, place: jax.Array | int) -> jax.Array | int:
-        """Return the device that is so many places behind."""
+        """Return the device that is a number of places behind."""
         return (shard_index(self.axes) - place) % self.devices
 
     def visit(self, f: Callable, state, chunks: Sequence[jax.Array]):
@@ -48,11 +48,11 @@ class Gathered:
         return lax.fori_loop(1, self.devices, step, state)
 
     def visit_and_return(self, f: Visit, state, chunks, own, back: Sequence[str]):
-        """Visit, and return for each operand `own` plus what all other devices have for this one's chunk.
+        """Visit, and return for each operand `own` plus all other devices' contributions for this device's chunk.
 
         Args:
-            f, state, chunks: as of `visit`.
-            own: this device's part in the gradients of its own chunks.
+            f, state, chunks: the arguments of `visit`.
+            own: this device's contributions to the gradients of its own chunks.
             back: the name of the reduce-scatter of each gradient.
 
         Returns:
@@ -79,10 +79,10 @@ def _put(whole: jax.Array, device: jax.Array | int, part: jax.Array) -> jax.Arra
 
 
 class RingOfChunks(Gathered):
-    """Each chunk when it is used: one permute brings the next of every device while one is attended to.
+    """Sends each chunk when it is used: one permute brings every device its next chunk while it attends to one.
 
     Source: Liu et al. 2023, *Ring Attention with Blockwise Transformers for Near-Infinite Context* (arXiv 2310.01889).
-    Differs: the gradients of a device's own chunk wait at home, so that those of the others take a hop less.
+    Differs: a device keeps the gradients of its own chunk, so that those of the other devices need one hop less.
     """
 
     def visit(self, f: Callable, state, chunks: Sequence[jax.Array]):
@@ -98,7 +98,7 @@ class RingOfChunks(Gathered):
         return f(state, self.device(last), *chunks)
 
     def visit_and_return(self, f: Visit, state, chunks, own, back: Sequence[str]):
-        """Visit, and return for each operand `own` plus what all other devices have for this one's chunk."""
+        """Visit, and return for each operand `own` plus all other devices' contributions for this device's chunk."""
         last, wire = self.devices - 1, [x.dtype for x in chunks]
 
         def home(sums):
@@ -124,7 +124,7 @@ class RingOfChunks(Gathered):
         return state, *((x + mine).astype(dtype) for x, mine, dtype in zip(home(sums), own, wire))
 
     def _send(self, names: Sequence[str], chunks: Sequence[jax.Array]) -> list[jax.Array]:
-        """Send everything to the next device, each under the scope of the planned step that it is a part of."""
+        """Send everything to the next device, each permute under the scope of the planned step to which it belongs."""
         # JAX numbers the devices of a permute in the order of the mesh, whatever the order of the axes
         sizes = {axis: size for axis, size in self.chains.mesh.items() if axis in self.axes}
         numbers = np.arange(self.devices).reshape(*sizes.values())
@@ -133,21 +133,21 @@ class RingOfChunks(Gathered):
         for name, x in zip(names, chunks):
             (step,) = (chain := self.chains.chains[name]).steps
             with step_scope(chain.first, replace(step, kind="collective-permute")):
-                sent.append(lax.ppermute(x, tuple(sizes), hops) if x.size else x)  # XLA:CPU hangs where nothing is sent
+                sent.append(lax.ppermute(x, tuple(sizes), hops) if x.size else x)  # XLA:CPU hangs if the array is empty
         return sent
 
 
 def is_looped(
     ctx: Context, axes: Sequence[str], queries: tuple[int, ...], chunk: int, dtype: str, steps: Sequence[Step]
 ) -> bool:
-    """Return whether chunks go round a ring: as the lowering says; under `auto`, where value and gradient take less so.
+    """Return whether chunks go round a ring: as the lowering says; under `auto`, if value and gradient are faster so.
 
     Args:
-        ctx: of the call.
-        axes: over which the sequence is cut.
+        ctx: the context of the call.
+        axes: the mesh axes that shard the sequence.
         queries: local sizes B, L, H, D.
-        chunk: keys of one chunk that a query attends to on average.
-        dtype: of queries and keys.
+        chunk: the number of keys of one chunk to which a query attends on average.
+        dtype: the dtype of queries and keys.
         steps: the gathers of keys and values, and the reduce-scatters of their gradients.
     """
     if ctx.lowering != "auto":
@@ -161,9 +161,9 @@ def is_looped(
     links = [neighbour(axis, ctx.mesh, ctx.chip) for axis in axes]
     closes = ctx.chip.is_switch or all(ctx.chip.wraps(ctx.mesh[axis]) for axis in axes)
     rate, latency = min(rate for rate, _ in links) / (1 if closes else 2), max(latency for _, latency in links)
-    sent = sum(step.wire_bytes for step in steps) / (devices - 1) / rate  # of one hop, with all that go both passes
+    sent = sum(step.wire_bytes for step in steps) / (devices - 1) / rate  # for one hop of both passes
     forward, backward = logits + values, 3 * logits + 2 * values
-    # keys and values twice, gradients once: a third of what the steps of both passes send is sent in the value
+    # keys and values twice, gradients once: a third of the bytes of both passes is sent in the value
     looped = max(forward, sent / 3 + latency) + max(backward, sent * 2 / 3 + latency)
     blocking = forward + backward + sum(step.seconds for step in steps) / (devices - 1)
     return looped < blocking

@@ -1,4 +1,4 @@
-"""The key heads that a device's query heads attend to, and whether it has them."""
+"""The key heads to which a device's query heads attend, and whether the device has them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,10 +13,10 @@ from gspmd.ops.interface.planned_op import fault, shard_index
 
 @dataclass(frozen=True)
 class Share:
-    """The way in which query heads that are split finer than key heads find theirs.
+    """The key heads of a device's query heads, if query heads are sharded over more axes than key heads.
 
-    `sliced` are the axes over which key heads are split once more; over `common` each device uses one of the `heads`
-    key heads left, together with others.
+    Key heads are split further over the axes `sliced`. Devices along the axes `common` share the `heads` key heads that
+    are left, and each uses one of them.
     """
 
     sliced: tuple[str, ...] = ()
@@ -26,7 +26,7 @@ class Share:
     """Devices along `common` that use the same key head."""
 
     def pick(self, *keys: jax.Array) -> tuple[jax.Array, ...]:
-        """Pick the one head of [B, T, K, ...] that this device uses, where it uses one of several; in a shard_map."""
+        """Pick the head of [B, T, K, ...] that this device uses, if it uses one of several; in a shard_map."""
         if self.heads == 1:
             return keys
         mine = shard_index(self.common) // self.sharers
@@ -34,10 +34,10 @@ class Share:
 
 
 def share(finer: Sequence[str], heads: int, mesh: Mapping[str, int]) -> Share | None:
-    """Return how query heads that `finer` axes split once more share the `heads` key heads that a device has.
+    """Find how query heads that are also sharded over the `finer` axes share the `heads` key heads of a device.
 
     Returns:
-        None where some device would need parts of two groups.
+        The share; None if some device would need parts of two groups.
     """
     sliced, common = [], list(finer)
     while common and heads % mesh[common[0]] == 0:
@@ -53,10 +53,10 @@ def share(finer: Sequence[str], heads: int, mesh: Mapping[str, int]) -> Share | 
 
 
 def placed(doing: str, query: Spec, key: Spec, heads: int, key_heads: int, mesh: Mapping[str, int]):
-    """Check that every device has the keys it needs, and find how it picks its key heads.
+    """Check that every device has the keys that it needs, and find how it picks its key heads.
 
     Returns:
-        The share, and the axes over which the queries of a sequence are split.
+        The share, and the axes that shard the queries of a sequence.
     """
     query, key = query.without_trivial(mesh), key.without_trivial(mesh)
     held, wanted = key.axes[2], query.axes[2]

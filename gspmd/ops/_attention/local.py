@@ -1,4 +1,4 @@
-"""Attention where all keys are at hand: by JAX where the logits are few, else by a kernel or in blocks."""
+"""Attention to keys that are all on the device: by JAX if logits are few, otherwise by a kernel or in blocks."""
 
 import jax
 import jax.numpy as jnp
@@ -9,11 +9,11 @@ from gspmd.ops._attention.online import Attended, attend, group, ungroup
 from gspmd.ops._attention.together import attend_together, suits
 
 Shards = tuple[int, int, int, int]
-"""Into how many parts the compiler cuts rows, heads, queries and cached keys; all 1 for one device's arrays."""
+"""The numbers of parts into which the compiler cuts rows, heads, queries and cached keys; all 1 for one device."""
 ALONE: Shards = (1, 1, 1, 1)
 
 MIXED = "attention.mixed"
-"""The name by which `jax.checkpoint` may keep what attention gives, and what its gradient reads of it."""
+"""The name by which `jax.checkpoint` may keep the results of attention, and the values that its gradient reads."""
 
 
 def local_attention(
@@ -28,17 +28,17 @@ def local_attention(
 ) -> jax.Array:
     """Softmax attention of queries [B, L, H, D] to keys [B, T, K, D].
 
-    Where a device has more than 2**25 logits, they are never in memory at once. A GPU runs cuDNN's fused attention,
-    for what it takes: float16 or bfloat16, a head size that 8 divides, up to 128, nothing masked but by `causal`.
-    Everything else attends in blocks; so do TPUs where their own kernels, which are asked before, do not fit.
+    If a device has more than 2**25 logits, they are never in memory at once. A GPU then runs cuDNN's fused attention,
+    if it takes the arrays: float16 or bfloat16, a head size that 8 divides, up to 128, no mask except `causal`.
+        Everything else attends in blocks, including TPUs if their own kernels, which are tried first, do not fit.
 
     Args:
-        q, k, v: of one device, or whole arrays for the compiler to partition.
-        seen: [B, T] booleans: keys that are no padding.
-        ahead: int32 scalar, how far the position of the first query is past that of the first key; None for 0.
-        causal: whether query i attends to keys j ≤ i + ahead alone.
-        scale: of the logits; 1/sqrt(D) when None.
-        shards: of whole arrays.
+        q, k, v: arrays of one device, or of all devices for the compiler to partition.
+        seen: [B, T] booleans: the keys that are not padding.
+        ahead: int32 scalar, the position of the first query minus that of the first key; None for 0.
+        causal: whether query i attends only to keys j ≤ i + ahead.
+        scale: the factor of the logits; 1/sqrt(D) when None.
+        shards: the shards of arrays of all devices.
     """
     blocks = _blocks(q, k.shape[1], shards)
     if blocks is None:
@@ -58,12 +58,12 @@ def _plain(q, k, v, seen, ahead, causal, scale) -> jax.Array:
         past = rows >= jax.lax.broadcasted_iota(jnp.int32, rows.shape, 3)
         mask, causal = past if mask is None else mask & past, False
     dtype = q.dtype
-    if in_force.is_host() and dtype == jnp.float16:  # JAX asks for a product that XLA has for no CPU
+    if in_force.is_host() and dtype == jnp.float16:  # JAX uses a product that XLA does not have for CPUs
         q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
     found = jax.nn.dot_product_attention(q, k, v, mask=mask, scale=scale, is_causal=causal).astype(dtype)
     if mask is None:
         return found
-    return jnp.where(jnp.any(mask, axis=3)[:, 0, :, None, None], found, 0)  # of a query that sees nothing: JAX's mean
+    return jnp.where(jnp.any(mask, axis=3)[:, 0, :, None, None], found, 0)  # JAX gives it a mean
 
 
 def local_attended(
@@ -77,19 +77,19 @@ def local_attended(
     *scales: jax.Array,
     shards: Shards = ALONE,
 ) -> Attended:
-    """Attend to some of the keys, and return the statistics too, as [B, L, H]; in blocks where the logits are many.
+    """Attend to some of the keys, and return the statistics too, as [B, L, H]; in blocks if the logits are many.
 
     Args:
         q, k, v, seen, ahead, causal, scale: as in `local_attention`.
-        scales: none, or those of int8 keys and values, [B, T, K].
-        shards: of whole arrays.
+        scales: the scales of int8 keys and values, [B, T, K], or empty.
+        shards: the shards of arrays of all devices.
     """
     blocks = _blocks(q, k.shape[1], shards)
     if q.shape[1] == 1 < k.shape[1] and not causal and in_force.is_tpu():
         if shards == ALONE and blocks is None and suits(q.shape[2], k.shape[2], bool(scales)):
             return attend_together(q, k, v, seen, scale, *scales)
         if q.shape[2] == k.shape[2]:
-            # The TPU compiler makes a product with one row by elementwise code, which takes twice as long as to read
+            # The TPU compiler computes a product with one row by elementwise code, which takes twice as long as reading
             # the cache: 232 µs a layer instead of 104 with two rows (libtpu 0.0.42, v4: 64 rows, 2048 keys of 128).
             two = jnp.pad(q, ((0, 0), (0, 1), (0, 0), (0, 0)))
             found = local_attended(two, k, v, seen, ahead, causal, scale, *scales, shards=shards)
@@ -121,11 +121,11 @@ def local_gradients(
     normaliser: jax.Array,
     g: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return, in float32, the parts that some of their keys have in queries' gradients, and those keys' own gradients.
+    """Return, in float32, the contributions of some keys to the queries' gradients, and those keys' own gradients.
 
     Args:
         q, k, v, seen, causal, scale: as in `local_attention`.
-        out: [B, L, H, D] what the queries found among all their keys.
+        out: [B, L, H, D] the output of the queries for all their keys.
         normaliser: [B, L, H] the logarithm of the sum of exponentials of all their logits.
         g: [B, L, H, D] the cotangent of `out`.
     """
@@ -143,7 +143,7 @@ def local_gradients(
 
 
 def _blocks(q: jax.Array, keys: int, shards: Shards) -> Blocks | None:
-    """Blocks for one device's share, which do not cut what the compiler cuts already."""
+    """Return blocks for one device's share, which do not cut dimensions that the compiler cuts already."""
     rows, queries, heads, _ = q.shape
     blocks = Blocks.of(rows // shards[0], heads // shards[1], queries // shards[2], keys // shards[3])
     if blocks is None or shards == ALONE:
@@ -153,7 +153,7 @@ def _blocks(q: jax.Array, keys: int, shards: Shards) -> Blocks | None:
 
 
 def _padded(q: jax.Array, blocks: Blocks) -> jax.Array:
-    """[B, K, Q, L, ...] of queries in a whole number of blocks; those added are dropped again."""
+    """Return queries [B, K, Q, L, ...] padded to a whole number of blocks; the padding is dropped later."""
     return jnp.pad(q, ((0, 0),) * 3 + ((0, -q.shape[3] % blocks.queries),) + ((0, 0),) * (q.ndim - 4))
 
 

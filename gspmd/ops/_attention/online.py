@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 LOW = -0.7 * float(jnp.finfo(jnp.float32).max)
-"""The logit of a key that is not seen: finite, so that the difference of two is no NaN."""
+"""The logit of a key that is not seen: finite, so that the difference of two is not NaN."""
 
 
 class Attended(NamedTuple):
@@ -20,12 +20,12 @@ class Attended(NamedTuple):
     """[B, K, Q, L, D] Σ exp(logit - top) · v."""
 
     def relative_to(self, top: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Denominator and weighted values as they are for a larger maximum."""
+        """Return denominator and weighted values for a larger maximum."""
         factor = jnp.exp(self.top - top)
         return self.total * factor, self.values * factor[..., None]
 
     def merge(self, other: "Attended") -> "Attended":
-        """Return the result after two parts of the keys, of which `other` has some."""
+        """Return the result for the keys of this and of `other` together."""
         top = jnp.maximum(self.top, other.top)
         mine, theirs = self.relative_to(top), other.relative_to(top)
         return Attended(top, mine[0] + theirs[0], mine[1] + theirs[1])
@@ -55,11 +55,11 @@ def attend(
     Args:
         q: [B, K, Q, L, D], query heads in groups that share a key head.
         k, v: [B, T, K, D] of any dtype, which is cast to that of `q` inside the products.
-        seen: booleans that broadcast to [B, K, Q, L, T]: which key a query attends to; None for all.
-        scale: of the logits.
+        seen: booleans that broadcast to [B, K, Q, L, T]: the keys to which a query attends; None for all.
+        scale: the factor of the logits.
         key_scales, value_scales: [B, T, K] float32 of quantized keys and values: they scale logits and probabilities,
             which are fewer than the keys.
-        again: booleans, as `seen`: keys that another part has already counted, some but not all.
+        again: booleans like `seen`: the keys that another part has counted already, some but not all.
     """
     logits = jnp.einsum("bkqld,btkd->bkqlt", q, k.astype(q.dtype), preferred_element_type=jnp.float32) * scale
     if key_scales is not None:
@@ -89,5 +89,5 @@ def ungroup(x: jax.Array) -> jax.Array:
 
 
 def _along_keys(scales: jax.Array) -> jax.Array:
-    """[B, T, K] as it multiplies [B, K, Q, L, T]."""
+    """Return [B, T, K] in a shape that multiplies [B, K, Q, L, T]."""
     return scales.transpose(0, 2, 1)[:, :, None, None, :]

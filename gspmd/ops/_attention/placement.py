@@ -1,4 +1,4 @@
-"""The places of attention to a cache: the cache stays, and the queries come to it."""
+"""The placements of attention to a cache: the cache stays, and the queries are moved to it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,19 +9,20 @@ from gspmd.annotate.spec import Spec
 from gspmd.ops._attention.heads import Share, share
 
 _OPEN = ("?",)
-"""The axes of a dimension that is left to the compiler, and stays so where the cache does not say where it goes."""
+"""The axes of a dimension that is left to the compiler. It stays so unless the cache decides its placement."""
 
 
 def by_position(doing: str, cache: Spec, key: Spec) -> tuple[int, ...]:
-    """Find the dimensions of a cache, which may stand in any order, by the letters of the keys that are added to it.
+    """Find the dimensions of a cache, in any order, by the letters of the keys that are added to it.
 
     Args:
         doing: the first line of an error.
-        cache: with batch, heads and head size of `key`, and the cached length, whose letter is its own.
-        key: batch, length, heads and, but for scales, head size, in this order.
+        cache: the spec of the cache, with batch, heads and head size of `key`, and a separate letter for the cached
+            length.
+        key: the spec of the keys: batch, length, heads and, except for scales, head size, in this order.
 
     Returns:
-        Where the cache has batch, length, heads and head size.
+        The dimensions of the cache with batch, length, heads and head size.
 
     Raises:
         SpecError: the cache lacks one of them.
@@ -37,7 +38,7 @@ def by_position(doing: str, cache: Spec, key: Spec) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class CachePlacement:
-    """The place of everything while a device attends to its part of the cache."""
+    """The specs of all tensors while a device attends to its part of the cache."""
 
     query: Spec
     key: Spec
@@ -48,13 +49,13 @@ class CachePlacement:
 def placement(
     query: Spec, key: Spec, cache: Spec, shape: tuple[int, ...], key_heads: int, mesh: Mapping[str, int]
 ) -> CachePlacement:
-    """Bring the queries to the cache, and leave alone the mesh axes that the cache does not use, where that works.
+    """Bring the queries to the cache; keep their sharding over mesh axes that the cache does not use, if possible.
 
     Args:
-        query, key, cache: where they lie.
-        shape: of the queries.
-        key_heads: how many heads keys and cache have.
-        mesh: sizes of its axes.
+        query, key, cache: their specs.
+        shape: the shape of the queries.
+        key_heads: the number of heads of keys and cache.
+        mesh: mesh axis sizes.
     """
     rows, length, heads, _ = shape
     query, cache = query.without_trivial(mesh), cache.without_trivial(mesh)
@@ -69,7 +70,7 @@ def placement(
         if rows % many(*batch, axis) == 0:
             batch += (axis,)
     finer: tuple[str, ...] = ()
-    shared = Share()  # of heads that nothing splits once more
+    shared = Share()  # for heads that no further axis shards
     for axis in free[2]:
         found = share((*finer, axis), key_heads // many(*held), mesh)
         if heads % many(*held, *finer, axis) == 0 and found is not None:

@@ -1,13 +1,13 @@
-"""Attention of sequences that are cut over devices: queries stay, keys and values come to them, chunk by chunk.
+"""Attention of sequences that are sharded over devices: queries stay, keys and values arrive chunk by chunk.
 
-A device attends to its own chunk first, and then to one of each other device. Chunks come round a ring, one permute
-each, while the one before is attended to; or all are gathered, and taken from there. What queries have found among
-some of the keys is merged with what they find among others (`online.Attended`). The gradients of a chunk go round the
-same ring, and every device adds its part; or they are reduce-scattered.
+A device attends to its own chunk first, and then to one of each other device. Chunks either come round a ring, one
+permute each, while the device attends to the one before, or all are gathered first. Results for different keys are
+merged (`online.Attended`). The gradients of a chunk go round the same ring, and every device adds its part, or they are
+reduce-scattered.
 
-Under causal attention a device has chunks i and 2n - 1 - i of 2n (see `zigzag`). Of the two that come from device j
-its late queries attend to the early one, and either its early queries do too (j < i), or its late queries attend to
-the late one (j > i): two products of half by half, without a mask, on every device for every j.
+Under causal attention a device has chunks i and 2n - 1 - i of 2n (see `zigzag`). Two chunks arrive from device j. The
+late queries attend to the early one. In addition, either the early queries attend to it too (j < i), or the late
+queries attend to the late chunk (j > i). So every device has two products of half by half, without a mask, for every j.
 """
 
 from collections.abc import Callable, Mapping
@@ -56,12 +56,12 @@ class _Cut:
 
     @property
     def used(self) -> Spec:
-        """A device's chunk of the keys, with its own heads of those that others have too."""
+        """A device's chunk of the keys, with the heads that it sends of those that several devices hold."""
         head = self.key.dims[2]
         return self.key.with_axes(head, (*self.key.axes_of(head), *self.share.sliced))
 
     def without_trivial(self, mesh: Mapping[str, int]) -> "_Cut":
-        """Return the same by the axes that cut anything: types have the others too, and steps do not."""
+        """Return the same with only the axes of size above 1: types have the others too, but steps do not."""
         return replace(self, query=self.query.without_trivial(mesh), key=self.key.without_trivial(mesh))
 
 
@@ -69,8 +69,8 @@ def check(doing: str, key: Spec, mesh: Mapping[str, int], causal: bool, shifted:
     """Check that queries and keys are the same tokens, and that zigzag order can cut them.
 
     Raises:
-        SpecError: there are more of one.
-        PlanError: the length does not divide, or the first query has an offset.
+        SpecError: the numbers of queries and keys differ.
+        PlanError: zigzag order does not divide the length, or the first query has an offset.
     """
     devices, dim = prod(mesh[axis] for axis in key.axes[1]), key.dims[1]
     if queries != keys:
@@ -90,7 +90,7 @@ def check(doing: str, key: Spec, mesh: Mapping[str, int], causal: bool, shifted:
 def attend(
     query: Spec, key: Spec, causal: bool, scale: float, share: Share, ctx: Context, q, k, v, *mask: jax.Array
 ) -> jax.Array:
-    """Attend, the arrays placed as the specs say; see `whole.attention`."""
+    """Attend with arrays that are placed as the specs say; see `whole.attention`."""
     cut = _Cut(query, key, causal, scale, share, bool(mask))
     if ctx.compiler_chooses:
         f = partial(_whole, cut, tuple(prod(ctx.mesh[axis] for axis in axes) for axes in query.axes))
@@ -99,7 +99,7 @@ def attend(
 
 
 def _whole(cut: _Cut, parts: tuple[int, ...], q, k, v, *mask) -> jax.Array:
-    """Plain code on whole arrays, for the compiler to partition; in zigzag order where that matters."""
+    """Plain code on arrays of all devices, for the compiler to partition; in zigzag order if attention is causal."""
     rows, length, heads, _ = parts
     if cut.causal:
         q, k, v, *mask = (in_order(x, length) for x in (q, k, v, *mask))
@@ -111,7 +111,7 @@ def _whole(cut: _Cut, parts: tuple[int, ...], q, k, v, *mask) -> jax.Array:
 def _forward(cut: _Cut, ctx: Context, q, k, v, *mask):
     steps, body = _value(cut.without_trivial(ctx.mesh), q.shape, k.shape, k.dtype.name, ctx)
     found = run(ctx, cut.name, steps, body, cut.inputs, (cut.query, cut.statistic), q, k, v, *mask)
-    y, normaliser = checkpoint_name(found, MIXED)  # here, or the gradient would have keys go round again for them
+    y, normaliser = checkpoint_name(found, MIXED)  # computed here, or the gradient would send keys round again for them
     return y, (q, k, v, mask, y, normaliser)
 
 
@@ -128,12 +128,12 @@ _attend = planned_op(_forward, _backward, lambda cut: cut.name)
 
 
 class _Chains:
-    """The chains of steps by which keys, values and the mask come to a device, and gradients go home."""
+    """The chains of steps that bring keys, values and the mask to a device, and gradients back."""
 
     def __init__(self, cut: _Cut, q_shape: tuple[int, ...], shape: tuple[int, ...], dtype: str, ctx: Context):
         sizes, used, parts = dict(zip(cut.key.dims, shape)), cut.used, cut.key.axes[1]
         dim, head = cut.key.dims[1:3]
-        # of heads that several devices have, each sends round the one that it uses
+        # where several devices hold the same heads, each sends the one that it uses
         sent = sizes | {head: prod(ctx.mesh[axis] for axis in used.axes_of(head))} if cut.share.heads > 1 else sizes
         whole, width = used.with_axes(dim, ()), jnp.dtype(dtype).itemsize
 
@@ -175,7 +175,7 @@ def _value(cut: _Cut, q_shape: tuple[int, ...], shape: tuple[int, ...], dtype: s
             more = local_attended(half.queries(q), half.keys(k), half.keys(v), seen, None, False, cut.scale)
             return found.merge(half.found(more))
 
-        # in zigzag order, too, a device's own chunk is causal by the order in which it lies
+        # in zigzag order too, a device's own chunk is causal in its stored order
         own = local_attended(q, k, v, seen_of(here), None, cut.causal, cut.scale)
         found = circulation.visit(visit, own, (k, v))
         return found.output(q.dtype), found.top + jnp.log(found.total)
@@ -214,7 +214,7 @@ def _gradient(cut: _Cut, q_shape: tuple[int, ...], shape: tuple[int, ...], dtype
 
 
 def _seen(chains: Chains, length: int, *mask: jax.Array) -> Callable[[jax.Array], jax.Array | None]:
-    """Return which keys of a device's chunk are no padding; None for all."""
+    """Return which keys of a device's chunk are not padding; None for all."""
     if not mask:
         return lambda device: None
     whole = chains.send("mask", mask[0].astype(bool))

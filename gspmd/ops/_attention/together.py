@@ -6,13 +6,13 @@ import jax.numpy as jnp
 from gspmd.ops._attention.online import LOW, Attended
 
 TILE = 8
-"""Rows that the matrix unit gives back at a time."""
+"""The number of rows that the matrix unit returns at a time."""
 
 
 def suits(heads: int, key_heads: int, scaled: bool) -> bool:
-    """Return whether heads are multiplied together: several of them, of which fewer than a tile share a key head.
+    """Return whether heads are multiplied together: if there are several, and fewer than a tile share a key head.
 
-    Not int8 keys of which each has several query heads: their scales would have to be repeated, which takes longer.
+    Int8 keys whose heads have several query heads each are multiplied separately: repeating their scales takes longer.
     """
     group = heads // max(key_heads, 1)
     return heads > 1 and 0 < group < TILE and (group == 1 or key_heads == 1 or not scaled)
@@ -31,14 +31,14 @@ def attend_together(
 
         logits[b, h, t] = Σ_k Σ_d (q[b, h, d] if head h uses key head k else 0) · k[b, t, k, d]
 
-    The matrix unit reads each key head once, as it would for a product by itself, and what it adds are zeros. But
-    logits come as rows of all heads, and not of one head and seven of padding, which all that follows would go through.
-    The compiler's microseconds a layer (libtpu 0.0.42; 96 rows, 2048 keys, 4 heads of 128; bfloat16 and int8), and head
+    The matrix unit reads each key head once, as it would for a separate product, and adds only zeros. But the logits
+    are rows of all heads, instead of one head and seven rows of padding which all later operations would process. The
+    compiler's microseconds a layer (libtpu 0.0.42; 96 rows, 2048 keys, 4 heads of 128; bfloat16 and int8), and head
     by head, two rows each: v4 496 for 577, 302 for 406; v5e 740 for 875, 490 for 647; v5p 286 for 352, 212 for 277.
 
     Args:
         q: [B, 1, H, D].
-        k, v, scale, key_scales, value_scales: as in `attend`.
+        k, v, scale, key_scales, value_scales: the arguments of `attend`.
         seen: [B, T] booleans; None for all.
     """
     rows, _, heads, size = q.shape
@@ -57,7 +57,7 @@ def attend_together(
     if value_scales is not None:
         weights *= value_scales.transpose(0, 2, 1)
     grouped = weights[:, :heads].astype(q.dtype).reshape(rows, key_heads, heads // key_heads, -1)
-    grouped = jnp.pad(grouped, ((0, 0), (0, 0), (0, int(heads == key_heads)), (0, 0)))  # one row is multiplied slowly
+    grouped = jnp.pad(grouped, ((0, 0), (0, 0), (0, int(heads == key_heads)), (0, 0)))  # one row is slow on a TPU
     values = jnp.einsum("bkqt,btkd->bkqd", grouped, v.astype(q.dtype), preferred_element_type=jnp.float32)
     values = values[:, :, : heads // key_heads].reshape(rows, 1, heads, size)
     return Attended(top[:, None, :heads], total[:, None, :heads], values)

@@ -1,4 +1,4 @@
-"""The attention core: every device attends with its own heads and sequences, to keys that are whole where it is."""
+"""The attention core: every device attends with its own heads and sequences, to all keys of a sequence."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -41,23 +41,23 @@ def attention(
     Batch and heads stay where they are, so the value sends nothing. Mesh axes that shard H but not K pick their key
     heads by a slice. The gradients of `k` and `v` are summed over the axes that only the queries are sharded over.
 
-    Mesh axes that shard the queries' L need the keys whole, or cut alike: `"BL_xHD", "BT_xKD"`. Then keys and values
-    go round a ring of their devices while the queries attend to those that have come (lowering `looped`), or are
-    gathered before (`blocking`); `auto` takes the cheaper. With `causal` the sequence has to lie in zigzag order,
-    in which every device has the same work, and tokens, positions, labels and `mask` all follow it: see
-    `gspmd.ops.zigzag_positions`.
+    If mesh axes shard the queries' L, the keys' T must be unsharded or sharded over the same axes: `"BL_xHD",
+    "BT_xKD"`. In the second case keys and values go round a ring of their devices while the queries attend to those
+    that have arrived (lowering `looped`), or are gathered first (`blocking`); `auto` takes the cheaper way. With
+    `causal` the sequence must be in zigzag order, in which every device has the same work. Tokens, positions, labels
+    and `mask` all follow that order: see `gspmd.ops.zigzag_positions`.
 
     Args:
         q: [B, L, H, D].
         k: [B, T, K, D]; K divides H, and query head h attends to key head h // (H/K). May be written `"BLKD"` too.
-        v: as `k`.
-        query_spec: where `q` lies, `"B_xLH_yzD"`; the result lies there too. D is unsharded.
-        key_spec: where `k` and `v` lie, `"B_xTK_yD"`: B as in `query_spec`, the axes of K the first of those of H,
-            T unsharded or over those of L, D unsharded.
-        causal: whether query i attends to keys j ≤ i + offset alone.
-        mask: [B, T] booleans, lying as B and T of `k`: the keys that are no padding.
-        scale: of the logits; 1/sqrt(D) when None.
-        offset: position of the first query among the keys: an int, or an int32 scalar.
+        v: the same shape as `k`.
+        query_spec: the spec of `q` and of the result, `"B_xLH_yzD"`. D is unsharded.
+        key_spec: the spec of `k` and `v`, `"B_xTK_yD"`: B as in `query_spec`, the axes of K the first of those of H, T
+            unsharded or over those of L, D unsharded.
+        causal: whether query i attends only to keys j ≤ i + offset.
+        mask: [B, T] booleans, placed like B and T of `k`: the keys that are not padding.
+        scale: the factor of the logits; 1/sqrt(D) when None.
+        offset: the position of the first query among the keys: an int, or an int32 scalar.
 
     Returns:
         [B, L, H, D] in q's dtype; logits and softmax are float32. A query that may attend to nothing,
@@ -65,8 +65,8 @@ def attention(
 
     Raises:
         SpecError: a spec does not fit its array or the mesh, or the shapes do not agree.
-        PlanError: batch or heads of queries and keys lie so that a device lacks keys it needs; or keys are cut along
-            the sequence, and there is an `offset`, or a length that zigzag order does not cut.
+        PlanError: by the specs of batch or heads a device lacks keys that it needs; or keys are sharded along the
+            sequence, and `offset` is given or zigzag order does not divide the length.
 
     Example:
         >>> import gspmd
@@ -93,7 +93,7 @@ def attention(
     if extras.shifted:
         more += (_position(doing, offset),)
     if key.without_trivial(ctx.mesh).axes[1]:
-        from gspmd.ops._attention import ring  # here alone: most attention needs none of it
+        from gspmd.ops._attention import ring  # imported here, since most attention does not need it
 
         found, _ = placed(doing, query, key, q.shape[2], k.shape[2], ctx.mesh)
         ring.check(doing, key, ctx.mesh, causal, extras.shifted, q.shape[1], k.shape[1])
@@ -118,7 +118,7 @@ def _position(doing: str, offset: jax.Array | int) -> jax.Array:
 
 @dataclass(frozen=True)
 class _Extras:
-    """The optional operands that there are."""
+    """The names of the optional operands that are given."""
 
     masked: bool
     shifted: bool
@@ -137,19 +137,19 @@ class _Core:
     extras: _Extras
     share: Share
     spread: tuple[str, ...]
-    """Axes over which the queries of a sequence are split, each needing all its keys."""
+    """The axes that shard the queries of a sequence; each device needs all of its keys."""
     kernel: bool = False
     """Whether a device attends by the TPU's kernel, whose normalisers are kept for the gradient."""
 
     @property
     def used(self) -> Spec:
-        """Keys as the device needs them, but for the choice of one head."""
+        """The spec of the keys that a device needs, before it picks one head."""
         head = self.key.dims[2]
         return self.key.with_axes(head, (*self.key.axes_of(head), *self.share.sliced))
 
     @property
     def partial_key(self) -> Spec:
-        """The gradient of the keys as each device computes it."""
+        """The spec of the keys' gradient as each device computes it."""
         return self.used.with_partial((*self.share.common, *self.spread))
 
     def attend(self, q: jax.Array, k: jax.Array, v: jax.Array, *more: jax.Array) -> jax.Array:
@@ -164,7 +164,7 @@ class _Core:
 
 
 def _fits_kernel(core: _Core, mesh: Mapping[str, int], q: jax.Array, k: jax.Array, v: jax.Array) -> bool:
-    """Return whether every device attends causally, from its sequences' start, to what the TPU's kernel takes."""
+    """Return whether the TPU's kernel runs: causal attention from the sequences' start, to arrays that it takes."""
     if not core.causal or core.spread or core.extras.masked or core.extras.shifted:
         return False
     queries, keys, values = (
@@ -177,7 +177,7 @@ def _fits_kernel(core: _Core, mesh: Mapping[str, int], q: jax.Array, k: jax.Arra
 def _attend(
     extras: _Extras, causal: bool, scale: float | None, shards: Shards, q, k, v, *more, first=None
 ) -> jax.Array:
-    """Attention of whole arrays, or of a device's part whose queries begin at `first`."""
+    """Attend with arrays of all devices, or with a device's part whose queries begin at `first`."""
     seen = more[0].astype(bool) if extras.masked else None
     starts = [start for start in (first, more[-1] if extras.shifted else None) if start is not None]
     return local_attention(q, k, v, seen, sum(starts) if starts else None, causal, scale, shards)
@@ -212,7 +212,7 @@ def _forward(core: _Core, ctx: Context, q: jax.Array, k: jax.Array, v: jax.Array
     ins = (core.query, core.key, core.key, *core.extras.specs(core.key))
     outs = (core.query, core.query.without(core.query.dims[3])) if core.kernel else core.query
     found = run(ctx, f"attention {core.query}, {core.key}", steps, body, ins, outs, q, k, v, *more)
-    found = checkpoint_name(found, MIXED)  # what is kept is what the gradient reads
+    found = checkpoint_name(found, MIXED)  # the gradient reads exactly the kept values
     y, kept = (found[0], found) if core.kernel else (found, ())
     return y, (q, k, v, kept, more)
 
@@ -233,7 +233,7 @@ _core = planned_op(_forward, _backward, lambda core: f"attention {core.query}, {
 
 @lru_cache(maxsize=1024)
 def _value(core: _Core, heads: int, shape: tuple[int, ...], width: int, ctx: Context):
-    # slices, which send nothing, take a device's key heads out of those it has
+    # slices, which send nothing, pick a device's key heads
     planned = _planned(core, heads, shape, width, ctx)
     chains = Chains(ctx.mesh, **{name: planned[name] for name in ("key", "value")})
 
@@ -251,8 +251,8 @@ def _gradient(core: _Core, heads: int, shape: tuple[int, ...], width: int, ctx: 
     chains = Chains(ctx.mesh, **_planned(core, heads, shape, width, ctx))
 
     def body(g, q, k, v, *more):
-        # the logits are computed again, as they are larger than all that is kept; where the value's are still at hand,
-        # the compiler finds them
+        # the logits are computed again, as they are larger than everything that is kept; if those of the value are
+        # still held, the compiler uses them
         k, v = chains.send("key", k), chains.send("value", v)
         if core.kernel:
             picked, unpick = jax.vjp(core.share.pick, k, v)
@@ -268,7 +268,7 @@ def _gradient(core: _Core, heads: int, shape: tuple[int, ...], width: int, ctx: 
 
 def _planned(core: _Core, heads: int, shape: tuple[int, ...], width: int, ctx: Context) -> dict[str, tuple[Step, ...]]:
     """Return the chains of both passes: keys and values to the queries, and their gradients back."""
-    if is_unknown(ctx.mesh):  # which heads a device needs is not known either
+    if is_unknown(ctx.mesh):  # the heads that a device needs are not known either
         asked = core.query, core.key, heads, shape, width, ctx
         return {name: (UnknownStep.of(UnknownSteps(_chains, asked, name), core.key, core.key),) for name in _CHAINS}
     sizes = sizes_of(core.key, shape)
@@ -284,7 +284,7 @@ _CHAINS = ("key", "value", "d_key", "d_value")
 
 
 def _chains(query: Spec, key: Spec, heads: int, shape: tuple[int, ...], width: int, ctx: Context):
-    """Return the chains of `_planned`, once it is known where queries and keys lie."""
+    """Return the chains of `_planned`, once the specs of queries and keys are known."""
     if key.without_trivial(ctx.mesh).axes[1]:
         raise PlanError(f"keys that are cut along the sequence, as '{key}', go round a ring, which is not searched.")
     share, spread = placed(f"cannot attend from '{query}' to '{key}'", query, key, heads, shape[2], ctx.mesh)

@@ -1,8 +1,8 @@
-"""The zigzag order of a sequence that is cut over devices, in which every device has the same causal work.
+"""The zigzag order of a sequence that is sharded over devices, in which every device has the same causal work.
 
-All of a model but attention and experts works on each token by itself, so tokens and labels are brought into this order
-where they are whole along L, and nothing is sent for it. Positions inside attention alone would send the queries, keys,
-values and output of every layer to their places and back.
+Except for attention and experts, a model works on each token by itself. So tokens and labels are brought into this
+order while L is unsharded, and nothing is sent for it. If attention alone used this order, the queries, keys, values
+and output of every layer would be sent to their places and back.
 """
 
 from math import prod
@@ -18,20 +18,20 @@ from gspmd.ops._attention.online import Attended
 
 
 def zigzag_positions(length: int, devices: int) -> np.ndarray:
-    """Return the position of each token in a sequence that lies in zigzag order.
+    """Return the position of each token in a sequence in zigzag order.
 
-    The sequence is cut into 2n chunks for n devices, and device i has chunks i and 2n - 1 - i: one that attends to
-    little, and one that attends to much.
+    The sequence is cut into 2n chunks for n devices, and device i has chunks i and 2n - 1 - i: one that attends to few
+    keys, and one that attends to many.
 
     Args:
-        length: of the sequence; 2n divides it, but where n is 1.
-        devices: n.
+        length: the length of the sequence; 2n divides it unless n is 1.
+        devices: the number of devices, n.
 
     Returns:
         [L] integers.
 
     Raises:
-        PlanError: 2n does not divide the length, or one of them is no whole number.
+        PlanError: 2n does not divide the length, or an argument is no whole number.
 
     Example:
         >>> zigzag_positions(8, 2).tolist()
@@ -53,13 +53,13 @@ def zigzag_positions(length: int, devices: int) -> np.ndarray:
 
 
 def ring_size(key: Spec) -> int:
-    """Return over how many devices of the mesh in force a sequence is cut, by where the keys of attention lie."""
+    """Return the number of devices of the current mesh over which a sequence is sharded, from the spec of the keys."""
     mesh = jax.sharding.get_abstract_mesh()
     return 1 if mesh.empty else prod(mesh.shape[axis] for axis in key.axes[1])
 
 
 def zigzag(x: jax.Array, devices: int) -> jax.Array:
-    """Bring [B, L, ...], whole along L, into zigzag order.
+    """Bring [B, L, ...], unsharded along L, into zigzag order.
 
     >>> zigzag(jnp.arange(8)[None], 2)[0].tolist()
     [0, 1, 6, 7, 2, 3, 4, 5]
@@ -72,7 +72,7 @@ def zigzag(x: jax.Array, devices: int) -> jax.Array:
 
 
 def in_order(x: jax.Array, devices: int) -> jax.Array:
-    """Bring [B, L, ...], whole along L, from zigzag order into that of positions.
+    """Bring [B, L, ...], unsharded along L, from zigzag order into the order of positions.
 
     >>> in_order(zigzag(jnp.arange(8)[None], 2), 2)[0].tolist()
     [0, 1, 2, 3, 4, 5, 6, 7]
@@ -87,20 +87,21 @@ def in_order(x: jax.Array, devices: int) -> jax.Array:
 class Pairs:
     """The products of a device's queries with the chunks of another: two of half by half, without a mask.
 
-    Its late queries attend to the other's early keys. Of a device before this one the early queries do so too; of one
-    behind, the late queries attend to its late keys too. Both products are one, with twice the rows.
+    The late queries attend to the other device's early keys. If the other device is before this one, the early queries
+    attend to them too; if it is after this one, the late queries attend to its late keys too. Both products are
+    computed as one, with twice the rows.
     """
 
     def __init__(self, earlier: jax.Array):
         self.earlier = earlier
 
     def queries(self, x: jax.Array) -> jax.Array:
-        """[B, L, ...] of this device's queries as [2B, L/2, ...]."""
+        """Return this device's queries [B, L, ...] as [2B, L/2, ...]."""
         early, late = jnp.split(x, 2, axis=1)
         return jnp.concatenate([late, jnp.where(self.earlier, early, late)])
 
     def keys(self, x: jax.Array) -> jax.Array:
-        """[B, L, ...] of the other device's keys as [2B, L/2, ...]."""
+        """Return the other device's keys [B, L, ...] as [2B, L/2, ...]."""
         early, late = jnp.split(x, 2, axis=1)
         return jnp.concatenate([early, jnp.where(self.earlier, early, late)])
 

@@ -1,4 +1,4 @@
-"""The work of a Pallas kernel, in its named scope: compilers see no product in it, and estimate no cycles.
+"""The work of a Pallas kernel, written in its named scope, since compilers see no product in it and estimate no cycles.
 
 kernel[flops=1099511627776 bytes=402653184 steps=4096 blocks=2560 rows=1024]
 """
@@ -17,11 +17,11 @@ class KernelWork:
     """One run of a kernel on one device, by the schedule of its blocks.
 
     Attributes:
-        flops: of its matrix products, two per multiplication, padding and what a mask hides in a block included.
-        bytes: read from and written to main memory.
-        steps: of its grid.
+        flops: operations of its matrix products, two per multiplication, including padding and masked parts of blocks.
+        bytes: bytes read from and written to main memory.
+        steps: steps of its grid.
         blocks: steps with matrix products: the others are skipped.
-        rows: steps at which sums are begun, and steps at which they are written.
+        rows: the number of steps that begin sums, which is also the number of steps that write them.
     """
 
     flops: int
@@ -36,7 +36,7 @@ class KernelWork:
 
 
 def kernel_work(scopes: str) -> KernelWork | None:
-    """Return the work of the kernel that an instruction calls, as its scopes say; None where they say nothing.
+    """Return the work of the kernel that an instruction calls, from its scopes; None if no scope has it.
 
     >>> kernel_work("jit(f)/kernel[flops=8 bytes=4 steps=2 blocks=1 rows=1]/vmap(splash_mha_fwd)/pallas_call").flops
     8

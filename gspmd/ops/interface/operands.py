@@ -1,4 +1,4 @@
-"""The operands of a planned operation: arrays, in a dtype that they have together."""
+"""The operands of a planned operation: arrays, in their joint dtype."""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -17,7 +17,7 @@ def flat_operands(equation: Equation, operands: Sequence[Any]) -> list[jax.Array
     """Return the arrays of a call in reading order, group members one by one.
 
     Raises:
-        SpecError: there are more or fewer operands than the equation has, or one is no array, or no tuple of arrays.
+        SpecError: the number of operands is not that of the equation, or an operand is no array or no tuple of arrays.
     """
     if len(operands) != len(equation.operands):
         equation.sizes([()] * len(operands))  # says what it takes
@@ -30,7 +30,7 @@ def flat_operands(equation: Equation, operands: Sequence[Any]) -> list[jax.Array
         if not isinstance(given, (tuple, list)) or len(given) != len(operand.specs):
             held = f"a {type(given).__name__} of {len(given)}" if isinstance(given, (tuple, list)) else _kind(given)
             raise SpecError(
-                f"cannot apply '{equation}': '{operand}' is a group, and what is given for it is {held}.\n"
+                f"cannot apply '{equation}': '{operand}' is a group, but the operand is {held}.\n"
                 f"  Pass a tuple of {len(operand.specs)} array{'s' * (len(operand.specs) > 1)}."
             )
         flat += [_array(equation, number + place, member) for place, member in enumerate(given)]
@@ -45,13 +45,13 @@ def array(doing: str, name: str, given: Any, holds: str = "numbers") -> jax.Arra
     """Return an operand as an array.
 
     Args:
-        doing: what it is given for, which opens the error.
-        name: of the operand.
+        doing: the action, with which an error begins.
+        name: the name of the operand.
         given: an array, or a number.
-        holds: "numbers"; "real numbers", where the arithmetic is float32; or "integers", where it counts.
+        holds: "numbers"; "real numbers", if the arithmetic is float32; or "integers".
 
     Raises:
-        SpecError: it is no array, or one of other numbers.
+        SpecError: the operand is no array, or has other numbers than `holds`.
     """
     known = isinstance(given, (jax.Array, np.ndarray, np.generic, bool, int, float, complex))
     remedy = "Pass a jax.Array, a numpy array of numbers, or a number."
@@ -84,7 +84,8 @@ def _kind(given: Any) -> str:
 
 
 def of_one_kind(equation: Equation, arrays: Sequence[jax.Array]) -> tuple[list[jax.Array], str]:
-    """Return the arrays, Python numbers in the dtype that they take beside others, and the dtype of their product.
+    """Return the arrays, with Python numbers in the dtype that they take beside other operands, and the product's
+    dtype.
 
     Raises:
         PlanError: JAX's rules of promotion have no dtype for them together, or XLA has no product of it.
@@ -92,7 +93,7 @@ def of_one_kind(equation: Equation, arrays: Sequence[jax.Array]) -> tuple[list[j
     for number, x in enumerate(arrays, 1):
         if x.dtype.name in ("int1", "uint1", "int2", "uint2"):
             raise PlanError(
-                f"cannot compute '{equation}': operand {number} is {x.dtype}, of which XLA makes no products.\n"
+                f"cannot compute '{equation}': operand {number} is {x.dtype}, which XLA cannot multiply.\n"
                 "  Cast it to int8."
             )
     try:

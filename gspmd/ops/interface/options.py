@@ -17,10 +17,10 @@ from gspmd.hardware.dtypes import dtype_name
 
 
 def number(doing: str, name: str, given: Any) -> float:
-    """Return a number that is known when the program is made.
+    """Return an option that is a number known when the program is made.
 
     Raises:
-        PlanError: it is none, is not finite, or is an array or traced.
+        PlanError: the option is no number, not finite, an array, or traced.
     """
     is_number = isinstance(given, Real) and not isinstance(given, bool)
     if not is_number or not abs(given) < 2**64 or not isfinite(given):
@@ -32,21 +32,21 @@ def number(doing: str, name: str, given: Any) -> float:
 
 
 def flag(doing: str, name: str, given: Any) -> bool:
-    """True or False.
+    """Return an option that is True or False.
 
     Raises:
-        PlanError: it is neither.
+        PlanError: the option is neither.
     """
     if not isinstance(given, (bool, np.bool_)):
-        raise PlanError(f"{doing}: {name} is {shown(given)}.\n  It is True or False.")
+        raise PlanError(f"{doing}: {name} is {shown(given)}.\n  Pass True or False.")
     return bool(given)
 
 
 def result_dtype(equation: Equation, joint: str, preferred: Any) -> str:
-    """Return the dtype of the results: the one asked for, else the operands' joint one.
+    """Return the dtype of the results: the requested one, or by default the operands' joint dtype.
 
     Raises:
-        PlanError: JAX has no such dtype as it is configured, or it cannot hold what the results are.
+        PlanError: JAX has no such dtype as it is configured, or the dtype cannot hold the results.
     """
     if preferred is None:
         return joint
@@ -61,12 +61,12 @@ def result_dtype(equation: Equation, joint: str, preferred: Any) -> str:
 
 
 def refuse_precision(equation: Equation, precision: Any) -> None:
-    """Refuse what JAX does not take for the precision of a product.
+    """Refuse a precision that JAX does not accept for products.
 
     Raises:
-        PlanError: with what it takes.
+        PlanError: JAX does not accept `precision`; the message lists what it accepts.
     """
-    with suppress(TypeError, ValueError):  # of the hash, and of JAX
+    with suppress(TypeError, ValueError):  # from the hash, and from JAX
         _try_precision(precision)
         return
     raise PlanError(
@@ -83,10 +83,10 @@ def _try_precision(precision: Any) -> None:
 
 
 def wire_name(equation: Equation, dtypes: Sequence[str], result: str, wire_dtype: Any) -> str | None:
-    """Return the name of the wire's dtype, which has to hold every operand and result: equal, or both floating.
+    """Return the name of the wire's dtype, which must hold every operand and result: the same dtype, or both floating.
 
     Raises:
-        PlanError: it holds one of them in another kind of number.
+        PlanError: the wire's dtype holds another kind of number than an operand or a result.
     """
     if wire_dtype is None:
         return None

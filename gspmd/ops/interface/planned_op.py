@@ -1,7 +1,7 @@
-"""The common parts of planned operations between einsums: reading a spec, settling a statistic, the number of a shard.
+"""The common parts of planned operations between einsums: reading a spec, reducing a statistic, numbering a shard.
 
-A planned form (norm, softmax, embedding lookup, cross-entropy, ...) is a function that no single einsum expresses. Each
-is one shard_map in its value and one in its gradient, with exactly the collectives that its steps list.
+Planned operations (norm, softmax, embedding lookup, cross-entropy, ...) are functions that no single einsum expresses.
+Each has one shard_map in its value and one in its gradient, with exactly the collectives that its steps list.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -23,28 +23,28 @@ from gspmd.planner.steps import NumberedSteps, Step
 from gspmd.planner.unknown import UnknownMove
 
 FLOAT32 = 4
-"""Bytes of a statistic on the wire: norms, softmax and losses are float32 whatever the operands are."""
+"""The bytes of a statistic on the wire: norms, softmax and losses are float32 for all operands."""
 
 STATISTIC = "statistic"
-"""The name by which `jax.checkpoint` may keep one: small, and computed again only by the collectives that settle it."""
+"""The name by which `jax.checkpoint` may keep a statistic, which is small, and needs collectives to compute again."""
 
 
 def read(
     doing: str, text: str | Spec, x: jax.Array | jax.ShapeDtypeStruct, ctx: Context, *, weight: bool = False
 ) -> Spec:
-    """Read the spec of an operand, which has to fit the array, be no partial sum, and be open only to the compiler.
+    """Read the spec of an operand. It must fit the array, be no partial sum, and be open only under lowering `xla`.
 
     Args:
-        doing: what the operation does, which opens an error.
+        doing: the action, with which an error begins.
         text: the spec.
         x: the operand.
-        ctx: of the call.
+        ctx: the context of the call.
         weight: whether the operand's gradient is summed over rows, and may stay a partial sum: `E reduced-x`.
 
     Raises:
-        SpecError: the text is no spec, or does not fit the array or the mesh; or the array lies on other devices.
-        PlanError: it is a partial sum, or its gradient is and it is no weight, or it leaves a dimension open while the
-            collectives are planned, or in a shard_map.
+        SpecError: the text is no spec, or does not fit the array or the mesh, or the array is on other devices.
+        PlanError: the spec is a partial sum; or it has `reduced` and the operand is no weight; or it leaves a dimension
+            open while collectives are planned, or in a shard_map.
     """
     spec = Spec.parse(text)
     spec.check(x.shape, ctx.mesh)
@@ -52,14 +52,14 @@ def read(
     faults = []
     if spec.partial:
         settled = spec.without_partial()
-        fact = "this is not linear in its operand, so a sum still owed cannot pass through it."
+        fact = "this operation is not linear in its operand, so a partial sum cannot pass through it."
         faults.append(
             Fault(
                 str(spec),
                 str(spec).index("partialsum"),
                 len(str(spec)),
                 fact,
-                f"Settle it before: gspmd.reshard(x, '{spec} -> {settled}').",
+                f"Sum it before: gspmd.reshard(x, '{spec} -> {settled}').",
             )
         )
     if spec.reduced and not weight:
@@ -76,7 +76,7 @@ def read(
             fault(
                 spec,
                 dim,
-                f"dimension {dim} is left open, and a plan needs to know where it lies.",
+                f"dimension {dim} is left open, and a plan needs its placement.",
                 "Name its mesh axes, or use lowering 'xla'.",
             )
         )
@@ -96,7 +96,7 @@ def dimension(doing: str, spec: Spec, dim: str) -> int:
     """Return the position of a dimension that a caller names by its letter.
 
     Raises:
-        SpecError: the spec does not have it.
+        SpecError: the spec does not have the dimension.
     """
     if not isinstance(dim, str) or dim not in spec.dims:
         fact = f"there is no dimension {dim if isinstance(dim, str) else shown(dim)}."
@@ -119,12 +119,12 @@ def settle(
     name: str = "",
     reduce: str = "sum",
 ) -> tuple[Step, ...]:
-    """Return the steps that give every device the whole of a statistic that lies as `spec` and is split over `axes`."""
+    """Return the steps that reduce a statistic with spec `spec`, whose summands are on `axes`, for every device."""
     return move(replace(spec, partial=tuple(axes)), spec, sizes, ctx.mesh, itemsize, ctx.chip, name, reduce)
 
 
 def steps_of(what: UnknownMove, ctx: Context, name: str) -> tuple[Step, ...]:
-    """Return the steps of a move whose places are known; `name` is that of its tensor in the plan."""
+    """Return the steps of a move between known specs; `name` is the name of its tensor in the plan."""
     (before,) = what.before
     sizes = sizes_of(before, what.shape)
     return move(before, what.after, sizes, ctx.mesh, what.itemsize, ctx.chip, name, what.reduce)
@@ -133,13 +133,13 @@ def steps_of(what: UnknownMove, ctx: Context, name: str) -> tuple[Step, ...]:
 def planned_op(forward: Callable, backward: Callable, title: Callable[[Any], str]) -> Callable:
     """Make an operation that JAX differentiates by its own planned gradient, in the context of its call.
 
-    All that either pass needs besides arrays is in the form, which is hashed: specs and options, nothing traced. So
-    each pass can cache its steps and its body by the form, and `run` finds the program that it has compiled.
+    Everything that either pass needs besides arrays is in the form, which is hashed: specs and options, nothing traced.
+        So each pass can cache its steps and its body by the form, and `run` finds its compiled program.
 
     Args:
         forward: (form, ctx, *arrays) to (results, residuals).
         backward: (form, ctx, residuals, cotangents) to a tuple with the cotangent of every array.
-        title: what an error calls a form.
+        title: the name of a form in errors.
 
     Returns:
         A function (form, ctx, *arrays) -> results.
@@ -170,16 +170,15 @@ class Chains:
         """Run one chain on a device's piece, inside a shard_map: each chain once, in the order of the constructor.
 
         Args:
-            name: of the chain.
+            name: the name of the chain.
             x: the piece, in the dtype whose bytes the chain was planned for.
-            reduce: the reduction that the chain was planned with.
+            reduce: the reduction for which the chain was planned.
         """
         return emit(self.chains[name], x, self.mesh, reduce=reduce)
 
 
 def shard_index(axes: Sequence[str]) -> jax.Array | int:
-    """Return the number of the shard of a dimension that this device holds, when `axes` shard it, major first. For use
-    inside a shard_map."""
+    """Return the number of this device's shard of a dimension that `axes` shard, major first, inside a shard_map."""
     return jax.lax.axis_index(tuple(axes)) if axes else 0
 
 

@@ -1,4 +1,4 @@
-"""Every joint placement of two operands in which they can be multiplied, and what each costs, as numpy arrays.
+"""Every joint placement of two operands in which they can be multiplied, and the cost of each, as numpy arrays.
 
 Each mesh axis stands on a dimension of either operand, nowhere, or in the partial sum of one of them (a product is
 linear in one factor at a time). The operands agree on the dimensions that both have. The result follows: its partial
@@ -24,8 +24,7 @@ joint = lru_cache(maxsize=16)(placements)
 
 @dataclass(frozen=True)
 class ContractionChoice:
-    """One way to run a contraction: where its right operand is brought, the local einsum, the result, how it
-    settles."""
+    """One way to run a contraction: moves of its right operand, the local einsum, the result and its reduction."""
 
     right: Spec | None
     right_steps: tuple[Step, ...]
@@ -39,9 +38,9 @@ class PlacedTensor:
     """An operand or the result of a contraction.
 
     Attributes:
-        tensor: as it is given, or, for the result, as it is to become.
+        tensor: the operand as it is given, or the result as it is asked for.
         paths: the shortest paths between its placements.
-        nodes: the number of its placement, by row of the table.
+        nodes: the number of its placement in each row of the table.
     """
 
     tensor: Tensor
@@ -63,14 +62,14 @@ class PlacedTensor:
 
 
 class ContractionTable:
-    """The joint placements of the left operand and one contraction: a row for each.
+    """A table of the joint placements of the left operand and one contraction, one in each row.
 
     Args:
-        added: whether the result is to be added to others, which may be partial sums where it is not.
+        added: whether the result will be added to others. These may be partial sums over axes over which it is not.
 
     Attributes:
-        dims: of the result, in the target's order, but for those that no operand has.
-        left, right, result: the three tensors, and where they lie; right is None where the left operand is alone.
+        dims: the dimensions of the result in the target's order, without those that no operand has.
+        left, right, result: the three tensors and their placements; right is None if the left operand is alone.
     """
 
     def __init__(self, environment: Environment, left: Tensor, contraction: Contraction, added: bool = False):
@@ -81,8 +80,8 @@ class ContractionTable:
         self.dims = tuple(dim for dim in target.spec.dims if dim in self._union)
         self._summed = len(self.dims) < len(self._union)
         tensors = [(tensor.spec.dims, tensor.dtype) for tensor in operands] + [(self.dims, target.dtype)]
-        self._touched = [(dims, itemsize(dtype)) for dims, dtype in tensors]  # what a local einsum reads and writes
-        self._dtype = max((tensor.dtype for tensor in operands), key=itemsize)  # whose speed a product has
+        self._touched = [(dims, itemsize(dtype)) for dims, dtype in tensors]  # read or written by a local einsum
+        self._dtype = max((tensor.dtype for tensor in operands), key=itemsize)  # decides the speed of a product
         axes, sizes = zip(*environment.mesh) if environment.mesh else ((), ())
         masks = tuple(sum(1 << axes.index(axis) for axis in tensor.spec.partial) for tensor in operands)
         allowed = tuple(fitting(self.sizes[dim], sizes) for dim in self._union)
@@ -99,7 +98,7 @@ class ContractionTable:
         self.result = self._placed(self.dims, target, over, made)
 
     def _placed(self, dims: tuple[str, ...], tensor: Tensor, over: Iterable[str], partial: np.ndarray) -> PlacedTensor:
-        """Place a tensor that may be a partial sum `over` some axes, and that is one over `partial` by row."""
+        """Return the placements of a tensor that may be a partial sum `over` axes; `partial` has these by row."""
         shape, (mesh, chip) = tuple(self.sizes[dim] for dim in dims), (self.environment.mesh, self.environment.chip)
         paths = shortest_paths(shape, mesh, tensor.itemsize, chip, frozenset(over))
         rows = [self._rows[:, self._union.index(dim)] for dim in dims]
@@ -107,7 +106,7 @@ class ContractionTable:
 
     @cached_property
     def costs(self) -> np.ndarray:
-        """Cost of the right operand's path and the local einsum, by row; infinite for what a pin rules out."""
+        """Cost of the right operand's path and the local einsum, by row; infinite for rows that a pin rules out."""
         parts = np.array(parts_of([size for _, size in self.environment.mesh]))
         levels = np.unique(parts, return_inverse=True)[1][self._masks]
         shapes = numbered([np.zeros(len(levels), int), *levels.T])
@@ -123,19 +122,18 @@ class ContractionTable:
 
     @cached_property
     def totals(self) -> np.ndarray:
-        """Cost of all but the left operand's path, by row: `costs`, and the result's path to its target."""
+        """Cost of everything except the left operand's path, by row: `costs`, and the result's path to its target."""
         number = self._target_number
         return self.costs + (self.result.paths.costs_to(number)[self.result.nodes] if number >= 0 else FAR)
 
     @property
     def _target_number(self) -> int:
-        """The placement that the result is brought to; dimensions that no operand has are broadcast behind it."""
+        """The placement to which the result is brought; dimensions that no operand has are broadcast after that."""
         spec = self.result.tensor.spec
         return self.result.paths.number(Spec(self.dims, tuple(map(spec.axes_of, self.dims)), spec.partial))
 
     def choice(self, held: Spec, rows: Sequence[int]) -> ContractionChoice:
-        """Return the choice with the left operand at `held`: of rows that cost the same, the first in the order of
-        specs."""
+        """Return the choice with the left operand at `held`. Ties go to the first row in the order of specs."""
         spec, steps, row = None, (), rows[0]
         if (right := self.right) is not None:
             row = min(rows, key=lambda row: str(right.spec(row)))  # a tie, broken as in `search`

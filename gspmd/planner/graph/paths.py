@@ -3,12 +3,12 @@
     cost(head) = min over arcs of cost(tail) + price(arc)
 
 Bellman-Ford, vectorized: a round relaxes, with one addition and one minimum, every arc out of a node that became
-cheaper in the round before. Paths have few steps, so few rounds do; permutes, which are most of the arcs, are relaxed
-only when the others change nothing any more.
+cheaper in the round before. Paths have few steps, so few rounds are enough. Permutes, which are most of the arcs, are
+relaxed only when the other arcs change nothing more.
 
 Costs rank by seconds, then bytes, then steps. They are complex numbers, picoseconds + i · (bytes · 2⁶ + steps), which
 numpy compares by the real part and then by the imaginary part. Both are whole numbers that floats hold exactly, so ties
-are ties: a step that costs more than a quarter of 2⁵³ is left out, and a tensor that cannot do without one is refused.
+are exact. A step that costs more than a quarter of 2⁵³ is left out, and a tensor that needs such a step is refused.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -27,19 +27,19 @@ from gspmd.planner.graph.transitions import Arcs, graph
 from gspmd.planner.steps import Step, picoseconds
 
 STEPS = 1 << 6
-"""Above the number of steps of any path, so that bytes times this leave room for them in one whole number."""
+"""A number above the steps of any path. Bytes are multiplied by it, to leave room for the steps in one whole number."""
 
 LARGEST = 2**53 // 4
-"""The most that a part of one step's price may be: sums of a few such steps are whole numbers still (below 2⁵³)."""
+"""The largest part of one step's price: sums of a few such steps are still exact whole numbers (below 2⁵³)."""
 
 FAR = complex(np.inf, 0)
 
 
 class ShortestPaths:
-    """The placements of one tensor on one mesh, what the steps between them cost, and the shortest paths.
+    """The placements of one tensor on one mesh, the costs of the steps between them, and the shortest paths.
 
     Args:
-        shape: of the whole tensor.
+        shape: the shape of the unsharded tensor.
         mesh: mesh axis sizes, all above 1.
         itemsize: bytes per element on the wire.
         partial: the mesh axes over which the tensor may be a partial sum.
@@ -80,7 +80,7 @@ class ShortestPaths:
         return sum(1 << self.axes.index(axis) for axis in axes)
 
     def number(self, spec: Spec) -> int:
-        """Return the number of a placement; -1 where it does not divide."""
+        """Return the number of a placement; -1 if its axes do not divide the sizes."""
         return self.nodes.number(
             [tuple(map(self.axes.index, a)) for a in spec.axes], map(self.axes.index, spec.partial)
         )
@@ -94,11 +94,11 @@ class ShortestPaths:
     # -- costs ---------------------------------------------------------------------------------------------------------
 
     def costs_from(self, number: int) -> np.ndarray:
-        """Return the costs from one placement to every other; kept, and not to be written to."""
+        """Return the costs from one placement to every other: a cached, read-only array."""
         return self._costs("from", number, self.graph.coming)
 
     def costs_to(self, number: int) -> np.ndarray:
-        """Return the costs to one placement from every other; kept, and not to be written to."""
+        """Return the costs to one placement from every other: a cached, read-only array."""
         return self._costs("to", number, self.graph.going)
 
     def _costs(self, side: str, number: int, arcs: Arcs) -> np.ndarray:
@@ -110,7 +110,7 @@ class ShortestPaths:
         return self._kept[side, number]
 
     def onward(self, costs: np.ndarray) -> np.ndarray:
-        """Lower, in place, what each placement costs without a step to what it costs at least."""
+        """Lower the costs in place, from those of each placement without a further step to the least that it costs."""
         return self._relaxed(costs, self.graph.coming)
 
     def _relaxed(self, costs: np.ndarray, arcs: Arcs) -> np.ndarray:
@@ -126,9 +126,9 @@ class ShortestPaths:
     # -- paths ---------------------------------------------------------------------------------------------------------
 
     def path(self, rest: np.ndarray, number: int) -> Iterator[tuple[int, int, int]]:
-        """Yield a shortest path from a placement, given what the rest costs from each: code, from where, to where.
+        """Yield the arcs (code, tail, head) of a shortest path from a placement, given the remaining cost at each.
 
-        Where several cost the same, steps that send nothing come first, then those that send less, in the order of
+        Among equal costs, steps that send nothing come first, then those that send less, then the order of
         KINDS, of the tensor's dimensions and of the mesh's axes.
         """
         rows = self.nodes.rows
@@ -142,7 +142,7 @@ class ShortestPaths:
             number = int(there[at])
 
     def path_between(self, start: int, number: int) -> Iterator[tuple[int, int, int]]:
-        """Return the same path between two placements, by what all cost from the first: its arcs, backwards."""
+        """Return the same path between two placements, found backwards from the costs of all from the first."""
         costs = self.costs_from(start)
         rest, unseen = np.full(len(self.nodes), FAR), [number]
         while unseen:
@@ -166,7 +166,7 @@ class ShortestPaths:
             kind, mask, parts = self.graph.meaning(code)
             before, after = (self.spec(dims, end) for end in ends)
             axes = self._named(mask)
-            if kind != "collective-permute":  # in the order of the dimension that they leave or come to, if of one
+            if kind != "collective-permute":  # in the order of the dimension that they leave or join, if it is one
                 held = next((held for held in (*after.axes, *before.axes) if set(axes) <= set(held)), axes)
                 axes = tuple(axis for axis in held if axis in axes)
             seconds, sent = self._figures(kind, mask, parts)
@@ -177,23 +177,23 @@ class ShortestPaths:
         return tuple(axis for number, axis in enumerate(self.axes) if mask >> number & 1)
 
     def _figures(self, kind: str, mask: int, parts: int) -> tuple[float, int]:
-        """Return the seconds of a step, and bytes that a device sends in it."""
+        """Return the seconds of a step, and the bytes that a device sends in it."""
         buffer = self._whole // parts
         seconds = collective_seconds(kind, self._named(mask), self.mesh, buffer, self.chip)
         return seconds, wire_bytes(kind, int(self.nodes.parts[mask]), buffer)
 
     def refuse_left_out(self, name: str) -> None:
-        """Refuse a tensor that no path serves, if one with steps too large to be counted might."""
+        """Refuse a tensor without a path, if steps that are too large to be counted might give one."""
         if self.left_out:
             lengths, most = "x".join(map(str, self.shape)), amount_of_bytes(LARGEST // STEPS)
             raise PlanError(
-                f"cannot plan {name or 'a tensor'} of {lengths}, {amount_of_bytes(self._whole)}: on every way there a"
+                f"cannot plan {name or 'a tensor'} of {lengths}, {amount_of_bytes(self._whole)}: on every path a"
                 f" device\n  sends more than {most} at once, or for more than {LARGEST / 1e12:.0f} s. Check the sizes,"
                 " or use larger mesh axes."
             )
 
 
-#: The latest last. An OrderedDict would make a KeyError of an interrupt that comes while it computes a key's hash.
+#: The latest last. An OrderedDict would raise a KeyError if an interrupt came while it computes a key's hash.
 _kept: dict[tuple, ShortestPaths] = {}
 _MOST_KEPT, _MOST_ARCS = 256, 1 << 25
 _lock = Lock()
@@ -202,14 +202,14 @@ _lock = Lock()
 def shortest_paths(
     shape: tuple[int, ...], mesh, itemsize: int, chip: Chip, partial: frozenset[str], scatters: bool = True
 ) -> ShortestPaths:
-    """Return the `ShortestPaths` of these arguments; the latest are kept."""
+    """Return the `ShortestPaths` of these arguments; the latest are cached."""
     key = shape, mesh, itemsize, chip, partial, scatters
     with _lock:
         made = _kept.pop(key, None)
         if made is None:
             made = ShortestPaths(*key)
         _kept[key] = made
-        # Tensors that differ in size alone share a graph.
+        # Tensors that differ only in size share a graph.
         arcs = lambda: sum({id(each.graph): each.graph.arcs for each in _kept.values()}.values())  # noqa: E731
         while len(_kept) > 1 and (len(_kept) > _MOST_KEPT or arcs() > _MOST_ARCS):
             del _kept[next(iter(_kept))]
@@ -217,5 +217,5 @@ def shortest_paths(
 
 
 def forget() -> None:
-    """Drop what is kept, for benchmarks."""
+    """Empty the cache, for benchmarks."""
     _kept.clear()

@@ -1,9 +1,9 @@
 """Every placement of a tensor on a mesh, as rows of numpy arrays: the nodes of the planner's graph.
 
-A placement says where each mesh axis stands: on a dimension (and behind which others), in a partial sum, or nowhere.
-The axes of one dimension, major first, are a *sequence*. Sequences are numbered, so that a placement is a row with the
-number of a sequence for each dimension. Sets of axes are bit masks. For n axes and d dimensions there are at most
-(n + d)! / d! placements without a partial sum: 840 for 3 axes and 4 dimensions, 15,120 for 5.
+A placement says what each mesh axis does: it shards a dimension (behind certain other axes), belongs to a partial sum,
+or does neither. The axes of one dimension, major first, are a *sequence*. Sequences are numbered, so that a placement
+is a row with the number of a sequence for each dimension. Sets of axes are bit masks. For n axes and d dimensions there
+are at most (n + d)! / d! placements without a partial sum: 840 for 3 axes and 4 dimensions, 15,120 for 5.
 """
 
 from collections.abc import Iterable, Sequence
@@ -22,9 +22,9 @@ class Sequences:
     Attributes:
         axes: the axes of each, major first.
         mask: the axes of each as a set.
-        rank: how many axes stand before an axis, by sequence and axis; -1 where it is not there.
-        append: the sequence with one more axis behind, by sequence and axis; -1 where it has that axis.
-        prefix, suffix: what stands before its last j axes, and these, by sequence and j.
+        rank: the number of axes before an axis, by sequence and axis; -1 if the sequence lacks the axis.
+        append: the sequence with one more axis at its end, by sequence and axis; -1 if it has that axis.
+        prefix, suffix: the axes before its last j axes, and its last j axes, by sequence and j.
     """
 
     def __init__(self, count: int):
@@ -39,7 +39,7 @@ class Sequences:
         self._padded = np.array([(*axes, *[-1] * (count - len(axes))) for axes in self.axes])
 
     def joined(self, left: np.ndarray, right: np.ndarray) -> np.ndarray:
-        """Return the sequences `left` with the axes of `right` behind, which none of them has."""
+        """Return the sequences `left` with the axes of `right` appended; no sequence may have one of them already."""
         for axis in self._padded[right].T:
             left = np.where(axis < 0, left, self.append[left, axis])
         return left
@@ -49,7 +49,7 @@ sequences = lru_cache(maxsize=16)(Sequences)
 
 
 def parts_of(sizes: Sequence[int]) -> list[int]:
-    """Return into how many parts each set of axes cuts a dimension, by mask."""
+    """Return the number of parts into which each set of axes cuts a dimension, by mask."""
     parts = [1]
     for size in sizes:
         parts += [count * size for count in parts]
@@ -64,10 +64,10 @@ def fitting(size: int, mesh_sizes: Axes) -> frozenset[int]:
 def placements(
     count: int, allowed: Sequence[frozenset[int]], partial: Sequence[int]
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """List every placement in which no mesh axis stands twice.
+    """List every placement that uses no mesh axis twice.
 
     Args:
-        count: of mesh axes.
+        count: the number of mesh axes.
         allowed: for each dimension, the sets of axes that may shard it.
         partial: for each partial sum, the axes that it may be over.
 
@@ -87,8 +87,8 @@ def placements(
 
 
 def _extended(table: np.ndarray, taken: np.ndarray, masks: np.ndarray, fits: np.ndarray, subsets: np.ndarray):
-    """Extend every row by a column, once per choice that fits and has no axis taken; and return what then is."""
-    free = (subsets[:, None] & masks == 0) & fits  # by what is taken and choice
+    """Extend every row by a column, once per choice that uses no taken axis; return rows and axes taken then."""
+    free = (subsets[:, None] & masks == 0) & fits  # by taken axes and choice
     choices, counts = np.nonzero(free)[1], free.sum(axis=1)
     starts, some = np.cumsum(counts) - counts, counts[taken]
     row = np.repeat(np.arange(len(table)), some)
@@ -98,7 +98,7 @@ def _extended(table: np.ndarray, taken: np.ndarray, masks: np.ndarray, fits: np.
 
 
 def numbered(columns: Sequence[np.ndarray]) -> np.ndarray:
-    """Number the distinct rows of a table of small numbers, one column after the other, lest 64 bits be outgrown."""
+    """Number the distinct rows of a table of small numbers, one column after the other, so that 64 bits are enough."""
     numbers, *rest = columns
     for column in rest:
         numbers = np.unique(numbers * (column.max() + 1) + column, return_inverse=True)[1]
@@ -112,16 +112,16 @@ class Nodes:
     behind r others. So a step changes it by a difference of two entries of `on` and `partial_keys`.
 
     Args:
-        sizes: of the mesh axes, all above 1.
+        sizes: the sizes of the mesh axes, all above 1.
         allowed: for each dimension, the sets of axes that may shard it.
         partial: the axes over which the tensor may be a partial sum.
 
     Attributes:
         rows, used, partial: as of `placements`, by node.
         keys: by node.
-        on: what a sequence adds to the key, by dimension and sequence.
-        partial_keys: what the axes of the partial sum add, by mask.
-        parts: into how many parts a set of axes cuts, by mask.
+        on: the number that a sequence adds to the key, by dimension and sequence.
+        partial_keys: the number that the axes of the partial sum add, by mask.
+        parts: the number of parts into which a set of axes cuts, by mask.
     """
 
     def __init__(self, sizes: Axes, allowed: Sequence[frozenset[int]], partial: int):
@@ -144,12 +144,12 @@ class Nodes:
         return sum((self.on[d][row] for d, row in enumerate(rows)), self.partial_keys[partial])
 
     def find(self, keys: np.ndarray) -> np.ndarray:
-        """Return the numbers of placements by their keys; -1 where there is none."""
+        """Return the numbers of placements by their keys; -1 for a key without a placement."""
         at = np.minimum(np.searchsorted(self.keys, keys), len(self.keys) - 1)
         return np.where(self.keys[at] == keys, at, -1)
 
     def number(self, axes: Sequence[Axes], partial: Iterable[int]) -> int:
-        """Return the number of one placement; -1 where it does not divide, or is a partial sum over what may not be."""
+        """Return the number of one placement; -1 if it does not divide, or has a partial sum that is not allowed."""
         rows = [self.sequences.number[order] for order in axes]
         return int(self.find(self.key(rows, sum(1 << axis for axis in partial))))
 

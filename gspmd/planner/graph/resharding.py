@@ -29,15 +29,17 @@ def move(
 ) -> tuple[Step, ...]:
     """Plan the collectives that bring a tensor from `src` to `dst`.
 
-    A move never costs more than two that lead to the same place, nor than that of a larger tensor which divides alike.
+    A move never costs more than two moves that lead to the same placement, nor more than the move of a larger tensor
+    with the same divisibility.
 
     Args:
-        src, dst: the spec it has, and the one it shall have: the same dimensions, partial sums over a subset of axes.
+        src, dst: the spec that the tensor has, and the one to bring it to. Both have the same dimensions, and the
+            partial sum of `dst` is over a subset of the axes of that of `src`.
         sizes, mesh: size of each dimension of the whole tensor, and of each mesh axis.
         itemsize: bytes per element on the wire.
         chip: whose links the seconds are for.
         operand: how the steps name the tensor.
-        reduce: what a partial sum stands for, `"sum"` or `"max"`; no reduce-scatter takes a maximum.
+        reduce: how a partial sum is reduced, `"sum"` or `"max"`; a reduce-scatter cannot take a maximum.
 
     Returns:
         The steps, cheapest in seconds (in whole picoseconds), then in bytes, then in number.
@@ -65,7 +67,7 @@ def move(
 
 @lru_cache(maxsize=1 << 14)
 def chain(src: Spec, dst: Spec, shape: tuple[int, ...], mesh, itemsize: int, chip: Chip, operand: str, reduce: str):
-    """`move`, hashable: `dst` in the order of `src`, and no mesh axis of size 1."""
+    """Plan a move from hashable arguments: `dst` in the order of `src`, without mesh axes of size 1."""
     if not set(dst.partial) <= set(src.partial):
         missing = ", ".join(sorted(set(dst.partial) - set(src.partial)))
         raise PlanError(f"cannot move '{src}' to '{dst}'\n  nothing makes the partial sum over mesh axis {missing}.")

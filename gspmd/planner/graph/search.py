@@ -35,7 +35,7 @@ class PlacedGroup:
 
 @dataclass(frozen=True)
 class ResultCosts:
-    """The costs of bringing one contraction's result to every placement, and all the others to their targets."""
+    """The costs of bringing one contraction's result to every placement, and the other results to their targets."""
 
     dims: tuple[str, ...]
     paths: ShortestPaths
@@ -53,10 +53,11 @@ def search(
     """Find the cheapest way to bring the operands together, contract them, and bring the results to their targets.
 
     Args:
-        pinned: where the left operand shall be brought; None to search.
+        pinned: the spec to which the left operand is brought; None to search for it.
 
     Raises:
-        NoPlacement: no assignment of mesh axes gives the targets (one is a partial sum that nothing makes).
+        NoPlacement: no assignment of mesh axes gives the targets, for example if no operand makes a target's partial
+            sum.
         PlanError: a tensor is too large to be planned.
     """
     tables = [ContractionTable(environment, left, contraction) for contraction in contractions]
@@ -79,7 +80,7 @@ def search(
 def result_costs(
     environment: Environment, left: Tensor, contractions: Sequence[Contraction], pinned: Spec | None, aimed: int = 0
 ) -> ResultCosts:
-    """Find what the cheapest group costs for every placement that contraction number `aimed` can be aimed at."""
+    """Find the cost of the cheapest group for every placement that the result of contraction `aimed` can have."""
     tables = [ContractionTable(environment, left, each, n == aimed) for n, each in enumerate(contractions)]
     own = _left_costs(tables[0], pinned)
     for number, table in enumerate(tables):
@@ -97,7 +98,7 @@ def _left_costs(table: ContractionTable, pinned: Spec | None) -> np.ndarray:
 
 
 def _lowest(costs: np.ndarray, at: np.ndarray, count: int) -> np.ndarray:
-    """For each of `count` numbers, the lowest of the costs that stand at it."""
+    """Return, for each of the numbers 0 to `count` - 1, the lowest of the costs at it."""
     order = np.argsort(at.astype(np.uint16) if count <= 1 << 16 else at, kind="stable")
     at, lowest = at[order], np.full(count, FAR)
     starts = np.flatnonzero(np.concatenate([[True], at[1:] != at[:-1]]))
@@ -108,7 +109,7 @@ def _lowest(costs: np.ndarray, at: np.ndarray, count: int) -> np.ndarray:
 def _refuse(
     left: Tensor, contractions: Sequence[Contraction], pinned: Spec | None, tables: Sequence[ContractionTable]
 ) -> NoReturn:
-    """Raise the reason why no joint placement of the operands leads to the targets."""
+    """Raise an error that says why no joint placement of the operands leads to the targets."""
     tables[0].left.paths.refuse_left_out(left.name)
     for table in tables:
         for placed in (table.result, table.right):
@@ -116,8 +117,10 @@ def _refuse(
                 placed.paths.refuse_left_out(placed.tensor.name)
     targets = ", ".join(f"'{contraction.target.spec}'" for contraction in contractions)
     via = "" if pinned is None else f" via '{pinned}'"
-    raise NoPlacement(
-        f"no plan brings '{left.spec}'{via} to {targets}.\n"
-        "  A partial sum in the result comes from a mesh axis on a summed dimension, or from an operand that owes it;\n"
-        "  via specs must agree on every dimension that the operands share."
-    )
+    partial = any(contraction.target.spec.partial for contraction in contractions)
+    remedies = [
+        "  A partial sum in the result needs a mesh axis on a summed dimension, or an operand with that partial sum."
+    ] * (partial or not via) + [
+        "  The specs of via must place every dimension that the operands share on the same mesh axes."
+    ] * bool(via)
+    raise NoPlacement("\n".join([f"cannot plan: no steps bring '{left.spec}'{via} to {targets}.", *remedies]))

@@ -1,13 +1,13 @@
 """Every single step between the placements of a tensor: the arcs of the planner's graph, without their costs.
 
-    slice               F     -> F_yz              replicated data, onto the minor end of a dimension
-    all-gather          F_xyz -> F_x               minor axes off a dimension
-    reduce-scatter      F_x partialsum-yz -> F_xyz a partial sum, onto the minor end of a dimension
+    slice               F     -> F_yz              adds axes to the minor end of a dimension
+    all-gather          F_xyz -> F_x               takes minor axes off a dimension
+    reduce-scatter      F_x partialsum-yz -> F_xyz sums, and shards the minor end of a dimension
     all-reduce          F partialsum-xy -> F partialsum-x
-    all-to-all          B_wE_xy -> B_wxyE          minor axes of a dimension to the minor end of another, in their order
-    collective-permute  B_xyE_z -> B_wE_yx         any placement with pieces of the same shape and the same partial sum
+    all-to-all          B_wE_xy -> B_wxyE          moves minor axes to the minor end of another dimension, in order
+    collective-permute  B_xyE_z -> B_wE_yx         changes to any placement with the same local shape and partial sum
 
-Axes come in any order where a step puts them. A permute moves data along the axes that change dimension or stride.
+A step may add axes in any order. A permute moves data along the axes that change dimension or stride.
 """
 
 from collections.abc import Sequence
@@ -20,11 +20,11 @@ from gspmd.planner.graph.placements import Axes, Nodes, numbered
 
 KINDS = ("slice", "reduce-scatter", "all-reduce", "all-gather", "all-to-all", "collective-permute")
 _MOST = 1 << 26  # permutes: about 1 GB of memory
-_CHUNK = 1 << 21  # arcs that are worked on together, so that a large graph needs no more memory
+_CHUNK = 1 << 21  # arcs that are processed together, to bound the memory that a large graph needs
 
 
 class Arcs:
-    """Arcs grouped by head, each with its tail and the code of its price; of a reversed graph the two are swapped."""
+    """Arcs grouped by head, each with tail and code of its price; in a reversed graph head and tail are swapped."""
 
     def __init__(self, tail: np.ndarray, head: np.ndarray, code: np.ndarray, nodes: int, in_order: bool = False):
         if not in_order:
@@ -45,7 +45,7 @@ class Arcs:
         return slice(0, 0) if row < 0 else slice(self._starts[row], self._starts[row] + self._counts[row])
 
     def relax(self, costs: np.ndarray, prices: np.ndarray, changed: np.ndarray) -> np.ndarray:
-        """Lower the costs, in place, by all arcs out of the nodes that changed; returns which nodes became cheaper.
+        """Lower the costs in place by all arcs out of the nodes that changed; return which nodes became cheaper.
 
         cost(head) = min(cost(head), min over arcs of cost(tail) + price)
         """
@@ -70,11 +70,11 @@ class Graph:
 
     Attributes:
         nodes: the placements.
-        coming, going: the arcs by the node where they end, and by the one where they begin, but for permutes.
-        permutes: the same either way, since a permute can be undone by one.
-        arcs: how many there are.
-        codes: what there is to price: the code, its kind, the axes as a mask, and the number of parts of the buffer.
-        size: above all codes.
+        coming, going: the arcs except permutes, by the node where they end and by the node where they begin.
+        permutes: the permutes; the same in both directions, since a permute undoes a permute.
+        arcs: the number of arcs.
+        codes: the steps to price: code, kind, the axes as a mask, and the number of parts of the buffer.
+        size: a number above all codes.
     """
 
     def __init__(self, sizes: Axes, allowed: Sequence[frozenset[int]], partial: int):
@@ -101,11 +101,11 @@ class Graph:
         return codes // (self._masks * len(self._parts))
 
     def _code(self, kind: str, mask: np.ndarray, holder: np.ndarray) -> np.ndarray:
-        """`holder` is the end of the step where a device holds more."""
+        """Return the codes of steps; `holder` is the end of the step at which a device holds more."""
         return (KINDS.index(kind) * self._masks + mask) * len(self._parts) + self._level[self.nodes.used[holder]]
 
     def _minor_axes(self):
-        """Yield steps that put minor axes on a dimension or take them off: `full` has them there, `bare` not."""
+        """Yield the steps that add minor axes to a dimension or take them off: `full` has the axes, `bare` does not."""
         nodes, order, on = self.nodes, self.nodes.sequences, self.nodes.on
         length = np.array([len(axes) for axes in order.axes])[nodes.rows]
         full, d, j = np.nonzero(length[:, :, None] >= np.arange(1, nodes.count + 1))
@@ -127,7 +127,7 @@ class Graph:
             yield start[some], end[some], self._code("all-to-all", mask[apart][some], start[some])
 
     def _all_reduces(self):
-        """Settle any axes of a partial sum."""
+        """Yield the all-reduces over any axes of a partial sum."""
         nodes, masks = self.nodes, np.arange(self._masks)
         node, mask = np.nonzero((nodes.partial[:, None] & masks == masks) & (masks > 0))
         settled = nodes.find(nodes.keys[node] - nodes.partial_keys[mask])
@@ -137,7 +137,7 @@ class Graph:
         """Return the arcs between every two placements with pieces of one shape and the same partial sum."""
         nodes, sequences = self.nodes, self.nodes.sequences
         shape = numbered([nodes.partial, *self._level[sequences.mask[nodes.rows]].T])
-        order = np.argsort(shape, kind="stable")  # those of one shape stand together
+        order = np.argsort(shape, kind="stable")  # placements of one shape are consecutive
         _, first, counts = np.unique(shape[order], return_index=True, return_counts=True)
         if (permutes := (counts.astype(float) ** 2).sum()) > _MOST:
             raise PlanError(
@@ -145,11 +145,11 @@ class Graph:
                 f" tensor {int(permutes):,} permutes\n  would have to be compared, and {_MOST:,} are the most.\n"
                 "  Make one mesh axis of two that are always used together."
             )
-        many = np.repeat(counts, counts)  # of a placement in order: how many have its shape
+        many = np.repeat(counts, counts)  # for each placement in this order: the number that have its shape
         head = np.repeat(order, many)
         within = np.arange(len(head)) - np.repeat(np.cumsum(many) - many, many)
         tail = order[np.repeat(np.repeat(first, counts), many) + within]
-        # Dimension and stride of every axis, by sequence and by placement; 0 where it is on none.
+        # Dimension and stride of every axis, by sequence and by placement; 0 if it shards none.
         strides = np.zeros((len(sequences.axes), nodes.count), int)
         for row, axes in enumerate(sequences.axes):
             for rank, axis in enumerate(axes):
@@ -166,7 +166,10 @@ _graphs: WeakValueDictionary = WeakValueDictionary()
 
 
 def graph(sizes: Axes, allowed: tuple[frozenset[int], ...], partial: int) -> Graph:
-    """Return the graph of a tensor. It knows no sizes but those of the mesh, so tensors that divide alike share one."""
+    """Return the graph of a tensor.
+
+    It depends on no sizes except the mesh's, so tensors with the same divisibility share one.
+    """
     key = sizes, allowed, partial
     found = _graphs.get(key)
     if found is None:

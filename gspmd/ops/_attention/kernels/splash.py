@@ -1,11 +1,11 @@
 """Causal self-attention on TPUs by splash attention, the Pallas kernels that come with JAX.
 
-The backward pass reads what the forward pass gave and the logarithms of its denominators, which are kept, and runs
-two kernels: one for the gradient of the queries, one for those of keys and values. JAX has these behind its own
-`jax.custom_vjp` only, which would run the forward kernel again; so they are called by their private names, here alone.
-The kernel for all three at once has five products instead of seven, but leaves the gradients of the queries in as many
-parts as there are blocks of keys, whose sum costs more than it saves (libtpu 0.0.42, v5p: 4.9 ms of 12.5 for 4 rows of
-64 heads and 4,096 tokens, against 11.6).
+The backward pass reads the kept output of the forward pass and the logarithms of its denominators, and runs two
+kernels: one for the gradient of the queries, one for those of keys and values. JAX offers these only behind its own
+`jax.custom_vjp`, which would run the forward kernel again. So this file, and no other, calls them by their private
+names. The kernel for all three at once has five products instead of seven, but leaves the gradients of the queries in
+as many parts as there are blocks of keys, whose sum costs more than it saves (libtpu 0.0.42, v5p: 4.9 ms of 12.5 for 4
+rows of 64 heads and 4,096 tokens, against 11.6).
 """
 
 from dataclasses import dataclass
@@ -22,23 +22,23 @@ from gspmd.ops._attention.online import group, ungroup
 from gspmd.ops.interface.kernels import KernelWork
 
 _WITHOUT = "TPU v2", "TPU v3"
-"""Chips whose matrix units take no bfloat16 from memory, for which the kernels do not compile."""
+"""Chips whose matrix units do not read bfloat16 from memory: the kernels do not compile for them."""
 _LANES = 128
 _LONGEST = 1024, 512
-"""Most queries and keys of a block, and keys of a product: the fastest on v5p and v6e by the compiler's schedule."""
+"""The most queries and keys of a block, and keys of a product: fastest on v5p and v6e by the compiler's schedule."""
 _WIDEST = 512
-"""Bytes of a head in such a block; blocks of wider ones are half as long, which the memory of the core asks for."""
+"""The bytes of a head in such a block. Blocks of wider heads are half as long, to fit the memory of the core."""
 _PRECISIONS = None, "default", "fastest", "bfloat16"
-"""Names of JAX's own precision of products; for others the kernels do not compile."""
+"""The names of JAX's default precision of products; the kernels do not compile for others."""
 _MOST = 64
-"""Blocks of queries: JAX looks at every block of a mask in plain Python, and the core holds a table of them."""
+"""The most blocks of queries: JAX reads every block of a mask in plain Python, and the core holds a table of them."""
 
 
 def fits(q: jax.ShapeDtypeStruct, k: jax.ShapeDtypeStruct, v: jax.ShapeDtypeStruct) -> bool:
     """Return whether the devices are TPUs whose kernels take queries [B, L, H, D], keys and values [B, L, K, D].
 
-    They take causal self-attention of a device in bfloat16 or float32, in JAX's own precision of products, and are for
-    logits that are too many for memory.
+    They take causal self-attention of a device in bfloat16 or float32, in JAX's default precision of products, and are
+    used for more logits than fit in memory.
     """
     if not in_force.is_tpu() or in_force.device_kind() in _WITHOUT:
         return False
@@ -55,9 +55,10 @@ def fits(q: jax.ShapeDtypeStruct, k: jax.ShapeDtypeStruct, v: jax.ShapeDtypeStru
 
 @dataclass(frozen=True)
 class _Schedule:
-    """The blocks of the kernels for so many queries and as many keys, padded at the end to a whole number of blocks.
+    """Return the blocks of the kernels for equal numbers of queries and keys, padded at the end to a whole number of
+    blocks.
 
-    Padding at the end is behind every query, so causality hides it.
+    Padding at the end is after every query, so causality hides it.
     """
 
     count: int
@@ -74,7 +75,7 @@ class _Schedule:
         return self.count * self.block
 
     def kernel(self) -> Any:
-        # here and below: importing Pallas takes a third of a second, and attention elsewhere needs none of it
+        # imported here and below: importing Pallas takes a third of a second, and other attention does not need it
         from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
         from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask import CausalMask, MultiHeadMask
 
@@ -85,12 +86,15 @@ class _Schedule:
             block_q_dkv=self.block, block_kv_dkv=self.block, block_kv_dkv_compute=product,
             block_q_dq=self.block, block_kv_dq=self.block,
         )  # fmt: skip
-        # one head's mask, which holds for all
+        # the mask of one head, the same for all
         mask = MultiHeadMask([CausalMask((self.length, self.length))])
         return splash.make_splash_mqa_single_device(mask, block_sizes=sizes, save_residuals=True)
 
     def work(self, q: jax.Array, k: jax.Array, products: int) -> KernelWork:
-        """Return the work of a kernel: the forward one has 2 products a block, that of queries 3, that of keys 4."""
+        """Return the work of a kernel.
+
+        A block has 2 products in the forward kernel, 3 in that of queries, 4 in that of keys.
+        """
         rows, _, heads, size = q.shape
         of_head, width = rows * heads, size * q.dtype.itemsize
         seen = self.count * (self.count + 1) // 2
@@ -131,9 +135,9 @@ def attended(scale: float, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[ja
     in blocks.
 
     Args:
-        scale: of the logits.
+        scale: the factor of the logits.
         q: [B, L, H, D].
-        k, v: [B, L, K, D], K dividing H.
+        k, v: [B, L, K, D]; K divides H.
     """
     schedule = _Schedule.of(q.shape[1], q.shape[3] * q.dtype.itemsize)
     scaled, keys, values = (schedule.by_key_head(x, k.shape[2]) for x in (_scaled(q, scale), k, v))
@@ -146,7 +150,7 @@ def attended(scale: float, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[ja
 def gradients(
     scale: float, q: jax.Array, k: jax.Array, v: jax.Array, out: jax.Array, normaliser: jax.Array, g: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return the gradients of queries, keys and values, by what `attended` returned and the cotangent of its output."""
+    """Return the gradients of queries, keys and values, from the results of `attended` and its output's cotangent."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 
     schedule = _Schedule.of(q.shape[1], q.shape[3] * q.dtype.itemsize)
