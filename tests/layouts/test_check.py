@@ -62,7 +62,7 @@ def test_a_section_with_a_value(section, value, tmp_path):
         (
             {"ffn__residual": "B_xL_yzE"},
             "dimension L of ffn.residual is sharded over y and z, and of attention.residual ('B_xLE') whole; no "
-            "equation stands between them.\n  Write ffn.residual = 'B_xLE', or change attention.residual.",
+            "equation moves one to the other.\n  Write ffn.residual = 'B_xLE', or change attention.residual.",
         ),
         (
             {"attention__query": "B_xLH_yzD", "attention__key": "B_xL_yKD"},

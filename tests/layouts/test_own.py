@@ -120,7 +120,7 @@ def test_a_layout_of_no_transformer_has_sections_of_any_name(load):
 
 @pytest.mark.parametrize(
     ("line", "message"),
-    [('state = "S"', "'state' is no dimension.\n  A dimension is one capital letter."),
+    [('state = "S"', "'state' is not a dimension.\n  A dimension is one capital letter."),
      ('E = "energy"', "dimension E is embed in every layout.\n  Take another letter."),
      ("S = 3", "the meaning of S must be a string, and is 3.")],
 )  # fmt: skip

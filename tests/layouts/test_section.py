@@ -110,4 +110,4 @@ def test_no_line_is_called_as_what_a_section_computes():
     assert not computes & {key.partition(".")[2] for key in KEYS}
     with pytest.raises(gspmd.LayoutError) as error:
         Layout("mine", table={"mix.move": "BLE"}).check()
-    assert "a section computes with `move`" in str(error.value)
+    assert "`move` is a method of sections" in str(error.value)
