@@ -101,7 +101,7 @@ def inner_specs(table: Mapping[str, Text], axes: Sequence[str]) -> dict[str, Tex
 
 
 def data_axes(layout: LayoutTable) -> tuple[str, ...]:
-    """Return the mesh axes along which pipelines run side by side, each on sequences of its own.
+    """Return the mesh axes along which pipelines run side by side, each on its own sequences.
 
     These axes split only the batch, and come first in B in every spec: each pipeline has one run of consecutive
     sequences, which the axes after them split further.
