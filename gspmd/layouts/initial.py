@@ -1,4 +1,4 @@
-"""Parameters before they are trained: their shapes, how they are distributed, and drawing them where they lie."""
+"""Initial parameters: their shapes, their distributions, and drawing each shard on its device."""
 
 import zlib
 from collections.abc import Callable, Mapping
@@ -48,12 +48,12 @@ class Constant:
 
 
 def abstract(spec: Spec, shape: tuple[int, ...], dtype: Any, mesh: jax.sharding.Mesh) -> jax.ShapeDtypeStruct:
-    """Return the shape of an array that lies as a spec says."""
+    """Return the abstract array of a shape and dtype, sharded as a spec says."""
     return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec.partition_spec()))
 
 
 def abstract_key(mesh: jax.sharding.Mesh) -> jax.ShapeDtypeStruct:
-    """Return the shape of a random key, replicated."""
+    """Return an abstract random key, replicated."""
     key = jax.eval_shape(lambda: jax.random.key(0))
     return jax.ShapeDtypeStruct(key.shape, key.dtype, sharding=NamedSharding(mesh, jax.P()))
 
@@ -71,7 +71,7 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def folded(key: jax.Array, path: str) -> jax.Array:
-    """Return the random key of one parameter, folded from that of the model with its path."""
+    """Return the random key of one parameter: the model's key, folded with the parameter's path."""
     return jax.random.fold_in(key, zlib.crc32(path.encode()))
 
 
@@ -85,10 +85,10 @@ def drawer(
     `jax.set_mesh`.
 
     Args:
-        begin: draws one array.
-        shape: of the array; with N first where layers are stacked, each of which is drawn with a key of its own.
-        placed: how it is sharded.
-        stacked: whether they are.
+        begin: the function that draws one array.
+        shape: the shape of the parameter, with N first if layers are stacked.
+        placed: the sharding of the parameter.
+        stacked: whether layers are stacked; each layer is then drawn with its own key.
     """
 
     def draw(key: jax.Array) -> jax.Array:
@@ -97,5 +97,5 @@ def drawer(
         # A loop over layers compiles faster than one draw of the whole stack.
         return jax.lax.map(lambda key: begin(key, shape[1:]), jax.random.split(key, shape[0]))
 
-    # Under Explicit axes a drawn array would be typed as replicated, and so held whole by every device.
+    # Under Explicit axes the type of a drawn array would be replicated, so every device would hold all of it.
     return jax.jit(lambda key: jax.sharding.auto_axes(draw, out_sharding=placed)(key), out_shardings=placed)

@@ -20,7 +20,7 @@ from gspmd.layouts.table import LayoutTable, unknown
 from gspmd.layouts.variants import inner_specs, overridden, position_specs, stored_specs
 from gspmd.lowerings.in_force import checked
 
-# Errors propose numbers of devices that divide the sizes, fewer than so many away: each is tried on all its meshes.
+# Errors propose numbers of devices that divide the sizes, at a distance below this. Each is tried on all its meshes.
 _NEAR = 33
 
 
@@ -32,14 +32,14 @@ class Layout(LayoutTable):
       name: the preset's name, or the path of the file.
       axes: the mesh axes that it uses.
       factor: the mesh axes over which devices are factored (see `mesh_for`).
-      table: key to spec, `"ffn.w_in"` to `"E_xF_yz"`, as in the file, or to alternatives, a tuple of specs.
-      overrides: section (`gradients`, `optimizer`, `cache`, `prefill`, `decode`) to such a table.
-      lowerings: part of the model, or `default`, to its lowering.
-      dimensions: user-defined letters, to their meaning.
-      own: keys of user-defined sections, to the dimensions of their specs; None reads them off the table.
-      padding: dimensions to the multiples that they are padded to.
-      choices: which alternatives `resolved` took; `chosen` says so, a line for each section that has some.
-      serves: the phase that this is the layout of (see `phase`); empty for training.
+      table: a mapping from key to spec, `"ffn.w_in"` to `"E_xF_yz"`, or to alternatives, a tuple of specs.
+      overrides: a mapping from section (`gradients`, `optimizer`, `cache`, `prefill`, `decode`) to such a table.
+      lowerings: a mapping from part of the model, or `default`, to its lowering.
+      dimensions: a mapping from user-defined letter to its meaning.
+      own: a mapping from keys of user-defined sections to the dimensions of their specs; None derives it from `table`.
+      padding: a mapping from dimension to the multiple that it is padded to.
+      choices: the alternatives that `resolved` took; `chosen` prints them, one line for each section that has some.
+      serves: the phase of this layout (see `phase`); empty for training.
 
     Example:
       >>> layout = Layout.load("weight-stationary-2d").override({"ffn.w_in": "E_xF_y"})
@@ -55,10 +55,11 @@ class Layout(LayoutTable):
     def load(cls, name: "str | PathLike | Layout") -> "Layout":
         """Load a preset by name, or a TOML file by path (anything with a slash or that ends in `.toml`).
 
-        A file with `base = "megatron-1d"` holds only what differs; a base that is a path is relative to the file.
+        A file with `base = "megatron-1d"` holds only the lines that differ; a base that is a path is relative to the
+        file.
 
         Raises:
-          LayoutError: no such preset or file, or not TOML. The specs themselves are checked by `check`.
+          LayoutError: no preset or file has this name, or the file is not TOML. `check` checks the specs themselves.
 
         Example:
           >>> Layout.load("megatron-1d")["ffn.hidden"]
@@ -107,12 +108,12 @@ class Layout(LayoutTable):
         return replace(self, table={**self.table, **self.overrides.get(name, {})}, serves=name)
 
     def stored_as(self, other: "Layout") -> "Layout":
-        """Return this layout with the parameters and the cache where `other` has them, and padded as there.
+        """Return this layout with parameters and cache sharded and padded as in `other`.
 
-        So one set of stored weights serves both: this layout's equations move them to where they need them.
+        So one set of stored weights serves both layouts: this layout's equations move the weights as they need.
 
         Raises:
-          LayoutError: the two are of different mesh axes.
+          LayoutError: the two layouts have different mesh axes.
 
         >>> decode = Layout.load("weight-stationary-2d")
         >>> prefill = Layout.load("weight-gathered-xyz").stored_as(decode)
@@ -122,7 +123,7 @@ class Layout(LayoutTable):
         return replace(self.override(stored_specs(self, other)), padding=other.padding)
 
     def one_position(self) -> "Layout":
-        """Return this layout for one position of every sequence: L, of size 1, is whole in every activation.
+        """Return this layout for one position of every sequence: L has size 1 and is whole in every activation.
 
         >>> Layout.load("megatron-1d").override({"ffn.residual": "B_xL_yzE"}).one_position()["ffn.residual"]
         'B_xLE'
@@ -130,12 +131,13 @@ class Layout(LayoutTable):
         return self.override(position_specs(self.table))
 
     def for_loss(self, microbatches: int = 1) -> "Layout":
-        """Return this layout with parameters as a training step's loss takes them: `EF reduced-x` for some.
+        """Return this layout with the specs of parameters in a training step's loss, such as `EF reduced-x`.
 
-        The gradient of such a parameter stays a partial sum while layers, microbatches and several uses of it add to
-        it. It does where [gradients] says so; with several microbatches, also of every parameter and over all mesh axes
-        that shard the batch, the length or the token groups and not the parameter, but for those whose gradient
-        [gradients] has where the parameter is: that is settled in each microbatch.
+        The gradient of a `reduced` parameter stays a partial sum while layers, microbatches and several uses add to it.
+        A parameter is reduced over the axes of a partial sum in [gradients]. With several microbatches, every other
+        parameter is reduced over the mesh axes that shard the batch, the length or the token groups of all tensors it
+        is used with, and not the parameter. The exception is a parameter whose own spec is written in [gradients]: its
+        gradient is reduced in each microbatch. Parameters of custom sections are not changed.
 
         >>> Layout.load("zero-2").for_loss()["ffn.w_in"], Layout.load("megatron-1d").for_loss(2)["ffn.w_in"]
         ('EF reduced-xyz', 'EF_yz reduced-x')
@@ -143,7 +145,7 @@ class Layout(LayoutTable):
         return self.override(loss_specs(self, microbatches))
 
     def inside(self, axes: Sequence[str]) -> "Layout":
-        """Return this layout as code inside a shard_map over some of its mesh axes sees it: without them.
+        """Return this layout without some of its mesh axes, for code inside a shard_map over them.
 
         >>> inner = Layout.load("pipeline").inside(["x"])
         >>> inner["ffn.residual"], inner["ffn.w_in"], inner.axes
@@ -162,15 +164,15 @@ class Layout(LayoutTable):
         """Return the mesh for a number of devices, with every declared axis in order.
 
         The prime factors of the number, largest first, go to the axes of `factor` in turn. If `sizes` are given and
-        that mesh does not divide them, the most similar mesh that does is taken.
+        this mesh does not divide them, the result is the most similar mesh that does.
 
         Args:
           devices: number of devices.
-          sizes: of the dimensions, as for `check`.
+          sizes: the sizes of the dimensions, as for `check`.
 
         Raises:
-          LayoutError: no mesh of so many devices divides the sizes; it lists the faults of the first mesh, and the
-            nearest numbers of devices that would do.
+          LayoutError: no mesh of `devices` devices divides the sizes. The message lists the faults of the first mesh,
+            and the nearest numbers of devices that would work.
 
         Example:
           >>> Layout.load("weight-stationary-2d").mesh_for(12)
@@ -212,7 +214,7 @@ class Layout(LayoutTable):
         return complete(mesh, self.axes)
 
     def resolved(self, sizes: Mapping[str, int] | None = None, mesh: Any = None) -> "Layout":
-        """Return this layout with one spec for every key: of alternatives, the first that divide the sizes.
+        """Return this layout with one spec for every key: from alternatives, the first that divide the sizes.
 
         The lists of one section are chosen together. A layout without alternatives is returned as it is.
 
@@ -221,7 +223,7 @@ class Layout(LayoutTable):
           mesh: mesh axis sizes by name, or a `jax.sharding.Mesh`; None for one device.
 
         Raises:
-          LayoutError: in some section no alternative divides, and why; or its lists are not of one length.
+          LayoutError: in some section no alternative divides (the message says why), or its lists differ in length.
 
         Example:
           >>> layout = Layout.load("replicated").override({"attention.query": ("B_xyLHD", "B_yLH_xD", "BLH_xyD")})
@@ -236,7 +238,7 @@ class Layout(LayoutTable):
         return single
 
     def padded(self, sizes: Mapping[str, int]) -> dict[str, int]:
-        """Return the sizes that tensors have: with the dimensions of [padding] rounded up to their multiples.
+        """Return the sizes of tensors, with the dimensions of [padding] rounded up to their multiples.
 
         >>> Layout.load("replicated").override({"padding.H": 64}).padded({"H": 48, "K": 1, "D": 256})
         {'H': 64, 'K': 1, 'D': 256}
@@ -252,9 +254,13 @@ class Layout(LayoutTable):
         """Return this layout with other specs for some keys.
 
         Args:
-          specs: `"ffn.w_in"` to a spec, or to alternatives, a list of specs or one text with `|` between them; also
-            `"optimizer.ffn.w_in"`, `"decode.ffn.residual"`, `"serving.ffn.residual"` for both phases,
-            `"lowering.ffn"`, and `"padding.H"` to a multiple. They are checked by `check`, all together.
+          specs: a mapping from keys such as `"ffn.w_in"` to a spec, or to alternatives: a list of specs, or one text
+            with `|` between them. Keys may also be `"optimizer.ffn.w_in"`, `"decode.ffn.residual"`,
+            `"serving.ffn.residual"` for both phases, `"lowering.ffn"` with a lowering, and `"padding.H"` with a
+            multiple. `check` checks all of them together.
+
+        Raises:
+          LayoutError: `specs` is not a mapping, or a value is of the wrong type.
         """
         return overridden(self, specs)
 
@@ -269,18 +275,18 @@ class Layout(LayoutTable):
         """Check the whole table for these sizes on this mesh, and return the layout.
 
         Args:
-          sizes: size of each dimension by letter; dimensions without a size are assumed to divide. Token groups G are
-            as many as sequences B unless given; the section of the experts is required only if X is given. M is the
-            number of microbatches that a training step cuts the batch B into, each of which has to divide.
-          mesh: mesh axis sizes by name, or a `jax.sharding.Mesh`; None checks the table only.
-          dropless: whether the model's experts do without capacity (`MoEConfig.dispatch`): no line may move their rows.
-          trained: keys of parameters that have a gradient. Of biases, norms and tables among them, which models may
+          sizes: size of each dimension by letter; dimensions without a size are assumed to divide. The number of token
+            groups G is that of sequences B unless given. The [moe] section is required only if X is given. M is the
+            number of microbatches of a training step: the mesh has to divide the batch of each.
+          mesh: mesh axis sizes by name, or a `jax.sharding.Mesh`; None checks only the table.
+          dropless: whether the model's experts have no capacity (`MoEConfig.dispatch`): no line may move their rows.
+          trained: keys of parameters that have a gradient. For biases, norms and tables among them, which a model may
             lack, [gradients] may have partial sums only over mesh axes that shard their rows.
 
         Raises:
-          LayoutError: lists every fault: unknown or missing keys, unreadable specs, wrong dimensions, undeclared mesh
-            axes, sizes that do not divide, tensors that have to be sharded alike and are not, vias that a gradient
-            which [gradients] leaves a partial sum does not survive.
+          LayoutError: the layout has faults, all of which are listed: unknown or missing keys, unreadable specs, wrong
+            dimensions, undeclared mesh axes, sizes that do not divide, tensors that have to be sharded alike and are
+            not, and vias that prevent a partial sum of [gradients].
 
         Example:
           >>> Layout.load("megatron-1d").check({"B": 8, "F": 256}, {"x": 2, "y": 4}).name
@@ -293,7 +299,7 @@ class Layout(LayoutTable):
 
 
 def _circumstances(sizes: Mapping[str, int] | None, mesh: Any) -> str:
-    """Return sizes and mesh as an error names them: " for the sizes B=8 on the mesh x=2"."""
+    """Return sizes and mesh in the words of an error: " for the sizes B=8 on the mesh x=2"."""
     given = f" for the sizes {', '.join(f'{d}={shown(n)}' for d, n in sizes.items())}" if sizes else ""
     shape = mesh if mesh is None or isinstance(mesh, Mapping) else mesh.shape
     return given + (f" on the mesh {mesh_text(shape)}" if shape else "")

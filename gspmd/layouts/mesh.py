@@ -13,7 +13,7 @@ _MOST = 2**31
 
 
 def factorise(devices: int, axes: Sequence[str], order: Sequence[str]) -> dict[str, int]:
-    """Factor `devices` over the axes of `order`: prime factors, largest first, to each in turn; others have size 1.
+    """Factor `devices` over the axes of `order`: prime factors, largest first, go to each in turn; others have size 1.
 
     >>> factorise(12, ("x", "y", "z"), ("x", "y", "z"))
     {'x': 3, 'y': 2, 'z': 2}
@@ -29,14 +29,14 @@ def factorise(devices: int, axes: Sequence[str], order: Sequence[str]) -> dict[s
             f"no mesh is factored over axis {shown(unknown[0])}: {has}.\n  Name it in axes of [mesh] too."
         )
     mesh = dict.fromkeys(axes, 1)
-    # In turn, so that the sizes come out near one another, and no axis takes all devices.
+    # In turn, so that the sizes are similar, and no axis takes all devices.
     for prime, axis in zip(sorted(_primes(count), reverse=True), cycle(order)):
         mesh[axis] *= prime
     return mesh
 
 
 def nearest(mesh: Mapping[str, int], order: Sequence[str]) -> list[dict[str, int]]:
-    """List all meshes of as many devices over the axes of `order`, sorted by similarity to the given one.
+    """List all meshes with as many devices over the axes of `order`, the most similar to the given one first.
 
     >>> nearest({"x": 2, "y": 2}, ("x", "y"))
     [{'x': 2, 'y': 2}, {'x': 1, 'y': 4}, {'x': 4, 'y': 1}]
@@ -59,7 +59,7 @@ def complete(mesh: Any, axes: Sequence[str]) -> dict[str, int]:
 
 
 def read_sizes(sizes: Any) -> Mapping[str, int]:
-    """Return the sizes of dimensions as they are, {} for None; raise LayoutError for anything else."""
+    """Return the sizes of dimensions unchanged, {} for None; raise LayoutError if they are no sizes."""
     if sizes is None:
         return {}
     if not isinstance(sizes, Mapping) or not all(isinstance(dim, str) for dim in sizes):

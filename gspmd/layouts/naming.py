@@ -1,4 +1,4 @@
-"""Equations in the names of a layout's lines: `residual, w_in -> hidden`, and the via that the layout has for them."""
+"""Equations in the names of a layout's lines, such as `residual, w_in -> hidden`, and their vias in the layout."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from gspmd.layouts.rules.keys import KEYS, UnresolvedError
 from gspmd.planner.unknown import unknowns_in
 
 LookUp = Callable[[str], str | None]
-"""From a key to the spec of its line; None where an optional line is absent."""
+"""A function from a key to the spec of its line; None if an optional line is absent."""
 
 _NAME = re.compile(r"[A-Za-z_]\w*(?:\.\w+)?")
 _REST = re.compile(r"(?:[\s,()+]|->)*")
 
-#: The line that pins a product with a weight, by the weight's line; of a tied table, that of the output.
+#: The via of each weight, by their keys; a tied table has the via of the output.
 _VIAS = {key.dims[1]: key.name for key in KEYS.values() if key.kind == "via"}
 _VIAS["embedding.table"] = _VIAS["output.table"]
 
 
 def via_of(weight: str) -> str:
-    """Return the name of the line that says where a weight meets its operand.
+    """Return the key of the via for the product with a weight.
 
     >>> via_of("ffn.w_in"), via_of("mixer.w_gate"), via_of("mixer.taps")
     ('ffn.in_via', 'mixer.gate_via', 'mixer.taps_via')
@@ -46,12 +46,12 @@ def named_equation(text: str, key_of: Callable[[str], str], look_up: LookUp) -> 
 
     Args:
       text: such as `"residual, (w_in, w_gate) -> (hidden, hidden)"`.
-      key_of: from a name to the key of its line.
-      look_up: from a key to the line's spec.
+      key_of: a function from a name to the key of its line.
+      look_up: a function from a key to the line's spec.
 
     Raises:
-      LayoutError: something in it is no name of a tensor.
-      SpecError: it is no equation, or its specs do not go together.
+      LayoutError: a name in `text` is not a tensor of the layout.
+      SpecError: `text` is not an equation, or its specs do not make an equation.
 
     Example:
       >>> lines = {"ffn.residual": "BLE_x", "ffn.w_in": "E_xF", "ffn.hidden": "BLF"}
@@ -69,7 +69,7 @@ def named_equation(text: str, key_of: Callable[[str], str], look_up: LookUp) -> 
         key = key_of(name[0])
         found = None if key.endswith("via") else look_up(key)
         if found is None:
-            raise LayoutError(f"cannot read {text!r}: {key} is no tensor of the layout.")
+            raise LayoutError(f"cannot read {text!r}: {key} is not a tensor of the layout.")
         keys.append(key)
         return found
 
@@ -77,22 +77,25 @@ def named_equation(text: str, key_of: Callable[[str], str], look_up: LookUp) -> 
     try:
         return parse_equation(in_specs), tuple(keys)
     except SpecError as error:
-        raise SpecError(f"{error}\n  It stands for the lines {text!r}.", error.faults) from None
+        raise SpecError(f"{error}\n  These are the specs of the lines {text!r}.", error.faults) from None
 
 
 def pinned(equation: Equation, keys: Sequence[str], look_up: LookUp) -> Via | None:
-    """Return the via that a layout has for an equation of its lines; None leaves it to the planner.
+    """Return the via that a layout has for an equation of its lines; None leaves the choice to the planner.
 
-    A layout says for a weight where it meets its operand: `in_via` of [ffn] is for `w_in`, and for `w_gate`, which lies
-    as `w_in` does where nothing else is said; in a section of one's own, `taps_via` is for `taps`, or `w_taps`.
-    In a group, a weight without such a line goes with the first: it is sharded as that over the dimensions that are
-    contracted, and as the result over the others, by mesh axes that are still free. None unless every product has a
-    line for its weight, and all that share an operand bring it to one spec.
+    A layout has vias for weights: `in_via` of [ffn] is for `w_in`, and for `w_gate`, whose default spec is that of
+    `w_in`. In a custom section, `taps_via` is for `taps` or `w_taps`. In a group, a weight without a via follows the
+    first weight: its contracted dimensions are sharded as in the first, and its other dimensions as in the result, by
+    mesh axes that are still free. The result is None unless every product has a via for its weight, and all products
+    that share an operand bring it to one spec.
 
     Args:
-      equation: in specs.
+      equation: the equation in specs.
       keys: the keys of its lines in reading order, as `named_equation` returns them.
-      look_up: from a key to the line's spec, or to None where it is absent.
+      look_up: a function from a key to the line's spec, or to None if the line is absent.
+
+    Raises:
+      PlanError: a search meets unknown vias that bring a shared operand to two specs.
     """
     rest, products = iter(keys), []
     for term in equation.terms:
@@ -110,9 +113,9 @@ def pinned(equation: Equation, keys: Sequence[str], look_up: LookUp) -> Via | No
             else:
                 return None
         left, *others = dict.fromkeys(left for left, _ in met)
-        if others and unknowns_in((left, *others)):  # a search lets them be one place
+        if others and unknowns_in((left, *others)):  # a search has one unknown for both
             raise PlanError(
-                f"the vias of a group bring its operand to '{left}' and to '{others[0]}': it needs one place."
+                f"the vias of a group bring its operand to '{left}' and to '{others[0]}'.\n  Write one spec in both."
             )
         if others:
             return None
@@ -126,7 +129,7 @@ def _section(key: str) -> str:
 
 
 def _via(key: str, look_up: LookUp) -> Via | None:
-    """Return the via that the layout writes for a weight, or for the one that its line stands in for."""
+    """Return the via that the layout writes for a weight, or for the weight whose spec is its default."""
     for each in (key, KEYS[key].default if key in KEYS else None):
         if each is None:
             continue
@@ -134,7 +137,7 @@ def _via(key: str, look_up: LookUp) -> Via | None:
             text = look_up(via_of(each))
         except UnresolvedError:
             raise
-        except LayoutError:  # a section of one's own does not write it
+        except LayoutError:  # a custom section does not write it
             continue
         if text is not None:
             return parse_via(text)
@@ -142,7 +145,7 @@ def _via(key: str, look_up: LookUp) -> Via | None:
 
 
 def _beside(left: Spec, first: Spec, weight: Spec, result: Spec) -> Spec:
-    """Return where a weight meets `left`, which the first weight of its group meets too."""
+    """Return the spec of a weight in its product with `left`, from that of the first weight of its group."""
     axes = {dim: first.axes_of(dim) for dim in weight.dims if dim in left.dims}
     taken = left.used.union(*axes.values())
     for dim in weight.dims:

@@ -17,7 +17,7 @@ def short(layout: LayoutTable) -> str:
 
 
 def plain(layout: LayoutTable) -> str:
-    """Return the table as text, section by section as in its file."""
+    """Return the table as text, section by section, as in its file."""
     width = max((len(key) for _, lines in _sections(layout) for key, _ in lines), default=0)
     below = f"\n  {' ' * width}| "
     blocks = [
@@ -57,5 +57,5 @@ def _text(text: Any) -> str:
 
 
 def _order(parts: Sequence[tuple[str, str, str]], line: tuple[str, str, str]) -> int:
-    """Return the position of the section's first line, so that lines added later join their section."""
+    """Return the position of the section's first line, so that lines added later are listed in their section."""
     return next(at for at, other in enumerate(parts) if other[0] == line[0])

@@ -30,9 +30,9 @@ class Ranked:
 
     Attributes:
       name: the layout's name.
-      seconds: predicted, without overlap.
-      wire_bytes: sent by one device.
-      plans: of the equation in and the equation out.
+      seconds: the predicted time, without overlap.
+      wire_bytes: bytes that one device sends.
+      plans: the plans of the block's first and second equation.
       reason: why the layout does not fit these sizes on this mesh; empty if it fits.
     """
 
@@ -60,7 +60,7 @@ class Ranking(list[Ranked]):
     """A list of `Ranked`, cheapest first, which prints as a table.
 
     Attributes:
-      title: what was ranked, on which mesh and chip, and by which objective.
+      title: the block that was ranked, its mesh and chip, and the objective.
     """
 
     def __init__(self, ranked: Iterable[Ranked], title: str):
@@ -94,15 +94,15 @@ def rank(
 
     Args:
       names: presets, paths or layouts; a single one is a list of one.
-      sizes: of B, L, E and F.
+      sizes: the sizes of B, L, E and F.
       mesh: sizes of the mesh axes; an axis that a layout declares and the mesh lacks has size 1.
-      chip: the hardware that costs are computed for.
-      objective: `"seconds"` or `"wire_bytes"`; ties go by the other, then by the order of `names`.
-      gated: two matrices in (SwiGLU) instead of one.
-      dtype: of weights and activations.
+      chip: the chip whose costs are computed.
+      objective: `"seconds"` or `"wire_bytes"`; ties are ordered by the other one, then by the order of `names`.
+      gated: whether the block is gated, with two first matrices (SwiGLU) instead of one.
+      dtype: the dtype of weights and activations.
 
     Returns:
-      a list with one `Ranked` per name, which prints as a table. Layouts that do not fit come last, with the reason.
+      A list with one `Ranked` per name, which prints as a table. Layouts that do not fit come last, with the reason.
 
     Raises:
       LayoutError: an unknown preset or objective, missing or invalid sizes, or a mesh axis that a layout does not
@@ -119,7 +119,7 @@ def rank(
     """
     if not isinstance(objective, str) or objective not in OBJECTIVES:
         remedy = f"{suggestion(str(objective), OBJECTIVES)}Rank by {' or '.join(OBJECTIVES)}."
-        raise LayoutError(f"no layout is ranked by {shown(objective)}.\n  {remedy}")
+        raise LayoutError(f"cannot rank layouts by {shown(objective)}.\n  {remedy}")
     if not isinstance(gated, bool):
         raise LayoutError(f"cannot rank layouts with gated={shown(gated)}.\n  It is True or False.")
     layouts, row, sizes = _layouts(names), chip_row(chip), _sizes(sizes)
@@ -131,7 +131,7 @@ def rank(
 
 
 def equations(layout: Layout, gated: bool = False) -> tuple[tuple[Equation, Via | None], tuple[Equation, Via | None]]:
-    """Return the equation in and the equation out of a layout's feed-forward block, each with its via.
+    """Return the first and the second equation of a layout's feed-forward block, each with its via.
 
     >>> equations(Layout.load("megatron-1d"))[1]
     (<Equation 'B_xLF_yz, F_yzE -> B_xLE'>, <Via 'B_xLF_yz, F_yzE'>)

@@ -23,7 +23,7 @@ _ORDER = (
 
 
 def preset_names() -> tuple[str, ...]:
-    """List all presets, the known ones in a fixed order."""
+    """Return the names of all presets, the known ones in a fixed order."""
     there = {entry.name.removesuffix(".toml") for entry in _PRESETS.iterdir() if entry.name.endswith(".toml")}
     return (*(name for name in _ORDER if name in there), *sorted(there.difference(_ORDER)))
 
@@ -41,7 +41,7 @@ def text_of(name: str | PathLike) -> str:
     """Read the text of a preset, or of the file at a path.
 
     Raises:
-      LayoutError: there is no such preset, or no such file, or it cannot be read.
+      LayoutError: no preset has this name, or the file does not exist or cannot be read.
     """
     path = fspath(name) if isinstance(name, str | PathLike) else None
     if not isinstance(path, str):
@@ -85,7 +85,7 @@ def _document(name: str | PathLike) -> dict[str, Any]:
 
 def _base_fields(base: Any, name: str | PathLike, below: tuple[Path, ...]) -> dict[str, Any]:
     """Read the fields of a file's base; if the base is a path, it is relative to the folder of the file."""
-    # As Path.resolve, which has an error of its own for links in a circle.
+    # os.path.realpath instead of Path.resolve, which raises another error for links in a circle.
     chain = (*below, Path(os.path.realpath(name)))
     path = Path(name).parent / base if isinstance(base, str) and is_path(base) else None
     if not isinstance(base, str) or "\0" in base or (path and Path(os.path.realpath(path)) in chain):
@@ -111,7 +111,7 @@ def _mesh(mesh: Any, name: str | PathLike) -> dict[str, tuple[str, ...]]:
 
 def _merged(inherited: dict[str, Any], document: dict[str, Any]) -> dict[str, Any]:
     sections = [*document.items()]
-    if isinstance(document.get(SERVING), dict):  # before what the file itself says of a phase
+    if isinstance(document.get(SERVING), dict):  # first, so that the file's lines for one phase override them
         both = document.pop(SERVING)
         sections = [*((phase, both) for phase in PHASES), *document.items()]
     for section, entries in sections:
@@ -123,12 +123,12 @@ def _merged(inherited: dict[str, Any], document: dict[str, Any]) -> dict[str, An
             inherited["overrides"].setdefault(section, {}).update(_flat(entries))
         else:
             inherited["table"].update({f"{section}.{key}": spec for key, spec in _flat(entries).items()})
-    # The base's declaration of a user-defined key wins: a file on top may change its spec, not its dimensions.
+    # The base declares the dimensions of user-defined keys: a file based on it may change specs, but not dimensions.
     return inherited | {"own": declared(inherited["table"]) | inherited["own"]}
 
 
 def _flat(entries: dict[str, Any]) -> dict[str, Any]:
-    """Flatten nested tables, as which TOML reads `ffn.w_in` without quotes, into quoted keys; lists become tuples."""
+    """Flatten nested tables into keys such as `ffn.w_in`, which TOML nests if unquoted; lists become tuples."""
     flat: dict[str, Any] = {}
     for key, value in entries.items():
         alternatives = isinstance(value, list) and value and all(isinstance(text, str) for text in value)

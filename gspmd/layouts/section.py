@@ -1,4 +1,4 @@
-"""One part of a layout: specs by attribute, and equations by the names of lines."""
+"""One section of a layout: specs by attribute, and equations in the names of lines."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -13,12 +13,12 @@ from gspmd.layouts.rules.keys import Text, UnresolvedError, look_up
 
 @dataclass(frozen=True)
 class Section:
-    """One part of a layout: its specs as text by attribute, `ffn.w_in`, and equations in the names of its lines.
+    """One section of a layout: its specs as text by attribute, `ffn.w_in`, and equations in the names of its lines.
 
-    An optional key that is absent is None. No line may be called as a method of this class.
+    An optional key that is absent is None. No line may have the name of a method of this class.
 
     Attributes:
-      lowering: the lowering that the layout asks of this part; None leaves it to the caller.
+      lowering: the lowering that the layout sets for this section; None leaves the choice to the caller.
 
     Example:
       >>> from gspmd.layouts import Layout
@@ -50,7 +50,7 @@ class Section:
         return hash((self._part, str(sorted(self._specs.items(), key=str))))
 
     def renamed(self, names: Mapping[str, str]) -> "Section":
-        """Return this section with other names for some keys of the layout, as for a second layer of one kind.
+        """Return this section with other keys for some names, for example for a second layer of the same kind.
 
         >>> from gspmd.layouts import Layout
         >>> shared = Layout.load("gshard").ffn.renamed({"w_in": "moe.shared_in", "hidden": "moe.shared_hidden"})
@@ -60,7 +60,7 @@ class Section:
         return replace(self, _names={**self._names, **names})
 
     def key_of(self, name: str) -> str:
-        """Return the key of a name in the layout: `w_in` of this section, `attention.query` of another one."""
+        """Return the layout's key for a name: `w_in` is of this section, `attention.query` of another one."""
         if not isinstance(name, str):
             raise LayoutError(f"no line of a layout is called {shown(name)}.\n  A name is a string, such as 'w_in'.")
         if name in self._names:
@@ -71,12 +71,12 @@ class Section:
         """Return the spec of a tensor by its name.
 
         Raises:
-          LayoutError: there is no such line, or it is absent, or has alternatives (see `Layout.resolved`).
+          LayoutError: the line is unknown or absent, is a via, or has alternatives (see `Layout.resolved`).
         """
         key = self.key_of(name)
         text = self._look_up(key)
         if key.endswith("via"):
-            raise LayoutError(f"{key} says where two operands meet, and is no spec.\n  Read it as layout[{key!r}].")
+            raise LayoutError(f"{key} is a via of two specs, not a spec.\n  Read it as layout[{key!r}].")
         if text is None:
             raise LayoutError(f"the layout does not write {key}, which is optional.")
         return Spec.parse(text)
@@ -87,19 +87,19 @@ class Section:
     # -- computing ----------------------------------------------------------------------------------------------------
 
     def equation(self, text: str) -> Equation:
-        """Return an equation that is written in the names of lines, in their specs.
+        """Return an equation in specs, from one in the names of lines.
 
         Args:
-          text: `"residual, w_in -> hidden"`; lines of other sections have theirs in front, `"attention.query"`.
+          text: such as `"residual, w_in -> hidden"`; lines of other sections are named with them, `"attention.query"`.
 
         Raises:
-          LayoutError: something in it is no name of a tensor in this layout.
-          SpecError: it is no equation, or the specs do not go together.
+          LayoutError: a name in `text` is not a tensor of this layout.
+          SpecError: `text` is not an equation, or the specs do not make an equation.
         """
         return naming.named_equation(text, self.key_of, self._look_up)[0]
 
     def via(self, text: str) -> Via | None:
-        """Return where operands of an equation meet, as the lines for its weights say; None if there are none.
+        """Return the via of an equation, from the lines for its weights; None if the layout has no such lines.
 
         >>> from gspmd.layouts import Layout
         >>> Layout.load("weight-stationary-2d").attention.via("residual, (w_q, w_k, w_v) -> (query, key, key)")
@@ -108,19 +108,19 @@ class Section:
         return naming.pinned(*naming.named_equation(text, self.key_of, self._look_up), self._look_up)
 
     def einsum(self, text: str, *operands: Any, via: str | None = None, **options: Any) -> Any:
-        """Compute an equation in the names of lines; the layout also says where operands meet.
+        """Compute an equation in the names of lines, with the via that the layout has for it.
 
         Args:
           text: as for `equation`.
-          operands: as `gspmd.einsum` takes them.
-          via: the name of the line that pins this product; None looks for the line of the weight, `in_via` for `w_in`.
-          options: those of `gspmd.einsum`.
+          operands: as for `gspmd.einsum`.
+          via: the name of the via's line; None takes the line for the weight, such as `in_via` for `w_in`.
+          options: further arguments of `gspmd.einsum`.
 
         Returns:
-          The result, placed as its line says, or a tuple of the results.
+          The result, sharded as its line says, or a tuple of the results.
 
         Raises:
-          LayoutError, SpecError: as `equation`. PlanError, SpecError: as `gspmd.einsum`.
+          LayoutError, SpecError: as `equation` does. PlanError, SpecError: as `gspmd.einsum` does.
 
         Example:
           >>> import jax, jax.numpy as jnp
@@ -143,18 +143,18 @@ class Section:
         return einsum(equation, *operands, via=met, **options)
 
     def move(self, text: str, x: Any, **options: Any) -> Any:
-        """Bring an array from one line's spec to another's; it is returned as it is where both agree.
+        """Move an array from one line's spec to another's; it is returned unchanged if both specs are equal.
 
         Args:
-          text: the two lines, `"residual -> attention.residual"`.
-          x: an array that lies as the first line says.
-          options: those of `gspmd.reshard`.
+          text: the two lines, such as `"residual -> attention.residual"`.
+          x: an array sharded as the first line says.
+          options: further arguments of `gspmd.reshard`.
 
         Returns:
-          The array, placed as the second line says.
+          The array, sharded as the second line says.
 
         Raises:
-          LayoutError, SpecError: as `equation`, or the text is no move.
+          LayoutError, SpecError: as `equation` does, or if `text` is not a move.
 
         Example:
           >>> import jax, jax.numpy as jnp
@@ -177,12 +177,12 @@ class Section:
 
         Args:
           text: the lines of x and of the scale, `"residual, norm"`.
-          x: [B, L, E]; the result lies as it does.
+          x: [B, L, E]; the result is sharded like it.
           scale: [E].
-          options: those of `gspmd.ops.rms_norm`.
+          options: further arguments of `gspmd.ops.rms_norm`.
 
         Raises:
-          LayoutError: a name is no line, or there are not two.
+          LayoutError: a name is not a line of the layout, or there are not two names.
         """
         from gspmd.ops._norm import rms_norm
 
@@ -193,12 +193,12 @@ class Section:
 
         Args:
           text: the lines of x, of the scale and of the bias, `"residual, norm, norm_bias"`.
-          x: [B, L, E]; the result lies as it does.
-          scale, bias: [E]; no bias where it is None.
-          options: those of `gspmd.ops.layer_norm`.
+          x: [B, L, E]; the result is sharded like it.
+          scale, bias: [E]; None for no bias.
+          options: further arguments of `gspmd.ops.layer_norm`.
 
         Raises:
-          LayoutError: a name is no line, or there are not three.
+          LayoutError: a name is not a line of the layout, or there are not three names.
         """
         from gspmd.ops._layer_norm import layer_norm
 
@@ -209,21 +209,21 @@ class Section:
 
         Args:
           text: the lines of x and of the bias, `"hidden, b_in"`.
-          x: [B, L, F], or with other dimensions; the result lies as it does.
-          bias: the last dimensions of x.
+          x: [B, L, F], or with other dimensions; the result is sharded like it.
+          bias: [F], or the last dimensions of x.
 
         Raises:
-          LayoutError: a name is no line, or there are not two.
+          LayoutError: a name is not a line of the layout, or there are not two names.
         """
         from gspmd.ops._bias import add_bias
 
         return add_bias(x, bias, *self._lines(text, 2))
 
     def _lines(self, text: str, count: int) -> list[Spec]:
-        """Return the specs of so many lines, `"residual, norm"`."""
+        """Return the specs of `count` lines, from their names such as `"residual, norm"`."""
         names = [name.strip() for name in text.split(",")] if isinstance(text, str) else []
         if len(names) != count:
-            raise LayoutError(f"cannot read {shown(text)}: {count} lines are wanted, as in 'residual, norm'.")
+            raise LayoutError(f"cannot read {shown(text)}.\n  Name {count} lines, as in 'residual, norm'.")
         return [self.spec(name) for name in names]
 
 
@@ -231,7 +231,7 @@ class Section:
 class SectionSpecs:
     """The specs of a section: a `Spec` for every tensor, a `Via` for every key that ends in "via", None where absent.
 
-    The section is one of a layout, or anything with specs as attributes. Each text is parsed once.
+    The section may be one of a layout, or any object with specs as attributes. Each text is parsed once.
 
     Example:
       >>> from gspmd.layouts import Layout
@@ -248,4 +248,4 @@ class SectionSpecs:
         text = getattr(self._section, key)
         if text is None:
             return None
-        return parse_via(text) if key.endswith("via") else Spec.parse(text)  # both remember what they have parsed
+        return parse_via(text) if key.endswith("via") else Spec.parse(text)  # both cache their results

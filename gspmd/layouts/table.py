@@ -1,4 +1,4 @@
-"""The table of a layout: its fields, and its answers for one tensor and for one part of the model."""
+"""The table of a layout: its fields, and lookups of one tensor or one part of the model."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -16,10 +16,10 @@ class ChosenAlternatives:
     """The alternatives that were taken in one section.
 
     Attributes:
-      section: the overriding section, or empty.
-      name: as it is printed: the section, or the part of the model.
-      place, count: which of how many.
-      specs: key to what was taken.
+      section: the overriding section; empty in the layout's own table.
+      name: the printed name: the overriding section, or the part of the model.
+      place, count: the position that was taken, from 0, and the number of alternatives.
+      specs: key to the spec that was taken.
     """
 
     section: str
@@ -31,7 +31,7 @@ class ChosenAlternatives:
 
 @dataclass(frozen=True)
 class LayoutTable:
-    """The fields of a layout, asked by key, `layout["ffn.w_in"]`, and by part, `layout.section("ffn")`.
+    """The fields of a layout, with lookup by key, `layout["ffn.w_in"]`, and by part, `layout.section("ffn")`.
 
     `gspmd.layouts.Layout` describes the fields.
     """
@@ -43,7 +43,7 @@ class LayoutTable:
     overrides: Mapping[str, Mapping[str, Text]] = field(default_factory=dict)
     lowerings: Mapping[str, str] = field(default_factory=dict)
     dimensions: Mapping[str, str] = field(default_factory=dict)
-    own: Mapping[str, Dims] = None  # type: ignore[assignment]  # left out, it is read off the table below
+    own: Mapping[str, Dims] = None  # type: ignore[assignment]  # None is replaced by what the table declares
     padding: Mapping[str, int] = field(default_factory=dict)
     choices: tuple[ChosenAlternatives, ...] = ()
     serves: str = ""
@@ -56,7 +56,7 @@ class LayoutTable:
         """Return the spec of a tensor.
 
         Raises:
-          LayoutError: an unknown key, an optional one that is absent, or one with alternatives (see `resolved`).
+          LayoutError: the key is unknown, optional and absent, or has alternatives (see `resolved`).
         """
         spec = look_up(self.table, key)
         if spec is None:
@@ -75,7 +75,7 @@ class LayoutTable:
         return Spec.parse(self[key])
 
     def section(self, part: str) -> Section:
-        """Return a part of the model (embedding, attention, ffn, moe, output, or user-defined), its keys as attributes.
+        """Return a section (embedding, attention, ffn, moe, output, or user-defined) with its keys as attributes.
 
         `layout.ffn` is short for `layout.section("ffn")`.
         """
@@ -101,7 +101,7 @@ class LayoutTable:
         return self._overridden("optimizer", key) or self[key]
 
     def cache(self, key: str = "attention.key") -> str:
-        """Return the spec of the key/value cache, with length T: as attention.key unless [cache] overrides it.
+        """Return the spec of the key/value cache, with length T: that of attention.key unless [cache] overrides it.
 
         >>> from gspmd.layouts import Layout
         >>> Layout.load("weight-stationary-2d").cache()
@@ -115,18 +115,18 @@ class LayoutTable:
 
     @property
     def lowering(self) -> str | None:
-        """Default of [lowering]; None leaves it to the caller."""
+        """The `default` of [lowering]; None leaves the choice to the caller."""
         return self.lowerings.get("default")
 
     def lowering_of(self, part: str) -> str | None:
-        """Return the lowering of a part of the model, by default that of the layout."""
+        """Return the lowering of a part of the model; by default the layout's `default`."""
         if not isinstance(part, str):
             raise unknown("part", part, self._parts)
         return self.lowerings.get(part, self.lowering)
 
     @property
     def chosen(self) -> tuple[str, ...]:
-        """Alternatives that `resolved` took, a line for each section that has some; none that were overridden since."""
+        """Alternatives that `resolved` took and nothing overrode since, one line for each section that has some."""
         lines = []
         for choice in self.choices:
             table = self.overrides.get(choice.section, {}) if choice.section else self.table
@@ -140,7 +140,7 @@ OfTable = TypeVar("OfTable", bound=LayoutTable)
 
 
 def parameters_of(layout: LayoutTable) -> Iterator[tuple[str, str]]:
-    """Yield every parameter's key with its spec; a section or a key that the layout does not have is left out."""
+    """Yield every parameter's key with its spec, without keys and sections that the layout does not write."""
     written = set(sections(layout.table))
 
     def is_written(name: str | None) -> bool:
@@ -152,7 +152,7 @@ def parameters_of(layout: LayoutTable) -> Iterator[tuple[str, str]]:
 
 
 def unknown(what: str, name: Any, known: tuple[str, ...]) -> LayoutError:
-    """Return the error for a part or a phase that no layout has."""
+    """Return the error for the name of a part or a phase that no layout has."""
     near = suggestion(name, known) if isinstance(name, str) else ""
     known = f"{what.capitalize()}s: {', '.join(known)}."
     return LayoutError(f"no {what} of a layout is called {shown(name)}.\n  {near}{known}")

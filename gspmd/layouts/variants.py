@@ -1,4 +1,4 @@
-"""Variants of a layout: with other specs, stored as another one, for single positions, and inside a shard_map."""
+"""Variants of a layout: with other specs, stored as another layout, for single positions, and inside a shard_map."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -17,11 +17,11 @@ def overridden(layout: OfTable, specs: Any) -> OfTable:
     """Return a layout with the specs, lowerings and multiples of padding of `specs`, which are not checked here.
 
     Raises:
-      LayoutError: it is no mapping, or a value is of the wrong type.
+      LayoutError: `specs` is not a mapping, or a value is of the wrong type.
     """
     if not isinstance(specs, Mapping):
         raise LayoutError(f'cannot override with {shown(specs)}.\n  Write {{"ffn.w_in": "E_xF_y"}}, keys to specs.')
-    # As in a file: what is said of both phases of serving comes before what is said of one.
+    # As in a file, lines for both phases of serving come first, so that lines for one phase override them.
     for key, value in sorted(specs.items(), key=lambda entry: not str(entry[0]).startswith(f"{SERVING}.")):
         section, _, rest = key.partition(".") if isinstance(key, str) else ("", "", "")
         text, multiple = _text(value), whole_number(value) if isinstance(value, str) else whole(value)
@@ -53,18 +53,18 @@ def _text(value: Any) -> Text | None:
 
 
 def stored_specs(layout: LayoutTable, other: LayoutTable) -> dict[str, str]:
-    """Return what a layout has to write to store parameters and cache as another one does: key to spec.
+    """Return the overrides with which a layout stores parameters and cache as another one does: key to spec.
 
     Args:
-      layout, other: a `Layout`.
+      layout, other: the two layouts.
 
     Raises:
-      LayoutError: they are not of the same mesh axes.
+      LayoutError: the layouts have different mesh axes.
     """
     if set(layout.axes) != set(other.axes):
         of = [f"'{each.name}' has {', '.join(each.axes)}" for each in (layout, other)]
         raise LayoutError(
-            f"layout '{layout.name}' cannot use what layout '{other.name}' stores: they are of other mesh axes.\n"
+            f"layout '{layout.name}' cannot store parameters as layout '{other.name}': they have other mesh axes.\n"
             f"  {of[0]}, and {of[1]}; give both the same, unused ones with size 1."
         )
     return {**dict(parameters_of(other)), "cache.attention.key": other.cache()}
@@ -101,13 +101,13 @@ def inner_specs(table: Mapping[str, Text], axes: Sequence[str]) -> dict[str, Tex
 
 
 def data_axes(layout: LayoutTable) -> tuple[str, ...]:
-    """Return the mesh axes along which pipelines run side by side, each on sequences of its own.
+    """Return the mesh axes along which pipelines run side by side, each on its own sequences.
 
-    They split the batch and nothing else, and stand first there in every spec: a device of the stages has one run of
-    sequences, which the axes that stand behind them split on.
+    These axes split only the batch, and come first in B in every spec: each pipeline has one run of consecutive
+    sequences, which the axes after them split further.
 
     Args:
-        layout: a `Layout` without alternatives. Its experts are not looked at.
+        layout: a `Layout` without alternatives. Its [moe] section is ignored.
 
     Example:
         >>> from gspmd.layouts import Layout
@@ -132,7 +132,7 @@ def data_axes(layout: LayoutTable) -> tuple[str, ...]:
 
 
 def _changed(table: Mapping[str, Text], kinds: Sequence[str], change: Callable[[str, str], str]) -> dict[str, Text]:
-    """Return the specs that (text, kind) -> text changes, in every alternative, of some kinds of keys."""
+    """Apply (text, kind) -> text to every alternative of keys of some kinds, and return the specs that change."""
     changed: dict[str, Text] = {}
     for name, kind in ((name, KEYS[name].kind) for name in table if name in KEYS):
         if kind in kinds:
@@ -143,7 +143,7 @@ def _changed(table: Mapping[str, Text], kinds: Sequence[str], change: Callable[[
 
 
 def _one_position(text: str, kind: str) -> str:
-    """Return a spec or a via with L whole; the text as it stands where L is whole already."""
+    """Return a spec or a via with L whole; the unchanged text if L is whole already."""
     if kind == "via":
         activation, weight = parse_via(text).specs
         sharded = "L" in activation.dims and activation.axes_of("L")

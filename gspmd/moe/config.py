@@ -17,11 +17,11 @@ class Kind:
     """The properties of a router that a config depends on.
 
     Attributes:
-        choices: experts that each token is sent to; None for `MoEConfig.k`.
-        jitter: half-width of the random factor on its input in its paper.
-        z_weight: weight of the z-loss in its paper.
-        by_experts: whether experts choose tokens instead of tokens experts.
-        noisy: whether a second matrix gives the width of the noise on its logits.
+        choices: number of experts that each token is sent to; None if `MoEConfig.k` says it.
+        jitter: its paper's half-width of the random factor on the router's input.
+        z_weight: its paper's weight of the z-loss.
+        by_experts: whether experts choose tokens, instead of tokens choosing experts.
+        noisy: whether a second matrix gives the width of the noise on the logits.
     """
 
     choices: int | None
@@ -47,37 +47,38 @@ DISPATCHES = (*SLOT_FORMS, "dropless")
 class MoEConfig:
     """Configure the mixture-of-experts blocks of a model.
 
-    `capacity_factor` counts slots per routed choice: an expert takes factor · k · tokens / experts of each group, k
-    being the choices per token (1 for switch, 2 for gshard and st-moe), rounded up, at most the tokens of the group.
-    Experts that choose (expert-choice) take factor · tokens / experts: there the factor is the experts per token.
+    `capacity_factor` is the number of slots per routed choice. An expert has factor · k · tokens / experts slots for
+    each group, rounded up, and at most as many as the group has tokens; k is the number of choices per token (1 for
+    switch, 2 for gshard and st-moe). In expert-choice an expert has factor · tokens / experts slots, so the factor is
+    the mean number of experts per token.
 
     Attributes:
         experts: number of experts X in each block.
         every: every n-th layer of the model is a mixture-of-experts block.
         router: "noisy-top-k" (Shazeer et al. 2017), "gshard" (Lepikhin et al. 2020), "switch" (Fedus et al. 2021),
             "st-moe" (Zoph et al. 2022), "top-k" (as Mixtral's), or "expert-choice" (Zhou et al. 2022).
-        k: choices per token of noisy-top-k and top-k; None is 2. Other routers have their own.
-        renormalize: whether top-k's gates are divided by their sum, as Mixtral's are; False keeps probabilities.
-        priority: whether slots go to the most confident tokens first (Riquelme et al. 2021), not in the tokens' order.
-        capacity_factor: slots per routed choice in training; 0 sends every token past the experts.
+        k: choices per token for noisy-top-k and top-k; None means 2. In other routers it is fixed.
+        renormalize: whether top-k's gates are divided by their sum, as in Mixtral; False keeps probabilities.
+        priority: whether slots go to the most confident tokens first (Riquelme et al. 2021), instead of in order.
+        capacity_factor: slots per routed choice in training; with 0 no expert takes any token.
         evaluation_capacity_factor: slots per routed choice in evaluation.
-        groups: groups G that the tokens of a batch are routed in; None makes every sequence a group.
-        dispatch: "sort" (gather into the capacity buffer), "onehot" (the papers' einsums, with the same result), or
-            "dropless" (no capacity: no token is lost).
-        aux_weight: the load-balancing loss of perfectly balanced experts, whatever the router.
-        z_weight: weight of the mean square of the logits' logsumexp; None is the value of the router's paper: 1e-3 for
-            st-moe, 0 for the others.
+        groups: number of groups G into which the tokens of a batch are divided; None makes every sequence a group.
+        dispatch: "sort" (gathers into the capacity buffer), "onehot" (the papers' einsums, with the same result), or
+            "dropless" (no capacity, so no token is lost).
+        aux_weight: weight of the load-balancing loss: its value for perfectly balanced experts, with any router.
+        z_weight: weight of the mean square of the logits' logsumexp; None takes the value of the router's paper: 1e-3
+            for st-moe, 0 for the others.
         importance_weight: weight of noisy-top-k's squared variation of the experts' summed gates.
         load_weight: weight of noisy-top-k's squared variation of the experts' smooth loads.
         router_scale: variance of the router's initial weights times its fan-in. With Switch's 0.1 routing begins nearly
-            even; in short runs, experts specialise sooner with more.
-        jitter: half-width of the random factor on the router's input in training; None is the value of the router's
+            even. In short runs, experts specialise sooner with a larger value.
+        jitter: half-width of the random factor on the router's input in training; None takes the value of the router's
             paper: 1e-2 for switch, 0 for the others.
         dropout: share of the experts' hidden activations that training drops.
-        shared: experts that every token uses in addition to those it is sent to.
+        shared: number of experts that every token uses in addition to those it is sent to.
 
     Raises:
-        PlanError: naming every invalid setting.
+        PlanError: a setting is invalid; the message names all that are.
 
     Example:
         >>> MoEConfig(experts=8, capacity_factor=1.25).capacity(tokens=128)
@@ -106,7 +107,7 @@ class MoEConfig:
     shared: int = 0
 
     def __post_init__(self):
-        if isinstance(self.dispatch, str) and self.dispatch == "auto":  # as older configs and saved runs call it
+        if isinstance(self.dispatch, str) and self.dispatch == "auto":  # the name in older configs and saved runs
             object.__setattr__(self, "dispatch", "sort")
         faults = [*_number_faults(self), *_name_faults(self)]
         if faults:
@@ -115,22 +116,22 @@ class MoEConfig:
 
     @property
     def choices(self) -> int:
-        """Choices per token, k; the number of experts where the experts choose."""
+        """Number of choices per token, k; in expert choice, the number of experts."""
         return self.experts if ROUTERS[self.router].by_experts else self._per_token
 
     @property
     def used(self) -> float:
-        """Experts that a token uses when none overflows; where the experts choose, the mean."""
+        """Number of experts that a token uses if none overflows; in expert choice, the mean."""
         return min(self.capacity_factor, self.experts) if ROUTERS[self.router].by_experts else self._per_token
 
     @property
     def causal(self) -> bool:
-        """Whether a token's result is independent of later tokens; experts that choose read the whole group."""
+        """Whether a token's result is independent of later tokens. In expert choice, experts read the whole group."""
         return not ROUTERS[self.router].by_experts
 
     @property
     def noisy(self) -> bool:
-        """Whether the router has a second matrix, for the width of its noise."""
+        """Whether the router has a second matrix for the width of its noise."""
         return ROUTERS[self.router].noisy
 
     @property
@@ -144,10 +145,10 @@ class MoEConfig:
         return ROUTERS[self.router].z_weight if self.z_weight is None else self.z_weight
 
     def capacity(self, tokens: int) -> int:
-        """Slots per expert for a group of `tokens`: `tokens` for dropless, 0 at factor 0.
+        """Return the slots per expert for a group of `tokens`: `tokens` for dropless, 0 for a factor of 0.
 
         Raises:
-            SpecError: tokens is not a whole number, or negative.
+            SpecError: `tokens` is negative or not a whole number.
         """
         if not isinstance(tokens, Integral) or isinstance(tokens, bool) or tokens < 0:
             raise SpecError(
@@ -160,12 +161,12 @@ class MoEConfig:
         return min(slots, tokens)
 
     def evaluation(self) -> "MoEConfig":
-        """The same blocks in evaluation: evaluation_capacity_factor, no jitter, no dropout."""
+        """Return the config for evaluation: with evaluation_capacity_factor, and without jitter and dropout."""
         return replace(self, capacity_factor=self.evaluation_capacity_factor, jitter=0.0, dropout=0.0)
 
     @property
     def _per_token(self) -> int:
-        """Choices per token by which capacity is counted."""
+        """Number of choices per token in the formula of the capacity."""
         kind = ROUTERS[self.router]
         return 1 if kind.by_experts else kind.choices or self.k or 2
 
@@ -189,7 +190,7 @@ def _number_faults(config: MoEConfig) -> Iterator[str]:
     for name in ("jitter", "dropout"):
         value = getattr(config, name)
         if not _fits(name, value, Real, lambda value: 0 <= value < 1):
-            yield f"{name} is {shown(value)}; it must lie in [0, 1)."
+            yield f"{name} is {shown(value)}; it must be in [0, 1)."
 
 
 def _fits(name: str, value: object, kind: type, holds: Callable[[Any], bool]) -> bool:
@@ -213,8 +214,8 @@ def _name_faults(config: MoEConfig) -> Iterator[str]:
         fixed = "lets the experts choose" if kind.by_experts else f"sends a token to {kind.choices}"
         yield f"k is {shown(config.k)}, but router {name} {fixed}; leave k out, or take router top-k."
     if config.renormalize is False and name != "top-k":
-        yield f"renormalize is false, but router {name} has gates of its own; take router top-k."
+        yield f"renormalize is false, but that is a setting of router top-k, not of {name}; take router top-k."
     if kind.by_experts and config.priority is True:
-        yield f"priority orders tokens that wait for slots, and router {name} lets none wait; leave it out."
+        yield f"priority orders tokens that wait for slots, and in router {name} no token waits; leave it out."
     if kind.by_experts and config.dispatch == "dropless":
-        yield f"router {name} fills the slots of every expert, which dropless does not have; take dispatch sort."
+        yield f"router {name} fills the slots of every expert, and dropless has no slots; take dispatch sort."

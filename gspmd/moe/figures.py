@@ -1,4 +1,4 @@
-"""The figures that a layer reports of its router: the auxiliary loss, and statistics."""
+"""The figures that a layer reports about its router: the auxiliary loss and statistics."""
 
 import jax
 import jax.numpy as jnp
@@ -14,10 +14,11 @@ _SUMS = ("dropped", "entropy", "confidence")  # summed over tokens
 
 
 def summarize(routing: Routing, logits: jax.Array, config: MoEConfig, mask: jax.Array | None) -> jax.Array:
-    """Per group, the terms that `figures` adds up: [G, 6 + X].
+    """Return the terms that `figures` adds up, for each group: [G, 6 + X].
 
-    The loss, whether the group has a real token, the number of real tokens; summed over real tokens, the share of
-    dropped choices, the entropy of the router's probabilities and the largest of them; and the choices per expert.
+    They are the loss, whether the group has a real token, and the number of real tokens; summed over real tokens, the
+    share of dropped choices, the entropy of the router's probabilities and the largest probability; and the number of
+    choices of each expert.
     """
     real = every_token(logits, mask)
     log_p = jax.nn.log_softmax(jax.lax.stop_gradient(finite(logits[..., : config.experts])), axis=-1)
@@ -33,31 +34,31 @@ def summarize(routing: Routing, logits: jax.Array, config: MoEConfig, mask: jax.
 def figures(summary: jax.Array, places: GroupedSpecs, *, padded: bool) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Reduce the summaries of all groups to the mean loss and the statistics, by one sum over the axes of G."""
     spec = places.per_group("S")
-    # Pinned to the local sum first, so that the all-reduce does not grow with the number of groups.
+    # The via makes each device sum its groups first, so that the all-reduce does not grow with the number of groups.
     total = einsum(Equation.move(spec, Spec(("S",), ((),))), summary, via=Via.of(spec))
     loss, groups, tokens, sums, sent = total[0], total[1], total[2], total[3:6], total[6:]
     stats = {"load": sent / jnp.maximum(1, jnp.sum(sent))}
     stats |= dict(zip(_SUMS, sums / jnp.maximum(1, tokens)))
-    # Without padding the divisor is static, and rematerialization in a backward pass needs no second sum.
+    # Without padding the divisor is static, so rematerialization in a backward pass needs no second all-reduce.
     real_groups = jnp.maximum(1, groups) if padded else summary.shape[0]
     return loss / real_groups, jax.tree.map(jax.lax.stop_gradient, stats)
 
 
 def no_figures(config: MoEConfig) -> dict[str, jax.Array]:
-    """The statistics of a layer without tokens: all 0."""
+    """Return the statistics of a layer without tokens: all 0."""
     return {"load": jnp.zeros(config.experts), **{name: jnp.float32(0) for name in _SUMS}}
 
 
 def _sent(routing: Routing, config: MoEConfig) -> jax.Array:
-    """The choices of each expert, with a slot or without: [G, X]."""
+    """Count the choices of each expert, with and without a slot: [G, X]."""
     waited = (routing.slot >= 0).astype(jnp.float32)
-    # Where experts choose, choice i is expert i: no look-up, whose time would grow with X².
+    # In expert choice, choice i is expert i, so no look-up is needed, whose time would grow with X².
     at_expert = waited if ROUTERS[config.router].by_experts else per_expert(waited, routing.expert, config.experts)
     return jnp.sum(at_expert, axis=1)
 
 
 def _dropped(routing: Routing, config: MoEConfig) -> jax.Array:
-    """The share of each token's choices without a slot; where experts choose, whether none took the token: [G, L]."""
+    """Return the share of each token's choices without a slot; in expert choice, whether none took it: [G, L]."""
     if ROUTERS[config.router].by_experts:
         return ~jnp.any(routing.kept, axis=-1)
     return jnp.mean(routing.slot >= config.capacity(routing.slot.shape[1]), axis=-1)

@@ -1,4 +1,4 @@
-"""Checks of the arguments of this package's functions, before anything is traced."""
+"""Checks of the arguments of this package's functions, before tracing."""
 
 from collections.abc import Iterable, Sequence
 from numbers import Integral
@@ -16,7 +16,7 @@ def choice(doing: str, name: str, value: Any, known: Iterable[str], more: str = 
     """Refuse a value that is not one of the known names.
 
     Raises:
-        PlanError: with the nearest name, if one is similar.
+        PlanError: the value is not a known name; the message proposes a similar one.
     """
     if not isinstance(value, str) or value not in known:
         hint = suggestion(value, known) if isinstance(value, str) else ""
@@ -31,7 +31,7 @@ def settings(doing: str, config: Any) -> MoEConfig:
     """
     if not isinstance(config, MoEConfig):
         raise PlanError(
-            f"cannot {doing}: config is {shown(config)}, and no MoEConfig.\n"
+            f"cannot {doing}: config is {shown(config)}, which is not a MoEConfig.\n"
             "  Write gspmd.moe.MoEConfig(experts=8, router='switch')."
         )
     return config
@@ -41,7 +41,7 @@ def whole(doing: str, name: str, value: Any) -> int:
     """Return a whole number, 0 or more.
 
     Raises:
-        SpecError: it is not a whole number, is negative, or is not known before the program runs.
+        SpecError: the value is not a whole number, is negative, or is not known before the program runs.
     """
     if not isinstance(value, Integral) or isinstance(value, bool) or value < 0:
         raise SpecError(
@@ -57,15 +57,15 @@ def array(
     """Return the value as an array; lists of numbers are converted.
 
     Args:
-        doing: the beginning of the error message.
-        name: of the argument.
-        value: what was passed.
+        doing: the operation, for the error message.
+        name: the name of the argument, for the error message.
+        value: the argument.
         notation: its dimensions, one letter each.
-        real: accept floating-point numbers only, since they are multiplied and differentiated.
-        whole: accept integers only, since they count.
+        real: accept only floating-point numbers, as for values that are multiplied and differentiated.
+        whole: accept only integers, as for counts.
 
     Raises:
-        SpecError: it cannot be an array of that rank and kind.
+        SpecError: the value is not an array of this rank and kind of number.
     """
     wanted = f"[{', '.join(notation)}]"
     if isinstance(value, jax.ShapeDtypeStruct):
@@ -78,7 +78,7 @@ def array(
             value = jnp.asarray(value)
         except (TypeError, ValueError, OverflowError):
             remedy = f"Pass an array {wanted}."
-            raise SpecError(f"cannot {doing}: {name} is {shown(value)}, and no array.\n  {remedy}") from None
+            raise SpecError(f"cannot {doing}: {name} is {shown(value)}, which is not an array.\n  {remedy}") from None
     if len(value.shape) != len(notation):
         fact = f"{name} is {wanted}; found {tuple(value.shape)}"
         raise SpecError(f"cannot {doing}: {fact}.\n  Pass an array of {len(notation)} dimensions.")
@@ -93,7 +93,7 @@ def prng_key(doing: str, key: Any) -> None:
     """Refuse anything but a random key or None.
 
     Raises:
-        PlanError: it is a seed, several keys, or something else.
+        PlanError: the value is a seed, several keys, or something else.
     """
     if key is None:
         return
@@ -102,18 +102,18 @@ def prng_key(doing: str, key: Any) -> None:
     if (typed and key.shape == ()) or old:
         return
     if typed:
-        fact, remedy = f"key holds keys {key.shape}, and one is taken", "Pass one of them, or use jax.vmap"
+        fact, remedy = f"key holds keys {key.shape}, where one is needed", "Pass one of them, or use jax.vmap"
     else:
         seed = key if isinstance(key, Integral) and not isinstance(key, bool) else 0
-        fact, remedy = f"key is {shown(key)}, and no key", f"A key is made of a seed: jax.random.key({seed})"
+        fact, remedy = f"key is {shown(key)}, which is not a key", f"Make a key from a seed: jax.random.key({seed})"
     raise PlanError(f"cannot {doing}: {fact}.\n  {remedy}.")
 
 
 def attributes(doing: str, layout: object, names: Sequence[str]) -> None:
-    """Refuse a layout that lacks some keys of its moe section.
+    """Refuse a layout that lacks keys of the moe section.
 
     Raises:
-        PlanError: naming them.
+        PlanError: keys are missing; the message names them.
     """
     missing = [name for name in names if not hasattr(layout, name)]
     if missing:
@@ -124,7 +124,7 @@ def attributes(doing: str, layout: object, names: Sequence[str]) -> None:
 
 
 def is_known(value: Any) -> bool:
-    """Return whether the values of an array can be read: it is not traced, and all of it is on this host."""
+    """Return whether the values of an array can be read: it is not traced, and this host has all of it."""
     if isinstance(value, jax.Array):
         return not isinstance(value, jax.core.Tracer) and value.is_fully_addressable
     return isinstance(value, np.ndarray)

@@ -49,35 +49,35 @@ def expert_layer(
     With groups and experts over the same mesh axes, a forward pass has two all-to-alls and one small all-reduce of
     losses and loads, plus the collectives within an expert that the layout asks for. Under lowering `looped` slots are
     sent in chunks, and one chunk is multiplied while others are sent (`experts.chunks.chunks_of`). Dropless sends rows
-    sorted by expert, and their counts, instead of slots (`paths.by_rows`). The experts that every token uses,
-    `config.shared`, are a dense layer in addition to this one.
+    sorted by expert, and their counts, instead of slots (`paths.by_rows`). Shared experts (`config.shared`), which
+    every token uses, are a separate dense layer, which this function does not compute.
 
     Args:
-        x: [G, L, E], placed as `layout.groups`: G groups of L tokens, each whole on its device. Tokens and the experts'
-            weights are cast to their joint dtype, in which slots are sent as well.
+        x: [G, L, E], sharded as `layout.groups`: G groups of L tokens, each on one device. Tokens and the experts'
+            weights are cast to their joint dtype, in which slots are sent too.
         weights: "router" [E, X], float32; "w_in" [X, E, F], "w_out" [X, F, E], and "w_gate" [X, E, F] for a gated
-            activation; "router_noise" [E, X], float32, for noisy-top-k. Those of experts may be int8, with the float32
-            scales of their products: "s_in" [X, F], "s_out" [X, E], and "s_gate" [X, F]. They move as int8, are cast to
-            the tokens' dtype where they are multiplied, and have no gradient.
+            activation; "router_noise" [E, X], float32, for noisy-top-k. The experts' weights may be int8, with float32
+            scales of their products: "s_in" [X, F], "s_out" [X, E], and "s_gate" [X, F]. They are moved as int8, cast
+            to the tokens' dtype for the products, and have no gradient.
         layout: the moe section of a layout: .router, .groups, .dispatched, .expert_input, .w_in, .w_gate, .hidden,
             .w_out, and optionally .router_noise, .in_via, .out_via.
-        config: router, capacity, form of dispatch.
-        key: for the random draws of training: jitter of the router's input, second experts, expert dropout.
-        train: whether to use the capacity and the draws of training, or those of evaluation.
-        mask: [G, L] bool, False for padding, placed as the tokens are; None when every token is real.
+        config: the settings of the block, such as router, capacity and form of dispatch.
+        key: the random key of training's draws: jitter of the router's input, second experts, expert dropout.
+        train: True for the capacity and the draws of training, False for those of evaluation.
+        mask: [G, L] bool, False for padding, sharded like the tokens; None if every token is real.
         activation: "swiglu", "geglu", "gelu", "gelu_exact" or "relu".
 
     Returns:
-        The answers [G, L, E], placed as x, 0 for a token that no expert took; the weighted auxiliary loss, a float32
-        scalar, the mean over the groups with a real token; and statistics of the real tokens: "load" [X], the share of
-        choices sent to each expert; "dropped", the share of choices without a slot (where experts choose, of tokens
-        that no expert took); "entropy" of the router's probabilities in nats, and "confidence", the largest of them,
-        both the mean over tokens.
+        The answers [G, L, E], sharded like x; 0 for a token that no expert took.
+        The weighted auxiliary loss, a float32 scalar, the mean over the groups with a real token.
+        Statistics of the real tokens: "load" [X], the share of choices sent to each expert; "dropped", the share of
+        choices without a slot (in expert choice, of tokens that no expert took); and, averaged over tokens, "entropy"
+        of the router's probabilities in nats, and "confidence", the largest probability.
 
     Raises:
-        LayoutError: groups, or their slots, would not be whole on a device; or rows of dropless would move twice.
-        SpecError: sizes that the mesh does not divide; no groups; x, mask or weights of wrong shapes or dtypes.
-        PlanError: an unknown activation; missing weights; an invalid key.
+        LayoutError: the layout shards a group or its slots over several devices, or moves rows of dropless twice.
+        SpecError: the mesh does not divide a size; x has no groups; or x, mask or weights have a wrong shape or dtype.
+        PlanError: the activation is unknown, weights are missing, or the key is not a random key.
 
     Source: GShard, arXiv 2006.16668, §2.2 and Algorithm 2; Switch Transformer, arXiv 2101.03961, §2.
 
@@ -130,7 +130,7 @@ def _checked(x, weights, layout, config, key, mask, activation):
 def _weights(
     x: jax.Array, weights: Mapping[str, Any], config: MoEConfig, activation: str
 ) -> dict[str, jax.Array | np.ndarray]:
-    """The weights that router and activation need, with their shapes checked."""
+    """Return the weights that router and activation need, with their shapes checked."""
     matrices = ["w_in", *["w_gate"] * (activation in GATED), "w_out"]
     quantized = isinstance(weights, Mapping) and getattr(weights.get("w_in"), "dtype", None) == jnp.int8
     scales = [f"s_{name.removeprefix('w_')}" for name in matrices] if quantized else []
@@ -163,7 +163,7 @@ def _of_one_dtype(
 ) -> tuple[jax.Array, dict[str, jax.Array | np.ndarray]]:
     """Cast tokens and the experts' weights to their joint dtype, so that every lowering sends and multiplies in it.
 
-    Weights of int8, and their scales, stay what they are.
+    Weights of int8 and their scales are returned unchanged.
     """
     if weights["w_in"].dtype == jnp.int8:
         return x, dict(weights)
@@ -175,9 +175,9 @@ def _of_one_dtype(
 def _logits(
     x, weights, places: GroupedSpecs, specs: SectionSpecs, config: MoEConfig, key: jax.Array | None
 ) -> jax.Array:
-    """The router's logits [G, L, X] in float32; the input is jittered if there is a key.
+    """Compute the router's logits [G, L, X] in float32, from jittered inputs if there is a key.
 
-    With a second matrix, for noise, they are [G, L, 2X]: both products in one equation, so that x moves once.
+    With a second matrix for noise they are [G, L, 2X]: both products are one equation, so that x is moved once.
     """
     factor, width = None, config.jitter_width
     if key is not None and width:
@@ -193,7 +193,7 @@ def _logits(
 
 
 def _route(logits: jax.Array, config: MoEConfig, places: GroupedSpecs, key, mask) -> tuple[Routing, jax.Array]:
-    """The routing, and the summary of each group (see `figures.summarize`)."""
+    """Return the routing, and the summary of each group (see `figures.summarize`)."""
     draws = named(config).draw(key, (*logits.shape[:2], config.experts), out_sharding=places.random())
     extra = [x for x in (draws, mask) if x is not None]
     choices = places.per_group("LK")

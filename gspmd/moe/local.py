@@ -1,4 +1,4 @@
-"""Functions of a group, run on the device that holds it, without communication in value or gradient."""
+"""Functions of token groups that run on the groups' device, without communication in value or gradient."""
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -23,10 +23,13 @@ def run_local(
     and no input is replicated over devices with different groups.
 
     Args:
-        name: what is computed, in notation.
-        body: from arrays to a tuple of arrays; a cached object, since caches are keyed by it.
-        in_specs, out_specs: one spec per array; all sharded over their groups alike.
-        arrays: inputs; integers and booleans have no gradient.
+        name: the computation in notation.
+        body: a function from arrays to a tuple of arrays. It must be a cached object, because caches are keyed by it.
+        in_specs, out_specs: one spec per array; all shard G in the same way.
+        arrays: the inputs; integers and booleans have no gradient.
+
+    Returns:
+        The results of `body`, sharded as `out_specs`.
     """
     in_specs, out_specs = tuple(in_specs), tuple(out_specs)
     ctx = context()
@@ -68,7 +71,7 @@ def _is_real(x: jax.Array) -> bool:
 
 @lru_cache(maxsize=1024)
 def _pullback(body: Body, real: tuple[bool, ...], answered: tuple[bool, ...]) -> Body:
-    """The pullback of `body`: from its inputs and the cotangents of its real outputs to those of its real inputs."""
+    """Return the pullback of `body`, from inputs and cotangents of real outputs to cotangents of real inputs."""
 
     def pullback(*pieces):
         arrays, cotangents = pieces[: len(real)], pieces[len(real) :]

@@ -1,4 +1,4 @@
-"""The two paths of tokens through the experts: in capacity slots, and dropless in rows sorted by expert."""
+"""The two paths of tokens through the experts: in capacity slots, or dropless in rows sorted by expert."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -32,10 +32,10 @@ class LayerExperts:
 
     Attributes:
         weights: "w_in", "w_out", and "w_gate" for a gated activation, of the tokens' dtype, or int8 with their scales.
-        specs: of the moe section of a layout.
-        config: of the layer.
+        specs: the specs of a layout's moe section.
+        config: the config of the layer.
         activation: "swiglu", "geglu", "gelu", "gelu_exact" or "relu".
-        key: for expert dropout; None for no dropout.
+        key: the random key of expert dropout; None for no dropout.
     """
 
     weights: Mapping[str, jax.Array]
@@ -46,7 +46,7 @@ class LayerExperts:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the input weights, the gate's first."""
+        """Names of the first weights, the gate's first."""
         return ("w_gate", "w_in") if self.activation in GATED else ("w_in",)
 
     @property
@@ -76,7 +76,7 @@ class LayerExperts:
         )
 
     def scales(self, work: ExpertWork) -> tuple[jax.Array, ...]:
-        """The scales of int8 weights, brought to where the products with the weights are; none of others."""
+        """Return the scales of int8 weights, sharded as the weights' products; none for other weights."""
         if not work.quantized:
             return ()
         given = {name: getattr(self.specs, f"scale_{name}") for name in ("in", "out")}
@@ -86,7 +86,7 @@ class LayerExperts:
 
     @property
     def words(self) -> tuple[jax.Array, ...]:
-        """The words of the dropout key, if there is one."""
+        """The words of the dropout key, or nothing without dropout."""
         return () if self.key is None else (key_words(self.key),)
 
     def run(self, work: ExpertWork, slots: jax.Array, *counts: jax.Array) -> jax.Array:
@@ -115,7 +115,7 @@ def _dispatch(x: jax.Array, routing: Routing, config: MoEConfig, places: Grouped
 
 
 def _whole() -> bool:
-    """Whether a body sees the groups of one device alone; under `xla` it sees all, and they stay where they are."""
+    """Return whether a body sees only the groups of one device; under `xla` it sees all groups, still sharded."""
     return context().lowering != "xla"
 
 
@@ -129,7 +129,7 @@ def _dispatch_body(experts: int, capacity: int, form: str, together: bool):
 
 
 def _by_equations(ctx: Context, slots: jax.Array, experts: LayerExperts, work: ExpertWork) -> jax.Array:
-    """The all-to-all to the experts, their feed-forward layer, and the all-to-all back, each an equation of its own."""
+    """Run the all-to-all to the experts, their feed-forward layer, and the all-to-all back as separate equations."""
     there, hidden = work.there, work.hidden
     slots = checkpoint_name(reshard(slots, Equation.move(work.dispatched, there)), "moe.slots")
     (*w_in, w_out), activated = experts.flat, ACTIVATIONS[work.activation]
@@ -165,13 +165,13 @@ def _combine_body(experts: int, capacity: int, form: str, together: bool):
 def by_rows(x: jax.Array, routing: Routing, experts: LayerExperts, places: GroupedSpecs) -> jax.Array:
     """Compute tokens [G, L, E] as rows sorted by expert, one for every choice: no token is lost, no padding computed.
 
-    Where experts are sharded, each group sends one buffer to each shard. Its size is static, so it is that of the worst
+    If experts are sharded, each group sends one buffer to each shard. Its size is static, so it is that of the worst
     case, L · min(k, X / shards) rows: min(shards, X / k) / factor times the bytes of slots with a capacity factor. A
-    ragged all-to-all would send only the k · L rows of each group; XLA has none on CPUs. Where every device holds all
+    ragged all-to-all would send only the k · L rows of each group; XLA has none on CPUs. If every device holds all
     experts, nothing is sent.
 
-    Lowering `xla` runs the same program with its planned collectives: each device sorts its own rows, which annotations
-    of global arrays cannot express.
+    Lowering `xla` runs the same program, with its planned collectives: each device sorts its own rows, which
+    annotations of global arrays cannot express.
 
     Raises:
         LayoutError: the layout moves rows again after they have arrived.
@@ -214,7 +214,7 @@ class _Sent:
     choices: int
 
     def place(self, routing: Routing) -> tuple[jax.Array, jax.Array]:
-        """Place and counts as of `place_rows`; where nothing is sent, all groups are sorted together."""
+        """Return place and counts as `place_rows` does; if nothing is sent, all groups are sorted together."""
         if self.stays:
             return place_rows_here(routing, self.experts)
         each = most_rows(1, self.choices, self.experts, self.shards)

@@ -1,4 +1,4 @@
-"""Specs of the arrays of a group: G is sharded, every other dimension is whole."""
+"""Specs of per-group arrays: only G is sharded."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -17,30 +17,30 @@ class GroupedSpecs:
     axes: tuple[str, ...]
 
     def per_group(self, dims: str) -> Spec:
-        """The spec of an array whose first dimension is G: `per_group("LX")` is "G_xLX"."""
+        """Return the spec of an array whose first dimension is G: `per_group("LX")` is "G_xLX"."""
         return Spec(("G", *dims), (self.axes, *((),) * len(dims)))
 
     @property
     def groups(self) -> Spec:
-        """The tokens, [G, L, E]."""
+        """The spec of the tokens [G, L, E]."""
         return self.per_group("LE")
 
     @property
     def dispatched(self) -> Spec:
-        """The tokens in their slots, [G, X, C, E]."""
+        """The spec of the tokens in their slots [G, X, C, E]."""
         return self.per_group("XCE")
 
     def random(self) -> jax.P | None:
-        """The sharding of random numbers of the groups; None under Auto axes, where the compiler infers it."""
+        """Return the sharding of the groups' random numbers; None under Auto axes, where the compiler infers it."""
         return jax.P(self.groups.partition_spec()[0]) if context().explicit else None
 
 
 @lru_cache
 def places_of(groups: Spec, dispatched: Spec) -> GroupedSpecs:
-    """The places of a layout, from its specs of the tokens and of their slots.
+    """Return the per-group specs of a layout, from its specs of the tokens and of their slots.
 
     Raises:
-        LayoutError: groups, or their slots, would not be whole on a device.
+        LayoutError: the specs shard a dimension other than G, or do not agree.
     """
     places = GroupedSpecs(groups.axes_of("G") if "G" in groups.dims else ())
     faults = []
@@ -54,6 +54,6 @@ def places_of(groups: Spec, dispatched: Spec) -> GroupedSpecs:
 
 
 def _not_whole(spec: Spec, what: str, wanted: str) -> Fault:
-    fact = f"the {what} of a group have to lie whole on the device that routes it."
-    remedy = f"Write it '{wanted}', with mesh axes on G alone, the same ones for tokens and slots."
+    fact = f"the device that routes a group must have all {what} of it."
+    remedy = f"Write '{wanted}': only G may be sharded, over the same mesh axes for tokens and slots."
     return Fault(str(spec), 0, len(str(spec)), fact, remedy)

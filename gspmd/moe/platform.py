@@ -1,18 +1,18 @@
-"""The platform of a program, and all tuning for CPUs: the host devices that stand in for accelerators."""
+"""The platform of a program, and all tuning for CPUs, whose host devices stand in for accelerators."""
 
 import jax
 
 BLOCKS = (256, 64)
-"""CPUs only: an expert's rows are cut into as many blocks of 256 rows as there are, and the rest into blocks of 64.
+"""CPUs only: the sizes of blocks. An expert's rows are cut into blocks of 256 rows, and the remainder into 64.
 
-Every product reads all weights of its expert, so blocks are large; rows computed beyond the end of an expert are
+Every product reads all weights of its expert, so blocks are large. Rows computed beyond the end of an expert are
 wasted, so the last blocks are small. On two CPU cores, 256 and then 64 rows took 1.1 to 1.25 times as long as one dense
 product of all rows, 128 alone 1.3 to 2 times.
 """
 
 
 def current_platform() -> str:
-    """The platform of the mesh in force, "cpu", "gpu" or "tpu"; without a mesh, that of JAX's default devices.
+    """Return the platform of the mesh in force, "cpu", "gpu" or "tpu"; without a mesh, that of JAX's default devices.
 
     A mesh of an offline topology has the platform of the machine it describes, not of the one that compiles.
 

@@ -17,19 +17,19 @@ from gspmd.moe.platform import current_platform
 from gspmd.moe.routers.routing import Routing
 
 SPARSE = 4
-"""Choices per slot above which one pass over the slots is cheaper than a gather per choice: most have no slot."""
+"""Choices per slot above which one pass over the slots is cheaper than a gather per choice: most lack a slot."""
 
 
 def dispatch(x: jax.Array, routing: Routing, experts: int, capacity: int, *, form: str = "sort") -> jax.Array:
     """Copy each token's activations to the slots it was assigned; empty slots are 0.
 
-    "sort" scatters to each slot the int32 number of its choice, whose token is number // k, and gathers activations by
-    it: its time grows with the slots. "onehot" is the papers' einsum GLXC, GLE -> GXCE: its time grows with
-    tokens · slots. Both give the same result: NaN or inf in a token reaches the slots of that token and no others.
+    "sort" scatters the int32 number of each choice to its slot, and gathers activations of tokens number // k: its time
+    grows with the slots. "onehot" is the papers' einsum GLXC, GLE -> GXCE: its time grows with tokens · slots. Both
+    give the same result: NaN or inf in a token reaches only the slots of that token.
 
     Args:
         x: [G, L, E].
-        routing: what a router returned for these groups.
+        routing: the router's result for these groups.
         experts: number of experts X.
         capacity: slots C per expert and group, as in the routing.
         form: "sort" or "onehot".
@@ -38,8 +38,9 @@ def dispatch(x: jax.Array, routing: Routing, experts: int, capacity: int, *, for
         [G, X, C, E], of x's dtype.
 
     Raises:
-        SpecError: groups, tokens, experts or slots that differ from the routing's.
-        PlanError: an unknown form, or one without slots.
+        SpecError: groups, tokens, experts or slots differ from the routing's; or a `Routing` made by hand has a choice
+            outside the experts or slots. Under jit, where its values are not known, such choices are dropped.
+        PlanError: `form` is unknown, or "dropless", which has no slots.
 
     Example:
         >>> from gspmd.moe import MoEConfig, route
@@ -65,10 +66,10 @@ def dispatch(x: jax.Array, routing: Routing, experts: int, capacity: int, *, for
 def to_slots(
     x: jax.Array, routing: Routing, experts: int, capacity: int, form: str, together: bool = False
 ) -> jax.Array:
-    """`dispatch` of a device's own groups, `together` in one gather, for which they have to be whole on the device.
+    """Dispatch a device's own groups; `together` in one gather, for which the device must have all of each group.
 
-    The rows of all groups lie expert by expert in memory then, as an all-to-all sends them and products read them; one
-    gather for each group leaves them group by group, and every slot is copied twice on its way.
+    With one gather, the rows of all groups are in memory expert by expert, the order in which an all-to-all sends them
+    and products read them. With one gather for each group they are group by group, and every slot is copied twice.
     """
     if form == "onehot":
         by_einsum, by_gather = (partial(f, experts, capacity) for f in (_spread_by_einsum, _spread_by_gather))
@@ -85,15 +86,16 @@ def combine(y: jax.Array, routing: Routing, *, form: str = "sort") -> jax.Array:
 
     Args:
         y: [G, X, C, E], the experts' answers in the order of `dispatch`.
-        routing: the routing that `dispatch` was given.
+        routing: the routing given to `dispatch`.
         form: "sort" or "onehot".
 
     Returns:
         [G, L, E], of y's dtype; 0 for tokens that no expert took.
 
     Raises:
-        SpecError: groups, experts or slots that differ from the routing's, or answers that are not floating-point.
-        PlanError: an unknown form, or one without slots.
+        SpecError: groups, experts or slots differ from the routing's, or answers are not floating-point; or a `Routing`
+            made by hand has a choice outside the experts or slots. Under jit such choices are dropped.
+        PlanError: `form` is unknown, or "dropless", which has no slots.
 
     Example:
         >>> from gspmd.moe import MoEConfig, route
@@ -114,7 +116,7 @@ def combine(y: jax.Array, routing: Routing, *, form: str = "sort") -> jax.Array:
 
 @partial(jax.jit, static_argnames=("form", "together"))
 def from_slots(y: jax.Array, routing: Routing, form: str, together: bool = False) -> jax.Array:
-    """`combine` of a device's own groups, `together` as `to_slots` says."""
+    """Combine the answers for a device's own groups; `together` as in `to_slots`."""
     groups, experts, capacity, size = y.shape
     if form == "onehot":
         indices = routing.expert, routing.slot, routing.kept
@@ -133,12 +135,12 @@ def _check_form(doing: str, form: str) -> None:
 
 
 def _routed(doing: str, routing: Routing, name: str, shape: tuple, experts: int, capacity: int) -> Routing:
-    """Return the routing if it has these groups, tokens, experts and slots.
+    """Return the routing if it has these groups, tokens, experts and slots; refuse it otherwise.
 
-    A slot beyond an expert's capacity is the next expert's, so a routing for another capacity has to be refused.
+    A slot beyond an expert's capacity would be a slot of the next expert.
     """
     if not isinstance(routing, Routing):
-        raise SpecError(f"cannot {doing}: routing is no Routing.\n  Pass what gspmd.moe.route returns.")
+        raise SpecError(f"cannot {doing}: routing is not a Routing.\n  Pass the result of gspmd.moe.route.")
     facts = _differing(routing, shape, experts, capacity)
     if facts:
         raise SpecError(
@@ -158,7 +160,7 @@ def _differing(routing: Routing, shape: tuple, experts: int, capacity: int) -> l
 
 
 def _in_range(doing: str, routing: Routing, experts: int, capacity: int) -> Routing:
-    """Check a routing made by hand where its values are known; drop choices beyond the slots where they are traced."""
+    """Check a routing made by hand if its values are known; drop its choices beyond the slots if it is traced."""
     arrays = routing.expert, routing.slot, routing.kept
     known = all(map(inputs.is_known, arrays))
     expert, slot, kept = map(np.asarray, arrays) if known else arrays
@@ -178,15 +180,15 @@ def _in_range(doing: str, routing: Routing, experts: int, capacity: int) -> Rout
 
 
 Form = Callable[..., jax.Array]
-"""(floating-point arrays, then indices) -> an array; to be static under jit, it closes over no array."""
+"""(floating-point arrays, then indices) -> an array. It must not close over arrays, so that it is static under jit."""
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _if_finite(by_einsum: Form, by_gather: Form, values: tuple[jax.Array, ...], indices: tuple) -> jax.Array:
-    """Compute by einsum where every value is finite, and otherwise by gathers, which give the same.
+    """Compute by einsum if every value is finite, and otherwise by gathers, which give the same result.
 
     A one-hot einsum multiplies every value by zeros, and 0 · NaN and 0 · inf are NaN: one expert or token that is not
-    finite would make all of its group NaN, in the values as in the gradients. A gather reads only what it takes.
+    finite would make all of its group NaN, in values and gradients. A gather reads only the rows it needs.
     """
     return _by_either(by_einsum, by_gather, values, *values, *indices)
 
@@ -224,7 +226,7 @@ def _collect_by_einsum(y: jax.Array, gate: jax.Array, expert, slot, kept) -> jax
 
 
 def _one_hot(values: jax.Array, expert, slot, kept, experts: int, capacity: int) -> jax.Array:
-    """Place values [G, L, k] at their expert and slot: [G, L, X, C]."""
+    """Place values [G, L, k] at their experts and slots: [G, L, X, C]."""
     weights = jnp.where(kept, values.astype(jnp.float32), 0)
     at_expert = jax.nn.one_hot(expert, experts, dtype=jnp.float32) * weights[..., None]
     at_slot = jax.nn.one_hot(slot, capacity, dtype=jnp.float32)
@@ -247,7 +249,7 @@ def _collect_by_gather(y: jax.Array, gate: jax.Array, expert, slot, kept) -> jax
 
 
 def _rows(expert: jax.Array, slot: jax.Array, kept: jax.Array, experts: int, capacity: int) -> tuple:
-    """The maps from slots to choices and from choices to slots; one past the end stands for none.
+    """Return the maps from slots to choices and from choices to slots; one past the end means none.
 
     Returns:
         holder: [G, X·C] int32, the number token · k + choice of the choice in each slot, L·k for an empty slot.
@@ -262,7 +264,7 @@ def _rows(expert: jax.Array, slot: jax.Array, kept: jax.Array, experts: int, cap
 
 
 def _rows_together(routing: Routing, experts: int, capacity: int) -> tuple[jax.Array, jax.Array]:
-    """`_rows` of all groups as one: holder [1, X·G·C] and place [1, G·L, k], where row (x·G + g)·C + slot is a slot."""
+    """Return `_rows` of all groups as one: holder [1, X·G·C], place [1, G·L, k]; a slot has row (x·G + g)·C + slot."""
     groups, tokens, choices = routing.expert.shape
     group = jnp.arange(groups, dtype=jnp.int32)[:, None, None]
     size, number = experts * groups * capacity, jnp.arange(groups * tokens * choices, dtype=jnp.int32)
@@ -272,9 +274,9 @@ def _rows_together(routing: Routing, experts: int, capacity: int) -> tuple[jax.A
 
 
 def _apart(rows: jax.Array) -> jax.Array:
-    """Keep rows in tiles of 8 on TPUs: the compiler would reshape them to slots first, and compute then.
+    """Keep rows in tiles of 8 on TPUs, where the compiler would otherwise reshape them to slots before it computes.
 
-    A tile of `[X, G, C, E]` has the rows of one dimension: with 4 groups of one slot half of it was empty.
+    A tile of `[X, G, C, E]` has rows of only one dimension: with 4 groups of one slot, half of a tile would be empty.
     """
     return jax.lax.optimization_barrier(rows) if current_platform() == "tpu" else rows
 
@@ -288,7 +290,7 @@ def _take(rows: jax.Array, index: jax.Array) -> jax.Array:
 
 
 def _token(holder: jax.Array, place: jax.Array) -> jax.Array:
-    """The token of each row's choice, [G, R]; L for an empty row, as all are of a routing without choices."""
+    """Return the token of each row's choice, [G, R]; L for an empty row. Without choices all rows are empty."""
     _, tokens, choices = place.shape
     return holder // choices if choices else jnp.full_like(holder, tokens)
 
@@ -330,7 +332,7 @@ def collect(rows: jax.Array, gate: jax.Array, holder: jax.Array, place: jax.Arra
     Args:
         rows: [G, R, E].
         gate: [G, L, k] float32.
-        holder, place: as `spread` takes them.
+        holder, place: as for `spread`.
 
     Returns:
         [G, L, E], of the rows' dtype.
@@ -351,7 +353,7 @@ def _collect_backward(saved, cotangent):
     rows, gate, holder, place = saved
     answer = _take(cotangent, _token(holder, place)).astype(gate.dtype)
     weight = _take(gate.reshape(gate.shape[0], -1), holder)
-    # One product for each row, then a gather of scalars: the rows of each choice are not gathered again.
+    # One product for each row, then a gather of scalars, so that rows are not gathered again for each choice.
     gates = _take(jnp.sum(answer * rows.astype(gate.dtype), axis=-1), place)
     return _apart((weight[..., None] * answer).astype(rows.dtype)), gates, None, None
 
@@ -360,14 +362,14 @@ collect.defvjp(_collect_forward, _collect_backward)
 
 
 def _sum_by_token(rows: jax.Array, gate: jax.Array | None, holder: jax.Array, place: jax.Array) -> jax.Array:
-    """Σ over a token's choices of gate · row, or of the rows without gates: [G, R, E] to [G, L, E] float32."""
+    """Sum gate · row, or the rows if gate is None, over each token's choices: [G, R, E] to [G, L, E] float32."""
     groups, tokens, choices = place.shape
     if tokens * choices > SPARSE * holder.shape[1]:
         weight = 1 if gate is None else _take(gate.reshape(groups, -1), holder)[..., None]
         blank = jnp.zeros((groups, tokens, rows.shape[-1]), jnp.float32)
         add = jax.vmap(lambda blank, at, row: blank.at[at].add(row, mode="drop"))
         return add(blank, _token(holder, place), weight * rows.astype(jnp.float32))
-    if not choices:  # a routing made by hand may send no token anywhere
+    if not choices:  # a routing made by hand may have no choices
         return jnp.zeros((groups, tokens, rows.shape[-1]), jnp.float32)
     parts = [_take(rows, place[..., j]).astype(jnp.float32) for j in range(choices)]
     return reduce(operator.add, parts if gate is None else [gate[..., j, None] * part for j, part in enumerate(parts)])

@@ -81,8 +81,8 @@ def test_reading_a_list_before_it_is_resolved_is_an_error(ask):
     with pytest.raises(LayoutError) as error:
         ask()
     assert str(error.value) == (
-        "attention.query has 4 alternatives (B_xyzLHD, B_yzLH_xD, B_zLH_xyD, BLH_xyzD), and sizes and mesh decide "
-        "which is taken.\n  Call layout.resolved(sizes, mesh) first, with the sizes as for layout.check."
+        "cannot read attention.query: sizes and mesh choose one of its 4 alternatives (B_xyzLHD, B_yzLH_xD, B_zLH_xyD, "
+        "BLH_xyzD).\n  Call layout.resolved(sizes, mesh) first, with the sizes as for layout.check."
     )
 
 

@@ -54,15 +54,15 @@ def test_a_section_with_a_value(section, value, tmp_path):
     [
         ({"ffn__w_inn": "EF"}, "no layout has a key 'ffn.w_inn'.\n  Did you mean 'ffn.w_in'?"),
         ({"fnn__w_in": "EF"}, "no section of a layout is called 'fnn'.\n  Did you mean 'ffn'?"),
-        ({"ffn__w_in": "FE"}, "ffn.w_in must have dimensions E and F, in this order; here they stand as F and E."),
+        ({"ffn__w_in": "FE"}, "ffn.w_in must have dimensions E and F, in this order; here the order is F and E."),
         ({"ffn__w_in": "E_xF_w"}, "^^^\n  the mesh has no axis w."),
         ({"ffn__hidden": "B_xLF_x"}, "ffn.hidden = B_xLF_x\n                       ^"),
-        ({"ffn__hidden": "B_xLF partialsum-y"}, "ffn.hidden owes a partial sum, and a layout places whole tensors."),
+        ({"ffn__hidden": "B_xLF partialsum-y"}, "ffn.hidden is a partial sum; only lines of [gradients] may be."),
         ({"ffn__w_out": "F_{y"}, "the brace after 'F_' is not closed."),
         (
             {"ffn__residual": "B_xL_yzE"},
             "dimension L of ffn.residual is sharded over y and z, and of attention.residual ('B_xLE') whole; no "
-            "equation stands between them.\n  Write ffn.residual = 'B_xLE', or change attention.residual.",
+            "equation moves one to the other.\n  Write ffn.residual = 'B_xLE', or change attention.residual.",
         ),
         (
             {"attention__query": "B_xLH_yzD", "attention__key": "B_xL_yKD"},
@@ -84,7 +84,7 @@ def test_a_section_with_a_value(section, value, tmp_path):
             "attention.key_via brings the residual to 'BLE', and attention.in_via brings it to 'B_xLE'.",
         ),
         ({"optimizer__ffn__w_in": "E_qF"}, "[optimizer] ffn.w_in = E_qF"),
-        ({"optimizer__ffn__hidden": "BLF"}, "ffn.hidden is an activation, which has no place in this section."),
+        ({"optimizer__ffn__hidden": "BLF"}, "ffn.hidden is an activation, which this section does not take."),
         (
             {"cache__attention__key": "BLKD"},
             "attention.key must have dimensions B, T, K and D, and this has B, L, K and D.",

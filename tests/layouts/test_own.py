@@ -67,14 +67,14 @@ def test_a_letter_is_explained_or_has_a_size(load):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"ssm.state": "BES"}, "ssm.state must have dimensions B, S and E, in this order; here they stand as B, E"),
+        ({"ssm.state": "BES"}, "ssm.state must have dimensions B, S and E, in this order; here the order is B, E"),
         ({"optimizer.ssm.w_in": "SE"}, "ssm.w_in must have dimensions E and S, in this order"),
         ({"ssm.in_via": "B_xLE, EF_y"}, "ssm.in_via must be two specs, with the dimensions of BLE and ES."),
         ({"ssm.in_via": "B_xLE, E_yS"}, "dimension E is whole in 'B_xLE', and sharded over y in 'E_yS'."),
-        ({"ssm.stat": "BSE"}, "no layout has a key 'ssm.stat'.\n  Did you mean 'ssm.state'?"),
+        ({"ssm.stat": "BSE"}, "the layout has no line 'ssm.stat'.\n  Did you mean 'ssm.state'?"),
         ({"smm.state": "BSE"}, "no section of a layout is called 'smm'.\n  Did you mean 'ssm'?"),
         ({"ssm.state": "B_xS_xE"}, "mesh axis x"),
-        ({"ssm.state": "B_xSE partialsum-y"}, "ssm.state owes a partial sum"),
+        ({"ssm.state": "B_xSE partialsum-y"}, "ssm.state is a partial sum; only lines of [gradients] may be."),
         ({"cache.ssm.state": "BS"}, "ssm.state must have dimensions B, S and E, and this has B and S."),
         ({"lowering.smm": "xla"}, "Did you mean 'ssm'?"),
     ],
@@ -120,7 +120,7 @@ def test_a_layout_of_no_transformer_has_sections_of_any_name(load):
 
 @pytest.mark.parametrize(
     ("line", "message"),
-    [('state = "S"', "'state' is no dimension.\n  A dimension is one capital letter."),
+    [('state = "S"', "'state' is not a dimension.\n  A dimension is one capital letter."),
      ('E = "energy"', "dimension E is embed in every layout.\n  Take another letter."),
      ("S = 3", "the meaning of S must be a string, and is 3.")],
 )  # fmt: skip
@@ -149,7 +149,7 @@ state = "B_xLE_y"
 def test_a_file_with_a_section_of_ones_own_has_only_the_lines_of_its_model(load):
     layout = load(ALONE).check(SIZES, MESH)
     assert layout.mesh_for(4, SIZES) == {"x": 4, "y": 1}
-    with pytest.raises(LayoutError, match=r"the layout does not write attention\.w_q, and nothing stands in for it\."):
+    with pytest.raises(LayoutError, match=r"the layout does not write attention\.w_q, which has no default\."):
         layout.spec("attention.w_q")
     with pytest.raises(LayoutError, match=r"embedding\.table is missing"):
         load(ALONE.partition("[ssm]")[0]).check(SIZES, MESH)

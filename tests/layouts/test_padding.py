@@ -61,10 +61,10 @@ def test_a_padded_dimension_divides():
 @pytest.mark.parametrize(
     ("padding", "message"),
     [
-        ({"padding.B": 8}, "dimension B (batch) cannot be padded: sequences are the caller's: give alternatives"),
-        ({"padding.E": 8}, "dimension E (embed) cannot be padded: norms take their mean over it."),
+        ({"padding.B": 8}, "dimension B (batch) cannot be padded: the caller chooses the batch; give alternatives"),
+        ({"padding.E": 8}, "dimension E (embed) cannot be padded: norms average over it."),
         ({"padding.X": 8}, "dimension X (experts) cannot be padded: a router would choose among experts that are not"),
-        ({"padding.heads": 8}, "'heads' is no dimension that can be padded.\n  It holds H, K, F, V, T."),
+        ({"padding.heads": 8}, "'heads' is not a dimension that can be padded.\n  It holds H, K, F, V, T."),
         ({"padding.H": 0}, "H is padded to a multiple of 0."),
     ],
 )

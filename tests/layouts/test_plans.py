@@ -104,7 +104,7 @@ def test_rank_by_seconds_and_layouts_that_do_not_fit():
     assert "weight-stationary-2d" not in unfit
     assert unfit["weight-gathered-x"] == "dimension B has size 1, which mesh axis x (size 4) does not divide."
     assert str(ranked[-1]).endswith(f"does not fit: {ranked[-1].reason}")
-    with pytest.raises(ValueError, match="no layout is ranked by 'bytes'"):
+    with pytest.raises(ValueError, match="cannot rank layouts by 'bytes'"):
         rank(presets(), sizes=sizes, mesh=MESHES[0], objective="bytes")
 
 
@@ -138,7 +138,7 @@ def test_one_name_is_a_list_of_one():
         ({"mesh": None}, "cannot read a mesh from None."),
         ({"dtype": "bf"}, "no dtype is called 'bf'."),
         ({"chip": None}, "no chip is called None."),
-        ({"objective": None}, "no layout is ranked by None."),
+        ({"objective": None}, "cannot rank layouts by None."),
     ],
 )
 def test_what_cannot_be_ranked(change, message):

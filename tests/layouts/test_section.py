@@ -49,10 +49,10 @@ def test_an_equation_of_names_is_that_of_its_specs():
     ("text", "message"),
     [
         ("residual, w_inn -> hidden", "no layout has a key 'ffn.w_inn'.\n  Did you mean 'ffn.w_in'?"),
-        ("residual, in_via -> hidden", "cannot read 'residual, in_via -> hidden': ffn.in_via is no tensor of the"),
+        ("residual, in_via -> hidden", "cannot read 'residual, in_via -> hidden': ffn.in_via is not a tensor of the"),
         ("residual; w_in -> hidden", "an equation of a section has the names of lines.\n  Write it as"),
         (None, "cannot read None: an equation of a section has the names of lines."),
-        ("residual, w_in", "  It stands for the lines 'residual, w_in'."),
+        ("residual, w_in", "  These are the specs of the lines 'residual, w_in'."),
     ],
 )
 def test_what_is_no_equation_of_lines(text, message):
@@ -64,7 +64,7 @@ def test_what_is_no_equation_of_lines(text, message):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("in_via", "ffn.in_via says where two operands meet, and is no spec.\n  Read it as layout['ffn.in_via']."),
+        ("in_via", "ffn.in_via is a via of two specs, not a spec.\n  Read it as layout['ffn.in_via']."),
         (None, "no line of a layout is called None.\n  A name is a string, such as 'w_in'."),
         ("pipeline.layers", "the layout does not write pipeline.layers, which is optional."),
     ],
@@ -79,7 +79,7 @@ def test_calls_that_say_too_few_lines_or_no_move():
     ffn = Layout.load("replicated").ffn
     with pytest.raises(gspmd.LayoutError) as error:
         ffn.rms_norm("residual", None, None)
-    assert str(error.value) == "cannot read 'residual': 2 lines are wanted, as in 'residual, norm'."
+    assert str(error.value) == "cannot read 'residual'.\n  Name 2 lines, as in 'residual, norm'."
     with pytest.raises(gspmd.LayoutError) as error:
         ffn.move("residual, w_in -> hidden", None)
     assert str(error.value).startswith("cannot move an array by 'residual, w_in -> hidden'.\n  Write it as")
@@ -110,4 +110,4 @@ def test_no_line_is_called_as_what_a_section_computes():
     assert not computes & {key.partition(".")[2] for key in KEYS}
     with pytest.raises(gspmd.LayoutError) as error:
         Layout("mine", table={"mix.move": "BLE"}).check()
-    assert "a section computes with `move`" in str(error.value)
+    assert "`move` is a method of sections" in str(error.value)

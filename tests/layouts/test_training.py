@@ -67,8 +67,8 @@ def test_the_message_of_a_via_that_takes_an_axis_away():
     assert fault(layout) == (
         "    ffn.in_via = BLE_y, E_yF\n"
         "                 ^^^^^^^^^^^\n"
-        "  the gradient of ffn.w_in stays a partial sum over x, y and z ([gradients] says so), which a product gives "
-        "only over mesh axes that shard B or L, the dimensions that it sums.\n"
+        "  the gradient of ffn.w_in stays a partial sum over x, y and z ([gradients] says so), but the product "
+        "leaves partial sums only over mesh axes that shard B or L, the dimensions that it sums.\n"
         "  Shard one of them over x, y and z here, or write in [gradients]: ffn.w_in = 'EF', ffn.w_gate = 'EF'."
     )
     layout.override({"gradients.ffn.w_in": "EF", "gradients.ffn.w_gate": "EF"}).check(SIZES, MESH)
@@ -157,7 +157,7 @@ def test_a_bias_has_a_partial_gradient_over_its_rows_alone():
     assert str(error.value).endswith(
         "    [gradients] attention.b_q = HD_x partialsum-y\n"
         "                                ^^^^^^^^^^^^^^^^^\n"
-        "  the gradient of attention.b_q is no partial sum over y: it is summed over B and L of attention.query ="
+        "  the gradient of attention.b_q is not a partial sum over y: it is summed over B and L of attention.query ="
         f" {layout['attention.query']}.\n  Write 'HD_x'."
     )
 
@@ -234,19 +234,19 @@ def moves(mesh=None, **lines):
 @pytest.mark.parametrize(
     ("lines", "dims", "remedy"),
     [
-        ({"hidden": "G_yX_xCF"}, "G and X do", "GX_xyzCF"),
-        ({"hidden": "GX_xC_yF"}, "X and C do", "GX_xyzCF"),
-        ({"hidden": "GXCF_x"}, "X does", "GX_xyzCF"),
-        ({"in_via": "GXCE, XEF_xy"}, "X does", "GX_xyzCE, X_xyzEF"),
-        ({"out_via": "G_xXCF_y, XF_yE"}, "G and X do", "GX_xyzCF, X_xyzFE"),
+        ({"hidden": "G_yX_xCF"}, "G and X", "GX_xyzCF"),
+        ({"hidden": "GX_xC_yF"}, "X and C", "GX_xyzCF"),
+        ({"hidden": "GXCF_x"}, "X", "GX_xyzCF"),
+        ({"in_via": "GXCE, XEF_xy"}, "X", "GX_xyzCE, X_xyzEF"),
+        ({"out_via": "G_xXCF_y, XF_yE"}, "G and X", "GX_xyzCF, X_xyzFE"),
     ],
 )
 def test_rows_stay_where_they_arrive(lines, dims, remedy):
     [found] = moves(**lines)
     [(key, text)] = lines.items()
     assert found.text == f"moe.{key} = {text}"
-    assert found.fact == f"rows of dispatch 'dropless' stay where they arrive, and {dims} not lie as there."
-    assert found.remedy.startswith(f"Write '{remedy}', as moe.expert_input has them")
+    assert found.fact == f"rows of dispatch 'dropless' stay where they arrive, and {dims} would move."
+    assert found.remedy.startswith(f"Write '{remedy}', as in moe.expert_input")
 
 
 def test_rows_arrive_whole():

@@ -59,7 +59,7 @@ def test_every_fault_in_one_error():
         "  groups is -1; it must be a whole number, at least 1.\n"
         "  capacity_factor is -1.0; it must be a number that is not negative.\n"
         "  aux_weight is -1.0; it must be a number that is not negative.\n"
-        "  jitter is 2.0; it must lie in [0, 1).\n"
+        "  jitter is 2.0; it must be in [0, 1).\n"
         "  dispatch is 'scan'. Choose from sort, onehot, dropless.\n"
         "  router is 'hash'. Choose from noisy-top-k, gshard, switch, st-moe, top-k, expert-choice."
     )
@@ -75,11 +75,11 @@ def test_settings_that_would_do_nothing_are_refused():
         MoEConfig(router="expert-choice", k=2, renormalize=False, priority=True, dispatch="dropless", dropout=1.0)
     assert str(error.value) == (
         "a mixture of experts cannot be built from these settings\n"
-        "  dropout is 1.0; it must lie in [0, 1).\n"
+        "  dropout is 1.0; it must be in [0, 1).\n"
         "  k is 2, but router expert-choice lets the experts choose; leave k out, or take router top-k.\n"
-        "  renormalize is false, but router expert-choice has gates of its own; take router top-k.\n"
-        "  priority orders tokens that wait for slots, and router expert-choice lets none wait; leave it out.\n"
-        "  router expert-choice fills the slots of every expert, which dropless does not have; take dispatch sort."
+        "  renormalize is false, but that is a setting of router top-k, not of expert-choice; take router top-k.\n"
+        "  priority orders tokens that wait for slots, and in router expert-choice no token waits; leave it out.\n"
+        "  router expert-choice fills the slots of every expert, and dropless has no slots; take dispatch sort."
     )
     with pytest.raises(ValueError, match="k is 2, but router switch sends a token to 1; leave k out"):
         MoEConfig(k=2)

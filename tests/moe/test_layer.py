@@ -79,12 +79,12 @@ def test_groups_that_are_not_whole_are_refused(make_mesh):
         "cannot route tokens by this layout: 2 faults\n"
         "    G_xL_yE\n"
         "    ^^^^^^^\n"
-        "  the tokens of a group have to lie whole on the device that routes it.\n"
-        "  Write it 'GLE', with mesh axes on G alone, the same ones for tokens and slots.\n"
+        "  the device that routes a group must have all tokens of it.\n"
+        "  Write 'GLE': only G may be sharded, over the same mesh axes for tokens and slots.\n"
         "    G_xXCE_y\n"
         "    ^^^^^^^^\n"
-        "  the slots of a group have to lie whole on the device that routes it.\n"
-        "  Write it 'G_xXCE', with mesh axes on G alone, the same ones for tokens and slots."
+        "  the device that routes a group must have all slots of it.\n"
+        "  Write 'G_xXCE': only G may be sharded, over the same mesh axes for tokens and slots."
     )
 
 

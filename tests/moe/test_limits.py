@@ -157,10 +157,10 @@ def test_settings_that_count_are_whole():
     [
         ({"capacity_factor": None}, "capacity_factor is None; it must be a number"),
         ({"capacity_factor": "1.25"}, "capacity_factor is '1.25'; it must be a number"),
-        ({"dropout": None}, "dropout is None; it must lie in [0, 1)."),
+        ({"dropout": None}, "dropout is None; it must be in [0, 1)."),
         ({"experts": "8"}, "experts is '8'; it must be a whole number"),
         ({"experts": True}, "experts is True; it must be a whole number"),
-        ({"jitter": "a"}, "jitter is 'a'; it must lie in [0, 1)."),
+        ({"jitter": "a"}, "jitter is 'a'; it must be in [0, 1)."),
         ({"router": ["switch"]}, "router is ['switch']. Choose from"),
     ],
     ids=str,

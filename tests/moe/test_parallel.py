@@ -130,8 +130,8 @@ def test_rows_that_would_have_to_move_are_refused(_, section, wrong, make_mesh):
     assert str(error.value).splitlines()[1:] == [
         f"    {wrong}",
         f"    {'^' * len(wrong)}",
-        "  rows, sorted by expert, stay where they arrive: G, X and C have to lie as in 'GX_xCE'.",
-        "  Change that spec, or pin it by the layout's moe.in_via, or use dispatch 'sort'.",
+        "  rows, sorted by expert, stay where they arrive: G, X and C must be sharded as in 'GX_xCE'.",
+        "  Change this spec, or fix it with moe.in_via in the layout, or use dispatch 'sort'.",
     ]
 
 

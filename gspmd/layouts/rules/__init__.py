@@ -1,1 +1,1 @@
-"""The keys of a layout's table, and the rules that its specs are checked by."""
+"""The keys of a layout's table, and the rules that check its specs."""

@@ -1,4 +1,4 @@
-"""Rules across lines: tensors that no equation stands between lie alike, and one mesh axis has one purpose."""
+"""Rules across lines: tensors without an equation between them are sharded alike; a mesh axis has one purpose."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from math import prod
@@ -19,13 +19,13 @@ _INPUT = "moe.expert_input"
 
 
 def disagreements(section: str, table: Mapping[str, Any], specs: Mapping[str, Spec], serves: str) -> Iterator[Fault]:
-    """Yield a fault for every two tensors that have to lie alike and do not.
+    """Yield a fault for every two tensors that have to be sharded alike and are not.
 
     Args:
       section: the overriding section of the table; empty for the layout's own.
       table: key to text.
-      specs: key to spec, of those that could be read.
-      serves: the phase that the layout is of; empty for training.
+      specs: key to spec, without the lines that cannot be read.
+      serves: the phase of the layout; empty for training.
     """
     for first, second, dims in ALIKE:
         if first in specs and second in specs and not (serves and second == "attention.key"):
@@ -33,10 +33,10 @@ def disagreements(section: str, table: Mapping[str, Any], specs: Mapping[str, Sp
     query, key = specs.get("attention.query"), specs.get("attention.key")
     if key:
         yield from _keys_apart(Line("attention.key", table["attention.key"], section), query, key, serves)
-    if serves or not (query and key):  # attention to a cache brings queries and keys to where the cache is
+    if serves or not (query and key):  # attention to a cache moves queries and keys to the cache
         return
-    # A device attends with the key heads that it has. Query head h has key head h // (H/K), and axes that stand
-    # first cut into runs: over the first axes of H, a device's key heads are those of its query heads.
+    # A device attends with its own key heads. Query head h uses key head h // (H/K), and major axes cut a dimension
+    # into runs: if K is over the first axes of H, a device's key heads are those of its query heads.
     heads, held = query.axes_of("H"), key.axes_of("K")
     if held != heads[: len(held)]:
         line = Line("attention.key", table["attention.key"], section)
@@ -52,7 +52,7 @@ def _unlike(line: Line, first: str, model: Spec, spec: Spec, dims: str) -> Itera
     axes = [axis for of_dim in fitting.values() for axis in of_dim]
     fact = (
         f"dimension {dim} of {line.name} is {over(spec.axes_of(dim))}, and of {first} ('{model}') "
-        f"{over(model.axes_of(dim))}; no equation stands between them."
+        f"{over(model.axes_of(dim))}; no equation moves one to the other."
     )
     fits = len(axes) == len(set(axes))
     written = f"Write {line.name} = '{Spec(spec.dims, tuple(fitting.values()))}'" if fits else f"Change {line.name}"
@@ -60,14 +60,14 @@ def _unlike(line: Line, first: str, model: Spec, spec: Spec, dims: str) -> Itera
 
 
 def _keys_apart(line: Line, query: Spec | None, key: Spec, serves: str) -> Iterator[Fault]:
-    """Yield a fault for keys that are cut along the sequence, and not as the queries that they go round to.
+    """Yield a fault for keys whose length is sharded differently from the queries', or sharded in serving.
 
     Args:
-      line: that of attention.key.
-      query, key: the specs, None if there is none.
-      serves: the phase that the layout is of; empty for training.
+      line: the line of attention.key.
+      query, key: the specs of queries and keys; None if there are no queries.
+      serves: the phase of the layout; empty for training.
     """
-    # A device attends with the queries of its own chunk, while chunks of keys go round the ring of these devices.
+    # A device attends with the queries of its own chunk, while chunks of keys go round a ring of the devices.
     axes, whole = key.axes_of("L"), str(key.with_axes("L", ()))
     if axes and serves:
         fact = f"dimension L of {line.name} is {over(axes)}, and stays whole in serving: one position cannot be cut."
@@ -78,12 +78,12 @@ def _keys_apart(line: Line, query: Spec | None, key: Spec, serves: str) -> Itera
 
 
 def uneven_chunks(line: Line, key: Spec, given: GivenSizes) -> Iterator[Fault]:
-    """Yield a fault for a length that zigzag order does not cut into two chunks for each device of a ring.
+    """Yield a fault for a length that zigzag order cannot cut into two chunks for each device of a ring.
 
     The first tokens attend to few keys and the last to all, so device i of n has chunks i and 2n - 1 - i of the 2n.
 
     Args:
-      line: that of attention.key.
+      line: the line of attention.key.
       key: its spec.
       given: sizes and mesh.
     """
@@ -95,15 +95,15 @@ def uneven_chunks(line: Line, key: Spec, given: GivenSizes) -> Iterator[Fault]:
 
 
 def parted_groups(line: Line, query: Spec, key: Spec, given: GivenSizes) -> Iterator[Fault]:
-    """Yield a fault where query heads are split so that a device has parts of two groups, each with its own key head.
+    """Yield a fault if query heads are split so that a device has parts of two groups, each with its own key head.
 
-    A device has whole groups, or a part of one: its attention is one product of query heads, in groups of one size,
-    with their key heads.
+    A device must have complete groups, or a part of one group: its attention is one product of query heads, in groups
+    of equal size, with their key heads.
 
     Args:
-      line: that of attention.query.
-      query, key: the specs; K lies over the first of the mesh axes of H.
-      given: sizes and mesh; nothing is known to be wrong without H and K.
+      line: the line of attention.query.
+      query, key: the specs; K is sharded over the first of the mesh axes of H.
+      given: sizes and mesh; without H and K there is no fault.
     """
     heads, key_heads = given.sizes.get("H", 0), given.sizes.get("K", 0)
     wanted, held = (spec.without_trivial(given.mesh).axes_of(dim) for spec, dim in ((query, "H"), (key, "K")))
@@ -130,18 +130,18 @@ def parted_groups(line: Line, query: Spec, key: Spec, given: GivenSizes) -> Iter
 
 
 def key_via_faults(table: Mapping[str, Any]) -> Iterator[Fault]:
-    """Yield a fault where key_via and in_via pin the residual to two specs: it is moved once, for both."""
+    """Yield a fault if key_via and in_via pin the residual to two specs: it is moved only once, for both."""
     key, query = (table.get(f"attention.{name}") for name in ("key_via", "in_via"))
     residual, wanted = _pinned_to(key), _pinned_to(query)
     if isinstance(key, str) and residual and residual != wanted and (wanted or not query):
         where = f"attention.in_via brings it to '{wanted}'" if wanted else "there is no attention.in_via"
         fact = f"attention.key_via brings the residual to '{residual}', and {where}."
-        remedy = "The residual travels once, for queries and keys: write both, with the same residual."
+        remedy = "The residual is moved once, for queries and keys: write both vias, with the same residual."
         yield Line("attention.key_via", key).at_text(fact, remedy)
 
 
 def _pinned_to(via: Any) -> Spec | None:
-    """Return the spec of the activation in a via; None if it is absent or unreadable, which is a fault already."""
+    """Return the spec of the activation in a via; None if it is absent or unreadable, for which there is a fault."""
     try:
         return parse_via(via).specs[0] if isinstance(via, str) else None
     except SpecError:
@@ -154,15 +154,15 @@ def _pinned_to(via: Any) -> Spec | None:
 def stages_faults(
     section: str, table: Mapping[str, Any], specs: Mapping[str, Spec], base: Mapping[str, Spec]
 ) -> Iterator[Fault]:
-    """Yield a fault for every tensor that lies over the mesh axis of the stages, and one for stages over several axes.
+    """Yield a fault for every tensor sharded over the mesh axis of the stages, and one if stages have several axes.
 
-    Devices along this axis hold other layers, so none of them has another piece of a layer's tensor.
+    Devices along this axis hold different layers, so none of them has another piece of the same layer's tensor.
 
     Args:
         section: the overriding section of the table; empty for the layout's own.
         table: key to text.
-        specs: key to spec, of those that could be read.
-        base: those of the layout, which may have `pipeline.layers`.
+        specs: key to spec, without the lines that cannot be read.
+        base: the specs of the layout itself, which may have `pipeline.layers`.
     """
     layers = base.get(_LAYERS, Spec(("N",), ((),)))
     axes = layers.axes_of("N")
@@ -173,7 +173,7 @@ def stages_faults(
         for dim in spec.dims if key != _LAYERS and key in table else ():
             if shared := [axis for axis in spec.axes_of(dim) if axis in axes]:
                 kept = spec.with_axes(dim, tuple(axis for axis in spec.axes_of(dim) if axis not in axes))
-                fact = f"mesh axis {shared[0]} has the stages of a pipeline, and dimension {dim} lies over it too."
+                fact = f"mesh axis {shared[0]} has the stages of a pipeline, and shards dimension {dim} too."
                 yield Line(key, table[key], section).at_dim(spec, dim, fact, f"Write '{kept}'.")
 
 
@@ -183,12 +183,12 @@ def stages_faults(
 def dropless_faults(layout: LayoutTable, mesh: Mapping[str, int]) -> Iterator[Fault]:
     """Yield a fault for every line of [moe] by which a product would move the rows of dispatch `dropless`.
 
-    Rows are sorted by expert. An expert's rows are as many as the router sends it, so no collective of a fixed size
-    exchanges them, and C, the room that they have, is whole on every device.
+    Rows are sorted by expert. The router decides how many rows an expert has, so no collective of a fixed size can
+    move them again; and C, the room for rows, must be whole on every device.
 
     Args:
-        layout: without alternatives or faults.
-        mesh: sizes of its axes.
+        layout: a layout without alternatives or faults.
+        mesh: the sizes of its mesh axes.
     """
     lines = {name: text for name, text in layout.table.items() if isinstance(text, str)}
     if _INPUT not in lines:
@@ -201,20 +201,19 @@ def dropless_faults(layout: LayoutTable, mesh: Mapping[str, int]) -> Iterator[Fa
             stay = [_staying(spec, wanted) for spec in specs]
             moved = _moved(specs, stay, mesh)
             if moved:
-                do = "does" if len(moved) == 1 else "do"
-                fact = f"rows of dispatch 'dropless' stay where they arrive, and {listed(moved)} {do} not lie as there."
-                remedy = f"Write '{', '.join(map(str, stay))}', as moe.expert_input has them, or take dispatch 'sort'."
+                fact = f"rows of dispatch 'dropless' stay where they arrive, and {listed(moved)} would move."
+                remedy = f"Write '{', '.join(map(str, stay))}', as in moe.expert_input, or use dispatch 'sort'."
                 yield Line(name, lines[name]).at_text(fact, remedy)
 
 
 def _staying(spec: Spec, wanted: Mapping[str, tuple[str, ...]]) -> Spec:
-    """Return a spec with its rows where they arrive; what lies over the same mesh axes otherwise gives way."""
+    """Return a spec whose rows are sharded as `wanted`; other dimensions lose these mesh axes."""
     taken = {axis for dim in spec.dims for axis in wanted.get(dim, ())}
     rest = (tuple(axis for axis in axes if axis not in taken) for axes in spec.axes)
     return Spec(spec.dims, tuple(wanted.get(dim, axes) for dim, axes in zip(spec.dims, rest)))
 
 
 def _moved(specs: Sequence[Spec], stay: Sequence[Spec], mesh: Mapping[str, int]) -> list[str]:
-    """Return the dimensions of rows that lie elsewhere, but for mesh axes of size 1."""
+    """Return the dimensions of rows that are sharded otherwise, ignoring mesh axes of size 1."""
     pairs = [(a.without_trivial(mesh), b.without_trivial(mesh)) for a, b in zip(specs, stay)]
     return [d for d in "GXC" if any(d in a.dims and a.axes_of(d) != b.axes_of(d) for a, b in pairs)]

@@ -1,4 +1,4 @@
-"""Keys with a list of specs, of which the sizes and the mesh choose one: the batch over as many axes as it fills."""
+"""Keys with a list of specs, from which sizes and mesh choose one: a batch is sharded over as many axes as it fills."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -16,17 +16,18 @@ Lists = Mapping[str, tuple[str, ...]]
 def resolve(layout: OfTable, faults_of: Callable[[str, str, str], list[Fault]]) -> tuple[OfTable, list[Fault]]:
     """Return the layout with one spec for every key, and the faults of its lists.
 
-    The lists of one section have one length, and the first place at which all of them divide is chosen; of an
-    overriding section, the keys of each part are a section of their own. Those of [prefill] and [decode] are left:
-    they are chosen in the layout of that phase, for the sizes of that phase.
+    The lists of one section have one length, and the first position at which all of them divide is chosen. In an
+    overriding section, the keys of each part are chosen separately. Lists in [prefill] and [decode] are kept: they are
+    chosen in the layout of that phase, for the sizes of that phase.
 
     Args:
-      layout: with lists or without.
-      faults_of: from overriding section (empty for none), key and spec to the faults of that line. Those with a `cause`
-        are sizes that do not divide; any other is a fault of the notation, whatever is chosen.
+      layout: a layout, with lists or without.
+      faults_of: a function from overriding section (empty for none), key and spec to the faults of that line. Faults
+        with a `cause` are sizes that do not divide; any other is a fault of the notation, whatever is chosen.
 
     Returns:
-      The layout, with `chosen` saying what was taken; where nothing divides, the first spec of each list.
+      The layout, whose `chosen` names the specs taken, with the first spec of each list if nothing divides; and the
+      faults.
     """
     faults, choices, single = [], [], {section: dict(table) for section, table in _tables(layout).items()}
     for section, table in _tables(layout).items():
@@ -44,10 +45,10 @@ def resolve(layout: OfTable, faults_of: Callable[[str, str, str], list[Fault]]) 
 
 
 def singles(layout: OfTable) -> Iterator[OfTable]:
-    """Yield the layout with the first spec of every list of a section, with the second, and so on, for every section.
+    """Yield, for every section, the layout with the first spec of each of its lists, with the second, and so on.
 
-    The sizes decide which alternatives of two sections meet, so the lists of all other sections are left out, or, in
-    an overriding section, left as they are.
+    Which alternatives of two sections occur together depends on the sizes. So the lists of all other sections are left
+    out; in an overriding section they are kept as they are.
     """
     tables = _tables(layout)
     parts = dict.fromkeys(part for table in tables.values() for part, _ in _sections(table))
@@ -62,11 +63,11 @@ def singles(layout: OfTable) -> Iterator[OfTable]:
 
 
 def without_partner(layout: LayoutTable, faults_of: Callable[[Mapping[str, str]], list[Fault]]) -> Iterator[Fault]:
-    """Yield the faults of alternatives that agree with none of those that they can meet in another section.
+    """Yield the faults of alternatives that agree with no alternative of another section that they must agree with.
 
     Args:
-      layout: with lists or without.
-      faults_of: from the specs of two keys to their faults.
+      layout: a layout, with lists or without.
+      faults_of: a function from the specs of two keys to their faults.
     """
     for first, second, _ in ALIKE:
         ours, theirs = layout.table.get(first), layout.table.get(second)
@@ -91,7 +92,7 @@ def _sections(table: Mapping[str, Any]) -> Iterator[tuple[str, Lists]]:
 
 
 def _choose(section: str, name: str, lists: Lists, faults_of: Callable) -> tuple[int, list[Fault]]:
-    """Return the first place at which all lists divide, and the faults: of notation, or that none does."""
+    """Return the first position at which all lists divide; and the faults of notation, or the fault that none does."""
     first, *others = lists
     unequal = [key for key in others if len(lists[key]) != len(lists[first])]
     if unequal:
@@ -100,7 +101,7 @@ def _choose(section: str, name: str, lists: Lists, faults_of: Callable) -> tuple
             f"{key} has {len(lists[key])} alternatives, and {first} has {len(lists[first])}; they are chosen together."
         )
         line = Line(key, " | ".join(lists[key]), section)
-        return 0, [line.at_text(fact, "Write lists of one length in a section, repeating a spec where need be.")]
+        return 0, [line.at_text(fact, "Give all lists of a section one length; a spec may be repeated.")]
     places = range(len(lists[first]))
     faults = [[fault for key in lists for fault in faults_of(section, key, lists[key][at])] for at in places]
     wrong = [fault for of_place in faults for fault in of_place if not fault.cause]

@@ -1,4 +1,4 @@
-"""The check of a layout: every fault of its declarations, of single lines, and of lines that have to agree."""
+"""Check a layout: find every fault of its declarations, of single lines, and of lines that have to agree."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -19,7 +19,7 @@ from gspmd.layouts.rules.agreement import (
 from gspmd.layouts.rules.alternatives import resolve, singles, without_partner
 from gspmd.layouts.rules.faults import Line, one_for_each_cause, over
 from gspmd.layouts.rules.gradients import partial_faults, row_faults
-from gspmd.layouts.rules.keys import DENSE, KEYS, PARTS, PHASES, Key, keys_of_override
+from gspmd.layouts.rules.keys import DENSE, KEYS, PARTS, PHASES, PIPELINE, Key, keys_of_override, unknown_key
 from gspmd.layouts.rules.sizes import GivenSizes, given_sizes, microbatch_faults, padding_faults
 from gspmd.layouts.table import LayoutTable, OfTable
 from gspmd.lowerings.in_force import LOWERINGS
@@ -32,14 +32,14 @@ def faults_of(
 ) -> list[Fault]:
     """Return a layout's faults for these sizes on this mesh (None: all axes have size 1), one for every cause.
 
-    `dropless` asks for a layout whose experts can do without capacity, `trained` for gradients of these parameters.
+    `dropless` and `trained` are those of `Layout.check`.
     """
     faults = [*_declaration_faults(layout), *(mesh_faults(mesh, layout.axes) if mesh is not None else ())]
     single, of_lists = resolved(layout, sizes, mesh)
     given = given_sizes(layout, {} if of_lists else sizes, mesh)
     faults += [*padding_faults(layout.padding), *microbatch_faults(layout, sizes), *of_lists]
     faults += [*_faults(single, given), *_faults_of_alternatives(layout)]
-    # These rules know the equations of the models that come with gspmd, and serving has no gradients.
+    # These rules are for the equations of the models that come with gspmd. Serving has no gradients.
     if not (faults or layout.serves or layout.own):
         faults += partial_faults(single, given.mesh, given.microbatches)
         faults += row_faults(single, given.mesh, given.microbatches, trained)
@@ -49,7 +49,7 @@ def faults_of(
 
 @lru_cache(maxsize=256)
 def _faults_of_alternatives(layout: LayoutTable) -> tuple[Fault, ...]:
-    """Return the faults that alternatives have for any sizes: unreadable, or unlike all that they can meet."""
+    """Return the faults that alternatives have for any sizes: unreadable, or in agreement with no other alternative."""
     anything = GivenSizes({}, dict.fromkeys(layout.axes, 1))
     faults = [fault for single in singles(layout) for fault in _faults_of_table(single, anything)]
 
@@ -70,7 +70,7 @@ def resolved(layout: OfTable, sizes: Mapping[str, int], mesh: Any) -> tuple[OfTa
 
 
 def _faults(layout: LayoutTable, given: GivenSizes) -> Iterator[Fault]:
-    """Yield the faults of a layout whose alternatives have been chosen, but for those of a phase."""
+    """Yield the faults of a layout whose alternatives have been chosen, except those of a phase."""
     yield from (*_faults_of_table(layout, given), *_missing(layout, given.sizes))
     yield from own.naming_faults(layout.own, layout.dimensions, given.sizes)
     yield from _lowering_faults(layout.lowerings, own.sections(layout.own))
@@ -88,9 +88,9 @@ def _faults_of_table(layout: LayoutTable, given: GivenSizes) -> Iterator[Fault]:
         yield from parted_groups(Line("attention.query", str(layout.table["attention.query"])), query, key, given)
     yield from stages_faults("", layout.table, specs, specs)
     for section, lines in layout.overrides.items():
-        # In the layout of a phase its section is part of the table; the other one's batch and length are not known.
+        # The layout of a phase has the phase's section in its table; the other phase's batch and length are not known.
         known = GivenSizes({}, dict.fromkeys(layout.axes, 1)) if layout.serves and section in PHASES else given
-        table = {key: text for key, text in lines.items() if not isinstance(text, tuple)}  # those left to a phase
+        table = {key: text for key, text in lines.items() if not isinstance(text, tuple)}  # lists are left to a phase
         base = {key: spec for key, spec in specs.items() if key in table or key not in lines}
         yield from _override_faults(section, {**layout.table, **table}, table, base, known, more)
 
@@ -114,9 +114,8 @@ def mesh_faults(mesh: Any, axes: Sequence[str]) -> list[Fault]:
 def _read(
     section: str, table: Mapping[str, Any], keys: Mapping[str, Key], sizes: GivenSizes
 ) -> tuple[Specs, list[Fault]]:
-    """Return the specs that can be read and have their key's dimensions, and the faults of every line."""
-    specs: dict[str, Spec] = {}
-    faults: list[Fault] = []
+    """Return the readable specs that have the dimensions of their keys, and the faults of every line."""
+    specs, faults = {}, []
     for name, text in table.items():
         line = Line(name, str(text), section)
         if name not in keys:
@@ -144,7 +143,7 @@ def _read_spec(line: Line, key: Key, sizes: GivenSizes) -> tuple[Spec | None, li
 
 
 def _wrong_dimensions(line: Line, spec: Spec, key: Key) -> Fault:
-    found = "in this order; here they stand as" if sorted(spec.dims) == sorted(key.dims) else "and this has"
+    found = "in this order; here the order is" if sorted(spec.dims) == sorted(key.dims) else "and this has"
     return line.at_text(
         f"{key.name} must have dimensions {listed(key.dims)}, {found} {listed(spec.dims)}.",
         f"Write '{key.dims}' with the mesh axes that shard each dimension.",
@@ -153,14 +152,14 @@ def _wrong_dimensions(line: Line, spec: Spec, key: Key) -> Fault:
 
 def _whole_faults(line: Line, spec: Spec, key: Key) -> Iterator[Fault]:
     whole = spec.without_partial()
-    # Only [gradients] may owe a sum: a training step adds gradients before it settles them.
+    # Only [gradients] may have a partial sum: a training step adds gradients before it reduces them.
     if spec.partial and line.section != "gradients":
-        yield line.at_text(f"{key.name} owes a partial sum, and a layout places whole tensors.", f"Write '{whole}'.")
+        yield line.at_text(f"{key.name} is a partial sum; only lines of [gradients] may be.", f"Write '{whole}'.")
     if spec.reduced:
-        fact = f"{key.name} says that its gradient is a partial sum, which stands with the gradient."
+        fact = f"{key.name} is reduced; that its gradient is a partial sum is written in [gradients]."
         yield line.at_text(fact, f"Write '{whole}' here, and '{spec.cotangent}' in [gradients].")
-    # Plain JAX code between einsums works on these: a head's scores and rotation take all of D, and a router all tokens
-    # of a group.
+    # Plain JAX code between einsums needs these whole: a head's scores and rotation take all of D, and a router all
+    # tokens of a group.
     for dim in key.local:
         if spec.axes_of(dim):
             fact = f"dimension {dim} of {key.name} stays whole on every device, and is {over(spec.axes_of(dim))}."
@@ -168,24 +167,23 @@ def _whole_faults(line: Line, spec: Spec, key: Key) -> Iterator[Fault]:
 
 
 def _unknown_key(line: Line, keys: Mapping[str, Key]) -> Fault:
-    section, _, rest = line.name.partition(".")
+    section = line.name.partition(".")[0]
     if line.name in KEYS:
         kind = KEYS[line.name].kind
-        fact = f"{line.name} is {'an' if kind == 'activation' else 'a'} {kind}, which has no place in this section."
+        fact = f"{line.name} is {'an' if kind == 'activation' else 'a'} {kind}, which this section does not take."
         return line.at_key(fact, f"It holds {', '.join(keys)}.")
     known = (*dict.fromkeys([*own.KNOWN, *own.sections(keys)]),)
     if line.name in known:  # `lowering = "xla"` above all tables of a file: the section itself, with a value
         fact = f"{section!r} is a section, and here it has a value."
         return line.at_key(fact, f"Write [{section}], and lines below.")
-    if section not in PARTS and section not in known[len(own.KNOWN) :]:
+    if section not in (*PARTS, PIPELINE, *known[len(own.KNOWN) :]):
         remedy = f"{suggestion(section, known)}Sections: {', '.join(known)}, and those that a file adds."
         return line.at_key(f"no section of a layout is called {section!r}.", remedy)
-    near = suggestion(line.name, keys) or suggestion(rest, [name.partition(".")[2] for name in keys])
-    return line.at_key(f"no layout has a key {line.name!r}.", f"{near}docs/layouts.md lists every key.")
+    return line.at_key(*unknown_key(line.name, keys))
 
 
 def _via_faults(line: Line, key: Key, sizes: GivenSizes) -> Iterator[Fault]:
-    """Yield the faults of a via: two specs, with the dimensions of its operands, that can be multiplied locally."""
+    """Yield a fault if a via is not two specs with the dimensions of its operands that can be multiplied locally."""
     try:
         via = parse_via(line.text)
     except SpecError as error:
@@ -205,12 +203,12 @@ def _via_faults(line: Line, key: Key, sizes: GivenSizes) -> Iterator[Fault]:
 
 
 def _product_faults(line: Line, left: Spec, right: Spec) -> Iterator[Fault]:
-    """Yield a fault where a shared dimension lies over other axes, or one axis shards two dimensions of the product."""
+    """Yield a fault if a shared dimension is sharded in two ways, or an axis shards two dimensions of the product."""
     for dim in left.dims:
         mine = left.axes_of(dim)
         if dim in right.dims and mine != right.axes_of(dim):
             fact = f"dimension {dim} is {over(mine)} in '{left}', and {over(right.axes_of(dim))} in '{right}'."
-            yield line.at_text(fact, "Where two tensors meet, what they share lies alike.")
+            yield line.at_text(fact, "Tensors that are multiplied must shard shared dimensions in the same way.")
         for other in right.dims if dim not in right.dims else ():
             for axis in (axis for axis in mine if axis in right.axes_of(other)):
                 fact = f"mesh axis {axis} shards dimension {dim} in '{left}' and dimension {other} in '{right}'."
@@ -221,7 +219,7 @@ def _product_faults(line: Line, left: Spec, right: Spec) -> Iterator[Fault]:
 
 
 def _missing(layout: LayoutTable, sizes: Mapping[str, int]) -> Iterator[Fault]:
-    if layout.own:  # a model of one's own names a missing line where it asks for it
+    if layout.own:  # a custom model reports a missing line when it asks for it
         return
     written = {part for name in layout.table for part in (name, name.partition(".")[0])}
     for key in KEYS.values():

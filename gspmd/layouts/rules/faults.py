@@ -1,4 +1,4 @@
-"""Faults of a layout: they point into a line, `ffn.w_in = E_xF_yz`, and those with one cause are merged."""
+"""Faults of a layout, which point into a line such as `ffn.w_in = E_xF_yz`; faults with one cause are merged."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -12,7 +12,7 @@ _NAMED = 3
 
 @dataclass(frozen=True)
 class Line:
-    """A key and its text, as an error shows them.
+    """A key and its text as an error shows them.
 
     Attributes:
       name: the key.
@@ -26,7 +26,7 @@ class Line:
 
     @property
     def label(self) -> str:
-        """Key, with its overriding section in front, if any."""
+        """The key, after its overriding section if it has one."""
         return f"[{self.section}] {self.name}" if self.section else self.name
 
     def at_key(self, fact: str, remedy: str = "") -> Fault:
@@ -56,7 +56,7 @@ class Line:
 
 
 def over(axes: Sequence[str]) -> str:
-    """Return the placement of a dimension, for a sentence.
+    """Return how a dimension is sharded, for a sentence.
 
     >>> over(("x", "y")), over(())
     ('sharded over x and y', 'whole')
@@ -67,8 +67,8 @@ def over(axes: Sequence[str]) -> str:
 def one_for_each_cause(faults: Iterable[Fault]) -> list[Fault]:
     """Return the first fault of every cause, in order; its remedy ends with the number and names of the others.
 
-    A batch that does not divide is one mistake, in however many tensors. Faults have one cause if their `Fault.cause`
-    is equal, or else their fact.
+    For example, a batch that does not divide is one mistake, in however many tensors. Faults have one cause if their
+    `Fault.cause` is equal; without a `cause`, if their `fact` is.
 
     >>> several = [Fault(f"{name} = E_x", 0, 1, "the mesh has no axis x.") for name in ("a", "b", "c", "d", "e", "f")]
     >>> print(*one_for_each_cause(several))

@@ -1,4 +1,4 @@
-"""Partial gradients: parameters as a step's loss takes them, and the rows over which a gradient is summed."""
+"""Partial gradients: the specs with which a step's loss takes parameters, and the rows that a gradient sums over."""
 
 from collections.abc import Collection, Iterator, Mapping
 
@@ -8,7 +8,7 @@ from gspmd.layouts.rules.faults import Line
 from gspmd.layouts.rules.keys import KEYS
 from gspmd.layouts.table import LayoutTable, parameters_of
 
-#: By via, the parameters that meet an activation where it says; of the tables, a model uses one.
+#: For each via, the parameters that it is for; a model uses one of the two tables.
 WEIGHTS = {
     "attention.in_via": ("attention.w_q",),
     "attention.key_via": ("attention.w_k", "attention.w_v"),
@@ -22,7 +22,7 @@ WEIGHTS = {
     "output.in_via": ("embedding.table", "output.table"),
 }
 
-#: For parameters that no einsum takes, the activations over whose rows, of either or both, the gradient is summed.
+#: For parameters that no einsum takes, the activations over whose rows the gradient is summed, in one or both of them.
 ROWS = {
     "embedding.table": ("embedding.tokens", "attention.residual"),
     "attention.norm": ("attention.residual",),
@@ -43,7 +43,7 @@ ROWS = {
     "output.bias": ("output.logits",),
 }
 
-#: By tensor beside the residual stream, the parameters that make it, take it, or are added to it.
+#: For each tensor other than the residual stream, the parameters that produce it, consume it, or are added to it.
 _BESIDE = {
     "attention.query": ("attention.w_q", "attention.b_q", "attention.q_norm", "attention.w_o"),
     "attention.key": (
@@ -55,52 +55,52 @@ _BESIDE = {
 
 
 def loss_specs(layout: LayoutTable, microbatches: int) -> dict[str, Spec]:
-    """Return the placement in which the loss of a training step takes each parameter; see `Layout.for_loss`."""
+    """Return the spec with which the loss of a training step takes each parameter; see `Layout.for_loss`."""
     specs = {}
     for key, text in parameters_of(layout):
         own, gradient = Spec.parse(text), Spec.parse(layout.gradient(key))
         at_once = key in layout.overrides.get("gradients", {}) and gradient == own
-        # An axis that shards the weight is no axis of the partial sum: a spec has an axis once, and a weight that is
-        # gathered over it has its gradient reduce-scattered over it in every microbatch, as for zero-3.
+        # An axis that shards the weight cannot be an axis of the partial sum, because a spec has each axis once. A
+        # weight gathered over this axis has its gradient reduce-scattered over it in every microbatch, as in zero-3.
         summed = _axes_of_rows(layout, key) - own.used if microbatches > 1 and not at_once else ()
         specs[key] = (gradient if gradient.partial else own.with_partial(tuple(summed))).cotangent
     return specs
 
 
 def _axes_of_rows(layout: LayoutTable, key: str) -> set[str]:
-    """Return the mesh axes that shard the rows, tokens or slots, over which a parameter's gradient is summed."""
+    """Return the mesh axes that shard the rows (tokens or slots) over which a parameter's gradient is summed."""
     beside = next((name for name, keys in _BESIDE.items() if key in keys), None)
     if beside and not key.partition(".")[2].startswith(("w_", "shared_")):
-        # A vector: it is brought to its tensor, and all other dimensions there are rows, the heads of a norm too.
+        # A vector is moved to its tensor; all other dimensions of the tensor are rows, even the heads for a norm.
         spec = layout.spec(beside)
         return {axis for dim in spec.dims if dim not in KEYS[key].dims for axis in spec.axes_of(dim)}
     of_section = {
-        "embedding": ["embedding.tokens", "output.logits"],  # of a tied table, both
+        "embedding": ["embedding.tokens", "output.logits"],  # a tied table is used with both
         "output": ["output.logits"],
         "moe": ["moe.groups"] if key.startswith("moe.router") else ["moe.expert_input"],
     }
     of_blocks = ["attention.residual", "ffn.residual", *filter(None, [beside])]
-    # The last norm is over the residual stream, wherever the logits lie.
+    # The last norm is over the residual stream, however the logits are sharded.
     in_blocks = beside or key.startswith("output.norm")
     names = of_blocks if in_blocks else of_section.get(key.partition(".")[0], of_blocks)
     specs = [layout.spec(name) for name in names]
     axes = [{axis for dim in spec.dims if dim in "BLG" for axis in spec.axes_of(dim)} for spec in specs]
-    # An axis that splits the rows of one tensor alone is left out: where a product meets at the other's place, or a
-    # tied table is used a second time, the gradient is no partial sum over it.
+    # An axis that splits the rows of only one of the tensors is left out: if a product is computed in the sharding of
+    # the other, or a tied table is used a second time, the gradient is not a partial sum over this axis.
     return set.intersection(*axes)
 
 
 def partial_faults(layout: LayoutTable, mesh: Mapping[str, int], microbatches: int) -> Iterator[Fault]:
-    """Yield a fault for every via that keeps a gradient from being the partial sum that a training step adds up.
+    """Yield a fault for every via that prevents a gradient from being the partial sum that a training step adds up.
 
-    The gradient of a weight is summed over the dimensions that only the activation has, its rows. It is a
-    partial sum over the mesh axes that shard rows where the two meet, and over no other axis. A weight meets its
-    activation where a via says; without one the planner finds a place.
+    The gradient of a weight is summed over its rows: the dimensions that only the activation has. It is a partial sum
+    over the mesh axes that shard rows during the product, and over no other axis. A via fixes this sharding; without a
+    via the planner chooses it.
 
     Args:
         layout: a `Layout` without alternatives or faults.
-        mesh: sizes of its axes.
-        microbatches: of a training step.
+        mesh: the sizes of its mesh axes.
+        microbatches: the number of microbatches of a training step.
     """
     if _in_stages(layout):
         return
@@ -112,11 +112,11 @@ def partial_faults(layout: LayoutTable, mesh: Mapping[str, int], microbatches: i
         rows = [dim for dim in activation.dims if dim not in weight.dims]
         split = {axis for dim in rows for axis in activation.axes_of(dim)}
         if name == "attention.in_via" and "attention.key_via" not in layout.table:
-            keys = (*keys, *WEIGHTS["attention.key_via"])  # they meet the same residual
+            keys = (*keys, *WEIGHTS["attention.key_via"])  # they are multiplied with the same residual
         owed = {key: [a for a in taken[key].reduced if mesh[a] > 1 and a not in split] for key in keys if key in taken}
         wrong = [key for key in owed if owed[key]]
         if name == "output.in_via" and "output.table" in layout.table and len(wrong) < len(owed):
-            continue  # which of the two tables the model uses is not known here
+            continue  # it is not known here which of the two tables the model uses
         if wrong:
             yield _fault(layout, Line(name, text), rows, wrong, owed[wrong[0]])
 
@@ -124,12 +124,12 @@ def partial_faults(layout: LayoutTable, mesh: Mapping[str, int], microbatches: i
 def row_faults(
     layout: LayoutTable, mesh: Mapping[str, int], microbatches: int, trained: Collection[str]
 ) -> Iterator[Fault]:
-    """Yield a fault for every gradient that is written as a sum over mesh axes which shard none of its rows.
+    """Yield a fault for every gradient written as a partial sum over mesh axes that shard none of its rows.
 
-    Vectors are brought to their activation, and a table is looked up where its tokens or the residual stream lie.
+    Vectors are moved to their activation, and a table is looked up in the sharding of its tokens or of the residual.
 
     Args:
-        layout, mesh, microbatches: as of `partial_faults`.
+        layout, mesh, microbatches: as for `partial_faults`.
         trained: keys of the parameters that have a gradient.
     """
     if _in_stages(layout):
@@ -147,14 +147,14 @@ def row_faults(
             rest = tuple(axis for axis in taken[key].reduced if axis not in owed)
             summed = " and ".join(f"{name} = {layout[name]}" for name in names)
             yield Line(key, layout.gradient(key), "gradients").at_text(
-                f"the gradient of {key} is no partial sum over {listed(owed)}: it is summed over"
+                f"the gradient of {key} is not a partial sum over {listed(owed)}: it is summed over"
                 f" {listed(rows[names[0]])} of {summed}.",
                 f"Write '{taken[key].cotangent.with_partial(rest)}'.",
             )
 
 
 def _in_stages(layout: LayoutTable) -> bool:
-    """Return whether the stages of a pipeline settle the gradients (`gspmd.pipeline`), by rules of their own."""
+    """Return whether the stages of a pipeline reduce the gradients, which has its own rules (`gspmd.pipeline`)."""
     layers = layout.get("pipeline.layers")
     return layers is not None and bool(Spec.parse(layers).used)
 
@@ -163,8 +163,8 @@ def _fault(layout: LayoutTable, line: Line, rows: list[str], keys: list[str], ow
     gradient = Spec.parse(layout.gradient(keys[0]))
     by = "[gradients] says so" if gradient.partial else "all microbatches add to it"
     fact = (
-        f"the gradient of {keys[0]} stays a partial sum over {listed(owed)} ({by}), which a product gives only over "
-        f"mesh axes that shard {' or '.join(rows)}, the dimensions that it sums."
+        f"the gradient of {keys[0]} stays a partial sum over {listed(owed)} ({by}), but the product leaves partial "
+        f"sums only over mesh axes that shard {' or '.join(rows)}, the dimensions that it sums."
     )
     settled = ", ".join(f"{key} = '{layout.spec(key)}'" for key in keys)
     return line.at_text(fact, f"Shard one of them over {listed(owed)} here, or write in [gradients]: {settled}.")

@@ -1,16 +1,20 @@
-"""The keys of a layout: the dimensions, kind and meaning of every tensor, and the key that stands in for an absent one.
+"""The keys of a layout: the dimensions, kind and meaning of every tensor, and the default of a key that is left out.
 
 `Layout.check` applies this table, and `python scripts/document_layouts.py` copies it into docs/layouts.md.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 
 from gspmd.annotate import LayoutError, Spec
-from gspmd.annotate.errors import shown, suggestion
+from gspmd.annotate.errors import listed, shown, suggestion
+
+# Number of alternatives that an error lists.
+_NAMED = 4
 
 Text = str | tuple[str, ...]
-"""A spec, or alternatives of which sizes and mesh choose one."""
+"""A spec, or alternatives from which sizes and mesh choose one."""
 
 #: The meaning of the dimensions, in the order of docs/layouts.md.
 DIMENSIONS = {
@@ -25,34 +29,36 @@ PARTS = ("embedding", "attention", "ffn", "moe", "output")
 #: The section that splits the stacked layers into the stages of a pipeline.
 PIPELINE = "pipeline"
 
-#: Sections whose quoted keys override those of the parts: the purpose of each, and what reads it.
+#: Sections whose quoted keys override those of the parts: the purpose of each, and the function that reads it.
 OVERRIDES = {
     "optimizer": (
-        "the optimizer state of a parameter; as the parameter when absent. Training keeps the state there, brings "
-        "gradients there before it clips and updates, and the new parameters back (`gspmd_models.optimizer_specs`)."
+        "the optimizer state of a parameter; as the parameter if absent. Training stores the state in this spec, moves "
+        "gradients to it before it clips and updates, and moves new parameters back (`gspmd_models.optimizer_specs`)."
     ),
     "gradients": (
-        "the gradient of a parameter, on its way to the optimizer; as the parameter when absent. The training step "
-        "takes a gradient where its parameter lies, brings it here, and from here to where [optimizer] says "
-        "(`gspmd_models.gradient_specs`). A spec that ends in `partialsum-` settles nothing on the way, see below."
+        "the gradient of a parameter, on its way to the optimizer; as the parameter if absent. The training step moves "
+        "a gradient from its parameter's spec to this one, and from here to that of [optimizer] "
+        "(`gspmd_models.gradient_specs`). A gradient with `partialsum-` in this spec is reduced only by the last move; "
+        "see below."
     ),
     "prefill": (
-        'any tensor, while a prompt is read: `Layout.phase("prefill")`, in which `gspmd_models.Generator` reads. '
-        "Parameters and cache lie as [decode] has them. Training does not ask for it."
+        'any tensor, while a prompt is read: `Layout.phase("prefill")`, with which `gspmd_models.Generator` reads. '
+        "Parameters and cache are stored as [decode] says. Training ignores it."
     ),
     "decode": (
-        'any tensor, while tokens are generated one by one: `Layout.phase("decode")`, which `gspmd_models.Generator` '
-        "stores parameters and cache in. Training does not ask for it."
+        'any tensor, while tokens are generated one by one: `Layout.phase("decode")`, with which '
+        "`gspmd_models.Generator` generates, and stores parameters and cache. Training ignores it."
     ),
     "cache": (
-        "the key/value cache: `Layout.cache`, over batch, length and heads in any mix, wherever queries and keys lie."
+        "the key/value cache: `Layout.cache`, over batch, length and heads in any mix, however queries and keys are "
+        "sharded."
     ),
 }
 
 #: The overriding sections that are a phase of serving.
 PHASES = ("prefill", "decode")
 
-#: The section whose keys are those of both phases.
+#: The section whose keys apply to both phases.
 SERVING = "serving"
 
 
@@ -65,10 +71,10 @@ class Key:
       dims: the dimensions of its spec, in this order; for a `via`, the keys of its two operands.
       kind: `"parameter"`, `"activation"`, `"stack"` (of layers) or `"via"`; `"tensor"` in a user-defined section.
       meaning: one line for docs/layouts.md.
-      default: the key whose spec is used if this one is absent, its dimensions alone if that key has more; None if it
-        is required.
+      default: the key whose spec is used if this one is absent, restricted to the dimensions of this one; None if
+        there is no default.
       local: dimensions that must not be sharded, because the code between einsums needs them whole.
-      optional: whether it may be absent, which leaves it to the planner.
+      optional: whether it may be absent without a default; the planner then chooses.
     """
 
     name: str
@@ -97,14 +103,14 @@ def _via(name: str, left: str, right: str, meaning: str, **more) -> Key:
     return Key(name, (left, right), "via", meaning, optional=True, **more)
 
 
-# A bias, or the scales of an int8 matrix, lie by default as the tensor that they are added to or multiply, and a gate
-# as the matrix beside it: vectors are then where they are used, and one move of the residual serves both matrices.
+# By default a bias, or the scales of an int8 matrix, are sharded as the tensor that they are added to or multiply: no
+# move is needed. A gate is sharded as the matrix beside it, so one move of the residual serves both matrices.
 _ALL = (
     Key(
         "pipeline.layers",
         "N",
         "stack",
-        "The stacked layers, split into stages along one mesh axis; whole when absent.",
+        "The stacked layers, split into stages along one mesh axis; whole if absent.",
         optional=True,
     ),
     _parameter("embedding.table", "VE", "The embedding table."),
@@ -131,8 +137,8 @@ _ALL = (
         "attention.key_via",
         "attention.residual",
         "attention.w_k",
-        "Where residual and w_k (and w_v) meet; the residual as in in_via. "
-        "Absent beside an in_via: over E as w_q there, over K as attention.key.",
+        "Where residual and w_k (and w_v) meet; the residual must be as in in_via. "
+        "If only in_via is given: E is sharded as in its w_q, K as in attention.key.",
     ),
     _via("attention.out_via", "attention.query", "attention.w_o", "Where the core's result and w_o meet."),
     _activation("ffn.residual", "BLE", "The residual stream around the feed-forward block."),
@@ -140,7 +146,7 @@ _ALL = (
     _parameter("ffn.norm_bias", "E", "Bias of the norm before the feed-forward block.", default="ffn.norm"),
     _parameter("ffn.w_in", "EF", "First matrix."),
     _parameter("ffn.w_gate", "EF", "The gate of a gated activation.", default="ffn.w_in"),
-    _activation("ffn.hidden", "BLF", "What the activation function is applied to."),
+    _activation("ffn.hidden", "BLF", "The input of the activation function."),
     _parameter("ffn.b_in", "F", "Bias of the product with w_in, and its scales if w_in is int8.", default="ffn.hidden"),
     _parameter(
         "ffn.b_gate", "F", "Bias of the product with w_gate, and its scales if w_gate is int8.", default="ffn.hidden"
@@ -152,33 +158,31 @@ _ALL = (
     _via("ffn.in_via", "ffn.residual", "ffn.w_in", "Where residual and w_in (and w_gate) meet."),
     _via("ffn.out_via", "ffn.hidden", "ffn.w_out", "Where hidden and w_out meet."),
     _parameter("moe.router", "EX", "The router's matrix."),
-    _parameter("moe.router_noise", "EX", "The matrix of noisy-top-k's widths of noise.", default="moe.router"),
+    _parameter("moe.router_noise", "EX", "The matrix of noisy-top-k's noise widths.", default="moe.router"),
     _activation("moe.groups", "GLE", "The residual in token groups, each group whole on a device.", local="LE"),
     _activation(
-        "moe.dispatched", "GXCE", "Tokens in the capacity slots of their group, before they travel.", local="XCE"
+        "moe.dispatched", "GXCE", "Tokens in the capacity slots of their group, before they are sent.", local="XCE"
     ),
-    _activation("moe.expert_input", "GXCE", "The same slots where their experts are, and the experts' results."),
+    _activation("moe.expert_input", "GXCE", "The same slots on their experts' devices, and the experts' results."),
     _parameter("moe.w_in", "XEF", "First matrix of every expert."),
     _parameter("moe.w_gate", "XEF", "The gate of every expert.", default="moe.w_in"),
-    _activation("moe.hidden", "GXCF", "What the experts' activation function is applied to."),
-    _parameter("moe.scale_in", "XF", "Scales of w_in and of w_gate, where they are int8.", default="moe.hidden"),
+    _activation("moe.hidden", "GXCF", "The input of the experts' activation function."),
+    _parameter("moe.scale_in", "XF", "Scales of w_in and of w_gate, if they are int8.", default="moe.hidden"),
     _parameter("moe.w_out", "XFE", "Second matrix of every expert."),
-    _parameter("moe.scale_out", "XE", "Scales of w_out, where it is int8.", default="moe.expert_input"),
+    _parameter("moe.scale_out", "XE", "Scales of w_out, if it is int8.", default="moe.expert_input"),
     _via("moe.in_via", "moe.expert_input", "moe.w_in", "Where expert_input and w_in (and w_gate) meet."),
     _via("moe.out_via", "moe.hidden", "moe.w_out", "Where hidden and w_out meet."),
     _parameter(
         "moe.shared_in",
         "EF",
-        "First matrix of the experts that every token uses, side by side: F is their number times an expert's.",
+        "First matrix of the experts that every token uses: F is their number times an expert's width.",
         default="ffn.w_in",
     ),
     _parameter("moe.shared_gate", "EF", "The gate of the shared experts.", default="moe.shared_in"),
     _activation(
-        "moe.shared_hidden", "BLF", "What the shared experts' activation function is applied to.", default="ffn.hidden"
+        "moe.shared_hidden", "BLF", "The input of the shared experts' activation function.", default="ffn.hidden"
     ),
-    _parameter(
-        "moe.shared_scale", "F", "Scales of shared_in and shared_gate, where int8.", default="moe.shared_hidden"
-    ),
+    _parameter("moe.shared_scale", "F", "Scales of shared_in and shared_gate, if int8.", default="moe.shared_hidden"),
     _parameter("moe.shared_out", "FE", "Second matrix of the shared experts.", default="ffn.w_out"),
     _via(
         "moe.shared_in_via",
@@ -196,7 +200,7 @@ _ALL = (
     ),
     _parameter("output.norm", "E", "Scale of the last norm."),
     _parameter("output.norm_bias", "E", "Bias of the last norm.", default="output.norm"),
-    _parameter("output.table", "VE", "The unembedding table, where it is not tied.", default="embedding.table"),
+    _parameter("output.table", "VE", "The unembedding table, if it is not tied.", default="embedding.table"),
     _activation("output.logits", "BLV", "Logits; the loss is taken without gathering the vocabulary."),
     _parameter(
         "output.bias", "V", "Bias of the logits; scales of int8 tables, one for each row.", default="output.logits"
@@ -210,15 +214,15 @@ KEYS = {key.name: key for key in _ALL}
 #: The only key of [cache]; its length is T.
 CACHE = {
     "attention.key": Key(
-        "attention.key", "BTKD", "activation", "The key/value cache; as attention.key when absent.", local="D"
+        "attention.key", "BTKD", "activation", "The key/value cache; as attention.key if absent.", local="D"
     )
 }
 
-#: Lines that only feed-forward layers without experts need; norm and residual are those of the block.
+#: Lines that only feed-forward layers without experts need. Layers with experts also use norm and residual of [ffn].
 DENSE = ("ffn.w_in", "ffn.hidden", "ffn.w_out")
 
 #: Pairs of tensors whose specs must agree on some dimensions, because no equation moves one to the other: both blocks
-#: add to one residual stream, a device attends within the sequences that it has, and it dispatches its own groups.
+#: add to one residual stream, a device attends within its own sequences, and it dispatches its own groups.
 ALIKE = (
     ("attention.residual", "ffn.residual", "BLE"),
     ("attention.query", "attention.key", "B"),
@@ -247,7 +251,7 @@ def dims_of(key: str) -> str:
 
 
 def keys_of_override(section: str) -> dict[str, Key]:
-    """Return the keys that an overriding section may have: parameters for gradients and optimizer, the cache's, or all.
+    """Return the keys of an overriding section: parameters for gradients and optimizer, the cache's key, or all keys.
 
     >>> list(keys_of_override("cache"))
     ['attention.key']
@@ -260,24 +264,62 @@ def keys_of_override(section: str) -> dict[str, Key]:
 
 
 class UnresolvedError(LayoutError):
-    """A key has alternatives, and none has been chosen yet."""
+    """An error for a key that has alternatives, from which none has been chosen yet."""
 
 
 def one_spec(text: Text, key: str) -> str:
-    """Return the text of a key that has one spec; raise UnresolvedError where it has alternatives."""
+    """Return the text of a key that has one spec.
+
+    Raises:
+      UnresolvedError: the key has alternatives.
+    """
     if isinstance(text, tuple):
+        first, more = [*dict.fromkeys(text)][:_NAMED], len({*text}) > _NAMED
         raise UnresolvedError(
-            f"{key} has {len(text)} alternatives ({', '.join(text)}), and sizes and mesh decide which is taken.\n"
+            f"cannot read {key}: sizes and mesh choose one of its {len(text)} alternatives "
+            f"({', '.join([*first, *['...'] * more])}).\n"
             "  Call layout.resolved(sizes, mesh) first, with the sizes as for layout.check."
         )
     return text
+
+
+def unknown_key(key: str, known: Iterable[str]) -> tuple[str, str]:
+    """Return the fact and the remedy of an error for a key that a layout does not have.
+
+    Args:
+      key: the key.
+      known: the keys that could be meant.
+
+    Example:
+      >>> unknown_key("mixer.w_im", ["ffn.w_in", "mixer.taps", "mixer.w_in"])
+      ("the layout has no line 'mixer.w_im'.", "Did you mean 'mixer.w_in'? [mixer] has taps and w_in.")
+      >>> unknown_key("attention.w_gate", ["attention.w_q", "ffn.w_gate"])[1]
+      "Did you mean 'ffn.w_gate'? docs/layouts.md lists every key."
+    """
+    known = list(known)
+    section, dot, name = key.partition(".")
+    is_custom = dot and section not in (*PARTS, PIPELINE)
+    lines = [each.partition(".")[2] for each in known if each.startswith(f"{section}.")] if is_custom else []
+    likely = [each for each in known if each not in KEYS] if lines else known
+    near = _same_name(section, name, likely) or suggestion(key, likely)
+    if not is_custom:
+        return f"no layout has a key {shown(key)}.", f"{near}docs/layouts.md lists every key."
+    has = f"[{section}] has {listed(lines)}." if lines else f"It has no section [{section}]."
+    return f"the layout has no line {shown(key)}.", f"{near}{has}"
+
+
+def _same_name(section: str, name: str, known: Iterable[str]) -> str:
+    """Propose the key of this name in another section, if possible one with a similar name; empty if there is none."""
+    sections = [each.partition(".")[0] for each in known if name and each.partition(".")[2] == name]
+    near = get_close_matches(section, sections, n=1) or sections[:1]
+    return f"Did you mean {f'{near[0]}.{name}'!r}? " if near else ""
 
 
 def look_up(table: Mapping[str, Text], key: str) -> str | None:
     """Return the text of a key, or that of its default in the key's own dimensions; None if absent and optional.
 
     Raises:
-      LayoutError: no layout has such a key, the table lacks it and nothing stands in for it, or it has alternatives.
+      LayoutError: the key is unknown; the table lacks it, and it is required; or it has alternatives.
     """
     if not isinstance(key, str):
         raise LayoutError(f"no layout has a key {shown(key)}.\n  A key is a string, such as 'ffn.w_in'.")
@@ -285,8 +327,7 @@ def look_up(table: Mapping[str, Text], key: str) -> str | None:
         return one_spec(table[key], key)
     known = KEYS.get(key)
     if known is None:
-        near = suggestion(key, (*KEYS, *table))
-        raise LayoutError(f"no layout has a key {shown(key)}.\n  {near}docs/layouts.md lists every key.")
+        raise LayoutError("\n  ".join(unknown_key(key, (*KEYS, *table))))
     if known.default is not None:
         text = look_up(table, known.default)
         more = set(KEYS[known.default].dims).difference(known.dims) if known.kind != "via" else ()
@@ -294,5 +335,5 @@ def look_up(table: Mapping[str, Text], key: str) -> str | None:
     if not known.optional:
         section, _, short = key.partition(".")
         remedy = f'Write {short} = "{known.dims}" in [{section}], with its mesh axes.'
-        raise LayoutError(f"the layout does not write {key}, and nothing stands in for it.\n  {remedy}")
+        raise LayoutError(f"the layout does not write {key}, which has no default.\n  {remedy}")
     return None

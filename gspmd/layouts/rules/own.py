@@ -1,4 +1,4 @@
-"""Sections of a model of one's own, such as `[ssm]`: a key keeps the dimensions of its first spec."""
+"""Custom sections, such as `[ssm]`: a key keeps the dimensions of its first spec."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from difflib import get_close_matches
@@ -14,7 +14,7 @@ KNOWN = (*PARTS, PIPELINE, *OVERRIDES, SERVING, "mesh", "lowering", "dimensions"
 
 _VIA = "_via"
 
-#: The methods and attributes of `gspmd.layouts.section.Section`: no line may be called as one of them.
+#: The methods and attributes of `gspmd.layouts.section.Section`: no line may have one of these names.
 METHODS = (
     "add_bias",
     "einsum",
@@ -36,7 +36,7 @@ Dims = str | tuple[str, ...]
 def declared(table: Mapping[str, Any]) -> dict[str, Dims]:
     """Return the keys of user-defined sections, with the dimensions of their specs.
 
-    An unreadable spec has none. A section that looks like a misspelt known one is not user-defined.
+    An unreadable spec has no dimensions. A section that looks like a misspelling of a known one is not user-defined.
 
     >>> declared({"ssm.state": "B_xSE_y", "ssm.in_via": "BSE_y, E_yF", "ffn.w_in": "EF", "fnn.w_in": "EF"})
     {'ssm.state': 'BSE', 'ssm.in_via': ('BSE', 'EF')}
@@ -60,14 +60,14 @@ def keys(own: Mapping[str, Dims]) -> dict[str, Key]:
 
 
 def misspelt(section: str, key: str, written: Iterable[str] = PARTS) -> str:
-    """Return the known section of which this is a misspelling: similar in name, with a similar key; else empty.
+    """Return the known section that this one misspells, if it has a similar name and a similar key; otherwise empty.
 
-    Any name is a section of one's own, so that a slip, `[fnn]`, would declare one and leave [ffn] as the base has it,
-    without a word. A layout with none of the sections of a transformer's blocks is for another model, whose sections
-    have any name.
+    Any name can be a custom section. Without this check, a slip such as `[fnn]` would silently declare a section and
+    leave [ffn] as in the base. A layout without the sections of a transformer's blocks is for another model, whose
+    sections may have any name.
 
     Args:
-      section, key: of the line.
+      section, key: the section and the key of the line.
       written: all sections of the layout.
 
     >>> misspelt("fnn", "w_in"), misspelt("optimiser", "ffn.w_in")
@@ -88,20 +88,20 @@ def misspelt(section: str, key: str, written: Iterable[str] = PARTS) -> str:
 
 
 def _one_slip(name: str, known: str) -> bool:
-    """Return whether names of one length differ by a letter that is replaced, or by letters that are swapped.
+    """Return whether names of equal length differ by one replaced letter, or by swapped letters.
 
-    The matcher of close names counts letters in common, so that `mem` is like `moe`; other lengths are left to it.
+    Names of other lengths are accepted. `get_close_matches` counts letters in common, so for it `mem` is like `moe`.
     """
     others = sum(one != other for one, other in zip(name, known))
     return len(name) != len(known) or others <= 1 or sorted(name) == sorted(known)
 
 
 def naming_faults(own: Mapping[str, Dims], letters: Mapping[str, Any], sizes: Mapping[str, int]) -> Iterator[Fault]:
-    """Yield a fault for every invalid name: in [dimensions], of a letter without a meaning, of a line like a method."""
+    """Yield a fault for every bad name: in [dimensions], a letter without a meaning, a line named like a method."""
     for letter, meaning in letters.items():
         line = Line(letter, str(meaning), "dimensions")
         if not (len(letter) == 1 and letter.isascii() and letter.isupper()):
-            yield line.at_key(f"{letter!r} is no dimension.", "A dimension is one capital letter.")
+            yield line.at_key(f"{letter!r} is not a dimension.", "A dimension is one capital letter.")
         elif letter in DIMENSIONS:
             yield line.at_key(f"dimension {letter} is {DIMENSIONS[letter]} in every layout.", "Take another letter.")
         elif not isinstance(meaning, str):
@@ -109,7 +109,7 @@ def naming_faults(own: Mapping[str, Dims], letters: Mapping[str, Any], sizes: Ma
     for name in own:
         if (short := name.partition(".")[2]) in METHODS:
             yield Line(name).at_key(
-                f"a section computes with `{short}`, which is no name of a line.", "Take another name."
+                f"`{short}` is a method of sections, so no line can be called that.", "Take another name."
             )
     known = {*DIMENSIONS, *letters, *sizes}
     for name, dims in own.items():
@@ -120,14 +120,14 @@ def naming_faults(own: Mapping[str, Dims], letters: Mapping[str, Any], sizes: Ma
 
 def _key(name: str, dims: Dims) -> Key:
     if name.endswith(_VIA):
-        return Key(name, dims, "via", "Where two tensors of one's own meet.", optional=True)
-    return Key(name, dims, "tensor", "A tensor of one's own.")
+        return Key(name, dims, "via", "Where two custom tensors meet.", optional=True)
+    return Key(name, dims, "tensor", "A custom tensor.")
 
 
 def _dims(text: Any, *, via: bool) -> Dims:
     """Return the dimensions of a spec, or of the first spec of each operand of a via; empty if the text is unreadable.
 
-    Alternatives have those of the first.
+    For alternatives, those of the first.
     """
     text = text[0] if isinstance(text, tuple) else text
     try:

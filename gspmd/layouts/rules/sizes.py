@@ -1,4 +1,4 @@
-"""The sizes that specs are checked for: padded to a multiple, of one microbatch, and cut over a mesh."""
+"""The sizes that specs are checked for: padded to multiples, for one microbatch, and on a mesh."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -17,32 +17,32 @@ from gspmd.layouts.table import LayoutTable
 
 # -- padding ----------------------------------------------------------------------------------------------------------
 
-#: The dimensions that may be padded, and how the padding is kept from having an effect: `gspmd_models` masks it.
-#: PaLM's 48 heads, on 64 chips, are why heads may be (Pope et al. 2022, section 4).
+#: The dimensions that may be padded, and how `gspmd_models` masks the padding so that it has no effect. Heads may be
+#: padded because of PaLM's 48 heads on 64 chips (Pope et al. 2022, section 4).
 PADDED = {
-    "H": "the attention core's result is 0 there; every key/value head has as many query heads as before, or more",
-    "K": "as H, which is padded along, so that the query heads of each real one stay",
-    "F": "the hidden layer is 0 there, or the rows of an expert's second matrix are",
+    "H": "the attention core's result is 0 there; every key/value head has at least as many query heads as before",
+    "K": "as H, which is padded too, so that each real key/value head keeps its query heads",
+    "F": "the hidden layer is 0 there, or the rows of an expert's second matrix are 0",
     "V": "logits are -1e30 there",
     "T": "room in the cache that no position reaches",
 }
 
-#: The reasons why others may not.
+#: The reasons why other dimensions may not be padded.
 _REFUSED = {
-    "B": "sequences are the caller's: give alternatives, a list of specs, and a smaller batch takes fewer mesh axes",
-    "L": "the text is padded where it is made, by whoever knows which tokens are real",
-    "E": "norms take their mean over it",
+    "B": "the caller chooses the batch; give alternatives, a list of specs, for batches that fill fewer mesh axes",
+    "L": "the caller pads the text, and knows which tokens are real",
+    "E": "norms average over it",
     "D": "attention scales by it, and positions rotate it",
     "X": "a router would choose among experts that are not there",
     "G": "groups are made of the batch",
-    "C": "the capacity is a number of slots, of which some are empty anyway: raise the capacity factor",
+    "C": "some slots of the capacity are empty anyway: raise the capacity factor",
 }
 
 
 def padded(sizes: Mapping[str, int], padding: Mapping[str, int]) -> dict[str, int]:
     """Return the sizes with every dimension of `padding` rounded up to its multiple.
 
-    Heads: K is rounded up alone; H to a multiple of both its own and K, with H/K never less than before.
+    K is rounded up by itself. H is rounded up to a multiple of its own multiple and of K; H/K never decreases.
 
     >>> padded({"H": 48, "K": 1, "F": 10}, {"H": 64, "F": 8})
     {'H': 64, 'K': 1, 'F': 16}
@@ -51,7 +51,7 @@ def padded(sizes: Mapping[str, int], padding: Mapping[str, int]) -> dict[str, in
     """
     result = {dim: _up(size, padding.get(dim, 1)) for dim, size in sizes.items()}
     if "H" in sizes and "K" in sizes and {"H", "K"} & set(padding) and sizes["K"]:
-        # As many query heads per key/value head as there are real ones, or more: no query head changes its group.
+        # At least as many query heads per key/value head as there are real ones, so no query head changes its group.
         enough = sizes["H"] // sizes["K"] * result["K"]
         result["H"] = _up(enough, lcm(padding.get("H", 1), result["K"]))
     return result
@@ -59,12 +59,12 @@ def padded(sizes: Mapping[str, int], padding: Mapping[str, int]) -> dict[str, in
 
 @dataclass(frozen=True)
 class Padded:
-    """A dimension that is longer than what is real in it: runs of real entries, each at the start of a longer run.
+    """A padded dimension: runs of real entries, each at the start of a longer run.
 
     Attributes:
-      runs: of real entries; one for each key/value head in H, one in every other dimension.
-      length: real entries in each.
-      wide_runs, wide_length: with the padding.
+      runs: the number of runs of real entries; one for each key/value head in H, one in every other dimension.
+      length: the number of real entries in each run.
+      wide_runs, wide_length: the same with the padding.
 
     Example:
       >>> Padded(2, 2, 2, 3).origins.tolist()
@@ -78,7 +78,7 @@ class Padded:
 
     @property
     def size(self) -> int:
-        """Number of entries, padding and all."""
+        """Number of entries, padding included."""
         return self.wide_runs * self.wide_length
 
     @property
@@ -88,7 +88,7 @@ class Padded:
 
     @property
     def origins(self) -> np.ndarray:
-        """Return the real entry that stands at each place; -1 for padding."""
+        """The number of the real entry at each place; -1 for padding."""
         places = np.full((self.wide_runs, self.wide_length), -1)
         places[: self.runs, : self.length] = np.arange(self.real).reshape(self.runs, self.length)
         return places.reshape(-1)
@@ -108,14 +108,14 @@ def paddings(sizes: Mapping[str, int], wide: Mapping[str, int]) -> dict[str, Pad
 
 
 def padding_faults(padding: Mapping[str, Any]) -> Iterator[Fault]:
-    """Yield a fault for every line of [padding] that cannot be."""
+    """Yield a fault for every invalid line of [padding]."""
     for dim, multiple in padding.items():
         line = Line(dim, str(multiple), "padding")
         known = f"It holds {', '.join(PADDED)}."
         if dim in _REFUSED:
             yield line.at_key(f"dimension {dim} ({DIMENSIONS[dim]}) cannot be padded: {_REFUSED[dim]}.", known)
         elif dim not in PADDED:
-            yield line.at_key(f"{dim!r} is no dimension that can be padded.", known)
+            yield line.at_key(f"{dim!r} is not a dimension that can be padded.", known)
         elif (whole(multiple) or 0) < 1:
             yield line.at_text(
                 f"{dim} is padded to a multiple of {shown(multiple)}.", "Write a whole number, 1 or more."
@@ -123,7 +123,7 @@ def padding_faults(padding: Mapping[str, Any]) -> Iterator[Fault]:
 
 
 def proposal(dim: str, size: int, parts: int) -> str:
-    """Return a sentence that proposes the line of [padding] for so many shards; empty where half would be waste."""
+    """Return a sentence that proposes the line of [padding] for `parts` shards; empty if that would double the size."""
     fits = dim in PADDED and _up(size, parts) <= 2 * size
     return f"Or pad it: {dim} = {parts} in [padding]." if fits else ""
 
@@ -136,7 +136,7 @@ def _up(size: int, multiple: int) -> int:
 
 
 def microbatches(layout: LayoutTable, sizes: Mapping[str, int]) -> int:
-    """Return the number of microbatches that sizes have: M, unless M is a dimension of one's own; 1 if left out."""
+    """Return the number of microbatches in `sizes`: M, unless M is a custom dimension; 1 if left out."""
     return 1 if "M" in layout.dimensions else sizes.get("M", 1)
 
 
@@ -150,7 +150,7 @@ def of_microbatch(layout: LayoutTable, sizes: Mapping[str, int]) -> dict[str, in
 
 
 def microbatch_faults(layout: LayoutTable, sizes: Mapping[str, int]) -> list[Fault]:
-    """Return a fault if a batch cannot be cut into so many microbatches."""
+    """Return a fault if the number of microbatches does not divide the batch."""
     count, batch = microbatches(layout, sizes), sizes.get("B")
     if batch is None or (count > 0 and batch % count == 0):
         return []
@@ -166,19 +166,19 @@ class GivenSizes:
     """Sizes and mesh to check specs against; dimensions without a size are assumed to divide."""
 
     def __init__(self, sizes: Mapping[str, int], mesh: Mapping[str, int], microbatches: int = 1, *, pads: bool = True):
-        # Groups are the sequences by default, and a model without experts has none.
+        # Groups are the sequences by default; a model without experts has no groups.
         self.sizes = {**({"G": sizes["B"]} if {"B", "X"} <= set(sizes) else {}), **sizes}
         self.mesh, self.microbatches, self.pads = dict(mesh), microbatches, pads
 
     def faults(self, spec: Spec) -> list[Fault]:
         """Return the faults of a spec for these sizes on this mesh."""
-        # 0 is divided by any number of shards.
+        # Dimensions without a size have 0, which any number of shards divides.
         wrong = spec.faults({**dict.fromkeys(spec.dims, 0), **self.sizes}, self.mesh)
         return [self._of_size(fault, *fault.cause) if fault.cause else fault for fault in wrong]
 
     def _of_size(self, fault: Fault, dim: str, size: int, parts: int) -> Fault:
-        """Return the fault of a size that does not divide, with its cause, and with padding among the remedies."""
-        # G is the batch unless it is given, so that one batch which does not divide is one cause of both.
+        """Return the fault of a size that does not divide, with its cause, and padding as one of the remedies."""
+        # G is the batch unless it is given, so a batch that does not divide is one cause for both.
         caused_by = "B" if dim == "G" and size == self.sizes.get("B") else dim
         remedies = [fault.remedy, proposal(dim, size, parts) if self.pads else ""]
         if self.microbatches > 1 and caused_by == "B":
@@ -187,12 +187,12 @@ class GivenSizes:
 
 
 def given_sizes(layout: LayoutTable, sizes: Mapping[str, int], mesh: Any) -> GivenSizes:
-    """Return the sizes, padded where the layout pads them, and the mesh with every axis of the layout (None: all 1).
+    """Return the sizes, padded as the layout says, and the mesh with every axis of the layout (None: all have size 1).
 
-    Where they say how many microbatches M there are, they are those of one microbatch.
+    If the sizes have a number of microbatches M, the result is for one microbatch.
     """
-    # An axis that the layout does not declare is one fault, that of the mesh, and none of every spec.
+    # An axis that the layout does not declare is one fault of the mesh, not a fault of every spec.
     axes = {axis: size for axis, size in complete(mesh or {}, layout.axes).items() if axis in layout.axes}
     sizes, count = of_microbatch(layout, sizes), microbatches(layout, sizes)
     wide = {} if any(padding_faults(layout.padding)) else padded(sizes, layout.padding)
-    return GivenSizes(wide, axes, count, pads=not layout.own)  # the models that come with gspmd alone can pad
+    return GivenSizes(wide, axes, count, pads=not layout.own)  # only the models that come with gspmd can pad

@@ -33,7 +33,7 @@ def rows_times_weights(rows: jax.Array, weights: jax.Array, sizes: jax.Array, *,
 
 
 def rows_times_rows(left: jax.Array, right: jax.Array, sizes: jax.Array) -> jax.Array:
-    """Σ over each expert's rows of left ⊗ right: [R, E], [R, F] to [X, E, F] float32."""
+    """Sum left ⊗ right over each expert's rows: [R, E], [R, F] to [X, E, F] float32."""
     ends, shape = jnp.cumsum(sizes), (left.shape[1], right.shape[1])
 
     def of_block(start, end, block):
@@ -43,7 +43,7 @@ def rows_times_rows(left: jax.Array, right: jax.Array, sizes: jax.Array) -> jax.
 
     def of_expert(expert, out):
         first, end = ends[expert] - sizes[expert], ends[expert]
-        # For the rest one product of the right size is cheaper than several: each adds to all weights of an expert.
+        # For the remaining rows one product of the right size is cheaper than several, which each add to all weights.
         block, tails = _tails(len(left))
         number = sizes[expert] // block
         start = first + number * block
@@ -58,7 +58,7 @@ def rows_times_rows(left: jax.Array, right: jax.Array, sizes: jax.Array) -> jax.
 
 
 def _cut(size: jax.Array, rows: int) -> list[tuple[int, jax.Array]]:
-    """Block sizes and the number of each that covers `size` rows; the last block may be longer than what is left."""
+    """Return block sizes, and the number of each, that cover `size` rows; the last block may reach beyond them."""
     *large, last = sorted({min(block, rows) for block in BLOCKS}, reverse=True)
     cuts = []
     for block in large:
@@ -68,14 +68,14 @@ def _cut(size: jax.Array, rows: int) -> list[tuple[int, jax.Array]]:
 
 
 def _tails(rows: int) -> tuple[int, list[int]]:
-    """The large block, and the sizes up to it that the rest of an expert's rows is rounded up to."""
+    """Return the large block, and the sizes to which the remaining rows of an expert are rounded up."""
     large, small = min(BLOCKS[0], rows), min(BLOCKS[-1], rows)
     return large, [*range(small, large, small), large]
 
 
 def _window(start: jax.Array, end: jax.Array, block: int, rows: int) -> tuple[jax.Array, jax.Array]:
-    """The first row to read for a block at `start`, and a mask [block, 1] of its rows that are in [start, end)."""
-    # dynamic_slice would clamp a start too near the end silently; the mask has to know the clamped one.
+    """Return the first row to read for a block at `start`, and a mask [block, 1] of its rows in [start, end)."""
+    # dynamic_slice silently clamps a start too near the end, so it is clamped here, where the mask is made.
     at = jnp.minimum(start, rows - block)
     row = at + jnp.arange(block, dtype=jnp.int32)
     return at, ((row >= start) & (row < end))[:, None]

@@ -34,15 +34,15 @@ def grouped_matmul(rows: jax.Array, weights: jax.Array, sizes: jax.Array, *, for
     Args:
         rows: [R, E], sorted by expert.
         weights: [X, E, F].
-        sizes: [X] int32, the number of rows of each expert, R in all at most. Rows beyond them give 0, with gradient 0.
-        form: "ragged" or "blocks"; None is "ragged" on TPUs, and "blocks" elsewhere.
+        sizes: [X] int32, the number of rows of each expert, at most R in total. Rows beyond them give 0 and gradient 0.
+        form: "ragged" or "blocks"; None means "ragged" on TPUs, and "blocks" elsewhere.
 
     Returns:
         [R, F], of the rows' dtype, accumulated in float32.
 
     Raises:
-        SpecError: shapes that do not agree, or sizes that add up to more than the rows.
-        PlanError: an unknown form.
+        SpecError: the shapes do not agree, or the sizes add up to more than R.
+        PlanError: `form` is unknown.
 
     Example:
         >>> rows, weights = jnp.ones((3, 1)), jnp.array([[[2.0]], [[3.0]], [[5.0]]])
@@ -51,7 +51,7 @@ def grouped_matmul(rows: jax.Array, weights: jax.Array, sizes: jax.Array, *, for
 
     Source: Gale et al., *MegaBlocks*, arXiv 2211.15841, §5 (blocks of rows in place of capacity).
 
-    Differs: no row is padded in memory; the last block of an expert reads beyond it, and writes only its own rows.
+    Differs: rows are not padded in memory. The last block of an expert reads beyond it, and writes only its own rows.
     """
     doing = "multiply rows by their experts' weights"
     form = grouped_form() if form is None else form
@@ -66,12 +66,12 @@ def grouped_matmul(rows: jax.Array, weights: jax.Array, sizes: jax.Array, *, for
 
 
 def grouped_back(cotangent: jax.Array, weights: jax.Array, sizes: jax.Array) -> jax.Array:
-    """The gradient [R, E] of `grouped_matmul` for its rows: cotangents [R, F] times transposed weights [X, E, F]."""
+    """Return the gradient [R, E] of `grouped_matmul` for its rows: cotangents [R, F] times transposed weights."""
     return _times(grouped_form(), cotangent, weights, sizes.astype(jnp.int32), back=True)
 
 
 def grouped_outer(rows: jax.Array, cotangent: jax.Array, sizes: jax.Array) -> jax.Array:
-    """The gradient [X, E, F] of `grouped_matmul` for its weights, float32, from rows [R, E] and cotangents [R, F]."""
+    """Return the gradient [X, E, F] of `grouped_matmul` for its weights in float32, from rows and cotangents [R, F]."""
     return _outer(grouped_form(), rows, cotangent, sizes.astype(jnp.int32))
 
 
@@ -79,10 +79,10 @@ def _fact(rows: tuple, weights: tuple, sizes: jax.Array | np.ndarray) -> str:
     if sizes.shape != weights[:1] or rows[1] != weights[1]:
         return f"the shapes do not agree; found {rows}, {weights}, {sizes.shape}."
     if not weights[0]:
-        return f"weights {weights} are those of no experts."
+        return f"weights {weights} have no experts."
     known = np.asarray(sizes) if inputs.is_known(sizes) else np.zeros(0, int)
     if np.any(known < 0) or np.sum(known) > rows[0]:
-        return f"sizes are {known.tolist()}, of {rows[0]} rows; none is below 0, nor all together above."
+        return f"sizes are {known.tolist()}; they must not be negative, nor add up to more than the {rows[0]} rows."
     return ""
 
 
@@ -114,16 +114,16 @@ def _times(form: str, rows: jax.Array, weights: jax.Array, sizes: jax.Array, *, 
 
 
 def _outer(form: str, rows: jax.Array, cotangent: jax.Array, sizes: jax.Array) -> jax.Array:
-    """Σ over each expert's rows of row ⊗ cotangent: [R, E], [R, F] to [X, E, F] float32."""
+    """Sum row ⊗ cotangent over each expert's rows: [R, E], [R, F] to [X, E, F] float32."""
     if form == "blocks":
         return rows_times_rows(rows, cotangent, sizes)
-    # A kernel may read rows that no expert owns, and 0 · NaN is not 0.
+    # A kernel may read rows that no expert owns, where 0 · NaN would not be 0.
     owned = (jnp.arange(len(rows)) < jnp.sum(sizes))[:, None]
     kept, answer = jnp.where(owned, rows, 0), jnp.where(owned, cotangent, 0)
     return _ragged_rows(kept, answer, sizes)
 
 
-# Sequential under vmap: JAX batches a grouped product over rows, weights and sizes together or not at all.
+# Sequential under vmap: JAX can batch a grouped product only over rows, weights and sizes together.
 @jax.custom_batching.sequential_vmap
 def _ragged(rows: jax.Array, weights: jax.Array, sizes: jax.Array) -> jax.Array:
     return lax.ragged_dot(rows, weights, sizes, preferred_element_type=jnp.float32)

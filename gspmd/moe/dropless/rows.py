@@ -17,7 +17,7 @@ from gspmd.moe.routers.routing import Routing, queue
 
 
 def most_rows(tokens: int, choices: int, experts: int, shards: int) -> int:
-    """The most rows that a group of `tokens` can send to one of `shards`: each token goes to an expert at most once.
+    """Return the most rows that a group can send to one of `shards`: each token goes to an expert at most once.
 
     >>> most_rows(tokens=100, choices=2, experts=8, shards=8), most_rows(tokens=100, choices=2, experts=8, shards=1)
     (100, 200)
@@ -27,25 +27,25 @@ def most_rows(tokens: int, choices: int, experts: int, shards: int) -> int:
 
 @dataclass(frozen=True)
 class RowSizes:
-    """The sizes of rows, which depend on how many shards the experts have.
+    """The sizes of buffers of rows, which depend on the number of shards of the experts.
 
     Attributes:
-        sizes: of G, X, E, F, and of C where the experts are whole.
-        choices: experts of each token, k.
+        sizes: the sizes of G, X, E and F, and the size of C if the experts are not sharded.
+        choices: the number of experts of each token, k.
     """
 
     sizes: tuple[tuple[str, int], ...]
     choices: int
 
     def sent(self, at: Spec, mesh: Mapping[str, int]) -> dict[str, int]:
-        """The sizes of buffers, whose X is their number, if the experts lie as X does in a spec."""
+        """Return the sizes of buffers if the experts are sharded as X in the spec `at`; X is the number of buffers."""
         sizes = dict(self.sizes)
         shards, experts = prod(mesh[axis] for axis in at.axes_of("X")), sizes["X"]
         tokens = sizes["C"] // most_rows(1, self.choices, experts, 1)
         return sizes | {"X": shards, "C": most_rows(tokens, self.choices, experts, shards)}
 
     def multiplied(self, at: Spec, mesh: Mapping[str, int]) -> dict[str, int]:
-        """The sizes of products: as many rows for each expert as it has when all have the same, rounded up."""
+        """Return the sizes of products, with equally many rows for each expert, rounded up."""
         sent, experts = self.sent(at, mesh), dict(self.sizes)["X"]
         return sent | {"X": experts, "C": -(-sent["C"] * sent["X"] // experts)}
 
@@ -55,8 +55,8 @@ def place_rows(routing: Routing, experts: int, shards: int, tokens: tuple[int, .
 
     Args:
         routing: expert, slot and kept [G, L, k]; a choice that is not kept has no row, or a row of zeros.
-        experts, shards: X, and the number of devices that X is sharded over.
-        tokens: the number of tokens in each chunk, L in all.
+        experts, shards: the number of experts X, and the number of devices over which X is sharded.
+        tokens: the number of tokens in each chunk; they add up to L.
 
     Returns:
         place: [G, L, k] int32, row `shard · C + place` of the group's [shards · C]; shards · C for a choice not kept.
@@ -67,7 +67,7 @@ def place_rows(routing: Routing, experts: int, shards: int, tokens: tuple[int, .
     start, base, places, counts = 0, 0, [], []
     for size, capacity in zip(tokens, capacities):
         expert, slot, kept = (x[:, start : start + size] for x in (routing.expert, routing.slot, routing.kept))
-        if len(tokens) > 1:  # each chunk has queues of its own
+        if len(tokens) > 1:  # each chunk has its own queues
             slot = queue(expert, kept, experts)
         count = rows_of_experts(expert, slot, experts)
         first = _before(count.reshape(-1, shards, experts // shards)).reshape(count.shape)
@@ -80,7 +80,7 @@ def place_rows(routing: Routing, experts: int, shards: int, tokens: tuple[int, .
 
 
 def place_rows_here(routing: Routing, experts: int) -> tuple[jax.Array, jax.Array]:
-    """Place rows as `place_rows` does, if nothing is sent: those of all groups, sorted by expert, [1, G · L, k]."""
+    """Place the rows of all groups together if nothing is sent, sorted by expert: [1, G · L, k]; see `place_rows`."""
     count = rows_of_experts(routing.expert, routing.slot, experts)
     total = jnp.sum(count, axis=0)
     first = (_before(total)[None] + jnp.cumsum(count, axis=0) - count).astype(jnp.int32)
@@ -103,7 +103,7 @@ def rows_of_experts(expert: jax.Array, slot: jax.Array, experts: int) -> jax.Arr
 
 
 def _before(counts: jax.Array) -> jax.Array:
-    """Exclusive cumulative sum along the last dimension."""
+    """Return the exclusive cumulative sum along the last dimension."""
     return (jnp.cumsum(counts, axis=-1) - counts).astype(jnp.int32)
 
 
@@ -119,8 +119,8 @@ class ReceivedRows:
 
     Attributes:
         counts: [G, X] int32, the rows of each group for each of the shard's experts.
-        capacity: C.
-        sorted_already: whether nothing was sent, so that the rows are in that order already.
+        capacity: C, the rows of a buffer.
+        sorted_already: whether nothing was sent, so that the rows are sorted already.
     """
 
     counts: jax.Array
@@ -129,7 +129,7 @@ class ReceivedRows:
 
     @property
     def sizes(self) -> jax.Array:
-        """[X] int32, the rows of each expert."""
+        """The number of rows of each expert, [X] int32."""
         return jnp.sum(self.counts, axis=0, dtype=jnp.int32)
 
     def sort(self, x: jax.Array) -> jax.Array:
@@ -152,7 +152,7 @@ class ReceivedRows:
         return _gathered(y, jnp.where(at[None] < ends[:, -1:], place, len(self.counts) * self.capacity).reshape(-1))
 
     def origin(self) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-        """For every sorted row: its local group and expert, its position in that queue, and whether it is in use."""
+        """Return for every sorted row its local group, its expert, its position in their queue, and if it is in use."""
         groups, experts = self.counts.shape
         runs = self.counts.T.reshape(-1)
         at = jnp.arange(groups * self.capacity, dtype=jnp.int32)

@@ -1,4 +1,4 @@
-"""Activation functions of feed-forward layers, plain and with gradients that keep no more than their inputs."""
+"""Activation functions of feed-forward layers: plain ones, and ones whose gradients keep only their inputs."""
 
 from collections.abc import Callable
 from functools import update_wrapper
@@ -10,8 +10,8 @@ from jax import lax
 def keeping_inputs(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     """Wrap an elementwise function so that its gradient keeps only its inputs, and recomputes the rest.
 
-    A compiler that sees one sigmoid several times computes it once and keeps it from the first use to the last, another
-    [X, C, F]. Optimization barriers hide that the value and the gradient of each input have the same inputs.
+    A compiler that sees the same sigmoid several times would compute it once and keep its result, another [X, C, F],
+    from the first use to the last. Optimization barriers hide that the value and the gradients have the same inputs.
     """
     of_inputs = update_wrapper(lambda *inputs: function(*inputs), function)
     del of_inputs.__wrapped__  # its signature may have options, such as gelu's
@@ -33,7 +33,7 @@ def keeping_inputs(function: Callable[..., jax.Array]) -> Callable[..., jax.Arra
 
 
 def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
-    """Gate elementwise: silu(gate) · up, of arrays of one shape.
+    """Gate elementwise: silu(gate) · up, for arrays of the same shape.
 
     Example:
         >>> import jax.numpy as jnp
@@ -46,7 +46,7 @@ def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
 
 
 def geglu(gate: jax.Array, up: jax.Array) -> jax.Array:
-    """Gate elementwise: gelu(gate) · up, gelu in its tanh form, of arrays of one shape.
+    """Gate elementwise: gelu(gate) · up, with gelu in its tanh form, for arrays of the same shape.
 
     Example:
         >>> import jax.numpy as jnp
@@ -59,12 +59,12 @@ def geglu(gate: jax.Array, up: jax.Array) -> jax.Array:
 
 
 def gelu_exact(x: jax.Array) -> jax.Array:
-    """x · Φ(x) with the normal distribution itself, of which "gelu" is the tanh form."""
+    """Compute x · Φ(x) with the exact normal distribution Φ; "gelu" approximates it by tanh."""
     return jax.nn.gelu(x, approximate=False)
 
 
 GATED: dict[str, Callable[..., jax.Array]] = {"swiglu": swiglu, "geglu": geglu}
-"""Activation functions by name that take two arrays, the gate first."""
+"""Gated activation functions by name: they take two arrays, the gate first."""
 
 PLAIN: dict[str, Callable[..., jax.Array]] = {
     **GATED, "gelu": jax.nn.gelu, "gelu_exact": gelu_exact, "relu": jax.nn.relu
@@ -72,4 +72,4 @@ PLAIN: dict[str, Callable[..., jax.Array]] = {
 """Activation functions by name, for dense layers."""
 
 ACTIVATIONS = {name: keeping_inputs(function) for name, function in PLAIN.items()}
-"""The same for experts, whose hidden activations [X, C, F] are too large to be kept several times."""
+"""Activation functions by name, for experts, whose hidden activations [X, C, F] are too large to keep several times."""

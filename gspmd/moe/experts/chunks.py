@@ -1,4 +1,4 @@
-"""The number of chunks that slots are cut into, so that all-to-alls of one overlap with products of the others."""
+"""Choose the number of chunks of slots, so that all-to-alls of one chunk overlap with products of others."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -15,29 +15,31 @@ from gspmd.planner.spans import cut
 from gspmd.planner.steps import Step
 
 CHUNKS = (1, 2, 4, 8)
-"""Numbers of chunks to choose from; the smallest allowed if the device is not in chips.toml, as for host devices."""
+"""Numbers of chunks to choose from. For devices that chips.toml does not list, the smallest possible is taken."""
 
 
 def chunks_of(work: ExpertWork, ctx: Context) -> tuple[int, ...]:
     """Choose the sizes of the chunks that C is cut into.
 
-    One chunk if no slot leaves its device, and under `blocking` and `xla`. Otherwise the n with the least seconds
+    There is one chunk if no slot leaves its device, and under `blocking` and `xla`. Otherwise the number n of chunks is
+    the one with the least seconds
 
         2 a + max(n m, 2 (n - 1) a + m)
 
-    plus the gathers of weights before, where a is one all-to-all of a chunk and m its products: links and matrix unit
-    work in parallel except for the first all-to-all and the last. Smaller chunks wait for more hops, and read all
-    weights more often. `looped` takes at least two chunks; `auto` may take one, whose equations are looped if cheaper.
+    plus those of gathering the weights before. Here a is the time of one all-to-all of a chunk, and m the time of its
+    products: links and matrix unit work in parallel, except during the first and the last all-to-all. Smaller chunks
+    wait for more hops, and read all weights more often. `looped` takes at least two chunks; `auto` may take one, whose
+    equations are looped if that is cheaper.
 
     Args:
-        work: what is cut; its own chunks are ignored.
+        work: the work to cut; its own chunks are ignored.
         ctx: chip and lowering.
 
     Returns:
         Sizes that add up to C, as even as the mesh axes that shard C at the experts allow.
     """
     capacity, kind = work.capacity, ctx.lowering.partition(":")[0]
-    # Dropout of rows identifies a row by its position in its expert's queue over all chunks.
+    # Dropout identifies a row by its position in its expert's queue, which has the rows of all chunks.
     tied = work.rows is not None and work.dropout is not None
     if kind not in ("looped", "auto") or tied or not work.crosses(ctx):
         return (capacity,)
@@ -50,7 +52,7 @@ def chunks_of(work: ExpertWork, ctx: Context) -> tuple[int, ...]:
 
 
 def _unit(work: ExpertWork, ctx: Context) -> int:
-    """The unit of chunk sizes: the rows of one token, or the number of devices that C is sharded over."""
+    """Return the unit of chunk sizes: the rows of one token, or the number of devices over which C is sharded."""
     if work.rows is not None:
         return min(work.rows.choices, dict(work.sizes)["X"] // work.rows.shards)
     specs = [work.there, work.hidden]
@@ -65,7 +67,7 @@ def _is_known() -> bool:
 
 
 def _seconds(work: ExpertWork, ctx: Context, number: int, unit: int) -> float:
-    """Seconds of a forward pass in `number` chunks; with one, the lowering overlaps within each equation."""
+    """Return the seconds of a forward pass in `number` chunks; one chunk is overlapped within each equation."""
     chunk = replace(work, sizes=(*work.sizes, ("C", -(-work.capacity // (number * unit)) * unit)))
     there, back = chunk.there_and_back(ctx, chunk.capacity)
     exchange = sum(step.seconds for step in (*there, *back)) / 2
@@ -80,11 +82,11 @@ def _seconds(work: ExpertWork, ctx: Context, number: int, unit: int) -> float:
 
 
 def _looped(plan: Plan, ctx: Context) -> Plan:
-    """The plan of the same equation under the current lowering."""
+    """Plan the same equation under the current lowering."""
     sizes = tuple(plan.sizes.items())
     return make_plan(plan.equation, sizes, ctx.axes, plan.dtypes, plan.chip, ctx.lowering, plan.pinned)
 
 
 def _moves(plan: Plan, *, of_weights: bool) -> Iterator[Step]:
-    """The steps that move weights, or slots, to their products."""
+    """Yield the steps that move weights, or slots, to their products."""
     return (step for move in plan.routine.moves if bool(move.source) == of_weights for step in move.steps)

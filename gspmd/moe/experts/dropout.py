@@ -1,4 +1,4 @@
-"""Expert dropout: random hidden activations of experts are 0 in training, the same on every mesh."""
+"""Expert dropout: training sets random hidden activations of experts to 0, the same ones on every mesh."""
 
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -18,12 +18,12 @@ KEY = Spec(("K",), ((),))
 class Dropout:
     """Expert dropout of one layer.
 
-    The random numbers of a row depend on its group, its expert and its position in that expert's queue only, so they
+    The random numbers of a row depend only on its group, its expert and its position in that expert's queue. So they
     are the same in every layout and for every form of dispatch.
 
     Attributes:
         rate: the share of hidden activations that become 0; the others are divided by 1 - rate.
-        tokens: tokens of a group, the maximal length of a queue.
+        tokens: the number of tokens of a group, which is the maximal length of a queue.
         features: F, the width of the hidden activations.
 
     Source: Fedus et al., *Switch Transformers*, arXiv 2101.03961, §2.4 (expert dropout).
@@ -37,8 +37,12 @@ class Dropout:
         """Draw the factors of rows, 0 or 1/(1 - rate), for `size` features from `first` on.
 
         Args:
-            key: two words of a threefry key.
-            group, expert, slot: of each row, one shape.
+            key: the two words of a threefry key.
+            group, expert, slot: those of each row, three arrays of one shape.
+            first, size: the first feature, and the number of features.
+
+        Returns:
+            The factors, of the rows' shape with a last dimension of `size`, float32.
         """
         key = jax.random.wrap_key_data(key, impl="threefry2x32")
 
@@ -57,10 +61,12 @@ class Dropout:
         return (h.astype(jnp.float32) * factors).astype(h.dtype)
 
     def of_slots(self, key: jax.Array, spec: Spec, shape: tuple[int, ...], start: int = 0) -> jax.Array:
-        """Draw the factors of a device's shard [G, X, C, F] of slots placed as `spec`, inside a shard_map.
+        """Draw the factors of a device's shard [G, X, C, F] of slots sharded as `spec`, inside a shard_map.
 
         Args:
-            shape: of the shard.
+            key: the two words of a threefry key.
+            spec: the spec of the hidden activations.
+            shape: the shape of the shard.
             start: the number of the first slot, if slots are cut into chunks.
         """
         at = {dim: shard_index(spec.axes_of(dim)) * size for dim, size in zip(spec.dims, shape)}
@@ -71,8 +77,11 @@ class Dropout:
         """Draw the factors of sorted rows, [G, 1, C, F], inside a shard_map.
 
         Args:
+            key: the two words of a threefry key.
+            spec: the spec of the hidden activations.
+            shape: the shape of the rows on this device.
             counts: the numbers of groups and experts of a device.
-            origin: local group and expert of each row, and its position in that expert's queue.
+            origin: the local group and expert of each row, and its position in their queue.
         """
         group, expert, slot = origin
         at = {dim: shard_index(spec.axes_of(dim)) for dim in spec.dims}
@@ -86,7 +95,7 @@ def key_words(key: jax.Array) -> jax.Array:
 
 
 def drop(ctx: Context, h: jax.Array, spec: Spec, words: jax.Array, dropout: Dropout) -> jax.Array:
-    """Apply dropout to hidden activations [G, X, C, F] placed as `spec`; nothing is sent or kept for the gradient."""
+    """Apply dropout to hidden activations [G, X, C, F]; nothing is sent, and only `words` is kept for the gradient."""
     return _drop(ctx, spec, dropout, h, words)
 
 

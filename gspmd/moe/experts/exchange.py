@@ -1,4 +1,4 @@
-"""The two all-to-alls around the experts, chunk by chunk: slots to their experts, and the answers back."""
+"""The two all-to-alls around the experts, chunk by chunk: slots to the experts, and answers back."""
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ from gspmd.planner.steps import NumberedSteps
 
 
 class Exchange:
-    """The steps of both all-to-alls of every chunk; they are the first of the program that they are added to."""
+    """The steps of both all-to-alls of every chunk, which are the first steps of their program."""
 
     def __init__(self, work: ExpertWork, ctx: Context, program: NumberedSteps):
         self.mesh, self.chunks = ctx.mesh, work.chunks
@@ -34,9 +34,9 @@ class ChunkedExchange:
         self.returned: list[jax.Array] = []
 
     def dispatch(self, number: int) -> jax.Array:
-        """Send a chunk to the experts, once the one before it has arrived, and the one before that is multiplied.
+        """Send a chunk to the experts, once the previous one has arrived and the one before that is multiplied.
 
-        Left to itself a compiler has been seen to send all chunks at once, and to multiply then.
+        Without this order the compiler sent all chunks first, and then multiplied, with no overlap.
         """
         before, x = [*self.received[-1:], *self.answers[-2:-1]], self.chunks[number]
         x = lax.optimization_barrier((x, *before))[0] if before else x
@@ -49,5 +49,5 @@ class ChunkedExchange:
         self.returned.append(emit(self.exchange.chains[number][1], answer, self.exchange.mesh))
 
     def result(self) -> jax.Array:
-        """All answers, as the slots were."""
+        """Return all answers, in the order of the slots."""
         return self.returned[0] if len(self.returned) == 1 else jnp.concatenate(self.returned, axis=2)

@@ -1,7 +1,7 @@
-"""The experts as one planned program: slots travel in chunks, so that one is multiplied while others are on their way.
+"""The experts as one planned program: slots are sent in chunks, so that one is multiplied while others are sent.
 
-It is what lowering `looped` makes of the two all-to-alls and the experts' equations, and what dropless is under every
-lowering: its rows are sorted where they arrive, which no equation says.
+Lowering `looped` runs this program in place of the two all-to-alls and the experts' equations. Dropless runs it under
+every lowering, because it sorts rows on the device that receives them, which no equation expresses.
 """
 
 from collections.abc import Sequence
@@ -29,21 +29,23 @@ from gspmd.planner.unknown import is_unknown
 def run_experts(
     ctx: Context, work: ExpertWork, slots: jax.Array, weights: tuple[jax.Array, ...], extras: tuple[jax.Array, ...]
 ) -> jax.Array:
-    """Bring slots to their experts, compute, bring the answers back.
+    """Send slots to their experts, compute, and send the answers back.
 
-    In a chunk: the all-to-all there, the products, what settles their partial sums, the all-to-all back. Chunks share
-    nothing but weights, which are gathered once, and whose gradients are settled once; so a scheduler is free to send
-    one while another is multiplied. All chunks together send what the slots would send at once.
+    Each chunk has an all-to-all to the experts, the products, the collectives that reduce their partial sums, and an
+    all-to-all back. Chunks share only weights, which are gathered once, and whose gradients are reduced once. So a
+    scheduler is free to send one chunk while another is multiplied. All chunks together send as many bytes as the slots
+    would at once.
 
     Args:
-        ctx: of the call.
-        work: what to do.
-        slots: [G, X, C, E]; of dropless, rows [G, shards, C, E].
-        weights: as `work.weights`.
-        extras: of dropless the counts [G, X, chunks] int32, and of dropout two words of a key.
+        ctx: the context of the call.
+        work: the work to do.
+        slots: [G, X, C, E]; for dropless, rows [G, shards, C, E].
+        weights: the weights, sharded as `work.weights`.
+        extras: for dropless the counts [G, X, chunks] int32; for int8 weights their scales; for dropout the two words
+            of a key.
 
     Returns:
-        The answers, as the slots.
+        The answers, of the slots' shape and sharding.
 
     Source: Lepikhin et al., *GShard*, arXiv 2006.16668, §3.2; in chunks, Hwang et al., *Tutel*, arXiv 2206.03382.
     """
@@ -55,13 +57,13 @@ def _forward(ctx: Context, work: ExpertWork, slots, weights, extras):
     ins = (work.dispatched, *work.weights, *found.extras)
     outs = (work.dispatched, found.kept_specs, found.moved_specs)
     y, kept, moved = run(ctx, found.name, found.steps, found.forward, ins, outs, slots, *weights, *extras)
-    # under `jax.checkpoint` weights that moved are moved again: they would be held once for every layer
+    # Under `jax.checkpoint` weights that were moved are moved again: otherwise those of every layer would be held.
     return checkpoint_name(y, "moe.answers"), (checkpoint_name(kept, "moe.hidden"), moved, weights, extras)
 
 
 def _backward(ctx: Context, work: ExpertWork, saved, cotangent):
     if work.quantized:
-        raise PlanError("cannot differentiate experts of int8 weights.\n  Differentiate the model before `quantize`.")
+        raise PlanError("cannot differentiate experts with int8 weights.\n  Differentiate the model before `quantize`.")
     kept, moved, weights, extras = saved
     found = _program(work, ctx)
     held = found.held(weights, moved)
@@ -82,7 +84,7 @@ def _program(work: ExpertWork, ctx: Context) -> "_Program":
 
 
 class _Program:
-    """Both programs of a piece of work, the value's and the gradient's."""
+    """The programs of the value and the gradient of some work."""
 
     def __init__(self, work: ExpertWork, ctx: Context):
         self.work, self.mesh, self.stays = work, ctx.mesh, work.stays(ctx)
@@ -100,7 +102,7 @@ class _Program:
             self._stage(each.backward, program, run) for each, run in zip((self.into, self.out), runs[2:])
         ]
         self.backward_steps = tuple(program.steps)
-        if is_unknown(ctx.mesh):  # its products are marked, and not planned
+        if is_unknown(ctx.mesh):  # its products are marked instead of planned
             self.steps, self.backward_steps = (), ()
 
     def _stage(self, equation, program: NumberedSteps, executor: type[Executor]) -> ChunkedEquation:
@@ -111,26 +113,29 @@ class _Program:
         """Return the executors of both equations and of their gradients."""
         if not is_unknown(ctx.mesh):
             return [Executor] * 4
-        from gspmd.moe.experts.unknown import marking, stage_marks  # here alone: no program that runs is marked
+        from gspmd.moe.experts.unknown import (
+            marking,
+            stage_marks,
+        )  # imported here, because no program that runs is marked
 
         work, pairs = self.work, ((self.into, self.work.in_via), (self.out, self.work.out_via))
         marks = [stage_marks(each.plan, work.row_sizes, via, ctx) for each, via in pairs]
         return [marking(each[back]) for back in (0, 1) for each in marks]
 
-    # -- what goes in, and what is kept for the gradient ---------------------------------------------------------------
+    # -- inputs, and tensors kept for the gradient ---------------------------------------------------------------------
 
     @property
     def extras(self) -> tuple[Spec, ...]:
-        """The specs of the counts, of the scales and of the key."""
+        """The specs of the counts, the scales and the key."""
         counts, key = (self.work.counts[0],) * (self.work.rows is not None), (KEY,) * (self.work.dropout is not None)
         return counts + self.work.scales + key
 
     @property
     def kept_specs(self) -> tuple[tuple[Spec, ...], ...]:
-        """The specs of what is kept of every chunk.
+        """The specs of the tensors kept of every chunk.
 
-        Slots as they met the weights, hidden activations before the nonlinearity and, where they moved, behind it; and
-        the counts.
+        They are the slots as moved to the weights, the hidden activations before the nonlinearity, those after it if
+        they are moved, and the counts.
         """
         slots = [spec for source, spec, _ in self.into.kept if source == 0]
         hidden = [spec for source, spec, moved in self.out.kept if source == 0 and moved]
@@ -139,21 +144,21 @@ class _Program:
 
     @property
     def moved_specs(self) -> tuple[Spec, ...]:
-        """The specs of the weights that moved."""
+        """The specs of the moved weights."""
         return tuple(spec for _, _, spec, moved in self._weight_moves() if moved)
 
     @property
     def held_specs(self) -> tuple[Spec, ...]:
-        """The specs of the weights as the gradient takes them, in the order of the moves."""
+        """The specs of the weights in the gradient, in the order of the moves."""
         return tuple(spec if moved else self.work.weights[n] for _, n, spec, moved in self._weight_moves())
 
     def held(self, weights: Sequence[jax.Array], moved: Sequence[jax.Array]) -> list[jax.Array]:
-        """The weights as they were moved."""
+        """Return the weights of the gradient: moved ones, or those that need no move."""
         moved = iter(moved)
         return [next(moved) if yes else weights[source] for _, source, _, yes in self._weight_moves()]
 
     def _weight_moves(self) -> list[tuple[int, int, Spec, bool]]:
-        """The moves of weights in both equations: number, number of the weight among all, spec, whether it moves."""
+        """List the moves of weights in both equations: number, number of the weight among all, spec, if it moves."""
         found = [(n, source - 1, spec, m) for n, (source, spec, m) in enumerate(self.into.kept) if source]
         last = len(self.work.w_in)
         return found + [(n, last, spec, m) for n, (source, spec, m) in enumerate(self.out.kept) if source]
@@ -161,7 +166,7 @@ class _Program:
     # -- the value -----------------------------------------------------------------------------------------------------
 
     def forward(self, slots: jax.Array, *rest: jax.Array):
-        """Compute the answers from local pieces, what is kept of every chunk, and the weights that moved."""
+        """Compute from local pieces the answers, the tensors to keep of every chunk, and the moved weights."""
         weights, extras = rest[: len(self.work.weights)], rest[len(self.work.weights) :]
         counts = emit(self.counted, extras[0], self.mesh) if self.work.rows else None
         into, out = self.stages
@@ -207,7 +212,7 @@ class _Program:
     # -- the gradient --------------------------------------------------------------------------------------------------
 
     def backward(self, cotangent: jax.Array, *rest: jax.Array):
-        """Compute the cotangents of the slots and of all weights from that of the answers and from what was kept."""
+        """Compute the cotangents of slots and weights, from the answers' cotangent and the kept tensors."""
         sizes = [len(specs) for specs in self.kept_specs]
         flat, rest = rest[: sum(sizes)], rest[sum(sizes) :]
         held, extras = rest[: len(self.held_specs)], rest[len(self.held_specs) :]
@@ -223,7 +228,7 @@ class _Program:
         return (exchange.result(), *(each[n] for each in settled for n in sorted(each)))
 
     def _weights_back(self, held: Sequence[jax.Array]):
-        """The weights, moved as the gradients of both equations need them."""
+        """Return the weights, moved as the gradients of both equations need them."""
         count = len(self.work.w_in)
         moves = self._weight_moves()
         split = sum(source < count for _, source, _, _ in moves)
@@ -232,7 +237,7 @@ class _Program:
         return tuple(stage.weights(each) for stage, each in zip(self.stages_back, (into, out)))
 
     def _chunk_back(self, number: int, g: jax.Array, kept: Sequence[jax.Array], weights, extras):
-        """Compute a chunk's cotangent of its slots from that where the experts are, and all weights' products."""
+        """Compute the cotangent of a chunk's slots from that of its answers, and its summands of weight gradients."""
         rows = ReceivedRows(kept[-1], self.work.chunks[number], self.stays) if self.work.rows else None
         arrived = [n for n, (source, *_) in enumerate(self.into.kept) if source == 0]
         on = [n for n, (source, *_) in enumerate(self.out.kept) if source == 0]
@@ -250,7 +255,7 @@ class _Program:
 
 
 def _of_slots(equation: Products, moved: dict[int, jax.Array], *, always: bool) -> list[jax.Array]:
-    """Slots, or hidden activations, as they were moved: always, or where they were."""
+    """Return slots, or hidden activations, after their moves; without `always`, only those that were moved."""
     return [moved[n] for n, (source, _, yes) in enumerate(equation.kept) if source == 0 and (yes or always)]
 
 

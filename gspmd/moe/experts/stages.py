@@ -1,7 +1,6 @@
 """The equations of the experts' feed-forward layer as stages of one planned program, which runs in chunks of slots.
 
-What is of weights moves once, and its gradient, added up over the chunks, is settled once; what is of tokens moves with
-its chunk.
+Weights move once, and their gradients are added up over the chunks and reduced once. Tokens move with their chunk.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,13 +20,13 @@ Arrays = dict[int, jax.Array]
 
 @dataclass(frozen=True)
 class StageEquation:
-    """A routine with its tensors, and which of them are of weights.
+    """A routine with its tensors, and the tensors among them that chunks share.
 
     Attributes:
-        routine: what runs.
+        routine: the routine.
         inputs, outputs: its tensors.
-        weights: the inputs that are moved once.
-        sums: the outputs that are added up over the chunks and settled once.
+        weights: the numbers of the inputs that are moved once.
+        sums: the numbers of the outputs that are added up over the chunks and reduced once.
     """
 
     routine: Routine
@@ -41,11 +40,11 @@ class ChunkedEquation:
     """An equation in a program, which runs it once for every chunk.
 
     Args:
-        equation: what to compute.
-        sizes, mesh: of its dimensions and of the mesh axes.
-        shares: what of the slots every chunk has.
-        program: where its steps are added.
-        executor: what runs it: by default an `Executor`.
+        equation: the equation to compute.
+        sizes, mesh: the sizes of its dimensions and of the mesh axes.
+        shares: the share of the slots in every chunk.
+        program: the program to which its steps are added.
+        executor: the class that runs it.
     """
 
     def __init__(
@@ -65,7 +64,7 @@ class ChunkedEquation:
         self.last = self._last_chains(program)
 
     def _chunk_chains(self, program: NumberedSteps, share: float) -> RoutineChains:
-        """The steps of one chunk: all but those of weights, and those that settle a sum over the chunks."""
+        """Add the steps of one chunk: all except those of weights, and those that reduce sums over the chunks."""
         routine, sums = self.equation.routine, self.equation.sums
         moves = {n: program.add(m.steps, share) for n, m in enumerate(routine.moves) if n not in self.once}
         einsums, products = {}, {}
@@ -76,21 +75,21 @@ class ChunkedEquation:
         return RoutineChains(self.once | moves, einsums, products, outputs)
 
     def _last_chains(self, program: NumberedSteps) -> RoutineChains:
-        """The steps that settle the sums over the chunks."""
+        """Add the steps that reduce the sums over the chunks."""
         routine = self.equation.routine
         products = {p: program.add(routine.products[p].steps) for p in sorted(self.late)}
         outputs = {n: program.add(routine.outputs[n].steps) for n in sorted(self.equation.sums)}
         return RoutineChains({}, {}, products, outputs)
 
     def _executor(self, chains: RoutineChains, rows: jax.Array | None = None) -> Executor:
-        """Runs steps by their numbers in the program; sorted rows are multiplied by their own expert's weights."""
+        """Return an executor of these steps; it multiplies sorted rows by their own expert's weights."""
         equation, multiply = self.equation, None if rows is None else partial(_grouped, rows)
         return self._runs(
             equation.routine, equation.inputs, equation.outputs, self.sizes, self.mesh, chains=chains, multiply=multiply
         )
 
     def weights(self, pieces: Arrays) -> Arrays:
-        """The weights among the inputs, moved: by the number of the move."""
+        """Move the weights among the inputs, and return them by the number of the move."""
         executor = self._executor(RoutineChains(self.once, {}, {}, {}))
         return {n: executor.move(n, pieces) for n in self.once}
 
@@ -100,20 +99,20 @@ class ChunkedEquation:
         """Run the equation on a chunk.
 
         Args:
-            number: of the chunk.
-            pieces: the other inputs.
-            weights: what `weights` returned.
-            rows: [X] int32, how many rows each expert has, where slots are rows sorted by expert.
+            number: the number of the chunk.
+            pieces: the inputs other than weights.
+            weights: the moved weights that `weights` returned.
+            rows: [X] int32, the number of rows of each expert if slots are rows sorted by expert; otherwise None.
 
         Returns:
-            The chunk's outputs by number, the products of outputs that are sums, and everything moved.
+            The chunk's outputs by number, the products of outputs that are sums, and all moved operands.
         """
         chains, routine = self.chunks[number], self.equation.routine
         executor = self._executor(chains, rows)
         moved = {n: weights[n] if n in weights else executor.move(n, pieces) for n in range(len(routine.moves))}
         operands = {n: [moved[m] for m in (p.left, p.right) if m is not None] for n, p in enumerate(routine.products)}
-        # As one of matrices a product leaves the TPU compiler less to hide an all-to-all of other chunks behind: on 16
-        # v5e 51% of it, and not 93.
+        # `as_compiled`, because behind a product written as one of matrices the TPU compiler hides less of the
+        # all-to-alls of other chunks: on 16 v5e 51% instead of 93%.
         with as_compiled() if len(self.chunks) > 1 else nullcontext():
             made = {n: executor.multiply(n, *each) for n, each in operands.items()}
         settled = {n: executor.send_product(n, value) for n, value in made.items() if n not in self.late}
@@ -121,7 +120,7 @@ class ChunkedEquation:
         return outputs, {n: made[n] for n in self.late}, moved
 
     def settle(self, products: Arrays) -> Arrays:
-        """The outputs that are sums, from their products added up over the chunks."""
+        """Return the outputs that are sums, from their products added up over the chunks."""
         executor = self._executor(self.last)
         values = {n: executor.send_product(n, value) for n, value in products.items()}
         return {n: executor.output(n, values) for n in self.equation.sums}
@@ -133,12 +132,12 @@ def _grouped(rows: jax.Array, einsum: Step, left: jax.Array, right: jax.Array) -
 
 
 def grouped_product(left, right, left_dims, right_dims, dims, *, sizes: jax.Array) -> jax.Array:
-    """An einsum over sorted rows [G, X, C, ·], whose X is of the shard that they are on, and weights [X, ·, ·].
+    """Compute an einsum of sorted rows [G, X, C, ·], with the shard in place of X, and weights [X, ·, ·].
 
     Args:
-        left, right: rows and weights in either order, or twice rows, whose product is weights.
-        left_dims, right_dims, dims: the dimensions of both, and of the result.
-        sizes: [X] int32, how many rows each expert has.
+        left, right: rows and weights in either order; or rows and rows, whose product is a gradient of weights.
+        left_dims, right_dims, dims: the dimensions of the operands and of the result.
+        sizes: [X] int32, the number of rows of each expert.
     """
     if "C" not in left_dims:
         left, right, left_dims, right_dims = right, left, right_dims, left_dims
@@ -151,7 +150,7 @@ def grouped_product(left, right, left_dims, right_dims, dims, *, sizes: jax.Arra
 
 def _times(rows, weights, dims, weight_dims, wanted, sizes: jax.Array) -> jax.Array:
     flat, (_, first, second) = _flat(rows, dims), weight_dims
-    weights = weights.astype(rows.dtype)  # of int8
+    weights = weights.astype(rows.dtype)  # they may be int8
     found = (grouped_matmul if first in dims else grouped_back)(flat, weights, sizes)
     feature = second if first in dims else first
     held = ("G", "X", "C", feature)
@@ -160,7 +159,7 @@ def _times(rows, weights, dims, weight_dims, wanted, sizes: jax.Array) -> jax.Ar
 
 
 def _flat(rows: jax.Array, dims: Sequence[str]) -> jax.Array:
-    """[G, X, C, ·] as rows, one after the other."""
+    """Flatten [G, X, C, ·] to rows, one after the other."""
     feature = next(dim for dim in dims if dim not in "GXC")
     ordered = rows.transpose([dims.index(dim) for dim in ("G", "X", "C", feature)])
     return ordered.reshape(-1, ordered.shape[-1])

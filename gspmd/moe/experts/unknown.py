@@ -1,4 +1,4 @@
-"""Marks of the experts' program where placements are not known: how many rows travel depends on them, too."""
+"""Marks of the experts' program with unknown placements, on which the number of sent rows depends too."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ from gspmd.planner.unknown import Unknown, UnknownMove, UnknownSteps
 
 @dataclass(frozen=True)
 class StageMarks:
-    """The marks of every move, product and output of a stage; None where nothing is moved."""
+    """The marks of every move, product and output of a stage; None if nothing is moved."""
 
     moves: tuple[Unknown | None, ...]
     products: tuple[Unknown, ...]
@@ -32,7 +32,7 @@ class StageMarks:
 
 
 def marking(marks: StageMarks) -> type[Executor]:
-    """Return what runs a routine on one device, with these marks."""
+    """Return an executor class that adds these marks."""
 
     class Marking(Executor):
         def move(self, number: int, pieces: Pieces, stop: int | None = None) -> jax.Array:
@@ -52,19 +52,19 @@ def stage_marks(plan: Plan, sizes: RowSizes, via: Via | None, ctx: Context) -> t
     """Return the marks of an equation of rows and weights, and those of its gradient.
 
     Raises:
-        PlanError: the equation has no via, or one that brings rows to several places.
+        PlanError: the equation has no via, or the gradient of its rows has summands with different specs.
     """
     equation, routine = plan.equation, plan.routine
     operands, results = equation.specs[: len(plan.inputs)], equation.outputs
     if via is None:
-        raise PlanError(f"cannot search where '{equation}' is computed: no via says where rows are multiplied.")
+        raise PlanError(f"cannot search the placement of '{equation}': it has no via for its rows.")
     specs = spread_over_groups(equation, via.specs, operands)
     met = [Spec(own.dims, tuple(map(spec.axes_of, own.dims))) for spec, own in zip(specs, operands)]
     joints = [joint_of(met[0], weight) for weight in met[1:]]
     lefts = {made_of(joint, operands[0].dims) for joint in joints}
     if len(lefts) > 1:
         raise PlanError(
-            f"cannot search where '{equation}' is computed: the gradient of its rows has parts that differ."
+            f"cannot search the placement of '{equation}': the gradient of its rows has summands with different specs."
         )
 
     def rows(before: Spec, after: Spec, width: int) -> UnknownSteps:
@@ -107,14 +107,14 @@ def stage_marks(plan: Plan, sizes: RowSizes, via: Via | None, ctx: Context) -> t
     return forward, backward
 
 
-# -- steps, once it is known where all lies ----------------------------------------------------------------------------
+# -- steps, once all placements are known ------------------------------------------------------------------------------
 
 
 def rows_moved(before: Spec, after: Spec, sizes: RowSizes, width: int, ctx: Context) -> dict[str, tuple[Step, ...]]:
-    """Return the steps of rows that have arrived, which do not leave their device.
+    """Return the steps of rows that have arrived, which must not leave their device.
 
     Raises:
-        PlanError: they would.
+        PlanError: the rows would leave their device.
     """
     if any(before.axes_of(dim) != after.axes_of(dim) for dim in "GX") or before.axes_of("C") or after.axes_of("C"):
         raise PlanError(f"rows at '{before}' would have to leave their device for '{after}'.")
@@ -122,13 +122,13 @@ def rows_moved(before: Spec, after: Spec, sizes: RowSizes, width: int, ctx: Cont
 
 
 def rows_sent(dispatched: Spec, there: Spec, sizes: RowSizes, dtype: str, ctx: Context) -> dict[str, tuple[Step, ...]]:
-    """Return the steps of rows to their experts, of the answers back, and of the counts of rows.
+    """Return the steps that send rows to their experts, answers back, and the counts of rows.
 
     Raises:
-        PlanError: the rows of one expert are cut.
+        PlanError: C is sharded, which would cut the rows of one expert.
     """
     if there.axes_of("C"):
-        raise PlanError(f"rows at '{there}' would be cut in themselves.")
+        raise PlanError(f"'{there}' shards C, and the rows of one expert cannot be cut.")
     buffers, width = sizes.sent(there, ctx.mesh), itemsize(dtype)
     before, after = (Spec(tuple("GXN"), (*map(spec.axes_of, "GX"), ())) for spec in (dispatched, there))
     counted = dict(sizes.sizes) | {"N": 1}
@@ -140,13 +140,13 @@ def rows_sent(dispatched: Spec, there: Spec, sizes: RowSizes, dtype: str, ctx: C
 
 
 def multiplied(*asked: Any) -> dict[str, tuple[Step, ...]]:
-    """Return the local products of an equation whose operands, and results, lie where they are multiplied."""
+    """Return the local products of an equation whose operands and results need no move."""
     plan = _plan_of(*asked)
     return {f"product {n}": (each.einsum,) for n, each in enumerate(plan.routine.products)}
 
 
 def multiplied_back(*asked: Any) -> dict[str, tuple[Step, ...]]:
-    """Return those of its gradient."""
+    """Return the local products of the gradient of such an equation."""
     plan = _plan_of(*asked)
     return {f"backward {n}": (each.einsum,) for n, each in enumerate(plan.backward.products)}
 

@@ -1,4 +1,4 @@
-"""The work of the experts on the slots of tokens: specs, sizes, chunks; and its plans."""
+"""The work of the experts on slots of tokens: specs, sizes, chunks, and plans."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -24,11 +24,11 @@ from gspmd.planner.unknown import UnknownStep, UnknownSteps, is_unknown
 
 @dataclass(frozen=True)
 class Buffers:
-    """Buffers whose slots are rows sorted by expert, of which none is wasted on an expert that has fewer.
+    """Buffers of rows sorted by expert, in which no expert has a fixed number of slots.
 
     Attributes:
-        shards: buffers that a group sends, one for each shard of the experts.
-        choices: experts of each token, k.
+        shards: the number of buffers that a group sends, one for each shard of the experts.
+        choices: the number of experts of each token, k.
     """
 
     shards: int
@@ -40,16 +40,18 @@ class ExpertWork:
     """The experts' part of a layer.
 
     Attributes:
-        dispatched, there, hidden: where slots are before they travel, where they meet the experts, and the hidden ones.
-        w_in, w_out: of the weights, the gate's first.
-        in_via, out_via: as the layout pins them.
+        dispatched: the spec of slots before they are sent.
+        there: the spec of slots at their experts.
+        hidden: the spec of the hidden activations.
+        w_in, w_out: the specs of the weights, the gate's first.
+        in_via, out_via: the vias of the layout; None if it has none.
         activation: "swiglu", "geglu", "gelu", "gelu_exact" or "relu".
-        sizes: of G, X, C, E, F; C is the capacity, or the rows of a buffer.
-        dtype: of slots.
-        weight_dtype: of the weights: that of slots, or int8.
-        chunks: what C is cut into.
-        rows: for dropless.
-        dropout: in training, where there is any.
+        sizes: the sizes of G, X, C, E and F; C is the capacity, or the rows of a buffer.
+        dtype: the dtype of slots.
+        weight_dtype: the dtype of the weights: that of slots, or int8.
+        chunks: the sizes of the chunks into which C is cut.
+        rows: the buffers of rows if dispatch is dropless; otherwise None.
+        dropout: the dropout of training; None if there is none.
     """
 
     dispatched: Spec
@@ -69,44 +71,44 @@ class ExpertWork:
 
     @property
     def capacity(self) -> int:
-        """C."""
+        """C, the slots of an expert or the rows of a buffer."""
         return dict(self.sizes)["C"]
 
     @property
     def weights(self) -> tuple[Spec, ...]:
-        """The specs of all the weights."""
+        """The specs of all weights, the output weight last."""
         return (*self.w_in, self.w_out)
 
     @property
     def quantized(self) -> bool:
-        """Whether the weights are int8, and their products multiplied by scales."""
+        """Whether the weights are int8, so that their products are multiplied by scales."""
         return self.weight_dtype == "int8"
 
     @property
     def scales(self) -> tuple[Spec, ...]:
-        """Return where the scales of int8 weights are multiplied in, in the order of the weights; none of others."""
+        """The specs of int8 weights' scales in their products, in the order of the weights; none for other weights."""
         products = (*(self.hidden for _ in self.w_in), self.there) if self.quantized else ()
         return tuple(product.without("G", "C") for product in products)
 
     @property
     def equation_in(self) -> Equation:
-        """Slots by all weights in, as one group where there are several."""
+        """The product of slots with the first weights, as one group if there are several."""
         if len(self.w_in) == 1:
             return Equation.product(self.there, self.w_in[0], self.hidden)
         return Equation.product(self.there, self.w_in, (self.hidden,) * len(self.w_in))
 
     @property
     def counts(self) -> tuple[Spec, Spec]:
-        """Return the places of the counts of rows, before and after they travel: [G, X], and a count for each chunk."""
+        """The specs of the counts of rows [G, X, chunks], before and after they are sent."""
         before, after = (spec.without("C").without("E") for spec in (self.dispatched, self.there))
         return Spec((*before.dims, "N"), (*before.axes, ())), Spec((*after.dims, "N"), (*after.axes, ()))
 
     def slots(self, capacity: int) -> dict[str, int]:
-        """The sizes of slots, or of rows, whose X is the number of buffers."""
+        """Return the sizes of slots; or those of rows, with the number of buffers as X."""
         return dict(self.sizes) | {"C": capacity} | ({"X": self.rows.shards} if self.rows else {})
 
     def there_and_back(self, ctx: Context, capacity: int) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
-        """The steps that bring so many slots to their experts, and those that bring the answers back."""
+        """Return the steps that send `capacity` slots to their experts, and those that send the answers back."""
         if self.rows and is_unknown(ctx.mesh):
             return self._unknown("slots", ctx), self._unknown("answers", ctx)
         sizes, width = self.slots(capacity), itemsize(self.dtype)
@@ -114,26 +116,26 @@ class ExpertWork:
         return there, move(self.there, self.dispatched, sizes, ctx.mesh, width, ctx.chip, "answers")
 
     def counted(self, ctx: Context) -> tuple[Step, ...]:
-        """The steps that bring the counts."""
+        """Return the steps that send the counts."""
         if self.rows and is_unknown(ctx.mesh):
             return self._unknown("counts", ctx)
         sizes = dict(self.sizes) | {"N": len(self.chunks)}
         return move(*self.counts, sizes, ctx.mesh, itemsize("int32"), ctx.chip, "counts") if self.rows else ()
 
     def _unknown(self, name: str, ctx: Context) -> tuple[Step, ...]:
-        from gspmd.moe.experts.unknown import rows_sent  # here alone: no program that runs has such a step
+        from gspmd.moe.experts.unknown import rows_sent  # imported here, because no program that runs has such a step
 
         asked = self.dispatched, self.there, self.row_sizes, self.dtype, ctx
         return (UnknownStep.of(UnknownSteps(rows_sent, asked, name), self.dispatched, self.there, name),)
 
     @property
     def row_sizes(self) -> RowSizes:
-        """The sizes of rows wherever the experts lie, of work whose experts are whole."""
+        """The sizes of rows for any sharding of the experts; this work's own experts must not be sharded."""
         assert self.rows is not None
         return RowSizes(self.sizes, self.rows.choices)
 
     def stays(self, ctx: Context) -> bool:
-        """Return whether a device has all experts for its own groups, whose rows can then be sorted where they are."""
+        """Return whether a device has all experts for its own groups, so that rows are sorted without being sent."""
         before, after = (spec.without_trivial(ctx.mesh) for spec in (self.dispatched, self.there))
         return not after.axes_of("X") and before.axes_of("G") == after.axes_of("G")
 
@@ -143,10 +145,12 @@ class ExpertWork:
 
 
 def scaled(x: jax.Array, scale: jax.Array | None, expert: jax.Array | None = None) -> jax.Array:
-    """Multiply products with int8 weights, [G, X, C, F], by their scales [X, F] in float32; None: x as it is.
+    """Multiply products with int8 weights, [G, X, C, F], by their scales [X, F] in float32.
 
     Args:
-        expert: for rows sorted by expert, [G, 1, C, F] in x, the expert of each, one after the other.
+        x: the products.
+        scale: the scales; None returns x unchanged.
+        expert: the expert of each row, if x are rows [G, 1, C, F] sorted by expert; otherwise None.
     """
     if scale is None:
         return x
@@ -156,11 +160,11 @@ def scaled(x: jax.Array, scale: jax.Array | None, expert: jax.Array | None = Non
 
 @dataclass(frozen=True)
 class Products:
-    """One equation of the experts, with its gradient; operand 0 is of slots, the others are weights.
+    """One equation of the experts, with its gradient; operand 0 is slots, the others are weights.
 
     Attributes:
-        plan: of the equation.
-        buffers: the sizes of rows as they move, if slots are rows.
+        plan: the plan of the equation.
+        buffers: the sizes of rows in their moves, if slots are rows; otherwise empty.
     """
 
     plan: Plan
@@ -168,22 +172,22 @@ class Products:
 
     @property
     def kept(self) -> tuple[tuple[int, Spec, bool], ...]:
-        """For every move its source, the spec it leads to, and whether it is more than the operand as it was."""
-        moves = is_unknown(self.plan.mesh)  # as all may
+        """For every move its source, the resulting spec, and whether it changes the operand."""
+        moves = is_unknown(self.plan.mesh)  # with unknown placements any operand may move
         return tuple(
             (m.source, spec, moves or bool(m.steps)) for m, spec in zip(self.plan.routine.moves, self.plan.kept)
         )
 
     @cached_property
     def forward(self) -> StageEquation:
-        """The equation itself."""
+        """The equation as a stage."""
         inputs, outputs = self._tensors
         routine = self._moving(self.plan.routine, inputs, outputs)
         return StageEquation(routine, inputs, outputs, frozenset(range(1, len(inputs))))
 
     @cached_property
     def backward(self) -> StageEquation:
-        """Its gradient: of cotangents, and of what was moved, in the order of the moves."""
+        """The gradient as a stage; its inputs are the cotangents, then the moved operands in the order of the moves."""
         inputs, outputs = self._tensors
         moves, first = self.plan.routine.moves, len(outputs)
         weights = frozenset(first + n for n, found in enumerate(moves) if found.source)
@@ -192,7 +196,7 @@ class Products:
         return StageEquation(routine, held, inputs, weights, frozenset(range(1, len(inputs))))
 
     def _moving(self, routine: Routine, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Routine:
-        """The routine with rows moved as the buffers that they are in, whose X is not that of weights."""
+        """Return the routine with moves of whole buffers of rows, whose X is not that of the weights."""
         if not self.buffers:
             return routine
         sizes, plan = dict(self.buffers), self.plan
@@ -205,7 +209,7 @@ class Products:
             if "C" not in output.spec.dims:
                 continue
             made = {products[p].einsum.after for p in output.products}
-            # The parts of a sum are added where they are made, if they are made alike, and else where they go.
+            # The parts of a sum are added before their move if they have one spec, and after it otherwise.
             there = made.pop() if len(made) == 1 else output.spec
             for p in output.products:
                 steps = chain(products[p].einsum.after, there, outputs[n])
@@ -221,10 +225,10 @@ class Products:
 
 @lru_cache(maxsize=256)
 def products(work: ExpertWork, ctx: Context) -> tuple[Products, Products]:
-    """The plans of slots, w_in -> hidden, and of hidden, w_out -> answers.
+    """Plan slots, w_in -> hidden, and hidden, w_out -> answers.
 
     Raises:
-        LayoutError: rows would have to be exchanged within an equation.
+        LayoutError: an equation would exchange rows between devices.
     """
     return (
         _planned(work, ctx, work.equation_in, work.in_via, "moe.in_via"),
@@ -234,7 +238,7 @@ def products(work: ExpertWork, ctx: Context) -> tuple[Products, Products]:
 
 def _planned(work: ExpertWork, ctx: Context, equation: Equation, via: Via | None, line: str) -> Products:
     sizes = dict(work.sizes)
-    if work.rows:  # as many slots for each expert as it has rows when all have the same, rounded up as slots are
+    if work.rows:  # as many slots for each expert as rows if all experts have equally many, rounded up
         sizes["C"] = -(-work.capacity * work.rows.shards // sizes["X"])
     dtypes = (work.dtype, *[work.weight_dtype] * (sum(len(operand.specs) for operand in equation.operands) - 1))
     planned = lambda via: make_plan(  # noqa: E731
@@ -244,19 +248,19 @@ def _planned(work: ExpertWork, ctx: Context, equation: Equation, via: Via | None
     if not work.rows:
         return Products(plan)
     _refuse_exchange(work, plan, line)
-    pinned = plan if via else planned(_pins(plan))  # a gradient that is free may move rows
+    pinned = plan if via else planned(_pins(plan))  # without a via the gradient's plan might move rows
     return Products(pinned, tuple(work.slots(work.capacity).items()))
 
 
 def _pins(plan: Plan) -> Via:
-    """Return the places to which a plan brings its operands, as a via."""
+    """Return the specs to which a plan brings its operands, as a via."""
     specs = {found.source: found.spec for found in plan.routine.moves}
     first, *others = (specs[n] for n in sorted(specs))
     return Via.of(first, others if len(others) > 1 else others[0])
 
 
 def _refuse_exchange(work: ExpertWork, plan: Plan, line: str) -> None:
-    """Rows have to stay on their device from their arrival on, with all weights of their experts."""
+    """Refuse a plan that moves rows after their arrival, or shards the rows of an expert."""
     wanted = {dim: work.there.without_trivial(plan.mesh).axes_of(dim) for dim in "GXC"} | {"C": ()}
     einsums = [product.einsum for product in plan.routine.products]
     operands = [spec for einsum in einsums for spec in (einsum.before, einsum.other) if spec is not None]
@@ -270,6 +274,6 @@ def _refuse_exchange(work: ExpertWork, plan: Plan, line: str) -> None:
 
 
 def _stay(spec: Spec, place: Spec, line: str) -> Fault:
-    fact = f"rows, sorted by expert, stay where they arrive: G, X and C have to lie as in '{place}'."
-    remedy = f"Change that spec, or pin it by the layout's {line}, or use dispatch 'sort'."
+    fact = f"rows, sorted by expert, stay where they arrive: G, X and C must be sharded as in '{place}'."
+    remedy = f"Change this spec, or fix it with {line} in the layout, or use dispatch 'sort'."
     return Fault(str(spec), 0, len(str(spec)), fact, remedy)

@@ -1,4 +1,4 @@
-"""Expert choice: each expert takes its best tokens, so that every slot is filled and loads are equal."""
+"""Expert choice: each expert takes its best tokens, so every slot is filled and loads are equal."""
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ from gspmd.moe.routers.rule import router
 
 @router("expert-choice")
 def route(logits: jax.Array, config: MoEConfig, draws: jax.Array | None, mask: jax.Array) -> Routing:
-    """Send each expert the C tokens of a group that give it the highest probability, whatever else they are sent to.
+    """Send each expert the C tokens of a group that give it the highest probability, whatever the other experts take.
 
         S = softmax(logits) over the experts     I, G = topC(Sᵀ) over the tokens     C = (L / X) · factor
 
@@ -18,14 +18,14 @@ def route(logits: jax.Array, config: MoEConfig, draws: jax.Array | None, mask: j
     cannot generate. `config.causal` is False.
 
     Args:
-        logits: [G, L, X]; taken to float32.
+        logits: [G, L, X]; cast to float32.
         config: its capacity_factor, the mean number of experts per token, is used.
         key: not used.
-        mask: [G, L] bool, False for padding, which takes no slot; None when every token is real.
+        mask: [G, L] bool, False for padding, which takes no slot; None if every token is real.
 
     Returns:
         Routing of arrays [G, L, X]: choice i of every token is expert i, and slot is its rank for that expert, or -1 if
-        it was not taken. No losses but the z-loss, if the config has one.
+        it was not taken. The only loss is the z-loss, if the config has one.
 
     Example:
         >>> logits = jnp.array([[[0.0, 1.0], [0.0, 3.0], [2.0, 0.0], [0.0, 0.0]]])
@@ -35,7 +35,7 @@ def route(logits: jax.Array, config: MoEConfig, draws: jax.Array | None, mask: j
 
     Source: Zhou et al., *Mixture-of-Experts with Expert Choice Routing*, arXiv 2202.09368, §3.2, equations 1 and 2.
 
-    Differs: experts choose within a group. Ties go to the first token; tokens are ranked by the odds log S/(1 - S), the
+    Differs: experts choose within a group. Ties go to the first token; tokens are ranked by the odds log S/(1 - S): the
     order of S without ties due to rounding. The variant that bounds the experts per token is not implemented.
     """
     capacity = config.capacity(logits.shape[1])
@@ -47,7 +47,7 @@ def route(logits: jax.Array, config: MoEConfig, draws: jax.Array | None, mask: j
 
 
 def _ranks(logits: jax.Array, mask: jax.Array, capacity: int) -> jax.Array:
-    """The rank of each token for each expert: [G, L, X] int32; the capacity for tokens beyond it, padding last."""
+    """Rank tokens for each expert: [G, L, X] int32; tokens beyond the capacity have rank C, and padding is last."""
     odds = -jnp.minimum(log_odds_against(logits), jnp.finfo(jnp.float32).max)
     # Make -0.0 equal to 0.0: lax.top_k orders 0.0 before -0.0.
     odds = jnp.where(mask[..., None], jnp.where(odds == 0, 0, odds), -jnp.inf).swapaxes(1, 2)

@@ -1,4 +1,4 @@
-"""The GShard router: each token to its two best experts, the second at random."""
+"""The GShard router: each token goes to its best expert, and at random to its second best."""
 
 import jax
 import jax.numpy as jnp
@@ -18,10 +18,10 @@ def route(logits: jax.Array, config: MoEConfig, draws: jax.Array | None, mask: j
         ℓ_aux = (1/X) Σ_e (c_e / S) · m_e, times k = config.aux_weight · X²
 
     Args:
-        logits: [G, L, X]; taken to float32.
+        logits: [G, L, X]; cast to float32.
         config: its capacity_factor and aux_weight are used.
-        key: for the draw of the second experts; None, as in evaluation, keeps them all.
-        mask: [G, L] bool, False for padding, which takes no slot and enters no loss; None when every token is real.
+        key: the random key for second experts; None, as in evaluation, keeps them all.
+        mask: [G, L] bool, False for padding, which takes no slot and enters no loss; None if every token is real.
 
     Returns:
         Routing of arrays [G, L, 2] and losses {"aux": [G]}.

@@ -1,4 +1,4 @@
-"""Load-balancing losses and the z-loss, of each group, over its real tokens."""
+"""Load-balancing losses and the z-loss of each group, over its real tokens."""
 
 import jax
 import jax.numpy as jnp
@@ -7,10 +7,10 @@ from gspmd.moe.routers.routing import counts
 
 
 def load_balance(gates: jax.Array, expert: jax.Array, mask: jax.Array) -> jax.Array:
-    """Switch Transformer's loss X · Σ_i f_i · P_i, which is 1 when balanced.
+    """Compute Switch Transformer's loss X · Σ_i f_i · P_i, which is 1 when balanced.
 
     f_i is the share of tokens whose first choice is expert i, with a slot or without; P_i is the mean probability of i.
-    Given all k choices, f_i is the share of choices that are expert i.
+    If all k choices are given, f_i is the share of choices that are expert i.
 
     Args:
         gates: [G, L, X] float32, the router's softmax.
@@ -20,7 +20,7 @@ def load_balance(gates: jax.Array, expert: jax.Array, mask: jax.Array) -> jax.Ar
     Returns:
         [G] float32, before the factor α. 0 for a group of padding only.
 
-    Source: Fedus et al., arXiv 2101.03961, §2.2, equations 4 to 6; of k choices, Dai et al., *DeepSeekMoE*,
+    Source: Fedus et al., arXiv 2101.03961, §2.2, equations 4 to 6; for k choices, Dai et al., *DeepSeekMoE*,
     arXiv 2401.06066, §3.3, equations 12 to 14.
 
     Differs: the paper takes the means over a batch; here they are over a group, as its public code does.
@@ -34,7 +34,7 @@ def load_balance(gates: jax.Array, expert: jax.Array, mask: jax.Array) -> jax.Ar
 
 
 def gshard_balance(gates: jax.Array, expert: jax.Array, mask: jax.Array) -> jax.Array:
-    """GShard's ℓ_aux = (1/X) Σ_e (c_e / S) · m_e, which is 1/X² when balanced.
+    """Compute GShard's ℓ_aux = (1/X) Σ_e (c_e / S) · m_e, which is 1/X² when balanced.
 
     c_e counts the first choices of expert e among the group's S tokens, m_e is its mean gate.
 
@@ -52,7 +52,7 @@ def gshard_balance(gates: jax.Array, expert: jax.Array, mask: jax.Array) -> jax.
 
 
 def z_loss(logits: jax.Array, mask: jax.Array) -> jax.Array:
-    """ST-MoE's z-loss, the mean of (log Σ_i exp(logit_i))², which keeps logits small and rounding errors low.
+    """Compute ST-MoE's z-loss, the mean of (log Σ_i exp(logit_i))²: small logits have small rounding errors.
 
     Args:
         logits: [G, L, X] float32.
@@ -74,7 +74,7 @@ def z_loss(logits: jax.Array, mask: jax.Array) -> jax.Array:
 
 
 def squared_variation(values: jax.Array) -> jax.Array:
-    """CV², variance / mean² of the experts' values: [..., X] to [...]; 0 where the mean is 0.
+    """Compute CV², variance / mean² of the experts' values: [..., X] to [...]; 0 if the mean is 0.
 
     Source: Shazeer et al., arXiv 1701.06538, §4, equation 7.
 
@@ -83,17 +83,17 @@ def squared_variation(values: jax.Array) -> jax.Array:
         0.25
     """
     mean = jnp.mean(values, axis=-1, keepdims=True)
-    # Divided by the mean first, so that no large load is squared; a mean of 1 in place of 0 keeps the gradient finite.
+    # Divided by the mean first, so that no large load is squared; a mean of 0 is replaced to keep the gradient finite.
     return jnp.mean((values / jnp.where(mean > 0, mean, 1) - (mean > 0)) ** 2, axis=-1)
 
 
 def _tokens(mask: jax.Array) -> jax.Array:
-    """The number of real tokens of each group, at least 1: [G]."""
+    """Count the real tokens of each group, at least 1: [G]."""
     return jnp.maximum(1, jnp.sum(mask, axis=-1, dtype=jnp.float32))
 
 
 def _overlap(gates: jax.Array, expert: jax.Array, mask: jax.Array) -> jax.Array:
-    """Σ_e (share of choices of e) · (mean gate of e), over the real tokens of each group."""
+    """Compute Σ_e (share of choices of e) · (mean gate of e) over the real tokens of each group."""
     tokens, choices = _tokens(mask)[:, None], expert if expert.ndim > mask.ndim else expert[..., None]
     chosen = [counts(choices[..., k], mask, gates.shape[-1]) for k in range(choices.shape[-1])]
     share = sum(chosen) / (len(chosen) * tokens)

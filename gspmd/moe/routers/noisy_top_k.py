@@ -25,13 +25,13 @@ def route(logits: jax.Array, config: MoEConfig, draws: jax.Array | None, mask: j
         importance = w_importance · CV²(Σ_tokens gates)
         load = w_load · CV²(Σ_tokens P),   P_i = Φ((c_i - kth largest of H without H_i) / σ_i)
 
-    P_i is the probability that expert i is chosen if its noise alone is drawn again: smooth, unlike a count.
+    P_i is the probability that expert i is chosen if only its noise is drawn again. Unlike a count, it is smooth.
 
     Args:
-        logits: [G, L, 2X], c and then x · W_noise; or [G, L, X], c with W_noise at its first value, 0. To float32.
+        logits: [G, L, 2X], c and then x · W_noise; or [G, L, X], c if W_noise is its initial 0. Cast to float32.
         config: its k, capacity_factor, importance_weight and load_weight are used.
-        key: for the noise; None, as in evaluation, adds none.
-        mask: [G, L] bool, False for padding, which takes no slot and enters no loss; None when every token is real.
+        key: the random key of the noise; None, as in evaluation, adds none.
+        mask: [G, L] bool, False for padding, which takes no slot and enters no loss; None if every token is real.
 
     Returns:
         Routing of arrays [G, L, k] and losses {"importance": [G], "load": [G]}.
@@ -49,7 +49,7 @@ def route(logits: jax.Array, config: MoEConfig, draws: jax.Array | None, mask: j
 
     Differs: the paper has no capacity: use dispatch "dropless". The variance over the experts is the population's.
     Losses are per group, as for the other routers. σ is at least 1e-6. If k is X, every expert is always chosen and P
-    is 1. Without noise P is whether the expert was chosen, without a gradient, as in the authors' public code.
+    is 1. Without noise P is 1 for chosen experts and 0 for others, without a gradient, as in the authors' public code.
     """
     clean, width = _clean_and_width(logits, config.experts)
     noisy = clean if draws is None else finite(clean + draws * width)
@@ -75,7 +75,7 @@ def _clean_and_width(logits: jax.Array, experts: int) -> tuple[jax.Array, jax.Ar
 
 
 def _probability(clean: jax.Array, noisy: jax.Array, width: jax.Array, ranked: jax.Array) -> jax.Array:
-    """P(x, i) of equation 9, [G, L, X], from the k + 1 best experts of each token."""
+    """Compute P(x, i) of equation 9, [G, L, X], from the k + 1 best experts of each token."""
     values = chosen(noisy, ranked)
     is_in = jnp.any(jax.nn.one_hot(ranked[..., :-1], clean.shape[-1], dtype=bool), axis=-2)
     threshold = jnp.where(is_in, values[..., -1:], values[..., -2:-1])

@@ -17,12 +17,12 @@ class Routing:
 
     Attributes:
         expert: [G, L, k] int32, the chosen experts, first choice first; ties go to the lowest index.
-        slot: [G, L, k] int32, the position in that expert's queue; the capacity and beyond is overflow. -1 for padding,
-            and for tokens that an expert that chooses does not take.
+        slot: [G, L, k] int32, the position in that expert's queue; positions from the capacity on overflow. -1 for
+            padding, and in expert choice for tokens that the expert does not take.
         gate: [G, L, k] float32, the weight of the expert's answer, 0 where not kept.
         kept: [G, L, k] bool, whether the choice has a slot.
         losses: name to [G] float32, each group's losses, already weighted by the config's coefficient.
-        experts, capacity: X and C that tokens were routed to; None in a Routing made by hand.
+        experts, capacity: X and C for which tokens were routed; None in a Routing made by hand.
     """
 
     expert: jax.Array
@@ -37,7 +37,7 @@ class Routing:
 def top_choices(logits: jax.Array, count: int) -> jax.Array:
     """Return the indices of the `count` largest logits, largest first, ties to the lowest index.
 
-    Logits are ranked rather than their softmax: the order is the same, without the ties due to rounding.
+    Logits are ranked instead of their softmax: the order is the same, without ties due to rounding.
 
     Args:
         logits: [..., X].
@@ -46,7 +46,7 @@ def top_choices(logits: jax.Array, count: int) -> jax.Array:
     Returns:
         [..., k] int32.
     """
-    # Repeated argmax: lax.top_k would order 0.0 before -0.0. A logit of -inf still precedes one already chosen.
+    # Repeated argmax, because lax.top_k orders 0.0 before -0.0. A logit of -inf still precedes one already chosen.
     left = jnp.maximum(logits, jnp.finfo(logits.dtype).min)
     picks = []
     for _ in range(count):
@@ -58,8 +58,9 @@ def top_choices(logits: jax.Array, count: int) -> jax.Array:
 def chosen(values: jax.Array, expert: jax.Array) -> jax.Array:
     """Select the values of the chosen experts: [..., X] and [..., k] to [..., k].
 
-    Masked sums, whose gradient is a mask too; the gradient of a gather would be a scatter. One sum for each choice: the
-    gradient of all at once is a sum over [..., k, X], for which the TPU compiler estimates many passes over [..., X].
+    These are masked sums, whose gradient is a mask too; the gradient of a gather would be a scatter. Each choice has
+    its own sum: the gradient of one sum for all choices would be a sum over [..., k, X], for which the TPU compiler
+    estimates many passes over [..., X].
     """
     choices = [expert[..., k] for k in range(expert.shape[-1])]
     return jnp.stack(
@@ -68,7 +69,7 @@ def chosen(values: jax.Array, expert: jax.Array) -> jax.Array:
 
 
 def best_pair(logits: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return all probabilities [..., X], the two best experts [..., 2] and their probabilities, divided by the sum."""
+    """Return all probabilities [..., X], the two best experts [..., 2], and the pair of their normalised gates."""
     gates, expert = jax.nn.softmax(logits, axis=-1), top_choices(logits, 2)
     pair = chosen(gates, expert)
     return gates, expert, pair / jnp.sum(pair, axis=-1, keepdims=True)
@@ -99,11 +100,14 @@ def assigned(
     Args:
         expert: [G, L, k] int32.
         gate: [G, L, k] float32, the weight if the choice gets a slot.
-        logits: [G, L, X] float32, the largest of which is a token's confidence.
-        config: capacity, and whether the most confident tokens come first.
+        logits: [G, L, X] float32; the largest one is a token's confidence.
+        config: the settings; its capacity and priority are used.
         mask: [G, L] bool, real tokens.
-        losses: name to [G].
+        losses: a mapping from name to [G] float32, the losses of the routing.
         granted: [G, L, k] bool, False for a choice that takes a position in the queue but leaves its slot empty.
+
+    Returns:
+        The routing.
     """
     waiting = jnp.broadcast_to(mask[..., None], expert.shape)
     slot = queue(expert, waiting, config.experts, surest_first(logits) if config.priority else None)
@@ -130,13 +134,13 @@ def surest_first(logits: jax.Array) -> jax.Array:
 
 
 def log_odds_against(logits: jax.Array) -> jax.Array:
-    """log((1 - p) / p) of each expert's probability p: p's order without ties due to rounding near 1.
+    """Compute log((1 - p) / p) of each expert's probability p, which has no ties due to rounding of p near 1.
 
     Args:
         logits: [..., X] float32, finite.
 
     Returns:
-        [..., X] float32, without a gradient; -inf if there is one expert.
+        [..., X] float32, without a gradient; -inf if there is only one expert.
 
     Example:
         >>> [round(float(x), 2) for x in log_odds_against(jnp.array([0.0, 50.0]))]
@@ -157,9 +161,9 @@ def log_odds_against(logits: jax.Array) -> jax.Array:
 def _sum_in_any_order(parts: jax.Array) -> jax.Array:
     """Sum numbers in [0, 1], exactly to 2⁻³⁸, so that the result does not depend on their order.
 
-    Sorting them first would do as well, in ten times the time.
+    Sorting them first would work too, in ten times the time.
     """
-    bits = min(20, 31 - (parts.shape[-1] - 1).bit_length())  # per number, so that the sum of all fits a word
+    bits = min(20, 31 - (parts.shape[-1] - 1).bit_length())  # of each number, so that the sum fits a word
     total, rest = jnp.float32(0), parts
     for place in range(1, 1 + -(-38 // bits)):
         rest = rest * 2.0**bits
@@ -172,14 +176,14 @@ def _sum_in_any_order(parts: jax.Array) -> jax.Array:
 def queue(expert: jax.Array, waiting: jax.Array, experts: int, order: jax.Array | None = None) -> jax.Array:
     """Return the position of each choice in its expert's queue; all first choices precede all second choices.
 
-    Among first choices, tokens keep their order. The time is linear in the tokens but for one sort, and independent of
-    the number of experts.
+    Among first choices, tokens keep their order. Except for one sort, the time is linear in the number of tokens and
+    independent of the number of experts.
 
     Args:
         expert: [G, L, k] int32.
         waiting: [G, L, k] bool, False for choices that take no position.
         experts: number of experts X.
-        order: [G, L] int32, the tokens in the order in which they queue; None for the order of the sequence.
+        order: [G, L] int32, the tokens in the order in which they queue; None for their order in the sequence.
 
     Returns:
         [G, L, k] int32, from 0; -1 for choices that do not wait.
@@ -203,11 +207,11 @@ def queue(expert: jax.Array, waiting: jax.Array, experts: int, order: jax.Array 
 def finite(logits: jax.Array) -> jax.Array:
     """Clip logits, in float32, to bounds whose squares can be summed, so that no router computes inf - inf."""
     low, high = jnp.float32(-_MOST), jnp.float32(_MOST)
-    return jax.lax.clamp(low, logits.astype(jnp.float32), high)  # its gradient needs one mask, jnp.clip's three
+    return jax.lax.clamp(low, logits.astype(jnp.float32), high)  # its gradient needs one mask, that of jnp.clip three
 
 
 def every_token(logits: jax.Array, mask: jax.Array | None) -> jax.Array:
-    """The mask [G, L] of real tokens; all True without one."""
+    """Return the mask [G, L] of real tokens; all True if it is None."""
     return jnp.ones(logits.shape[:-1], bool) if mask is None else mask.astype(bool)
 
 
@@ -216,11 +220,11 @@ def _is_chosen(experts: int, expert: jax.Array) -> jax.Array:
 
 
 def _places(keys: jax.Array, experts: int) -> jax.Array:
-    """Rank of each key among equal keys: [n] in [0, experts] to [n] int32."""
+    """Return the rank of each key among equal keys: [n] in [0, experts] to [n] int32."""
     order, ranked = _stable_sort(keys, experts)
     place = jnp.arange(keys.size, dtype=jnp.int32)
     begins = jnp.concatenate([jnp.ones(1, bool), ranked[1:] != ranked[:-1]])
-    # Where the run of each key begins: a search for each expert would be as many small loops.
+    # A running maximum gives where each key's run begins; a search would be a small loop for each expert.
     rank = place - jax.lax.cummax(jnp.where(begins, place, 0))
     return jnp.zeros(keys.size, jnp.int32).at[order].set(rank, unique_indices=True)
 

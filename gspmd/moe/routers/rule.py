@@ -21,15 +21,15 @@ Numbers = Callable[..., jax.Array]
 class Router:
     """A router, called as `route(logits, config, *, key=None, mask=None)`: `draw`, then `assign`.
 
-    Random numbers are drawn for all groups at once, before each device assigns its own groups, so that they are the
-    same on every mesh. The docstring is that of the rule.
+    Random numbers are drawn for all groups at once, before each device assigns its own groups, so they are the same on
+    every mesh. The docstring is that of the rule.
 
     Args:
-        rule: from finite float32 logits [G, L, X], the config, the random numbers or None, and the mask [G, L] of real
-            tokens, to a Routing. Groups are independent of each other, and it draws nothing itself.
+        rule: a function from finite float32 logits [G, L, X], the config, the random numbers or None, and the mask
+            [G, L] of real tokens, to a Routing. It must route groups independently, and draw nothing itself.
         name: the router's name in a config.
-        numbers: from a key, the shape [G, L, X] and `out_sharding` to the random numbers that the rule takes, [G, L] or
-            [G, L, X]; None for a rule that takes none.
+        numbers: a function from a key, the shape [G, L, X] and `out_sharding` to the random numbers of the rule, [G, L]
+            or [G, L, X]; None if the rule takes none.
 
     Example:
         >>> from gspmd.moe.config import ROUTERS, Kind
@@ -68,15 +68,15 @@ class Router:
         return self._numbers(key, shape, out_sharding=out_sharding)
 
     def assign(self, logits: jax.Array, config: MoEConfig, draws: jax.Array | None, mask: jax.Array | None) -> Routing:
-        """Route the tokens of each group with given random numbers; groups are independent of each other.
+        """Route the tokens of each group, independently of other groups, with given random numbers.
 
         Raises:
             PlanError: the config names another router.
-            SpecError: the shapes of logits or mask differ from the config's.
+            SpecError: the shape of logits or mask does not fit the config.
         """
         self._check(logits, config, mask)
         padded, logits, mask = mask is not None, finite(logits), every_token(logits, mask)
-        if padded:  # NaN in padding would be NaN in gradients: 0 · NaN
+        if padded:  # NaN in padding would make gradients NaN, because 0 · NaN is NaN
             logits = jnp.where(mask[..., None] | ~jnp.isnan(logits), logits, 0)
         routing, weight = self._rule(logits, config, draws, mask), config.z_coefficient
         routing = replace(routing, experts=config.experts, capacity=config.capacity(logits.shape[1]))
@@ -102,7 +102,7 @@ class Router:
         if mask is not None and mask.shape != logits.shape[:2]:
             raise SpecError(
                 f"cannot route: a mask of logits {logits.shape} is {logits.shape[:2]}; found {mask.shape}.\n"
-                "  It says of every token whether it is real."
+                "  Pass a mask that says for every token whether it is real."
             )
 
 

@@ -1,4 +1,4 @@
-"""The ST-MoE router: each token to its two best experts, with a z-loss on large logits."""
+"""The ST-MoE router: each token goes to its two best experts, with a z-loss on large logits."""
 
 import jax
 
@@ -10,17 +10,17 @@ from gspmd.moe.routers.rule import router
 
 @router("st-moe")
 def route(logits: jax.Array, config: MoEConfig, draws: jax.Array | None, mask: jax.Array) -> Routing:
-    """Send each token to its two most probable experts, both always, and penalise large logits.
+    """Send each token always to both of its two most probable experts, and penalise large logits.
 
         p = softmax(logits)    p1, e1, p2, e2 = top2(p)    gates p1/(p1 + p2), p2/(p1 + p2)    C = (2 L / X) · factor
         aux = α · X · Σ_i f_i · P_i, of first choices      α = config.aux_weight
-        z = c_z · mean (log Σ_i exp(logit_i))²             c_z = config.z_weight, 1e-3 when it is None
+        z = c_z · mean (log Σ_i exp(logit_i))²             c_z = config.z_weight, 1e-3 if it is None
 
     Args:
-        logits: [G, L, X]; taken to float32.
+        logits: [G, L, X]; cast to float32.
         config: its capacity factors (the paper trains with 1.25 and evaluates with 2), aux_weight and z_weight.
         key: not used.
-        mask: [G, L] bool, False for padding, which takes no slot and enters no loss; None when every token is real.
+        mask: [G, L] bool, False for padding, which takes no slot and enters no loss; None if every token is real.
 
     Returns:
         Routing of arrays [G, L, 2] and losses {"aux": [G], "z": [G]}.

@@ -1,4 +1,4 @@
-"""The Switch router: each token to its one best expert."""
+"""The Switch router: each token goes to its best expert."""
 
 import jax
 import jax.numpy as jnp
@@ -17,10 +17,10 @@ def route(logits: jax.Array, config: MoEConfig, draws: jax.Array | None, mask: j
         aux = α · X · Σ_i f_i · P_i                        α = config.aux_weight
 
     Args:
-        logits: [G, L, X]; taken to float32.
+        logits: [G, L, X]; cast to float32.
         config: its capacity_factor and aux_weight are used.
-        key: not used; the jitter of this router is on its input, see `jittered`.
-        mask: [G, L] bool, False for padding, which takes no slot and enters no loss; None when every token is real.
+        key: not used; this router's jitter is on its input, see `jittered`.
+        mask: [G, L] bool, False for padding, which takes no slot and enters no loss; None if every token is real.
 
     Returns:
         Routing of arrays [G, L, 1] and losses {"aux": [G]}.
@@ -34,7 +34,7 @@ def route(logits: jax.Array, config: MoEConfig, draws: jax.Array | None, mask: j
     Source: Fedus, Zoph, Shazeer, *Switch Transformers*, arXiv 2101.03961, §2.1 and §2.2, equations 1 to 6.
 
     Differs: tokens are routed in groups, each with its own capacity, as in the paper's public code; capacity is rounded
-    up. As in the paper, a token without a slot passes through the residual alone: its gate is 0 here.
+    up. As in the paper, a token without a slot passes only through the residual: its gate is 0.
     """
     gates = jax.nn.softmax(logits, axis=-1)
     expert = top_choices(logits, 1)

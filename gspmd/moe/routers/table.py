@@ -25,15 +25,15 @@ def route(
     Args:
         logits: [G, L, X]; noisy-top-k also takes [G, L, 2X], the second half for its noise.
         config: names the router; see `route` in its module, such as `gspmd.moe.routers.switch.route`.
-        key: for routers that draw, in training; None draws nothing.
-        mask: [G, L] bool, False for padding; None when every token is real.
+        key: the random key of routers that draw in training; None draws nothing.
+        mask: [G, L] bool, False for padding; None if every token is real.
 
     Returns:
         Routing of arrays [G, L, k].
 
     Raises:
-        PlanError: config is not a MoEConfig, or key not a random key.
-        SpecError: the shapes of logits or mask differ from the config's.
+        PlanError: `config` is not a MoEConfig, or `key` is not a random key.
+        SpecError: the shape of logits or mask does not fit the config.
 
     Example:
         >>> import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""The top-k router of Mixtral and other open models: each token to its k best experts."""
+"""The top-k router of Mixtral and other open models: each token goes to its k best experts."""
 
 import jax
 
@@ -18,10 +18,10 @@ def route(logits: jax.Array, config: MoEConfig, draws: jax.Array | None, mask: j
         aux = α · X · Σ_i f_i · P_i, of all k choices            α = config.aux_weight
 
     Args:
-        logits: [G, L, X]; taken to float32.
+        logits: [G, L, X]; cast to float32.
         config: its k, renormalize, capacity_factor and aux_weight are used.
         key: not used.
-        mask: [G, L] bool, False for padding, which takes no slot and enters no loss; None when every token is real.
+        mask: [G, L] bool, False for padding, which takes no slot and enters no loss; None if every token is real.
 
     Returns:
         Routing of arrays [G, L, k] and losses {"aux": [G]}.
@@ -36,7 +36,7 @@ def route(logits: jax.Array, config: MoEConfig, draws: jax.Array | None, mask: j
         [[0.5, 0.5], [0.25, 0.25]]
 
     Source: Jiang et al., *Mixtral of Experts*, arXiv 2401.04088, §2.1 (gates); Dai et al., *DeepSeekMoE*,
-    arXiv 2401.06066, §3.3, equations 12 to 14 (loss), whose gates are the ones that are not renormalised.
+    arXiv 2401.06066, §3.3, equations 12 to 14 (loss), whose gates are not renormalised.
 
     Differs: Mixtral has no capacity: use dispatch "dropless". Its paper gives no loss; public code for it omits the
     factor 1/k of f_i, so that balanced experts cost k · α.

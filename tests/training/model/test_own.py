@@ -229,7 +229,7 @@ def test_a_layout_that_lacks_lines_names_all_of_them(tmp_path):
     layout = Layout.load(tmp_path / "tiny.toml")
     with pytest.raises(LayoutError) as error:
         Own(Tiny()).rows(layout)
-    assert "parameter 'blocks.w_in' has no line 'mixer.w_in': no layout has a key 'mixer.w_in'." in str(error.value)
+    assert "parameter 'blocks.w_in' has no line 'mixer.w_in': the layout has no line 'mixer.w_in'." in str(error.value)
     with pytest.raises(
         LayoutError, match=r"whose line is 'embedding.tokens':\n  the layout does not write embedding.tokens"
     ):
