@@ -1,10 +1,10 @@
 """Decoder-only language models in Flax NNX, with every tensor sharded by a layout.
 
 Reading order: config, vectors, parameters, attention, feed_forward, experts, blocks, transformer, objective, decoding,
-shapes, step. `gspmd_models.step` has to be imported by name: it imports the libraries of training.
+shapes, step. Import `gspmd_models.step` by name: it imports the libraries of training, so this module leaves it out.
 
-This folder is installed as `gspmd_models`, since many projects have a `models` of their own. Imports within it are
-relative, so that it is whole under either name.
+This folder is installed as `gspmd_models`, since many projects have their own `models`. Imports within it are relative,
+so that it works under either name.
 """
 
 from gspmd.layouts.initial import abstract_key

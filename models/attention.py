@@ -22,23 +22,23 @@ from .layer import Layer
 from .vectors import masked, padded_dimensions
 
 LONGEST = 2**20
-"""Positions from which on `rotate` is not exact."""
+"""The number of positions, 0 to `LONGEST` - 1, at which `angles_at` is exact."""
 
 
 class Past(Protocol):
-    """The cached keys and values of one layer, for an attention that reads on where they end."""
+    """The cached keys and values of one layer, for attention of the tokens that follow them."""
 
     def angles(self, spec: Spec) -> tuple[jax.Array, jax.Array]:
-        """`angles_at` the positions of the tokens that are read, placed as B and L of `spec`."""
+        """Return `angles_at` the positions of the new tokens, placed as B and L of `spec`."""
 
     def attend(self, q: jax.Array, k: jax.Array, v: jax.Array, query_spec: Spec, key_spec: Spec) -> jax.Array:
-        """Attention of rotated queries to the cache and to the keys and values given, which it keeps."""
+        """Attend with rotated queries to the cache and to the given keys and values, and store these."""
 
 
 class Attention(Layer):
     """Causal self-attention on the residual stream.
 
-    The parallel block calls `core` and what stands around it itself, to share collectives with its feed-forward.
+    The parallel block calls `core` and computes the products around it itself, to share collectives with feed-forward.
     """
 
     def __init__(self, config: ModelConfig, layout: Layout, weights: Mapping[str, jax.Array], dtype: Any):
@@ -46,11 +46,11 @@ class Attention(Layer):
         self.padded = padded_dimensions(config, layout).get("H")
 
     def __call__(self, x: jax.Array, past: Past | None = None) -> jax.Array:
-        """The output [B, L, E] that is added to the residual stream, placed as `attention.residual`."""
+        """Return the output [B, L, E] to add to the residual stream, placed as `attention.residual`."""
         return self.attend("residual", self.normed("residual", x), past)
 
     def attend(self, where: str, y: jax.Array, past: Past | None = None) -> jax.Array:
-        """Attention of a normed input [B, L, E]; input and output are placed as the line `where`."""
+        """Attend with a normed input [B, L, E]; input and output are placed as the line `where`."""
         weights = self.matrices("w_q", "w_k", "w_v")
         # [B, L, E] -> [B, L, H, D], and [B, L, K, D] twice
         products = self.at.einsum(f"{where}, (w_q, w_k, w_v) -> (query, key, key)", y, weights)
@@ -60,9 +60,9 @@ class Attention(Layer):
         return self.affine(where, checkpoint_name(added, "attention.added"), "o")
 
     def heads(self, where: str, products: Sequence[jax.Array], y: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Queries [B, L, H, D], keys and values [B, L, K, D] of y, from its products with the three weights.
+        """Return queries [B, L, H, D], keys and values [B, L, K, D] of y, from its products with the three weights.
 
-        They are what the model has besides: adapters, scales, biases, and norms of heads.
+        Adapters, scales, biases and norms of heads are applied to the products, as far as the model has them.
         """
         found = []
         for x, line, weight, kept in zip(products, ("query", "key", "key"), "qkv", ("query", "key", "value")):
@@ -76,16 +76,16 @@ class Attention(Layer):
         return q, k, v
 
     def core(self, q: jax.Array, k: jax.Array, v: jax.Array, past: Past | None = None) -> jax.Array:
-        """Softmax attention of queries [B, L, H, D] and keys [B, L, K, D], placed as the queries.
+        """Compute softmax attention of queries [B, L, H, D] and keys [B, L, K, D], placed as the queries.
 
-        The sequences begin here, in zigzag order if keys are cut over them, or go on after their `past`.
+        Without a `past`, sequences begin here, in zigzag order if L of the keys is sharded; with it, they follow it.
         """
         query, key = self.at.spec("query"), self.at.spec("key")
         if past is None:
             if fault := self.config.length_fault(q.shape[1]):
                 raise ValueError(f"cannot run this model: {fault}.")
             angles = _cos_sin(zigzag_positions(q.shape[1], ring_size(key)), _turns(self.config))
-            # Compilers make one constant of both tables, placed as queries cut over L, and gather it for whole keys.
+            # Without `_along`, compilers make one constant of both tables, sharded over L as queries, and gather it.
             cut = _along(query, angles) if query.axes_of("L") != key.axes_of("L") else angles
             turned = rotate(q, self.config, cut), rotate(k, self.config, angles)
             q, k = checkpoint_name(turned, "attention.rotated")
@@ -136,25 +136,25 @@ def rotate(
 
 
 def _turns(config: ModelConfig) -> np.ndarray:
-    """Turns per position of every pair, [R/2] float64."""
+    """Return the turns per position of every pair, [R/2] float64."""
     size, scaling = config.rotary, config.rope_scaling
     turns = config.rope_base ** (-np.arange(0, size, 2) / size) / (2 * np.pi)
     if scaling is None:
         return turns
-    # the share of a frequency that stays: none below low_frequency turns of the original length, all above high
+    # the unscaled share of a frequency: 0 below low_frequency turns of the original length, 1 above high_frequency
     low, high = scaling.low_frequency, scaling.high_frequency
     kept = np.clip((turns * scaling.original_length - low) / (high - low), 0.0, 1.0)
     return turns * (kept + (1.0 - kept) / scaling.factor)
 
 
 def _cos_sin(positions: np.ndarray, turns: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Cosine and sine of the angles of positions [L] that are known, [1, L, 1, R/2]."""
+    """Return cosine and sine [1, L, 1, R/2] of the angles of constant positions [L]."""
     angles = (2 * np.pi * positions[:, None] * turns)[None, :, None, :]
     return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
 
 
 def _along(spec: Spec, angles: tuple[np.ndarray, np.ndarray]) -> tuple[jax.Array, jax.Array]:
-    """Angles [1, L, 1, R/2] of known positions, each device with those of its part of a spec's L."""
+    """Shard cosines and sines [1, L, 1, R/2] of constant positions over the mesh axes of a spec's L."""
     whole = Spec(("B", "L", "H", "D"), ((), (), (), ()))
     move = Equation.move(whole, whole.with_axes("L", spec.axes_of("L")))
     cos, sin = (gspmd.reshard(jnp.asarray(table), move) for table in angles)
@@ -162,11 +162,11 @@ def _along(spec: Spec, angles: tuple[np.ndarray, np.ndarray]) -> tuple[jax.Array
 
 
 def angles_at(positions: jax.Array, config: ModelConfig) -> tuple[jax.Array, jax.Array]:
-    """Cosine and sine of the angles by which `rotate` turns positions [B, L], each below `LONGEST`: [B, L, 1, R/2].
+    """Return cosine and sine [B, L, 1, R/2] of `rotate`'s angles at positions [B, L], each below `LONGEST`.
 
-    They are the same in every layer. A float32 angle of a hundred thousand radians has lost two digits after the point.
-    Here turns are integers, of 2^-44, whose products with a position wrap around at whole turns by themselves: the
-    angle is exact to 2^-24 turns.
+    They are the same in every layer. Float32 has few digits after the point for an angle of a hundred thousand radians.
+    So turns are integers in units of 2^-44, whose products with a position wrap around at complete turns: the angle is
+    exact to 2^-24 turns.
     """
     fixed = np.round(_turns(config) * 2**44).astype(np.int64)
     high, low = (fixed >> 12).astype(np.uint32), (fixed & 0xFFF).astype(np.uint32)

@@ -84,7 +84,7 @@ class ParallelBlock(Layer):
             return x + self.attention.attend("ffn.residual", y, past) + added, figures
 
     def both(self, y: jax.Array, ffn: FeedForward, past: Past | None = None) -> jax.Array:
-        """Attention and feed-forward of one normed input [B, L, E], added before their partial sums are reduced."""
+        """Return attention plus feed-forward of one normed input [B, L, E], added before partial sums are reduced."""
         attention = self.attention
         # [B, L, E] -> [B, L, H, D], [B, L, K, D] twice, and [B, L, F] once, and once more for a gate
         if self.config.gated:
@@ -113,25 +113,25 @@ class ParallelBlock(Layer):
         )
         added = attention.adapted("query, w_o -> ffn.residual", added, mixed)
         added = ffn.adapted("hidden, w_out -> residual", added, active)
-        added = ffn.scaled("residual", added, "out")  # those of both weights
+        added = ffn.scaled("residual", added, "out")  # w_out and w_o share these scales
         return ffn.biased("residual", attention.biased("ffn.residual", added, "o"), "out")
 
 
 def _feed_forward(
     config: ModelConfig, layout: Layout, weights: Mapping[str, Any], dtype: Any
 ) -> tuple[FeedForward | None, Experts | None]:
-    """The dense layer or the experts of a block, whichever there are weights of."""
+    """Return the dense layer or the experts of a block, depending on its weights; the other is None."""
     ffn = FeedForward(config, layout, weights["ffn"], dtype) if "ffn" in weights else None
     return ffn, Experts(config, layout, weights["moe"], dtype) if "moe" in weights else None
 
 
 @contextmanager
 def part(layout: Layout, name: str) -> Iterator[None]:
-    """Run a part of the model under its named scope, and under the lowering that the layout has for it.
+    """Run a part of the model under its named scope, and under the lowering that the layout gives for it.
 
     Args:
         layout: a `gspmd.Layout`; its lowering for the part, if any, takes precedence over the caller's.
-        name: the section of the part, `ffn`.
+        name: the layout's section of the part, such as `ffn`.
     """
     lowering = layout.lowering_of(name)
     with jax.named_scope(name), gspmd.lowering(lowering) if lowering else nullcontext():

@@ -23,18 +23,18 @@ REMATS: tuple[Remat, ...] = get_args(Remat)
 class RopeScaling:
     """Stretch the long wavelengths of the rotary position embedding, for sequences longer than those first trained on.
 
-    A wavelength beyond original_length / low_frequency is multiplied by `factor`, one below original_length /
-    high_frequency stays, and in between the frequency is interpolated.
+    Wavelengths above original_length / low_frequency are multiplied by `factor`. Those below original_length /
+    high_frequency are unchanged. Between the two the frequency is interpolated.
 
     Source: the reference code of Llama 3.1 (`apply_scaling`), and `rope_type = "llama3"` of transformers.
     """
 
     factor: float = 8.0
-    """By how much long wavelengths are stretched."""
+    """Factor by which long wavelengths are multiplied."""
     low_frequency: float = 1.0
-    """Turns within the original length below which a wavelength is stretched whole."""
+    """Turns within the original length below which a wavelength is multiplied by the full factor."""
     high_frequency: float = 4.0
-    """Turns within the original length above which it stays."""
+    """Turns within the original length above which a wavelength is unchanged."""
     original_length: int = 8192
     """Length of the sequences first trained on."""
 
@@ -98,9 +98,9 @@ class ModelConfig:
     rope_scaling: RopeScaling | None = None
     """Stretching of long wavelengths (Llama 3.1); None for none."""
     rotary_size: int = 0
-    """Elements of a head, its first, that are rotated by position; 0 for all."""
+    """Number of elements of a head, counted from its first, that are rotated by position; 0 for all."""
     rotary_pairs: str = "halves"
-    """Elements that are rotated together: those of two halves, or neighbours (GPT-J)."""
+    """Pairs of elements that are rotated together: halves (one from each half), or neighbours (GPT-J)."""
     norm: str = "rms"
     """rms, or layer, which subtracts the mean too."""
     norm_bias: bool = False
@@ -108,24 +108,24 @@ class ModelConfig:
     norm_epsilon: float = 1e-6
     """Added to the mean square, or the variance, in every norm."""
     remat: Literal[Remat, True, False] = "full"
-    """Recomputation in the backward pass: none; full, each block from its input; dots, all but products with weights;
-    dots-except-hidden, the feed-forward layer's hidden ones too; selective, attention alone (`gspmd_models.remat`).
-    True reads as full, False as none."""
+    """Recomputation in the backward pass: none; full: each block from its input; dots: all except products with
+    weights; dots-except-hidden: also the feed-forward layer's hidden activations; selective: only attention
+    (`gspmd_models.remat`). True means full, and False none."""
     context_length: int | None = None
-    """Tokens of the longest text that the model was made for, as a public checkpoint says; longer ones are not
-    generated. None where nothing says so."""
+    """The longest text, in tokens, that the model was made for, as a public checkpoint says; longer texts are not
+    generated. None for no limit."""
     sliding_window: int | None = None
-    """Last tokens that attention of a public checkpoint looks back over. Here it looks back over all, which is the same
-    up to so many tokens; longer sequences are refused. None where it looks back over all."""
+    """The number of last tokens that attention of a public checkpoint looks back over. Attention here looks back over
+    all tokens, so longer sequences are refused. None for a model whose attention looks back over all."""
     int8: bool = False
-    """Whether matrices are int8, with a float32 scale for every channel of their products (`quantize`): to serve."""
+    """Whether matrices are int8, with a float32 scale for every channel of their products (`quantize`), for serving."""
     moe: MoEConfig | None = None
     """Experts in place of the feed-forward layer of every nth block; None for none."""
     lora: LoraConfig | None = None
-    """Low-rank adapters beside some weights, which alone are trained; None for none."""
+    """Low-rank adapters of some weights, which alone are trained; None for no adapters."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.remat, bool):  # as settings and checkpoints had it before there were names
+        if isinstance(self.remat, bool):  # old settings and checkpoints have True or False
             object.__setattr__(self, "remat", "full" if self.remat else "none")
         if self.lora and not self.lora.rank:
             object.__setattr__(self, "lora", None)
@@ -135,7 +135,7 @@ class ModelConfig:
 
     @property
     def remat_name(self) -> Remat:
-        """`remat`, which is a name by now."""
+        """`remat` as a name; True and False are replaced when the config is made."""
         assert not isinstance(self.remat, bool)
         return self.remat
 
@@ -146,7 +146,7 @@ class ModelConfig:
 
     @property
     def is_dropless(self) -> bool:
-        """Whether there are experts, and they do without capacity."""
+        """Whether there are experts without a capacity."""
         return self.moe is not None and self.moe.dispatch == "dropless"
 
     @property
@@ -180,7 +180,7 @@ class ModelConfig:
 
     @property
     def num_active_parameters(self) -> int:
-        """Number of parameters used by one token: of the experts, only the chosen ones."""
+        """Number of parameters used by one token, which counts only the experts that it chooses."""
         return self._parameters(self.moe.used if self.moe else 0)
 
     def _parameters(self, experts: float) -> int:
@@ -195,7 +195,7 @@ class ModelConfig:
 
     @property
     def _vectors(self) -> int:
-        """Number of parameters that no matrix product uses: the norms' and all biases."""
+        """Number of parameters that no matrix product uses: norms and biases."""
         norms = 1 + self.layers * (2 if self.block == "serial" else 1)
         of_heads = self.qkv_bias * (self.heads + 2 * self.kv_heads) + 2 * self.qk_norm
         of_ffn = self.feed_forward * (2 if self.gated else 1) + self.embed
@@ -225,7 +225,7 @@ class ModelConfig:
         return 6 * products + 12 * self.layers * self.heads * self.head_size * length
 
     def length_fault(self, tokens: int) -> str:
-        """Say why attention to a sequence of so many tokens would not be the model's own; empty if it is.
+        """Return why attention here differs from the model's own for so many tokens; empty if it does not.
 
         >>> ModelConfig(sliding_window=4096).length_fault(4096)
         ''
@@ -234,7 +234,7 @@ class ModelConfig:
             return ""
         return (
             f"a sequence has {tokens} tokens, and attention of this model looks back over the last "
-            f"{self.sliding_window} only (sliding_window), which is not supported for longer ones"
+            f"{self.sliding_window} only (sliding_window); longer sequences are not supported"
         )
 
     def sizes(self, batch: int, length: int) -> dict[str, int]:
@@ -272,7 +272,7 @@ def _faults(config: ModelConfig):
     for name in ("vocabulary", "vocabulary_multiple", "embed", "layers", "heads", *_WIDTHS):
         if getattr(config, name) < 1:
             yield f"{name} is {getattr(config, name)}; it must be at least 1"
-        elif getattr(config, name) >= 2**31:  # XLA counts the elements of a dimension so
+        elif getattr(config, name) >= 2**31:  # XLA's sizes of dimensions are int32
             yield f"{name} is {getattr(config, name)}; it must be less than 2**31"
     choices = {"activation": tuple(PLAIN), "block": BLOCKS, "norm": NORMS, "rotary_pairs": PAIRS, "remat": REMATS}
     for name, known in choices.items():

@@ -40,13 +40,13 @@ class Experts(Layer):
     def __call__(
         self, x: jax.Array, *, key: jax.Array | None, train: bool, mask: jax.Array | None = None
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """The output [B, L, E] that is added to the residual stream, and the figures of the experts' load."""
+        """Return the output [B, L, E] to add to the residual stream, and the figures of the experts' load."""
         return self.mix(self.normed("residual", x), key=key, train=train, mask=mask)
 
     def mix(
         self, y: jax.Array, *, key: jax.Array | None, train: bool, mask: jax.Array | None = None
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """The experts' output for a normed input [B, L, E], both placed as `ffn.residual`.
+        """Return the experts' output for a normed input [B, L, E], both placed as `ffn.residual`.
 
         Args:
             y: the input.
@@ -61,7 +61,7 @@ class Experts(Layer):
         sequences = groups.rename({"G": "B"})
         count, shape = self.settings.groups or y.shape[0], y.shape
         into = (count, y.shape[0] * y.shape[1] // count)
-        tokens = in_order(moved(y, residual, sequences), ring_size(self.key))  # by which places in experts are given
+        tokens = in_order(moved(y, residual, sequences), ring_size(self.key))  # experts' slots are given in text order
         answers, loss, stats = expert_layer(
             regroup(tokens, (*into, y.shape[2]), groups),
             self.weights(),
@@ -76,10 +76,10 @@ class Experts(Layer):
         return answers if self.shared is None else answers + self.shared.answer(y), {"aux_loss": loss, **stats}
 
     def weights(self) -> dict[str, jax.Array]:
-        """The experts' weights in the compute dtype, or int8 and their scales; and the router's in float32."""
+        """Return the experts' weights in the compute dtype, or as int8 with scales, and the router's in float32."""
         held = [name for name in MATRICES + VECTORS if self.parameter(name) is not None]
         found = {name: self.matrix(name) if name in MATRICES else self.vector(name) for name in held}
-        # rows of 0 take no part of the hidden layer, and send no gradient into it
+        # Where F is padding, rows of 0 give no output, and no gradient of the hidden layer.
         found["w_out"] = masked(found["w_out"], self.padded, "F", self.moe.spec("w_out"))
         return found
 
@@ -95,7 +95,7 @@ def shared_section(layout: Layout) -> Section:
 
 
 def tokens_spec(layout: Layout) -> Spec:
-    """The spec of per-token arrays [B, L] of the experts: that of their groups, with B for G."""
+    """Return the spec of the experts' per-token arrays [B, L]: the groups' spec with B instead of G."""
     return layout.spec("moe.groups").rename({"G": "B"}).without("E")
 
 
@@ -105,7 +105,7 @@ def regroup(x: jax.Array, shape: tuple[int, ...], spec: Spec) -> jax.Array:
     The leading dimension has the same mesh axes before and after, so each device reshapes its own shard.
 
     Raises:
-        ValueError: if the tokens do not make that many groups.
+        ValueError: the tokens do not divide into the groups of `shape`.
     """
     if math.prod(shape) != x.size:
         raise ValueError(f"{x.shape[0]} sequences of {x.shape[1]} tokens do not make {shape[0]} groups of one size")
@@ -116,5 +116,5 @@ def regroup(x: jax.Array, shape: tuple[int, ...], spec: Spec) -> jax.Array:
 
 
 def moved(x: jax.Array, before: Spec, after: Spec) -> jax.Array:
-    """Reshard an array from one spec to another, if they differ."""
+    """Reshard an array from `before` to `after`, if they differ."""
     return x if before == after else gspmd.reshard(x, Equation.move(before, after))

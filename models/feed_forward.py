@@ -18,7 +18,7 @@ from .vectors import masked, padded_dimensions
 
 
 class FeedForward(Layer):
-    """W_out · φ(W_in x), or W_out · (φ(W_gate x) ⊙ W_in x), each product plus its bias where there are biases.
+    """W_out · φ(W_in x), or W_out · (φ(W_gate x) ⊙ W_in x), with a bias after each product if the model has biases.
 
     Source: Shazeer 2020, GLU Variants Improve Transformer (arXiv 2002.05202), equation 6, for the gate.
     """
@@ -35,12 +35,12 @@ class FeedForward(Layer):
         self.padded = padded_dimensions(config, layout, shared=shared is not None).get("F")
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """The output [B, L, E] that is added to the residual stream, placed as `ffn.residual`."""
+        """Return the output [B, L, E] to add to the residual stream, placed as `ffn.residual`."""
         return self.answer(self.normed("residual", x))
 
     def answer(self, y: jax.Array) -> jax.Array:
-        """The output for a normed input, both placed as `ffn.residual`."""
-        if self.config.gated:  # [B, L, E] -> [B, L, F], once and for the gate
+        """Return the output for a normed input, both placed as `ffn.residual`."""
+        if self.config.gated:  # [B, L, E] -> [B, L, F], and the same for the gate
             into, names = "residual, (w_in, w_gate) -> (hidden, hidden)", ("w_in", "w_gate")
         else:
             into, names = "residual, (w_in) -> (hidden)", ("w_in",)
@@ -51,10 +51,10 @@ class FeedForward(Layer):
         return self.affine("residual", added, "out")
 
     def activate(self, products: Sequence[jax.Array], y: jax.Array) -> jax.Array:
-        """The hidden layer [B, L, F] of y, from its products with `w_in` and `w_gate`; 0 where F is padding."""
+        """Return the hidden layer [B, L, F] of y, from its products with `w_in` and `w_gate`; 0 where F is padding."""
         names = ("in", "gate")[: len(products)]
         hidden = [self.adapted(f"residual, w_{name} -> hidden", x, y) for name, x in zip(names, products)]
         hidden = checkpoint_name(hidden, "ffn.hidden")
         hidden = [self.affine("hidden", x, name) for name, x in zip(names, hidden)]
-        active = PLAIN[self.config.activation](*reversed(hidden))  # of the gate, times what it lets through
+        active = PLAIN[self.config.activation](*reversed(hidden))  # φ(gate) ⊙ in, or φ(in) without a gate
         return checkpoint_name(masked(active, self.padded, "F", self.at.spec("hidden")), "ffn.active")

@@ -1,8 +1,8 @@
 """The base of all layers: parameters by the names of lines, and adapters, scales and biases of products.
 
-An equation stands where the layer computes it, as `at.einsum("hidden, w_out -> residual", ...)`. Around it stand a norm
-before, and behind it the product of a low-rank adapter, the scales of an int8 weight, and a bias, each where there is
-one.
+Each layer writes its own equations, such as `at.einsum("hidden, w_out -> residual", ...)`. This base has the operations
+around them: the norm before, and after it the product of a low-rank adapter, the scales of an int8 weight, and a bias,
+if the model has them.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ class Layer(nnx.Module):
     """A layer that computes by the names of a layout's section.
 
     Attributes:
-        config: the model's.
-        at: the section, `layout.ffn`.
+        config: the configuration of the model.
+        at: the layer's section of the layout, such as `layout.ffn`.
         dtype: compute dtype of the products.
 
     Args:
-        weights: its parameters by name, each an attribute; `w_q_a` and `w_q_b` are the adapter of `w_q`. What is not
-            an array belongs to other layers.
+        weights: its parameters by name, each an attribute; `w_q_a` and `w_q_b` are the adapter of `w_q`. Entries that
+            are mappings belong to other layers, and are not read.
     """
 
     def __init__(self, config: ModelConfig, at: Section, weights: Mapping[str, Any], dtype: Any):
@@ -42,26 +42,26 @@ class Layer(nnx.Module):
                 setattr(self, name, nnx.Param(value))
 
     def parameter(self, name: str) -> nnx.Param | None:
-        """Return a parameter by its name; None where the configuration asks for none."""
+        """Return a parameter by its name; None if the model does not have it."""
         return getattr(self, name, None)
 
     def vector(self, name: str) -> jax.Array:
-        """Return a parameter as it is stored."""
+        """Return a parameter in its stored dtype."""
         return getattr(self, name)[...]
 
     def matrix(self, name: str) -> jax.Array:
-        """Return a weight in the compute dtype, or the int8 that is stored."""
+        """Return a weight in the compute dtype; if it is stored as int8, as it is."""
         return matrix(getattr(self, name), self.dtype)
 
     def matrices(self, *names: str) -> tuple[jax.Array, ...]:
-        """Return weights in the compute dtype, or the int8 that is stored."""
+        """Return weights in the compute dtype; those stored as int8, as they are."""
         return tuple(map(self.matrix, names))
 
     def normed(self, where: str, x: jax.Array) -> jax.Array:
         """Normalise x [B, L, E] over E by the configuration's norm, with the scale `norm` and the bias `norm_bias`.
 
         Args:
-            where: the line of x, and of the result.
+            where: name of the line of x, and of the result.
             x: the input.
         """
         epsilon = self.config.norm_epsilon
@@ -74,11 +74,11 @@ class Layer(nnx.Module):
         return checkpoint_name(y, "norm")
 
     def adapted(self, names: str, product: jax.Array, x: jax.Array) -> jax.Array:
-        """Add what the adapter of a weight makes of x; without an adapter, the product as it is.
+        """Add the product of x and the adapter of a weight; without an adapter, return the product unchanged.
 
         Args:
-            names: the product's equation, `"residual, w_q -> query"`.
-            product: what it gives.
+            names: the equation of the weight's product, such as `"residual, w_q -> query"`.
+            product: the product of x and the weight.
             x: the weight's operand.
         """
         _, weight, _ = names_in(names)
@@ -95,20 +95,20 @@ class Layer(nnx.Module):
         """Multiply the product of a weight by the scales of its int8 columns, and add its bias: `s_in` and `b_in`.
 
         Args:
-            where: the line of x, and of the result.
+            where: name of the line of x, and of the result.
             x: the product, whose last dimensions are those of scales and bias.
-            weight: what the two are called behind `s_` and `b_`; both lie as the line of the bias.
+            weight: the suffix of their names, after `s_` and `b_`; both are placed as the line of the bias.
         """
         return self.biased(where, self.scaled(where, x, weight), weight)
 
     def scaled(self, where: str, x: jax.Array, weight: str) -> jax.Array:
-        """Multiply by the scales `s_<weight>` in float32, where there are some."""
+        """Multiply by the scales `s_<weight>` in float32, if the weight has scales."""
         assert hasattr(self, f"w_{weight}"), f"there is no weight w_{weight}"
         scale = self.parameter(f"s_{weight}")
         return x if scale is None else scaled(x, scale[...], self.at.spec(where), self.at.spec(f"b_{weight}"))
 
     def biased(self, where: str, x: jax.Array, weight: str) -> jax.Array:
-        """Add the bias `b_<weight>`, where there is one."""
+        """Add the bias `b_<weight>`, if the weight has one."""
         assert hasattr(self, f"w_{weight}"), f"there is no weight w_{weight}"
         bias = self.parameter(f"b_{weight}")
         return x if bias is None else self.at.add_bias(f"{where}, b_{weight}", x, bias[...])

@@ -28,11 +28,11 @@ class ParameterRow:
     """One row of the table.
 
     Attributes:
-        key: the layout's key, `ffn.w_in`, the same for every layer.
-        spec: its spec; layers of a scan are stacked in a leading N, which only a pipeline shards.
-        shape: its shape, N first if layers are stacked, with the padding that the layout asks for.
-        initialise: from a random key and the shape to float32 values, the same on every mesh.
-        padding: what is real in each dimension; None where all is.
+        key: the layout's key, such as `ffn.w_in`, the same for every layer.
+        spec: the parameter's spec; layers of a scan are stacked in a leading N, which only a pipeline shards.
+        shape: the parameter's shape, N first if layers are stacked, with the padding that the layout asks for.
+        initialise: function from a random key and the shape to float32 values, the same on every mesh.
+        padding: for each dimension its padding; None if it has none.
     """
 
     key: str
@@ -43,7 +43,7 @@ class ParameterRow:
 
     @property
     def real_shape(self) -> tuple[int, ...]:
-        """Its shape without padding."""
+        """Shape of the parameter without padding."""
         return tuple(each.real if each else size for each, size in zip(self.padding, self.shape))
 
 
@@ -52,13 +52,13 @@ def parameters(config: ModelConfig, layout: Layout) -> dict[str, ParameterRow]:
 
     Args:
         config: the model.
-        layout: a `gspmd.Layout`; of a model without experts, any mapping from its keys to specs.
+        layout: a `gspmd.Layout`; for a model without experts, any mapping from its keys to specs.
 
     Returns:
-        Path, `blocks.0.ffn.w_in`, to its row.
+        A mapping from paths, such as `blocks.0.ffn.w_in`, to rows.
 
     Raises:
-        LayoutError: some layers have no experts, and the layout is of experts alone.
+        LayoutError: some layers have no experts, and the layout has no lines for dense layers.
         ValueError: a spec of the layout has other dimensions than the model's tensor.
     """
     _check_dense(config, layout)
@@ -66,7 +66,7 @@ def parameters(config: ModelConfig, layout: Layout) -> dict[str, ParameterRow]:
 
 
 def _check_dense(config: ModelConfig, layout: Layout) -> None:
-    # `Layout.check` does not know the model, and lets a layout with experts lack them.
+    # `Layout.check` does not know the model, and allows a layout with experts to leave out the dense lines.
     missing = [key for key in DENSE if key not in layout.table] if config.moe else []
     if missing and config.expert_layers < config.layers:
         lines = (f'{key.partition(".")[2]} = "{dims_of(key)}"' for key in missing)
@@ -78,22 +78,22 @@ def _check_dense(config: ModelConfig, layout: Layout) -> None:
 
 
 def parameter_specs(config: ModelConfig, layout: Layout) -> dict[str, tuple[Spec, tuple[int, ...]]]:
-    """Return path to spec and shape of every parameter."""
+    """Return a mapping from the path of every parameter to its spec and shape."""
     return {path: (row.spec, row.shape) for path, row in parameters(config, layout).items()}
 
 
 def optimizer_specs(config: ModelConfig, layout: Layout) -> dict[str, Spec]:
-    """Return path to the spec of a parameter's optimizer state: its own unless the layout overrides it."""
+    """Return the spec of every parameter's optimizer state by path: the parameter's unless the layout overrides it."""
     return {path: row.spec for path, row in _rows(config, layout, layout.optimizer)}
 
 
 def gradient_specs(config: ModelConfig, layout: Layout) -> dict[str, Spec]:
-    """Return path to the spec of a parameter's gradient: its own unless the layout overrides it."""
+    """Return the spec of every parameter's gradient by path: the parameter's unless the layout overrides it."""
     return {path: row.spec for path, row in _rows(config, layout, layout.gradient)}
 
 
 def stages_axes(layout: Layout) -> tuple[str, ...]:
-    """The mesh axis over which the stacked layers are split into the stages of a pipeline; empty where they are not."""
+    """Return the mesh axes over which a pipeline splits the stacked layers into stages; empty if none does."""
     layers = layout.get("pipeline.layers")
     return () if layers is None else Spec.parse(layers).axes_of("N")
 
@@ -101,13 +101,13 @@ def stages_axes(layout: Layout) -> tuple[str, ...]:
 def check_placed(
     doing: str, rows: Mapping[str, ParameterRow], mesh: Any, kind: type[SpecError] | type[LayoutError] = SpecError
 ) -> None:
-    """Raise one error for all parameters that cannot be placed on a mesh, of which JAX would tell of the first one.
+    """Raise one error for all parameters that cannot be placed on a mesh; JAX would name the first only.
 
     Args:
         doing: the beginning of the message.
-        rows: the table.
+        rows: the table of parameters.
         mesh: devices with named axes; `Layout.check` lets it lack axes of the layout.
-        kind: of the error.
+        kind: class of the error.
     """
     faults = [
         replace(fault, text=f"{row.key} = {fault.text}", start=fault.start + at, end=fault.end + at)
@@ -122,12 +122,12 @@ def initialise(rows: Mapping[str, ParameterRow], mesh: jax.sharding.Mesh, key: j
     """Draw every parameter with its sharding: no device ever holds more than its own shards.
 
     Args:
-        rows: the table.
+        rows: the table of parameters.
         mesh: devices with named axes.
-        key: one random key; each parameter's own is folded from it with its path.
+        key: one random key; the key of each parameter is folded from it with the parameter's path.
 
     Returns:
-        Path to array. The real values do not depend on the layout, and its padding is 0.
+        A mapping from paths to arrays. Values do not depend on the layout, and padding is 0.
     """
     with jax.set_mesh(mesh):
         return {path: _drawer(row)(folded(key, path)) for path, row in rows.items()}
@@ -170,7 +170,7 @@ def _rows(config: ModelConfig, layout: Layout, spec_of: Callable[[str], str]) ->
         return path, ParameterRow(key, spec, shape, begin, padding)
 
     def adapters(path: str, key: str, stack: int) -> Iterator[tuple[str, ParameterRow]]:
-        """A and B of a weight, whose product begins as 0."""
+        """Yield A and B of a weight; their product is 0 at first."""
         _, weight = row(path, key, zeros)
         assert config.lora is not None
         along = {**dict(zip(dims_of(key), zip(weight.shape, weight.padding))), "R": (config.lora.rank, None)}
@@ -249,7 +249,7 @@ def _norm(config: ModelConfig, path: str, section: str) -> Iterator[tuple[str, s
 
 
 def shares_scale(config: ModelConfig, path: str) -> bool:
-    """Whether a matrix has the scales of its block's `ffn.w_out`: their products are summed before they are scaled."""
+    """Return whether a matrix shares the scales of its block's `ffn.w_out`, as products summed before scaling must."""
     if config.block != "parallel" or not path.endswith("attention.w_o"):
         return False
     return config.moe is None or int(path.split(".")[1]) != config.period - 1  # experts reduce their sum separately
@@ -262,7 +262,7 @@ def _shared(config: ModelConfig, sizes: Mapping[str, int]) -> Iterator[tuple[str
 
 
 def scaled(summed: str, sizes: Mapping[str, int], variance: float = 1.0, depth: int = 0) -> Normal:
-    """Normal of variance / (fan-in · 2 depth), fan-in being the size of the summed dimensions; no depth factor at 0."""
+    """Normal of variance / (fan-in · 2 depth), or variance / fan-in at depth 0; fan-in: size of summed dimensions."""
     return Normal(math.sqrt(variance / math.prod(sizes[d] for d in summed) / max(1, 2 * depth)))
 
 
@@ -280,5 +280,5 @@ def _stacked(spec: Spec, stages: tuple[str, ...]) -> Spec:
 def _spec(spec_of: Callable[[str], str], key: str) -> Spec:
     spec = Spec.parse(spec_of(key))
     if "".join(spec.dims) != dims_of(key):
-        raise ValueError(f"layout key {key} is '{spec}', where the model has the dimensions {dims_of(key)}")
+        raise ValueError(f"layout key {key} is '{spec}', but its dimensions are {dims_of(key)}; write these")
     return spec

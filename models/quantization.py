@@ -1,4 +1,4 @@
-"""int8 weights: every matrix of a model with one scale for each channel of its products, applied after the product."""
+"""int8 weights: matrices with a scale for each channel of their products, by which the product is multiplied."""
 
 from __future__ import annotations
 
@@ -26,28 +26,28 @@ def quantize(model: Transformer) -> Transformer:
 
         int8[:, f] = clip(round(w[:, f] / scale[f]), -127, 127),  x · w ≈ (x · int8) * scale
 
-    scale[f] is max |w[:, f]| / 127, or NaN where a weight of the channel is not finite. For channels of up to 256
-    numbers it is the one with the least squared error among 65 near that, itself among them: 15% less error at 24
-    numbers, 5% at 96. Of wider ones it would be 2% for 65 passes over the weights.
+    scale[f] is max |w[:, f]| / 127, or NaN if a weight of the channel is not finite. For channels of up to 256 numbers
+    65 scales at and near this value are tried, and the one with the least squared error is taken: 15% less error at 24
+    numbers, 5% at 96. Wider channels would gain 2%, for 65 passes over the weights.
 
-    Embedding tables have a scale for every row, which is a token's vector and a channel of the logits; experts' weights
-    one for every expert and channel. In a parallel block w_o and w_out share theirs, by the larger maximum: their
-    products are summed before they are reduced. Norms, biases and routers stay float32. An int8 weight moves as int8,
-    and is cast to the activations' dtype, which holds it exactly, where it is multiplied.
+    Embedding tables have a scale for every row, which is a token's vector and a channel of the logits. Experts' weights
+    have one for every expert and channel. In a parallel block w_o and w_out share one scale, from the larger maximum,
+    because their products are summed before they are reduced. Norms, biases and routers stay float32. An int8 weight is
+    sent as int8. Products cast it to the activations' dtype, which represents it exactly.
 
     Args:
-        model: of `build` or `load`, of arrays. It is not changed.
+        model: a model of arrays, from `build` or `load`. It is not changed.
 
     Returns:
-        The model of the config with `int8`, each weight and its scales placed by the layout.
+        A model whose config has `int8`, with each weight and its scales placed by the layout.
 
     Raises:
-        ValueError: it has int8 weights already.
+        ValueError: the model has int8 weights already.
 
     Source: Pope et al. 2022 (arXiv 2211.05102), section 3.6, for int8 weights beside bfloat16 activations; a scale for
         every channel as in Qwix and AQT, by least squared error as in Choukroun et al. 2019 (arXiv 1902.06822).
-    Differs: those libraries intercept dot_general, and know nothing of the plan around it; here weight and scales are
-        tensors of the layout like any other, so their bytes are planned.
+    Differs: those libraries intercept dot_general, outside of any plan; here weights and scales are tensors of the
+        layout, so their bytes are planned.
     """
     if model.config.int8:
         raise ValueError("the weights of this model are int8 already.")
@@ -59,11 +59,11 @@ def quantize(model: Transformer) -> Transformer:
 
 
 def scale_groups(config: ModelConfig, rows: dict[str, ParameterRow]) -> Iterator[tuple[list[str], str]]:
-    """The paths of matrices that have their scales in common, mostly one, and the path of those scales.
+    """Yield groups of matrices that share their scales, most of one matrix: their paths, and the path of the scales.
 
     Args:
-        config: with `int8`.
-        rows: its `parameters`.
+        config: a config with `int8`.
+        rows: the `parameters` of this config.
     """
     for path, row in rows.items():
         if row.key not in SCALES or shares_scale(config, path):
@@ -75,15 +75,15 @@ def scale_groups(config: ModelConfig, rows: dict[str, ParameterRow]) -> Iterator
 
 
 def quantize_together(rows: dict[str, ParameterRow], weights: dict[str, jax.Array], scale: str) -> dict[str, jax.Array]:
-    """Quantize matrices that have their scales in common; loading does so one group after the other.
+    """Quantize matrices that share their scales; loading calls it for one group after the other.
 
     Args:
         rows: `parameters` of a config with `int8`.
-        weights: floating, by path, placed as their rows say.
+        weights: floating-point weights by path, placed as their rows say.
         scale: the path of their scales.
 
     Returns:
-        By path the int8 weights and the float32 scales, placed as their rows say.
+        The int8 weights and the float32 scales by path, placed as their rows say.
     """
     of_scale, held = rows[scale].spec, [rows[path].spec for path in weights]
     summed = tuple(tuple(d for d, dim in enumerate(spec.dims) if dim not in of_scale.dims) for spec in held)
@@ -94,7 +94,7 @@ def quantize_together(rows: dict[str, ParameterRow], weights: dict[str, jax.Arra
 
 
 NARROW = 256
-"""The most numbers of a channel for which a scale of less error is searched."""
+"""Size of the widest channel for which a scale of less error is searched."""
 
 # Below 1 the largest weights are clipped; above 1 another grid may fit the few numbers of a channel better.
 _FACTORS = 1 + np.arange(-24, 41, dtype=np.float32) / 320
@@ -105,7 +105,7 @@ def _rounded(w: jax.Array, scale: jax.Array, over: tuple[int, ...]) -> jax.Array
 
 
 def _least_error(weights: Sequence[jax.Array], summed: tuple[tuple[int, ...], ...], widest: jax.Array) -> jax.Array:
-    """The scales near `widest` with the least squared error of each channel, over all weights that share them."""
+    """Return the scales near `widest` with the least squared error of each channel, over all weights sharing them."""
 
     def error(scale: jax.Array) -> jax.Array:
         near = (_rounded(w, scale, over) * jnp.expand_dims(scale, over) for w, over in zip(weights, summed))
@@ -128,12 +128,12 @@ def _quantizer(summed: tuple[tuple[int, ...], ...], placed: tuple[jax.P, ...]) -
         scale = jnp.where(scale > 0, scale, 1.0)
         if max(math.prod(w.shape[d] for d in over) for w, over in zip(wide, summed)) <= NARROW:
             scale = _least_error(wide, summed, scale)
-        # A NaN or an infinity would be rounded to a number that looks sound, and the maximum may pass over a NaN (on
-        # CPUs it does in wide channels). So the scale becomes NaN, and with it the channel's products.
+        # A NaN or an infinity would be rounded to an ordinary int8, and the maximum may ignore a NaN (on CPUs it does
+        # in wide channels). So the scale is set to NaN, which makes the channel's products NaN.
         for w, over in zip(wide, summed):
             scale = jnp.where(jnp.isfinite(w).all(over), scale, jnp.nan)
         return *(_rounded(w, scale, over).astype(jnp.int8) for w, over in zip(wide, summed)), scale
 
-    # Once for Explicit axes, where it is the type, and once for Auto axes, where the compiler would choose.
+    # Placement is given twice: under Explicit axes it is part of the type; under Auto axes the compiler would choose.
     whole = jax.sharding.auto_axes(quantized, out_sharding=placed)
     return jax.jit(lambda *weights: whole(*weights), out_shardings=placed)

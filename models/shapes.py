@@ -35,21 +35,21 @@ def abstract(
     *,
     stored: Any = jnp.float32,
 ) -> Transformer:
-    """Return a model as of `build` whose parameters are `jax.ShapeDtypeStruct`s; nothing is allocated.
+    """Return the model of `build` with `jax.ShapeDtypeStruct`s for parameters; nothing is allocated.
 
     Args:
         config: sizes and choices.
         layout: a `gspmd.Layout`.
         mesh: devices with the layout's axes, possibly of an offline topology.
         dtype: compute dtype.
-        stored: dtype of its matrices, float32 for training; norms, biases and routers are always float32. With int8 the
-            model has the scales of `quantize` too.
+        stored: dtype of the matrices, float32 for training; norms, biases and routers are always float32. With int8 the
+            model also has the scales of `quantize`.
 
     Returns:
-        A model whose `arrays` are arguments to lower a program with; `with_arrays` replaces them inside of it.
+        A model whose `arrays` are abstract arguments for lowering a program; inside it, `with_arrays` replaces them.
 
     Raises:
-        ValueError: if a spec does not fit the model or the mesh.
+        ValueError: a spec does not fit the model or the mesh.
 
     Example:
         >>> from gspmd.layouts import Layout
@@ -67,19 +67,19 @@ def abstract(
 
 
 def abstract_tokens(layout: Layout, mesh: jax.sharding.Mesh, batch: int, length: int) -> jax.ShapeDtypeStruct:
-    """The input of a forward step: int32 [B, L], placed as `embedding.tokens`."""
+    """Return the input of a forward step: int32 [B, L], placed as `embedding.tokens`."""
     return _placed(layout.spec("embedding.tokens"), (batch, length), jnp.int32, mesh)
 
 
 def abstract_batch(layout: Layout, mesh: jax.sharding.Mesh, batch: int, length: int) -> jax.ShapeDtypeStruct:
-    """The input of a training step: int32 [B, L+1], placed as `batch_spec`."""
+    """Return the input of a training step: int32 [B, L+1], placed as `batch_spec`."""
     return _placed(batch_spec(layout), (batch, length + 1), jnp.int32, mesh)
 
 
 def activation_specs(
     config: ModelConfig, layout: Layout, batch: int, length: int
 ) -> dict[str, tuple[Spec, tuple[int, ...]]]:
-    """Return layout key to spec and global shape of every activation of a training step, in order of the forward pass.
+    """Return spec and global shape of a training step's activations by layout key, in order of the forward pass.
 
     Args:
         config: the model.
@@ -109,7 +109,7 @@ def activation_specs(
 
 
 def stored_dtype(row: ParameterRow, stored: Any) -> Any:
-    """The dtype of a parameter in a model whose matrices are kept in `stored`."""
+    """Return the dtype of a parameter in a model whose matrices are stored as `stored`."""
     return jnp.float32 if row.key.rpartition(".")[2] in WIDE else stored
 
 

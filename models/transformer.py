@@ -49,7 +49,7 @@ class Transformer(nnx.Module):
     def __call__(
         self, tokens: jax.Array, *, key: jax.Array | None = None, train: bool = False
     ) -> tuple[jax.Array, Figures]:
-        """Logits, placed as `output.logits`, and the figures of the expert layers, stacked over layers.
+        """Return the logits, placed as `output.logits`, and the figures of the expert layers, stacked over layers.
 
         Args:
             tokens: [B, L] integers, placed as `embedding.tokens`.
@@ -64,11 +64,11 @@ class Transformer(nnx.Module):
     def hidden(
         self, tokens: jax.Array, *, key: jax.Array | None = None, train: bool = False
     ) -> tuple[jax.Array, Figures]:
-        """The residual stream [B, L, E] after the last block, before the last norm, and the experts' figures.
+        """Return the residual stream [B, L, E] after the last block, before the last norm, and the experts' figures.
 
         Args:
             tokens: [B, L] integers, placed as `embedding.tokens`, in zigzag order if `attention.key`
-                cuts them; so is the stream.
+                shards L; the stream has the same order.
             key: random key of the routers, for training.
             train: whether to use the routers' random draws and capacity of training.
         """
@@ -79,9 +79,9 @@ class Transformer(nnx.Module):
         return run_blocks(self.config, (definition, cast_matrices(weights, self.dtype)), x, keys, train=train)
 
     def stacked(self) -> Stack:
-        """The blocks for a scan: what they are, and their weights, the layers stacked in a leading N.
+        """Return the blocks of one period, and the weights of all periods, stacked in a leading N for a scan.
 
-        Where a pipeline has split N into stages, they are gathered: only `loss` runs in stages.
+        If a pipeline shards N over stages, the weights are gathered: only `loss` runs in stages.
         """
         definition, weights = nnx.split(self.blocks)
         if not stages_axes(self.layout):
@@ -89,12 +89,12 @@ class Transformer(nnx.Module):
         rows, gathered = parameters(self.config, self.layout), []
         for path, leaf in nnx.to_flat_state(weights):
             spec = rows[".".join(map(str, ("blocks", *path)))].spec
-            # The leaf is the model's own, which keeps its weights where they are.
+            # The leaf belongs to the model, whose weights must stay sharded: so it is not changed in place.
             gathered.append((path, leaf.replace(moved(leaf.get_value(), spec, spec.with_axes("N", ())))))
         return definition, nnx.from_flat_state(gathered)
 
     def logits(self, x: jax.Array) -> jax.Array:
-        """Float32 logits [B, L, V] of a residual stream [B, L, E] that is placed as `stream`."""
+        """Return float32 logits [B, L, V] of a residual stream [B, L, E] that is placed as `stream`."""
         with part(self.layout, "output"):
             return self.output(x, self.embedding)
 
@@ -105,12 +105,12 @@ def run_blocks(
     """Run stacked blocks one after the other.
 
     Args:
-        config: the model's.
-        stack: what the blocks of one period are, and the weights of N periods.
+        config: the configuration of the model.
+        stack: the blocks of one period, and the weights of N periods.
         x: [B, L, E], the residual stream.
         keys: [N] random keys of the routers, for training.
         train: whether to use the routers' random draws and capacity of training.
-        in_loop: whether to scan them; else each is traced by itself, and nothing is recomputed.
+        in_loop: whether to scan them; otherwise each is traced by itself, and nothing is recomputed.
 
     Returns:
         The residual stream after the last block, and the experts' figures, stacked over N.
@@ -132,7 +132,7 @@ def run_blocks(
             x, figures = step(x, jax.tree.map(lambda leaf, at=number: leaf[at], (weights, keys)))
             each.append(figures)
         return x, jax.tree.map(lambda *rows: jnp.stack(rows), *each)
-    # With one repeat a backward pass would hold everything it recomputes at once, and save no memory.
+    # With one repeat, recomputation saves no memory: the backward pass would hold all recomputed arrays at once.
     return jax.lax.scan(recomputed(step, config.remat_name if repeats > 1 else "none"), x, (weights, keys))
 
 
@@ -144,7 +144,7 @@ class Embedding(Layer):
         self.factor = math.sqrt(config.embed) if config.scale_embedding else 1.0
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        """Rows of the table, times √E if the configuration scales them, placed as the residual stream."""
+        """Return rows of the table, times √E if the configuration scales them, placed as the residual stream."""
         equation, options = self.at.equation(f"tokens, table -> {stream_line(self.config)}"), {}
         if self.parameter("scale") is not None:
             along_rows = self.at.spec("table").without("E")
@@ -154,14 +154,14 @@ class Embedding(Layer):
 
 
 class Output(Layer):
-    """The last norm, and the logits by the embedding table or an own one."""
+    """The last norm, and the logits by the embedding table or an untied one."""
 
     def __init__(self, config: ModelConfig, layout: Layout, weights: Mapping[str, jax.Array], dtype: Any):
         super().__init__(config, layout.section("output"), weights, dtype)
         self.padded = padded_dimensions(config, layout).get("V")
 
     def __call__(self, x: jax.Array, embedding: Embedding) -> jax.Array:
-        """Float32 logits [B, L, V] of x, by the tied table and its scales, or by an own one."""
+        """Return float32 logits [B, L, V] of x, by the tied table and its scales, or by an untied one."""
         line, holder = ("embedding.table", embedding) if self.config.tied else ("table", self)
         where, logits = stream_line(self.config), self.at.spec("logits")
         out, y = f"{where}, {line} -> logits", self.normed(where, x)  # [B, L, E] -> [B, L, V]
@@ -178,7 +178,7 @@ class Output(Layer):
 
 
 def _reordered(order: Callable[[jax.Array, int], jax.Array], x: jax.Array, spec: Spec, devices: int) -> jax.Array:
-    """Bring what is cut along L into another order of its tokens: it is gathered for that, and cut again."""
+    """Change the order of tokens of an array that is sharded along L: it is gathered, reordered and sharded again."""
     if devices == 1:
         return x
     whole = spec.with_axes("L", ())
@@ -187,18 +187,18 @@ def _reordered(order: Callable[[jax.Array, int], jax.Array], x: jax.Array, spec:
 
 
 def blocks(config: ModelConfig, layout: Layout, weights: Mapping[str, Any], dtype: Any) -> nnx.List:
-    """The blocks of one period, each with the weights of all periods, stacked in a leading N."""
+    """Return the blocks of one period, each with the weights of all periods, stacked in a leading N."""
     block = ParallelBlock if config.block == "parallel" else Block
     return nnx.List([block(config, layout, weights[str(i)], dtype) for i in range(config.period)])
 
 
 def stream_line(config: ModelConfig) -> str:
-    """The line of the residual stream between blocks: that of the first layer of a block."""
+    """Return the line of the residual stream between blocks, which is that of the first layer of a block."""
     return "attention.residual" if config.block == "serial" else "ffn.residual"
 
 
 def stream(config: ModelConfig, layout: Layout) -> Spec:
-    """The spec of the residual stream between blocks."""
+    """Return the spec of the residual stream between blocks."""
     return layout.spec(stream_line(config))
 
 
@@ -221,7 +221,7 @@ def build(
         ValueError: a spec does not fit the model or the mesh, or the config asks for int8.
     """
     if config.int8:
-        raise ValueError("a model of int8 weights cannot be built from a key. Build it with int8 off, and quantize it.")
+        raise ValueError("cannot build a model of int8 weights from a key. Build it with int8 off, and quantize it.")
     rows = parameters(config, layout)
     check_placed("cannot build the model", rows, mesh)
     return Transformer(config, layout, nested(initialise(rows, mesh, key)), jnp.dtype(dtype))
@@ -234,14 +234,14 @@ def arrays(model: Transformer) -> dict[str, jax.Array]:
 
 
 def mesh_of(values: Mapping[str, Any]) -> Mesh:
-    """Return the mesh on which parameters lie.
+    """Return the mesh on which parameters are placed.
 
     Raises:
-        ValueError: they lie on no mesh of devices.
+        ValueError: the parameters are not placed on a mesh of devices.
     """
     sharding = getattr(next(iter(values.values())), "sharding", None)
     if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, Mesh):
-        raise ValueError("the model's parameters lie on no mesh.\n  Build or load the model on one.")
+        raise ValueError("the model's parameters are not placed on a mesh.\n  Build or load the model on one.")
     return sharding.mesh
 
 

@@ -35,19 +35,19 @@ SCALES = {
     "moe.shared_out": ("s_out", "ffn.b_out"),
     "output.table": ("scale", "output.bias"),
 }
-"""By the layout's key of a matrix, the name and the key of its scales, which it has where it is int8."""
+"""A mapping from the layout's key of a matrix to the name and the key of its scales, which only int8 matrices have."""
 
 
 def matrix(weight: nnx.Param, dtype: Any) -> jax.Array:
-    """A weight as products take it: in the compute dtype, or the int8 that is stored, which they cast by themselves."""
+    """Return a weight as an operand of a product: in the compute dtype, or in its int8, which the product casts."""
     return weight[...] if weight[...].dtype == jnp.int8 else weight[...].astype(dtype)
 
 
 def cast_matrices(blocks: Any, dtype: Any) -> Any:
-    """The stacked weights of blocks, with all matrices as `matrix` gives them.
+    """Return the stacked weights of blocks, with `matrix` applied to every matrix.
 
-    Cast before the loop over layers, their gradients are stacked in the compute dtype, in which each is computed: half
-    the bytes of float32 for the loop to make room for and write, and for clipping and the optimizer to read.
+    Because the cast comes before the loop over layers, gradients are stacked in the compute dtype, in which they are
+    computed. With bfloat16 the loop writes, and clipping and the optimizer read, half the bytes of float32.
     """
 
     def cast(path: tuple, weight: jax.Array) -> jax.Array:
@@ -58,9 +58,9 @@ def cast_matrices(blocks: Any, dtype: Any) -> Any:
 
 
 def scaled(x: jax.Array, scale: jax.Array, spec: Spec, scale_spec: Spec) -> jax.Array:
-    """Multiply the product of an int8 weight, which lies at `spec`, by the scales of its last dimensions, in float32.
+    """Multiply the product of an int8 weight, placed at `spec`, by the scales of its last dimensions, in float32.
 
-    They are brought to where x has those dimensions, if they lie elsewhere.
+    If the scales are placed differently from these dimensions of x, they are resharded first.
     """
     used = Spec(scale_spec.dims, spec.axes[-len(scale_spec.dims) :])
     factor = scale if used == scale_spec else gspmd.reshard(scale, Equation.move(scale_spec, used))
@@ -68,12 +68,12 @@ def scaled(x: jax.Array, scale: jax.Array, spec: Spec, scale_spec: Spec) -> jax.
 
 
 def masked(x: jax.Array, padded: Padded | None, dim: str, spec: Spec) -> jax.Array:
-    """Set x to 0 where a dimension is padding, so that neither values nor gradients pass; None: nothing is padding."""
+    """Set x to 0 where a dimension is padding, so that no values or gradients pass; None for no padding."""
     return x if padded is None else x * along(padded.origins >= 0, dim, spec).astype(x.dtype)
 
 
 def along(values: np.ndarray, dim: str, spec: Spec) -> jax.Array:
-    """Float32 constants along one dimension of a tensor that lies at `spec`, with size 1 in the others."""
+    """Return float32 constants along one dimension of a tensor placed at `spec`, with size 1 in the others."""
     whole, x = Spec((dim,), ((),)), jnp.asarray(values, jnp.float32)
     if axes := spec.axes_of(dim):
         x = gspmd.reshard(x, Equation.move(whole, whole.with_axes(dim, axes)))
@@ -81,7 +81,7 @@ def along(values: np.ndarray, dim: str, spec: Spec) -> jax.Array:
 
 
 SHARED = ("moe.shared_in", "moe.shared_gate", "moe.shared_hidden", "moe.shared_scale", "moe.shared_out")
-"""The layout's keys of shared experts, whose F is that of all of them together."""
+"""The layout's keys of shared experts, whose F is their total width."""
 
 
 def shared_sizes(config: ModelConfig, sizes: Mapping[str, int]) -> dict[str, int]:
@@ -91,7 +91,7 @@ def shared_sizes(config: ModelConfig, sizes: Mapping[str, int]) -> dict[str, int
 
 
 def pad(values: jax.Array, padding: tuple[Padded | None, ...]) -> jax.Array:
-    """Put real values where they stand among the padding, which is 0."""
+    """Insert padding of 0 between and after the real values."""
     for at, each in enumerate(padding):
         if each:
             before, after = values.shape[:at], values.shape[at + 1 :]
@@ -103,7 +103,7 @@ def pad(values: jax.Array, padding: tuple[Padded | None, ...]) -> jax.Array:
 
 
 def wide_sizes(config: ModelConfig, layout: Layout, batch: int = 1, length: int = 1) -> dict[str, int]:
-    """Return the sizes that tensors have under a layout: the model's, padded as the layout asks."""
+    """Return the sizes of dimensions under a layout: the model's, padded as the layout asks."""
     sizes = config.sizes(batch, length)
     return layout.padded(sizes) if isinstance(layout, Layout) else sizes
 
@@ -114,7 +114,7 @@ def padded_dimensions(config: ModelConfig, layout: Layout, *, shared: bool = Fal
     Args:
         config: the model.
         layout: a `gspmd.Layout`, or any mapping from its keys to specs.
-        shared: whether for the shared experts, whose F is their own.
+        shared: whether the sizes are those of the shared experts, whose F differs.
     """
     sizes, wide = config.sizes(1, 1) | {"V": config.vocabulary}, wide_sizes(config, layout)
     if shared:

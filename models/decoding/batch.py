@@ -1,4 +1,4 @@
-"""A batch that is generated together: texts in rows, their prompts in chunks, and the layouts for so many of them."""
+"""A batch that is generated together: texts in rows, prompts in chunks, and the layouts for that number of rows."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .prefix import Shares, most_prompts, shares
 from .serving import GenerationError, check_length, for_serving, least_length, least_rows, phases
 
 MOST_TEXTS = 2**16
-"""Texts that are generated at a time: more than devices hold the caches of, and few enough to count on the host."""
+"""The most texts of one batch: more than fit into the devices' caches, and few enough to count on the host."""
 
 
 @dataclass(frozen=True)
@@ -28,11 +28,11 @@ class Sizes:
     """The sizes that programs are compiled for.
 
     Attributes:
-        rows: of the decode loop, R.
-        prefill_rows: of a prefill, P.
+        rows: number of rows of the decode loop, R.
+        prefill_rows: number of rows of a prefill, P.
         chunk: tokens of a row that a prefill step reads.
         room: tokens of a row that the cache has room for, T.
-        prefill, decode: the layouts, as of `phases`, without alternatives.
+        prefill, decode: the layouts, as returned by `phases`, without alternatives.
     """
 
     rows: int
@@ -48,11 +48,11 @@ class Batch:
     """Prompts, and the rows in which they are read and continued.
 
     Attributes:
-        prompts: token ids of each.
-        texts: how many there are: samples of every prompt, side by side.
-        sizes: of the programs.
+        prompts: the token ids of each prompt.
+        texts: number of texts; the samples of a prompt are neighbours.
+        sizes: the sizes of the programs.
         owners: for each row of text, the number of its prompt; None for a row without a text.
-        shares: which prompt each row of the prefill reads, and what the rows of text copy.
+        shares: the prompt that each row of the prefill reads, and the row of the prefill that each row of text copies.
     """
 
     prompts: tuple[np.ndarray, ...]
@@ -62,12 +62,12 @@ class Batch:
     shares: Shares
 
     def last(self) -> tuple[np.ndarray, np.ndarray]:
-        """The last token of every row's prompt, which the decode loop reads, and how many stand before it; [R] each."""
+        """Return each row's last prompt token, which the decode loop reads, and the number of tokens before it; [R]."""
         of_rows = [np.zeros(1, np.int32) if owner is None else self.prompts[owner] for owner in self.owners]
         return np.array([ids[-1] for ids in of_rows], np.int32), np.array([len(ids) - 1 for ids in of_rows], np.int32)
 
     def chunks(self) -> list[tuple[np.ndarray, np.ndarray]]:
-        """The tokens [P, chunk] and counts [P] of every prefill step: all of the prompts but their last tokens."""
+        """Return tokens [P, chunk] and counts [P] of every prefill step: the prompts without their last tokens."""
         size = self.sizes.chunk
         read = [() if number is None else self.prompts[number][:-1] for number in self.shares.prompts]
         steps = []
@@ -95,20 +95,20 @@ def make_batch(
     """Lay out prompts and texts in rows and chunks: the fewest rows that the mesh divides.
 
     Args:
-        config: of the model.
-        layout: for decoding, as of `phases`; its alternatives are chosen by the number of rows.
-        prefill: for reading prompts, likewise; None for the same layout.
+        config: the configuration of the model.
+        layout: the layout for decoding, as for `phases`; the number of rows decides between its alternatives.
+        prefill: the layout for reading prompts, likewise; None for the same layout.
         mesh: devices with the layouts' axes.
-        prompts: token ids of each, at least one.
-        tokens: the most that a text adds to its prompt.
-        samples: texts of each prompt.
+        prompts: the token ids of each prompt; at least one prompt.
+        tokens: the most tokens that a text adds to its prompt.
+        samples: number of texts of each prompt.
         chunk: the most tokens of a row that are read in one step.
-        cache_length: tokens that a row's cache has room for; when None as many as are needed, or a few more, so that
-            few programs serve all lengths.
+        cache_length: tokens that a row's cache has room for; if None, the needed number, rounded up so that few
+            programs serve all lengths.
 
     Raises:
-        GenerationError: nothing to continue, a token that the model does not have, or a text longer than the cache or
-            than the model was made for.
+        GenerationError: there is no prompt, a prompt is empty, a token is not in the vocabulary, or a text is longer
+            than the cache or than the model was made for.
         LayoutError: the mesh does not divide the model's sizes, the chunk or the cache.
     """
     config = for_serving(config)
@@ -137,9 +137,9 @@ def make_batch(
 def _fewest_rows(
     config: ModelConfig, layout: Layout, prefill: Any, mesh: jax.sharding.Mesh, texts: int, cache_length: int | None
 ) -> tuple[int, Any, Any]:
-    """The fewest rows for so many texts, and the layouts for them."""
+    """Return the fewest rows for `texts` texts, and the layouts for them."""
     faults = []
-    # Every product of mesh axes divides the number of devices, so that one of as many numbers of rows will do.
+    # Every product of mesh axes divides mesh.size, so one of that many successive numbers of rows is divided by it.
     for rows in range(texts, texts + mesh.size):
         try:
             found = _layouts(config, layout, prefill, mesh, rows, rows, cache_length)
@@ -155,7 +155,7 @@ def _layouts(
     config: ModelConfig, layout: Layout, prefill: Any, mesh: jax.sharding.Mesh, rows: int, prefill_rows: int,
     cache_length: int | None,
 ) -> tuple[Any, Any] | None:  # fmt: skip
-    """The layouts for reading and for decoding so many rows; None if the mesh does not divide the rows."""
+    """Return the layouts for reading and for decoding these rows; None if the mesh does not divide the rows."""
     given = {} if cache_length is None else {"T": cache_length}
     # L, and T unless it is given, are chosen so that they divide.
     wanted = [{d: n for d, n in config.sizes(batch, 1).items() if d not in "LT"} for batch in (prefill_rows, rows)]
@@ -173,12 +173,12 @@ def checked(
     chunk: int,
     cache_length: int | None,
 ) -> tuple[np.ndarray, ...]:
-    """Return the prompts as arrays, once everything about them holds that no layout changes.
+    """Return the prompts as arrays, after the checks that do not depend on a layout.
 
     The arguments are those of `make_batch`.
 
     Raises:
-        GenerationError: as of `read_prompts`; or a text is longer than the model was made for.
+        GenerationError: see `read_prompts`; or a text is longer than the model was made for.
     """
     held = read_prompts(config.vocabulary, prompts, tokens, samples=samples, chunk=chunk, cache_length=cache_length)
     check_length(config, max(map(len, held)), tokens)
@@ -194,14 +194,15 @@ def read_prompts(
     chunk: int,
     cache_length: int | None,
 ) -> tuple[np.ndarray, ...]:
-    """Return the prompts of any model as arrays.
+    """Return the prompts of any model as arrays, after checking them.
 
     Args:
-        vocabulary: how many tokens it has.
-        prompts, tokens, samples, chunk, cache_length: as of `make_batch`.
+        vocabulary: number of tokens of the model's vocabulary.
+        prompts, tokens, samples, chunk, cache_length: as for `make_batch`.
 
     Raises:
-        GenerationError: nothing to continue, a token that the model does not have, or a text longer than the cache.
+        GenerationError: there is no prompt, a prompt is empty, a token is not in the vocabulary, a number is less than
+            1, or a text is longer than the cache.
     """
     if not len(prompts):
         raise GenerationError("there is no prompt to continue; give at least one")
@@ -215,13 +216,13 @@ def read_prompts(
             raise GenerationError(f"cannot continue an empty prompt{which}; give at least one token")
         wrong = ids[(ids < 0) | (ids >= vocabulary)]
         if wrong.size:
-            raise GenerationError(f"token {wrong[0]} is none of the model's, which are 0 to {vocabulary - 1}")
+            raise GenerationError(f"token {wrong[0]} is not in the model's vocabulary, 0 to {vocabulary - 1}")
     _check_room(max(map(len, held)), tokens, samples * len(held), cache_length)
     return held
 
 
 def _check_room(longest: int, tokens: int, texts: int, cache_length: int | None) -> None:
-    """Refuse more positions than the cache or the model has, and more texts than are generated at a time."""
+    """Refuse more positions than the cache or the model has, and more texts than one batch may have."""
     needed = longest + tokens - 1
     if cache_length is not None and needed > cache_length:
         raise GenerationError(
@@ -240,7 +241,7 @@ def _check_room(longest: int, tokens: int, texts: int, cache_length: int | None)
 
 
 def coarse(size: int) -> int:
-    """Return the next of 16, 20, 24, 28, 32, 40, 48, 56, 64, 80 ...: at most a quarter more, for few programs."""
+    """Round up to 16, 20, 24, 28, 32, 40, 48, 56, 64, 80 ..., at most a quarter more, so that few programs suffice."""
     return 16 if size <= 16 else _rounded(size, 2 ** ((size - 1).bit_length() - 3))
 
 

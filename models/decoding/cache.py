@@ -1,4 +1,4 @@
-"""The key/value cache: what it holds, where it lies, and an empty one."""
+"""The key/value cache: its arrays, their placement, and a function for an empty one."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from ..vectors import wide_sizes
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Cache:
-    """Keys and values of the tokens that a model has read, of all its layers: a pytree, donated from step to step.
+    """Keys and values of the tokens that a model has read, for all layers: a pytree, donated from step to step.
 
-    Blocks repeat with a period, and there is one array for each place in it, with the N repeats stacked first; B rows
-    have room for T tokens each. Heads stand before tokens: in the other order the compiler for TPUs copies every layer
-    before it multiplies, where a device has several heads.
+    Blocks repeat with a period. There is one array for each block of the period, with the N repeats stacked first. B
+    rows have room for T tokens each. Heads come before tokens: in the other order, if a device has several heads, the
+    compiler for TPUs copies every layer before it multiplies.
 
     Attributes:
-        keys: rotated keys, one [N, B, K, T, D] for each place.
-        values: likewise.
-        key_scales: of an int8 cache, one float32 [N, B, K, T] for each place; None for any other.
-        value_scales: likewise.
-        lengths: [B] int32, the tokens of each row that are in the cache.
+        keys: rotated keys, one [N, B, K, T, D] for each block of the period.
+        values: values, with the same shapes.
+        key_scales: scales of an int8 cache, one float32 [N, B, K, T] for each block of the period; otherwise None.
+        value_scales: scales of the values, likewise.
+        lengths: [B] int32, the number of each row's tokens that are in the cache.
     """
 
     keys: tuple[jax.Array, ...]
@@ -41,23 +41,23 @@ class Cache:
 
     @property
     def layers(self) -> tuple[Any, ...]:
-        """All that has one entry for each layer, as arrays with N first: keys, values and their scales."""
+        """The arrays with a leading N: keys, values and their scales."""
         return self.keys, self.values, self.key_scales, self.value_scales
 
     @property
     def room(self) -> int:
-        """T, the tokens that a row has room for."""
+        """T, the number of tokens that a row has room for."""
         return self.keys[0].shape[3]
 
 
 def cache_spec(layout: Layout) -> Spec:
-    """The spec of the keys and values of one layer, [B, K, T, D] in memory: `Layout.cache`, whose letters are BTKD."""
+    """Return the spec [B, K, T, D] of one layer's keys and values: that of `Layout.cache`, which is written BTKD."""
     held, dims = Spec.parse(layout.cache()), ("B", "K", "T", "D")
     return Spec(dims, tuple(map(held.axes_of, dims)))
 
 
 def stacked(spec: Spec) -> Spec:
-    """The spec of all layers: `spec` with the layers N, which are whole on every device, before it."""
+    """Return the spec of all layers: `spec` after a leading N, which is unsharded."""
     return Spec(("N", *spec.dims), ((), *spec.axes))
 
 
@@ -74,13 +74,13 @@ def abstract_cache(
     """Return the shapes, dtypes and shardings of an `empty_cache`; nothing is allocated.
 
     Args:
-        config: of the model.
-        layout: whose `cache` says where keys and values lie.
+        config: the configuration of the model.
+        layout: the layout whose `cache` places keys and values.
         mesh: devices with the layout's axes.
-        batch: rows B.
-        length: tokens T that a row has room for.
-        dtype: of keys and values.
-        int8: keep them as int8 instead, with a float32 scale for each token and head.
+        batch: number of rows, B.
+        length: number of tokens that a row has room for, T.
+        dtype: dtype of keys and values.
+        int8: whether to keep them as int8 instead, with a float32 scale for each token and head.
 
     Raises:
         SpecError: the mesh axes of B, T or K do not divide their sizes.
@@ -117,17 +117,17 @@ def empty_cache(
     *,
     int8: bool = False,
 ) -> Cache:
-    """Return a cache without a token, each device with its own part; arguments and errors as of `abstract_cache`."""
+    """Return a sharded cache that holds no token; arguments and errors are those of `abstract_cache`."""
     shapes = abstract_cache(config, layout, mesh, batch, length, dtype, int8=int8)
     with jax.set_mesh(mesh):
         return zeros(shapes)
 
 
 def zeros(shapes: Any) -> Any:
-    """Return a tree of zeros, each device with its own part."""
+    """Return arrays of zeros with the shapes, dtypes and shardings of a tree."""
     return jax.tree.map(lambda leaf: jax.lax.full(leaf.shape, 0, leaf.dtype, sharding=leaf.sharding), shapes)
 
 
 def abstract_whole(mesh: jax.sharding.Mesh, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-    """An array that every device has whole, abstract."""
+    """Return the shape and dtype of a replicated array."""
     return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, jax.P()))

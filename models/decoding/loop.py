@@ -20,12 +20,12 @@ from .serving import GenerationError
 from .steps import decode_step
 
 NOTHING = -1
-"""Stands in the output where a row has no token: it has ended."""
+"""The number in the output of a row that has ended, instead of a token."""
 
 UNDEFINED = -2
-"""Stands in the output where a row ends because no token can be drawn: its logits have a NaN, or none is a number."""
+"""The number in the output of a row that ends because its logits have a NaN, or no token that can be drawn."""
 
-# At lower temperatures sound logits overflow float32, and are mistaken for those of a broken model.
+# At lower temperatures the logits of a correct model overflow float32, and would be reported as NaN.
 _LEAST_TEMPERATURE = 1e-30
 
 
@@ -33,14 +33,15 @@ _LEAST_TEMPERATURE = 1e-30
 class Sampling:
     """The settings with which the next token is drawn from the logits.
 
-    The filters apply in the order temperature, top-k, top-p (of what top-k left), min-p, as in `transformers`.
+    The filters apply in the order temperature, top-k, top-p (among the tokens kept by top-k), min-p, as in
+    `transformers`.
 
     Example:
         >>> Sampling(temperature=0.7, top_p=0.9).greedy
         False
 
     Raises:
-        GenerationError: listing every setting out of its range.
+        GenerationError: settings are out of their ranges; the message lists all of them.
     """
 
     temperature: float = 1.0
@@ -80,18 +81,18 @@ class Sampling:
 
 
 PLAIN = Sampling()
-"""Tokens as the model's probabilities have them."""
+"""Sampling from the model's probabilities, without filters."""
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class WrittenTexts:
-    """The texts that are being written, one in each row: what the loop carries, and is donated.
+    """The texts that are being written, one in each row: the loop's carry, whose buffers are donated.
 
     Attributes:
-        cache: of the tokens that are read.
+        cache: the cache of the tokens that were read.
         tokens: [B] int32, each row's last token, which is not read yet.
-        left: [B] int32, how many tokens a row may still add; 0 for one that has ended.
+        left: [B] int32, the number of tokens that a row may still add; 0 for one that has ended.
     """
 
     cache: Cache
@@ -107,20 +108,20 @@ Loop = Callable[
 def decode_loop(model: Transformer, sampling: Sampling, stop: Sequence[int], steps: int) -> Loop:
     """Build the loop: (weights, rows, seeds, alive, limit) -> (rows, tokens).
 
-    A row's random numbers are those of its seed and of the position in its text, so that a text does not depend on the
-    rows beside it, on the layout, or on where a burst of steps ends.
+    A row's random numbers depend only on its seed and on the position in its text. So a text does not depend on the
+    other rows, on the layout, or on where a burst of steps ends.
 
     Args:
         model: as for `decode_step`.
-        sampling: how tokens are drawn.
+        sampling: the settings with which tokens are drawn.
         stop: tokens that end a row; they are not part of its text.
-        steps: at most so many in one call: a burst, whose tokens come to the host together.
+        steps: the most steps of one call: a burst, whose tokens are copied to the host together.
 
     Returns:
         A pure function, to be compiled with the rows donated, of the weights, the rows, seeds [B] uint32, alive [B]
-        bool (False ends a row), and limit, an int32 scalar, how many of the steps to take. It returns the rows
+        bool (False ends a row), and limit, an int32 scalar, the number of steps to take. It returns the rows
         and tokens [B, steps] int32, `UNDEFINED` where logits give no token, and `NOTHING` after a row's end.
-        Everything but the cache is whole on every device.
+        Everything except weights and cache is replicated.
     """
     decode = decode_step(model)
     spec = model.layout.one_position().spec("output.logits").without("L")

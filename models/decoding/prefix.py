@@ -1,4 +1,4 @@
-"""Prompts that several texts begin with: read once, and their part of the cache copied to every text's row."""
+"""Shared prompts: each is read once, and its part of the cache is copied to the row of every text that has it."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from .cache import Cache, cache_spec, stacked
 
 @dataclass(frozen=True)
 class Shares:
-    """The prompt that each row reads, and the one of the rows read that each row of text goes on from.
+    """The prompt that each row of the prefill reads, and the row of the prefill that each row of text continues.
 
     Attributes:
-        prompts: for each row of the prefill, the number of its prompt; `None` for a row without one.
+        prompts: for each row of the prefill, the number of its prompt; None for a row without a prompt.
         sources: [R] int32, for each row of text, the row of the prefill that it copies, counted on its own device;
-            None where the rows of the prefill are those of the texts, and nothing is copied.
+            None if every row of text has its own row of the prefill, so that nothing is copied.
     """
 
     prompts: tuple[int | None, ...]
@@ -31,7 +31,7 @@ class Shares:
 
 
 def most_prompts(owners: Sequence[int | None], shards: int) -> int:
-    """The most prompts that the rows of one shard begin with, rows without a text counted as one more.
+    """Return the most prompts among the rows of one shard; rows without a text count as one more prompt.
 
     >>> most_prompts([0, 0, 0, 1, 1, 1], shards=2), most_prompts([0, 0, 0, 1, 1, 1], shards=3)
     (1, 2)
@@ -40,12 +40,12 @@ def most_prompts(owners: Sequence[int | None], shards: int) -> int:
 
 
 def shares(owners: Sequence[int | None], shards: int, each: int) -> Shares:
-    """Choose the rows of a prefill so that every text finds its prompt on its own device, and no row has to be sent.
+    """Choose the rows of a prefill so that every text's prompt is on the text's device, and no row has to be sent.
 
     Args:
         owners: for each row of text, the number of its prompt; None for a row without a text.
-        shards: the number of parts that the batch of the cache is divided in, which divides the rows.
-        each: rows of the prefill in each of these parts, at least `most_prompts`.
+        shards: number of shards of the cache's batch; it divides the rows.
+        each: rows of the prefill in each shard, at least `most_prompts`.
 
     Example:
         >>> shares([0, 0, 0, 1, 1, 1], shards=2, each=1)
@@ -66,13 +66,13 @@ def _parts(owners: Sequence[int | None], shards: int) -> list[Sequence[int | Non
 
 
 def copy_rows(cache: Cache, sources: jax.Array, lengths: jax.Array, layout: Layout) -> Cache:
-    """Return a cache whose rows are copies of those of another, each device copying its own: nothing is sent.
+    """Return a cache whose rows are copies of another's; each device copies its own rows, so nothing is sent.
 
     Args:
-        cache: of P rows.
+        cache: a cache of P rows.
         sources: [R] int32, for each new row the row that it copies, counted on its device; placed as B of the cache.
-        lengths: [R] int32, of the new rows.
-        layout: which says where the cache lies.
+        lengths: [R] int32, the lengths of the new rows.
+        layout: the layout that places the cache.
     """
     held, rows = cache_spec(layout), Spec(("B",), (cache_spec(layout).axes_of("B"),))
 

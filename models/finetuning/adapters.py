@@ -15,7 +15,7 @@ from .config import TARGETS
 
 
 def adapter_specs(key: str, weight: Spec) -> tuple[Spec, Spec]:
-    """Return the specs of A and B, from that of their weight: A has its inputs, B its outputs, and R is unsharded.
+    """Return the specs of A and B: A has the weight's input dimensions, B its outputs, and R is unsharded.
 
     Example:
         >>> [str(spec) for spec in adapter_specs("ffn.w_in", Spec.parse("E_xF_yz"))]
@@ -29,11 +29,11 @@ def adapter_specs(key: str, weight: Spec) -> tuple[Spec, Spec]:
 def adapter(key: str, product: Equation, x: jax.Array, down: jax.Array, up: jax.Array) -> jax.Array:
     """Multiply x by a low-rank adapter: (x·A)·B, placed as the product of x and the weight.
 
-    The two products beside the weight's cost 2·R/E + 2·R/F of it, and need no gradient of a matrix as large as the
-    weight, which merging them at every step would.
+    The two products cost R/E + R/F of the weight's product. Merging A and B into the weight at every step would instead
+    need a gradient as large as the weight.
 
     Args:
-        key: of the weight in the layout.
+        key: the weight's key in the layout.
         product: the equation of x, the weight and their product.
         x: the weight's operand.
         down, up: A and B.

@@ -1,4 +1,4 @@
-"""The weights that have low-rank adapters, and how wide and how strong these are."""
+"""The configuration of low-rank adapters: the weights that have them, their rank and their factor."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TARGETS = {
     "moe.shared_in": ("E", "F"), "moe.shared_gate": ("E", "F"), "moe.shared_out": ("F", "E"),
     "output.table": ("E", "V"),
 }  # fmt: skip
-"""The weights that may have adapters, by the layout's key: their input dimensions, and their outputs'."""
+"""Input and output dimensions of the weights that may have adapters, by the layout's key."""
 
 
 @dataclass(frozen=True)
@@ -30,9 +30,9 @@ class LoraConfig:
     """
 
     rank: int = 0
-    """Columns of A, and rows of B; 0 for no adapters, and a model that is trained whole."""
+    """Columns of A, and rows of B; 0 for no adapters, so that all parameters are trained."""
     alpha: float = 16.0
-    """Factor of the adapters' product, over the rank."""
+    """The adapters' product is multiplied by alpha / rank."""
     targets: tuple[str, ...] = ("attention.w_q", "attention.w_v")
     """The weights that have adapters, by their keys in a layout."""
 
@@ -45,9 +45,9 @@ class LoraConfig:
         if not 0 < self.alpha < inf:
             faults.append(f"lora.alpha is {self.alpha}; it must be positive")
         unread = [f.name for f in fields(self) if f.name != "rank" and getattr(self, f.name) != f.default]
-        if self.rank == 0 and unread:  # the whole model would be trained, with no word of what was asked for
+        if self.rank == 0 and unread:  # otherwise all parameters would be trained, and these settings ignored
             named = " and ".join(f"lora.{name}" for name in unread)
-            faults.append(f"{named} cannot be set where lora.rank is 0 and nothing has adapters; give lora.rank")
+            faults.append(f"{named} cannot be set while lora.rank is 0, which means no adapters; give lora.rank")
         if not self.targets:
             faults.append("lora.targets is empty; name a weight, such as attention.w_q")
         for key in self.targets:

@@ -1,4 +1,4 @@
-"""The parameters that are trained: all but those that a pattern freezes; with adapters, these alone."""
+"""The parameters that are trained: all that no pattern freezes, or only the adapters if there are any."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def trained_paths(config: ModelConfig, layout: Layout, frozen: Sequence[str] = (
 
     Raises:
         ConfigError: a pattern matches no parameter, nothing is left to train, or the layout splits the layers into
-            stages, which train all of theirs.
+            stages, which always train all parameters.
 
     Example:
         >>> from gspmd.layouts import Layout

@@ -1,4 +1,4 @@
-"""A model with its adapters merged into the weights, and one that gets them."""
+"""Functions that merge a model's adapters into its weights, and that add new adapters to a model."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from .config import LoraConfig
 
 
 def merge(model: Transformer) -> Transformer:
-    """Return the model without adapters whose weights are W + (alpha / rank) · A·B; without any, the model as it is.
+    """Return a model without adapters, with weights W + (alpha / rank) · A·B; a model that has none is returned as is.
 
-    The sum is taken in float32, where the weight lies. Call it without a mesh, or under the model's.
+    The sum is computed in float32, with the weight's placement. Call it without a mesh, or under the model's mesh.
 
     Source: Hu et al. 2021, LoRA (arXiv 2106.09685), section 4.1: no inference latency is added.
     """
@@ -48,7 +48,7 @@ def merge(model: Transformer) -> Transformer:
 
 
 def with_adapters(model: Transformer, lora: LoraConfig | None, key: jax.Array) -> Transformer:
-    """Return the model with new adapters, which change nothing yet: A is drawn from the key, B is 0."""
+    """Return the model with new adapters that do not yet change its results: A is drawn from the key, and B is 0."""
     if lora is None:
         return model
     values, config = arrays(model), replace(model.config, lora=lora)

@@ -1,1 +1,1 @@
-"""Rematerialization: what a backward pass computes again, by name, and what each choice takes."""
+"""Rematerialization: the choices by name, and the predicted bytes and FLOPs of each."""

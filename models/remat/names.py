@@ -1,17 +1,17 @@
-"""Rematerialization by name: what the backward pass of a block finds in memory, and what it computes again.
+"""Rematerialization by name: the activations that a block keeps for its backward pass.
 
-A block names what may be kept where it makes it (`jax.ad_checkpoint.checkpoint_name`). With `ModelConfig.remat`
+A block names the activations that may be kept (`jax.ad_checkpoint.checkpoint_name`). `ModelConfig.remat` selects
 
-    none        everything is kept that a gradient reads
-    selective   kept are the inputs and outputs of products, of norms and of attention; attention's logits, softmax and
-                weighted sum are computed again, and what is elementwise
-    dots        kept are the products with weights; everything else is computed again
-    dots-except-hidden  as dots, without the feed-forward layer's hidden one, which is the widest
-    full        kept is the block's input
+    none        every array that a gradient reads
+    selective   inputs and outputs of products, norms and attention; attention's logits, softmax and weighted sum, and
+                elementwise operations, are computed again
+    dots        products with weights; everything else is computed again
+    dots-except-hidden  as dots, without the feed-forward layer's hidden activations, which are the widest
+    full        the block's input
 
-Attention as a planned program computes its logits again whatever the choice, as FlashAttention does: they are larger
-than all that is kept. Under lowering "xla" `none` keeps them. Where a TPU's kernel computes it, `selective` and `none`
-keep the logarithms of its denominators too, and the weighted sum is not computed again.
+Under every choice, the planned program of attention computes its logits again, as FlashAttention does: they are larger
+than all kept arrays together. Under lowering "xla", `none` keeps them. If a TPU's kernel computes attention,
+`selective` and `none` also keep the logarithms of its denominators, and the weighted sum is not computed again.
 
 Source: Korthikanti et al. 2022 (arXiv 2205.05198), section 5, for selective; Chen et al. 2016 (arXiv 1604.06174) for
 full.
@@ -34,12 +34,12 @@ PRODUCTS = (
 OPERANDS = (
     "norm", "attention.rotated", MIXED, "ffn.residual", "ffn.active", "moe.slots", "moe.active",
 )  # fmt: skip
-"""Names that selective keeps too: what products, norms and attention take. Of all these JAX keeps what a gradient
+"""Names that selective keeps too: operands of products, norms and attention. JAX keeps only those that a gradient
 reads."""
 
 
 def recomputed(body: Callable, remat: str) -> Callable:
-    """Return a block, as a function, whose backward pass recomputes what `remat`, one of `REMATS`, says.
+    """Return the block, a function, with the backward pass that `remat`, one of `REMATS`, selects.
 
     Example:
         >>> import jax.numpy as jnp

@@ -37,9 +37,9 @@ class Recomputation:
     Attributes:
         remat: the choice.
         layers: blocks, or periods of them, that are scanned.
-        layer_bytes: what one of them keeps for the backward pass.
-        flops: of products that the backward pass computes again, beyond those of `none`.
-        seconds: that they take at the chip's full rate.
+        layer_bytes: bytes that one of them keeps for the backward pass.
+        flops: FLOPs of the products that the backward pass computes again, beyond those of `none`.
+        seconds: time of these FLOPs at the chip's full rate.
     """
 
     remat: str
@@ -50,7 +50,7 @@ class Recomputation:
 
     @property
     def bytes(self) -> int:
-        """Bytes that all layers keep."""
+        """Bytes that all layers keep together."""
         return self.layers * self.layer_bytes
 
 
@@ -59,11 +59,11 @@ def predicted(
 ) -> tuple[Recomputation, ...]:
     """Predict bytes and FLOPs of every choice of rematerialization, from the program that JAX differentiates.
 
-    What a block keeps is what its scan hands to the backward pass, a stack for every array that some gradient reads.
-    Each is counted with its shards on one device, under the layout's planned programs.
+    The scan over blocks hands to the backward pass one stack for every array that a gradient reads. The bytes of these
+    stacks on one device are counted, under the layout's planned programs.
 
     Args:
-        config: the model; its own `remat` does not count.
+        config: the model; its `remat` is ignored.
         layout: a `gspmd.Layout`.
         mesh: devices with the layout's axes, possibly of an offline topology.
         batch: sequences per step, over all devices.
@@ -71,8 +71,8 @@ def predicted(
         dtype: compute dtype.
 
     Returns:
-        A row for each of `REMATS`; none where there is one repeat of blocks, which is never
-        computed again, or a pipeline, whose stages keep what their schedule says.
+        A row for each of `REMATS`. No rows if there is only one repeat of blocks, which is never computed again, or a
+        pipeline, whose schedule decides what stages keep.
 
     Example:
         >>> from gspmd.layouts import Layout
@@ -109,7 +109,7 @@ def predicted(
 def show_remat(
     console: Console, config: ModelConfig, layout: Layout, mesh: Mesh, batch: int, length: int, dtype: Any = jnp.float32
 ) -> None:
-    """Print `predicted` as a table, the model's own choice in bold; nothing where blocks are never recomputed."""
+    """Print `predicted` as a table, the model's own choice in bold; print nothing if it has no rows."""
     columns = (
         Column("remat"),
         Column("kept by a layer", "right", goes=1),
@@ -128,7 +128,7 @@ def show_remat(
 
 
 def _kept(program: Jaxpr, repeats: int) -> int:
-    """Bytes on one device of one slice of every stack that the forward scan over layers makes."""
+    """Return the bytes on one device of one layer's part of all stacks that the forward scan over layers makes."""
     scans = (each for each in _equations(program) if each.primitive.name == "scan")
     scan = next(each for each in scans if each.params["length"] == repeats)
     stacks = [var.aval for var in scan.outvars[scan_operands(scan)[1] :]]
@@ -136,7 +136,7 @@ def _kept(program: Jaxpr, repeats: int) -> int:
 
 
 def _equations(program: Jaxpr) -> Iterator[Any]:
-    """The equations of a program, and of what it calls outside of loops and planned programs."""
+    """Yield the equations of a program and of functions it calls, except those in loops and planned programs."""
     for equation in program.eqns:
         yield equation
         if equation.primitive.name in ("jit", CLOSED_CALL):
@@ -145,7 +145,7 @@ def _equations(program: Jaxpr) -> Iterator[Any]:
 
 
 def _flops(program: Jaxpr, scopes: str = "") -> int:
-    """FLOPs of the products of a program in such scopes; those of a planned program are of one device's pieces."""
+    """Return the FLOPs of a program's products; those in planned programs are counted for one device's shards."""
     total = 0
     for equation in program.eqns:
         here = f"{scopes}/{equation.source_info.name_stack}"

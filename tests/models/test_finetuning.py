@@ -206,7 +206,7 @@ def test_settings_of_adapters_without_a_rank_are_refused():
     """The model would be trained whole, with no word of them."""
     with pytest.raises(ValueError) as error:
         LoraConfig(alpha=3.0, targets=("ffn.w_in",))
-    fact = "cannot be set where lora.rank is 0 and nothing has adapters; give lora.rank"
+    fact = "cannot be set while lora.rank is 0, which means no adapters; give lora.rank"
     assert str(error.value) == f"lora.alpha and lora.targets {fact}"
 
 

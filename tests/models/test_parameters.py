@@ -102,7 +102,7 @@ def test_deviations_follow_what_is_summed(config):
 
 def test_a_layout_with_other_dimensions_is_refused(config):
     layout = Layout.load("replicated").override({"ffn.w_in": "FE"})
-    with pytest.raises(ValueError, match=r"layout key ffn\.w_in is 'FE', where the model has the dimensions EF"):
+    with pytest.raises(ValueError, match=r"layout key ffn\.w_in is 'FE', but its dimensions are EF"):
         parameters(config(), layout)
 
 

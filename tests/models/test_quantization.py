@@ -205,5 +205,5 @@ def test_weights_on_no_mesh_are_refused(place, config, make_mesh):
     model, layout, _ = made("replicated", config(), make_mesh)
     values = {path: place(np.asarray(x)) for path, x in models.arrays(model).items()}
     loose = models.Transformer(model.config, layout, nested(values), jnp.float32)
-    with pytest.raises(ValueError, match="parameters lie on no mesh"):
+    with pytest.raises(ValueError, match="parameters are not placed on a mesh"):
         models.quantize(loose)

@@ -123,7 +123,7 @@ def test_experts_drop_nothing_whatever_the_batch():
         ([], {}, "there is no prompt to continue; give at least one"),
         ([[]], {}, "cannot continue an empty prompt; give at least one token"),
         ([[1], []], {}, "cannot continue an empty prompt (prompt 2 of 2); give at least one token"),
-        ([[1, 64]], {}, "token 64 is none of the model's, which are 0 to 63"),
+        ([[1, 64]], {}, "token 64 is not in the model's vocabulary, 0 to 63"),
         ([[1]], {"tokens": 0}, "tokens is 0; it must be at least 1"),
         (
             [[1, 2]],
