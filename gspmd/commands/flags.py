@@ -28,7 +28,7 @@ T = TypeVar("T", bound=Dataclass)
 # depend on the file with the defaults, and a run could not be resumed with the flags that began it.
 _STYLE = (tyro.conf.AvoidSubcommands,)
 _REGISTRY = ConstructorRegistry()
-"""How `Literal`s and optional `Literal`s are parsed."""
+"""Parsers of `Literal`s and optional `Literal`s."""
 
 
 class FlagError(ValueError):
@@ -55,7 +55,7 @@ class EarlyFlags:
     model: str | None = None
     distributed: str | None = None
     checkpoint: str | None = None
-    """Of --from."""
+    """The value of --from."""
 
     @classmethod
     def of(cls, argv: Sequence[str]) -> "EarlyFlags":

@@ -115,7 +115,8 @@ def _read(
     section: str, table: Mapping[str, Any], keys: Mapping[str, Key], sizes: GivenSizes
 ) -> tuple[Specs, list[Fault]]:
     """Return the readable specs that have the dimensions of their keys, and the faults of every line."""
-    specs, faults = {}, []
+    specs: dict[str, Spec] = {}
+    faults: list[Fault] = []
     for name, text in table.items():
         line = Line(name, str(text), section)
         if name not in keys:

@@ -78,6 +78,7 @@ def _faults(found: Any) -> list[str]:
     faults = []
     if missing := [each for each in METHODS if not callable(getattr(found, each, None))]:
         faults.append(f"it is no model: it lacks {listed(missing)} of the protocol gspmd.training.model.Model.")
+    # The standard library has no function for this, and its types know no such attribute.
     if not found.__dataclass_params__.frozen:  # type: ignore[attr-defined]
         faults.append("its settings could change; write @dataclass(frozen=True).")
     faults += [

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ from gspmd.annotate.errors import LayoutError, listed
 from gspmd.annotate.spec import Spec
 from gspmd.layouts import Layout
 from gspmd.layouts.initial import drawer, folded, nested
-from gspmd.training.model.protocol import Kept, Model, Parameter
+from gspmd.training.model.protocol import Decoder, Kept, Model, Parameter
 from gspmd.training.model.trainable import Figures, Row, trained_paths
 from gspmd.training.toml import ConfigError
 
@@ -224,7 +224,7 @@ class Own:
             ConfigError: the model returns anything else than `Kept`, or has no sizes of its dimensions.
             LayoutError: the layout lacks a line, or it has other dimensions.
         """
-        given: Any = self.model.kept()  # type: ignore[attr-defined]
+        given: Any = cast(Decoder, self.model).kept()  # checked below, since the class is a user's
         if not isinstance(given, Mapping) or not all(isinstance(each, Kept) for each in given.values()):
             raise self._error(
                 [f"kept has to return a mapping of names to gspmd.training.model.Kept, and not {given!r:.200}."]
@@ -256,7 +256,8 @@ class Own:
         Raises:
             ConfigError: it returns anything else; every fault is named.
         """
-        found = self.model.step(layout, self._taken(layout, params), tokens, position, kept)  # type: ignore[attr-defined]
+        decoder = cast(Decoder, self.model)
+        found = decoder.step(layout, self._taken(layout, params), tokens, position, kept)
         if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], Mapping)):
             raise self._error([f"step has to return logits and a mapping of what is kept, and not {_shown(found)}."])
         logits, after = found
