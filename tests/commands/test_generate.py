@@ -227,7 +227,10 @@ def test_explain_loads_nothing(capsys, public, monkeypatch):
         (["--chunk", "0"], "GenerationError: chunk is 0; it must be at least 1"),
         (["--layout", "megatron-1d", "--mesh", "y=8"], "LayoutError: cannot use layout 'megatron-1d'"),
         (["--prompt-file", "nowhere"], "ConfigError: cannot generate text:\n  the prompt in 'nowhere' cannot be read"),
-        (["--prefill-layout", "own.toml"], "LayoutError: layout 'own.toml' cannot use what layout 'megatron-1d'"),
+        (
+            ["--prefill-layout", "own.toml"],
+            "LayoutError: layout 'own.toml' cannot store parameters as layout 'megatron-1d': they have other mesh axes",
+        ),
     ],
     ids=lambda value: "-".join(value) or "no checkpoint" if isinstance(value, list) else "",
 )
