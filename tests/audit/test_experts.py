@@ -26,5 +26,5 @@ def test_what_is_planned_is_compiled(name, mesh, lowering, moe):
     assert comparison.agrees
     assert {verdict: comparison[verdict] for verdict in UNEXPLAINED} == dict.fromkeys(UNEXPLAINED, ())
     # The loops of grouped products end when the rows do; nothing is sent in them.
-    assert all(" depend on what is computed" in note for note in step.ledger.notes)
+    assert all(" depend on computed values" in note for note in step.ledger.notes)
     assert not step.plan.notes
