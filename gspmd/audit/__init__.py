@@ -8,7 +8,7 @@ from gspmd.audit.ledgers.reader import ledger
 from gspmd.audit.offline.compilation import compile_offline
 from gspmd.audit.offline.options import check_compiler_options
 from gspmd.audit.offline.report import Report
-from gspmd.audit.offline.tpu import Topology, slices, topology
+from gspmd.audit.offline.topology import Topology, slices, topology
 from gspmd.audit.simulation import gantt, perfetto
 from gspmd.audit.simulation.simulator import timeline
 from gspmd.audit.simulation.timeline import Timeline

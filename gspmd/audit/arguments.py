@@ -1,4 +1,4 @@
-"""Checks of the arguments that several calls of this room take."""
+"""Checks of arguments that several functions of the audit share."""
 
 from collections.abc import Sequence
 from math import isfinite
@@ -28,7 +28,7 @@ def mesh_sizes(mesh: Any) -> dict[str, int]:
         sizes = {"": None}
     if not all(isinstance(size, (int, np.integer)) for size in sizes.values()):
         raise PlanError(
-            f"cannot name the mesh axes with mesh={shown(mesh)}: it is no mesh.\n"
+            f"cannot name the mesh axes with mesh={shown(mesh)}: it is not a mesh.\n"
             "  Give a mesh, or sizes of its axes in its order, such as {'x': 4, 'y': 2}."
         )
     return sizes
@@ -42,7 +42,7 @@ def operations(flops: Any) -> float:
     """
     number = isinstance(flops, Real) and not isinstance(flops, bool)
     if not number or not isfinite(flops) or flops < 0:
-        raise PlanError(f"cannot count {shown(flops)} operations.\n  Give flops= of one execution, as a number.")
+        raise PlanError(f"flops={shown(flops)} is not a number of FLOPs.\n  Give those of one execution, 0 or more.")
     return flops
 
 
@@ -55,7 +55,7 @@ def argument_numbers(name: str, given: Any, count: int) -> tuple[int, ...]:
         count: number of arguments.
 
     Raises:
-        PlanError: `given` is no sequence of such numbers.
+        PlanError: `given` is not a sequence of such numbers.
     """
     numbers = [whole(each) for each in given] if isinstance(given, Sequence) and not isinstance(given, str) else [None]
     known = [number for number in numbers if number is not None and -count <= number < count]
@@ -71,8 +71,8 @@ def file_path(given: Any) -> Path:
     """Return the path of a file to write.
 
     Raises:
-        PlanError: `given` is no path.
+        PlanError: `given` is not a path.
     """
     if not isinstance(given, str | PathLike):
-        raise PlanError(f"cannot write into {shown(given)}: it is no path.\n  Give the name of a file.")
+        raise PlanError(f"cannot write into {shown(given)}: it is not a path.\n  Give the name of a file.")
     return Path(given)

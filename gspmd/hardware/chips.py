@@ -45,6 +45,14 @@ class Chip(Printed):
     node_devices: int = 0  #: devices of one node; 0 for any number
     network_bandwidth: float = 0.0  #: bandwidth of one device into the network between nodes, in one direction, bytes/s
     network_seconds: float = 0.0  #: latency of one step over that network, seconds
+    tf32_flops: float = 0.0  #: float32 matrix products in TF32, FLOP/s; 0 without TF32
+    stream_efficiency: float = 1.0  #: of `hbm_bandwidth`, in a kernel that computes little
+    attention_efficiency: float = 1.0  #: of `bf16_flops`, in fused attention
+    kernel_seconds: float = 0.0  #: between the end of one kernel and the start of the next, seconds
+    launch_seconds: float = 0.0  #: that the host needs to launch a kernel, seconds
+    link_efficiency: float = 1.0  #: of `link_bandwidth`, in a collective
+    network_efficiency: float = 1.0  #: of `network_bandwidth`, in a collective
+    reduce_bandwidth: float = 0.0  #: bus bandwidth of an all-reduce that the switch of a node adds up, bytes/s; or 0
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "source", FrozenDict(self.source))
@@ -63,6 +71,11 @@ class Chip(Printed):
     def egress_bandwidth(self) -> float:
         """Bytes/s that one chip sends when all its links are busy, in one direction each."""
         return self.links * self.link_bandwidth
+
+    @property
+    def stream_bandwidth(self) -> float:
+        """Bytes/s of main memory that a kernel reaches which computes little."""
+        return self.hbm_bandwidth * self.stream_efficiency
 
     def nodes(self, mesh: Mapping[str, int]) -> int:
         """Number of nodes (slices, of a TPU) that the devices of a mesh fill.
@@ -88,8 +101,13 @@ class Chip(Printed):
         return size % self.wrap_multiple == 0
 
     def flops(self, dtype: str) -> float:
-        """Peak FLOP/s of a matrix product with operands of this dtype (a name)."""
-        return self.float32_flops if dtype in ("float32", "float64") else self.bf16_flops
+        """Peak FLOP/s of a matrix product with operands of this dtype (a name).
+
+        `float32` is at full precision, and `tensorfloat32` what JAX makes of it on a GPU by default.
+        """
+        if dtype == "tensorfloat32" and self.tf32_flops:
+            return self.tf32_flops
+        return self.float32_flops if dtype in ("float32", "float64", "tensorfloat32") else self.bf16_flops
 
     def _figures(self) -> dict[str, Any]:
         return {each.name: getattr(self, each.name) for each in fields(self) if each.name not in ("name", "source")}

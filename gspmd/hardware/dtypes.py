@@ -15,7 +15,7 @@ def dtype_name(dtype: Any) -> str:
     ml_dtypes.
 
     Raises:
-      PlanError: no dtype has this name.
+        PlanError: no dtype has this name.
 
     Example:
         >>> dtype_name("bfloat16"), dtype_name(np.float32)

@@ -2,7 +2,7 @@
 
 Bytes are those of ring algorithms. Seconds follow the roofline of the *scaling book* (jax-ml, parts 1 to 3, and 12 for
 GPUs): bytes over the bandwidth of all rings that can be used at once, plus the latency of a start and of each hop.
-Between nodes, bytes go over the network.
+Between nodes, bytes go over the network. On GPUs bandwidth and latency are those of NCCL.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from gspmd.hardware.chips import Chip
+from gspmd.hardware.nccl import ways
 
 
 def wire_bytes(kind: str, group: int, buffer: float) -> int:
@@ -81,7 +82,7 @@ def collective_seconds(kind: str, axes: Sequence[str], mesh: Mapping[str, int], 
         >>> from gspmd.hardware.chips import chip
         >>> mesh = {"data": 32, "model": 8}
         >>> [round(1e6 * collective_seconds("all-gather", axis, mesh, 4e8, chip("h100"))) for axis in zip(mesh)]
-        [7759, 785]
+        [8687, 976]
     """
     axes = tuple(axis for axis in axes if mesh[axis] > 1)
     if kind in ("slice", "einsum") or not axes:
@@ -118,7 +119,8 @@ def occupancy(kind: str, sizes: Sequence[int], group: int, near: int, buffer: fl
         permute:                     S / W_network
 
     In a node the links are a ring per torus axis, or a switch. The m devices of a node divide the data from other nodes
-    among themselves, and all use the network at once.
+    among themselves, and all use the network at once. On GPUs the bandwidths are those that NCCL reaches, and of its
+    ways (`gspmd.hardware.nccl`) the fastest is taken.
 
     Args:
         kind: as for `wire_bytes`, but neither slice nor einsum.
@@ -128,26 +130,30 @@ def occupancy(kind: str, sizes: Sequence[int], group: int, near: int, buffer: fl
         buffer: S, bytes per device of the larger of input and output.
         chip: the hardware.
 
-    Source: jax-ml scaling book, part 12, 'Cross-node collectives'; its W_node egress is m times a device's here.
+    Source: jax-ml scaling book, part 12, 'Cross-node collectives'; its W_node egress is m · W_network here.
     """
     links = hop = network = away = 0.0
     passes = 2 if kind == "all-reduce" else 1
-    if near > 1:
-        inside = _on_switch if chip.is_switch else _on_torus
-        links, hop = inside(kind, sizes, group, near, buffer, chip)
     if near < group:
-        network = passes * buffer * _network_share(kind, group, near) / chip.network_bandwidth
-        away = chip.network_seconds
-    return Occupancy(links, network, chip.start_seconds + passes * (hop + away))
+        rate = chip.network_bandwidth * chip.network_efficiency
+        network, away = passes * buffer * _network_share(kind, group, near) / rate, chip.network_seconds
+    if not chip.is_switch:
+        if near > 1:
+            links, hop = _on_torus(kind, sizes, group, near, buffer, chip)
+        return Occupancy(links, network, chip.start_seconds + passes * (hop + away))
+    sent, rate = wire_bytes(kind, group, buffer) if near > 1 else 0, _switch_bandwidth(kind, near, chip)
+    found = (
+        Occupancy(sent / (way.bandwidth or rate * way.share), network / way.share, way.latency)
+        for way in ways(kind, group, near, chip)
+    )
+    return min(found, key=lambda each: each.seconds)
 
 
-def _on_switch(
-    kind: str, sizes: Sequence[int], group: int, near: int, buffer: float, chip: Chip
-) -> tuple[float, float]:
-    """Seconds and latency: through a switch all links are used, in a full mesh only those to devices of the group."""
-    peers = 1 if kind == "collective-permute" else near - 1
+def _switch_bandwidth(kind: str, near: int, chip: Chip) -> float:
+    """Bytes/s of one device: through a switch all links are used, in a full mesh only those to devices of the group."""
+    peers = max(1, 1 if kind == "collective-permute" else near - 1)
     used = min(peers, chip.links) if chip.full_mesh else chip.links
-    return wire_bytes(kind, group, buffer) / (used * chip.link_bandwidth), chip.hop_seconds
+    return used * chip.link_bandwidth * chip.link_efficiency
 
 
 def _on_torus(kind: str, sizes: Sequence[int], group: int, near: int, buffer: float, chip: Chip) -> tuple[float, float]:
@@ -231,9 +237,9 @@ def neighbour(axis: str, mesh: Mapping[str, int], chip: Chip) -> tuple[float, fl
     Example:
         >>> from gspmd.hardware.chips import chip
         >>> [neighbour(axis, {"x": 4, "y": 8}, chip("h100"))[0] / 1e9 for axis in ("x", "y")]
-        [50.0, 450.0]
+        [47.0, 370.8]
     """
     size, latency = mesh[axis], chip.start_seconds + chip.hop_seconds
     if chip.nodes(mesh) > 1 and sharing_node((axis,), tuple(mesh.items()), chip.node_devices) < size:
-        return chip.network_bandwidth, latency + chip.network_seconds
-    return chip.egress_bandwidth if chip.is_switch and not chip.full_mesh else chip.link_bandwidth, latency
+        return chip.network_bandwidth * chip.network_efficiency, latency + chip.network_seconds
+    return _switch_bandwidth("collective-permute", size, chip) if chip.is_switch else chip.link_bandwidth, latency

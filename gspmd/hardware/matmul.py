@@ -1,12 +1,13 @@
 """Seconds of a local matrix product, including the lower efficiency of thin ones.
 
-Only large products reach a chip's peak. A product cut into chunks pays a start for each chunk, reads its other operand
-once per chunk, and, if the contracted dimension is cut, reads and writes the accumulator once per chunk. The constants
-are fitted to the cycles that the TPU compiler estimates (matmul.toml, benchmarks/thin.py).
+Only large products come near a chip's peak. A product cut into chunks pays a start for each chunk, reads its other
+operand once per chunk, and, if the contracted dimension is cut, reads and writes the accumulator once per chunk. The
+constants are fitted for TPUs to the cycles that their compiler estimates (benchmarks/thin.py), and for GPUs to products
+by cuBLAS that were timed on a card (benchmarks/gpu.py).
 """
 
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.resources import files
@@ -82,7 +83,7 @@ def _round_up(size: int, tile: int) -> int:
 def _load() -> dict[str, Efficiency]:
     table = tomllib.loads(files(__package__).joinpath("matmul.toml").read_text())
     for row in table.values():
-        row.pop("fit")  # how well the model fits, for readers of the table
+        row.pop("fit")  # what it was fitted to and how well it fits, for readers of the table
     return {name: Efficiency(**row) for name, row in table.items()}
 
 
@@ -136,16 +137,74 @@ def product_seconds(
         True
 
     Source: cycles that the TPU compiler estimates for products compiled offline; benchmarks/thin.py regenerates them.
-    Over some 280 products per chip the error is 5 to 7% in the median, and 15 to 25% at the 90th percentile.
+    Over some 280 products per chip the error is 5 to 7% in the median, and 15 to 25% at the 90th percentile. For GPUs,
+    51 products timed on an H200; benchmarks/gpu.py fits them, with an error of 5% in the median, and 12% at the 90th
+    percentile. What is assumed of other GPUs stands in matmul.toml.
 
-    Leaves out: overlap with what runs before and after; the compiler's choice of windows, by which single shapes differ
-    by a third and more; repeated reads of operands in large products; results that stay on the chip.
+    Leaves out: overlap with what runs before and after; the compiler's choice of windows, which changes the seconds of
+    some shapes by a third or more; repeated reads of operands in large products; results that stay on the chip.
     """
     sizes = (batch, left, contracted, right)
     moved = traffic(sizes, dtype, accumulate, read_bytes, accumulator_bytes)
+    return seconds_with_traffic(sizes, moved, dtype, chip, accumulate)
+
+
+def seconds_with_traffic(
+    sizes: tuple[int, int, int, int], moved: Traffic, dtype: str, chip: Chip, accumulate: bool = False
+) -> float:
+    """Seconds of a product of sizes batch, left, contracted and right that moves these bytes; see `product_seconds`."""
     if row := EFFICIENCIES.get(chip.name):
         return row.seconds(sizes, moved, dtype, chip, accumulate)
     return einsum_seconds(2 * prod(sizes), moved.bytes, dtype, chip) + FALLBACK_OVERHEAD
+
+
+def kernel_seconds(flops: float, moved: float, chip: Chip) -> float:
+    """Seconds of a GPU's kernel that computes little: its bytes at the bandwidth that kernels reach, and its start.
+
+    Args:
+        flops: operations that it does nevertheless, at the peak.
+        moved: bytes that it reads from and writes to main memory.
+        chip: the GPU.
+
+    Example:
+        >>> from gspmd.hardware.chips import chip
+        >>> f"{1e6 * kernel_seconds(0, 2 * 2**28, chip('h200')):.0f} µs"  # as measured (docs/gpus.md)
+        '146 µs'
+    """
+    return max(flops / chip.bf16_flops, moved / chip.stream_bandwidth) + chip.kernel_seconds
+
+
+def local_einsum_seconds(
+    sizes: Mapping[str, int], operands: Sequence[tuple[Sequence[str], int]], dtype: str, chip: Chip
+) -> float:
+    """Seconds of the local einsum of a step: on a TPU the roofline, on a GPU those of cuBLAS, or of another kernel.
+
+    Args:
+        sizes: dimension -> its size on one device.
+        operands: the dimensions and the bytes per element of one or two operands, and last of the result.
+        dtype: decides the speed of the product.
+        chip: the hardware.
+
+    Example:
+        >>> from gspmd.hardware.chips import chip
+        >>> arrays = [("BE", 2), ("EF", 2), ("BF", 2)]
+        >>> for size in (8, 8192):
+        ...     sizes = {"B": size, "E": 8192, "F": 8192}
+        ...     print(f"{1e6 * local_einsum_seconds(sizes, arrays, 'bfloat16', chip('h200')):.0f} µs")
+        35 µs
+        1510 µs
+    """
+    *given, made = (set(dims) for dims, _ in operands)
+    *read, written = (width * prod(sizes[dim] for dim in dims) for dims, width in operands)
+    summed = set().union(*given) - made
+    flops = prod(sizes.values()) * (2 if summed else 1) if len(given) == 2 else 0
+    if not chip.is_switch:
+        return einsum_seconds(flops, sum(read) + written, dtype, chip)
+    if len(given) == 1 or not summed:
+        return kernel_seconds(flops, sum(read) + written, chip)
+    parts = given[0] & given[1] & made, (given[0] - given[1]) & made, summed, (given[1] - given[0]) & made
+    batch, left, contracted, right = (prod(sizes[dim] for dim in part) for part in parts)
+    return seconds_with_traffic((batch, left, contracted, right), Traffic(sum(read), written), dtype, chip)
 
 
 def traffic(

@@ -29,7 +29,7 @@ def line(name: str, figures: Mapping[str, Any]) -> str:
 
 
 def _with_unit(figure: str, value: Any) -> str:
-    """A value in the unit that the end of the figure's name says."""
+    """A value with its unit, which is chosen by the last word of the figure's name."""
     match figure.rpartition("_")[2]:
         case "flops":
             return f"{amount_of_flops(value)}/s"

@@ -16,7 +16,7 @@ from gspmd.planner.unknown import is_unknown
 
 @lru_cache(maxsize=4096)
 def program_of_call(call: Call) -> Callable:
-    """Return the function of a flat list of arrays to a tuple of results; cached, so that jit finds it again.
+    """Return the function from a flat list of arrays to a tuple of results; cached, so that jit finds it again.
 
     Raises:
         SpecError: the mesh axes do not divide the sizes.

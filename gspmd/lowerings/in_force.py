@@ -37,7 +37,7 @@ def lowering(name: str) -> AbstractContextManager:
             and looped by the cost model, and blocking on devices that chips.toml does not list.
 
     Raises:
-        PlanError: `name` is no lowering.
+        PlanError: `name` is not a lowering.
 
     Example:
         >>> with lowering("xla"):
@@ -66,7 +66,7 @@ def checked(name: str) -> str:
     """Check that `name` is a lowering, and return it.
 
     Raises:
-        PlanError: `name` is no lowering.
+        PlanError: `name` is not a lowering.
     """
     if not isinstance(name, str) or name not in LOWERINGS:
         raise PlanError(

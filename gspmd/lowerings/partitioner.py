@@ -11,8 +11,8 @@ def splits_badly(mesh: Mapping[str, int]) -> bool:
     """Return whether moves that the partitioner chooses by itself may need a split that a mesh does not have.
 
     To move axes between dimensions it may split the devices of one dimension at the size of another axis: the six of
-    x=3, y=2 at 2. Since jax 0.12 shardings are kept by the names of axes; there is no name for the first 2 of x=3, and
-    the process ends with a failed check. Sizes that are powers of one prime can be split at each other, and an axis
+    x=3, y=2 at 2. Since jax 0.12 shardings are kept by the names of axes, and no name says 2 × 3 of x=3, y=2: 2 does
+    not divide 3, and the process ends with a failed check. Powers of one prime can be split at each other, and an axis
     alone is never split. A step of a plan splits no axis either, since it gathers, slices or exchanges the last axes of
     a dimension. So on such a mesh lowering `xla` constrains an array after every step. It does so under every JAX, so
     that an equation always sends the same.
@@ -45,8 +45,8 @@ def open_where_it_may_abort(spec: Spec, mesh: Mapping[str, int]) -> str:
     """Say why a dimension cannot be left to the compiler on a mesh where it may end the process."""
     sizes = ", ".join(f"{axis}={size}" for axis, size in mesh.items())
     return (
-        f"'{spec}' leaves a dimension to the compiler, which may end the process on a mesh of {sizes}: the sizes are no"
-        f" powers of one prime (docs/compiler.md).\n  Name its mesh axes, or leave it whole: '{_closed(spec)}'."
+        f"'{spec}' leaves a dimension to the compiler, which may end the process on a mesh of {sizes}: not all are"
+        f" powers of one prime (docs/compiler.md).\n  Name its mesh axes, or leave it unsharded: '{_closed(spec)}'."
     )
 
 
@@ -61,7 +61,7 @@ def open_in_shard_map(spec: Spec) -> str:
 def open_under_explicit(spec: Spec) -> str:
     """Say why a dimension cannot be left to the compiler under Explicit axes."""
     return (
-        f"'{spec}' leaves a dimension to the compiler; under Explicit mesh axes every placement is a type.\n"
+        f"'{spec}' leaves a dimension to the compiler; under Explicit mesh axes an array's type has its placement.\n"
         "  Name its mesh axes, or make the mesh with Auto axes and run it with lowering='xla'."
     )
 

@@ -145,8 +145,8 @@ def run(
     """Run a shard_map over the whole mesh whose collectives are the planned `steps`.
 
     Never differentiate through it: JAX would transpose the body, and all-reduce the cotangent of each operand that is
-    replicated over mesh axes, even if it is scattered afterwards. `gradient.with_gradient` stands outside, and its
-    backward pass is another `run`.
+    replicated over mesh axes, even if it is scattered afterwards. `gradient.with_gradient` gives it a custom gradient,
+    whose backward pass is another `run`.
 
     Args:
         ctx: the context of the call.
@@ -163,7 +163,7 @@ def run(
         PlanError: under Auto axes, an array is a partial sum.
     """
     if is_unknown(ctx.mesh) and not all(isinstance(step, UnknownStep) for step in steps):
-        raise PlanError(f"cannot search where '{name}' is computed: its steps cannot be planned before it is known.")
+        raise PlanError(f"cannot search the placement of '{name}': its steps are planned only once it is known.")
     pairs = enumerate(zip(in_specs, arrays, strict=True))
     ins = tuple(input_partition(ctx, spec, x, number, name) for number, (spec, x) in pairs)
     outs = jax.tree.map(Spec.partition_spec, out_specs, is_leaf=lambda leaf: isinstance(leaf, Spec))

@@ -56,7 +56,7 @@ def step_numbers(scopes: str) -> list[int]:
 def innermost(scopes: str) -> tuple[str, str]:
     """Return the innermost program of an instruction, and the name of the innermost step in it; empty without one.
 
-    A scope outside of a program that reads like a step belongs to the user.
+    A scope that is named like a step, but is outside of every program, is the user's own.
 
     >>> innermost("jit(f)/gspmd[BE_x -> BE]/step0.all-gather.x/all_gather")
     ('BE_x -> BE', 'step0.all-gather.x')

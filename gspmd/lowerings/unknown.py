@@ -15,7 +15,7 @@ from gspmd.lowerings.marks import marked
 from gspmd.lowerings.program import run
 from gspmd.planner.plan import Plan, spread_over_groups
 from gspmd.planner.steps import Step, Tensor
-from gspmd.planner.unknown import UnknownMove, UnknownProduct, UnknownSteps, UnknownWay
+from gspmd.planner.unknown import RequiredMove, UnknownMove, UnknownProduct, UnknownSteps
 
 
 def lower(call: Call) -> Passes:
@@ -86,7 +86,7 @@ def _product(call: Call, via: Via) -> Passes:
                 x = marked(x, UnknownSteps(made_alike, (str(call.equation), mirrored, other), "alike"))
             for number in range(len(specs)):
                 if specs[number].reduced:  # there may be no path to a partial sum, even if nothing needs it
-                    x = marked(x, UnknownWay(self._gradient(number)))
+                    x = marked(x, RequiredMove(self._gradient(number)))
             return x
 
         def multiply(self, number: int, *operands: jax.Array) -> jax.Array:

@@ -11,7 +11,7 @@ from gspmd.annotate.equation import Equation, Operand, Term
 from gspmd.annotate.spec import Spec
 from gspmd.planner.overlap import Overlap
 from gspmd.planner.routines import ProductGroup, RoutineBuilder, common_placement, settling
-from gspmd.planner.steps import Contraction, Environment, Output, Routine, Tensor
+from gspmd.planner.steps import Contraction, Environment, Routine, RoutineOutput, Tensor
 
 
 def backward(
@@ -54,7 +54,7 @@ def backward(
             products[routine.moves[own].source].append(product)
     for n, target in enumerate(targets):
         settled = settling(environment, aims[n].spec, target) if n == common else ()
-        builder.outputs.append(Output(tuple(products[n]), target.spec, settled))
+        builder.outputs.append(RoutineOutput(tuple(products[n]), target.spec, settled))
     return builder.routine()
 
 

@@ -23,7 +23,7 @@ from gspmd.annotate.spec import Spec
 from gspmd.hardware.dtypes import itemsize
 from gspmd.planner.overlap import SCHEDULES, Overlap
 from gspmd.planner.spans import ring_gather
-from gspmd.planner.steps import Move, Output, Product, Routine, Step, Tensor
+from gspmd.planner.steps import Move, Product, Routine, RoutineOutput, Step, Tensor
 
 
 @dataclass(eq=False)
@@ -223,7 +223,7 @@ class Footprint:
     def _dtype_of(self, number: int, product: Product) -> str:
         return self._given(product.left) if product.passes_through else self.outputs[self.output_of[number]].dtype
 
-    def _result(self, number: int, output: Output, products: Sequence[Intermediate]) -> LiveBuffer:
+    def _result(self, number: int, output: RoutineOutput, products: Sequence[Intermediate]) -> LiveBuffer:
         dtype, summands = self.outputs[number].dtype, [products[product] for product in output.products]
         value = summands[0]
         if len(summands) > 1:

@@ -35,7 +35,7 @@ class Plan:
         dtypes: dtype of each operand, group members one by one.
         chip: the hardware figures the seconds come from.
         lowering: how it becomes a program: `"xla"`, `"blocking"`, `"looped"` or `"looped:<schedule>"`. For `"auto"`,
-            the cheapest of them.
+            the cheaper of `"blocking"` and `"looped"`.
         routine: moves, local products and outputs, as `gspmd.einsum` runs them.
         inputs, outputs: the tensors of the operands and of the results.
         pinned: the specs of `via`; the gradients of a pinned plan mirror it.
@@ -129,9 +129,9 @@ class Plan:
 
     @cached_property
     def gradients(self) -> tuple["Plan", ...]:
-        """One plan per operand's cotangent. A step that several need belongs to the first of them only.
+        """One plan for each operand's cotangent; a step that several need belongs to the first of them only.
 
-        Loops of the whole backward routine hide seconds of all its plans; each gets the share that it sends.
+        The seconds hidden by the loops of the backward routine are divided among the plans as their sending seconds.
         """
         from gspmd.planner.gradients import parts
 

@@ -17,7 +17,7 @@ from gspmd.annotate.equation import Equation
 from gspmd.annotate.spec import Spec
 from gspmd.planner.graph.resharding import move
 from gspmd.planner.graph.search import NoPlacement, PlacedGroup, ResultCosts, result_costs, search
-from gspmd.planner.steps import Contraction, Environment, Move, Output, Product, Routine, Step, Tensor
+from gspmd.planner.steps import Contraction, Environment, Move, Product, Routine, RoutineOutput, Step, Tensor
 
 
 def plan_routine(
@@ -45,12 +45,12 @@ def plan_routine(
     if len(groups) == 1:
         searched = _search_group(groups[0], environment)
         products = [number for group, result in searched for number in builder.add(group, result)]
-        builder.outputs = [Output((number,), target.spec, ()) for number, target in zip(products, outputs)]
+        builder.outputs = [RoutineOutput((number,), target.spec, ()) for number, target in zip(products, outputs)]
         return builder.routine()
     common = common_placement([group.result_costs(environment) for group in groups], outputs[0]) or outputs[0].spec
     groups = [group.towards(common) for group in groups]
     products = [number for group in groups for number in builder.add(group, group.search(environment))]
-    builder.outputs.append(Output(tuple(products), outputs[0].spec, settling(environment, common, outputs[0])))
+    builder.outputs.append(RoutineOutput(tuple(products), outputs[0].spec, settling(environment, common, outputs[0])))
     return builder.routine()
 
 
@@ -87,7 +87,10 @@ class ProductGroup:
 
 
 def _product_groups(equation: Equation, inputs, outputs, via) -> list[ProductGroup]:
-    """Return a group for each term: the ungrouped operand is the common one; without a group, the first."""
+    """Return a `ProductGroup` for each term.
+
+    If an operand of the term is a group, the other operand is the common one; otherwise the first operand is.
+    """
     groups, start = [], 0
     for term in equation.terms:
         first = len(term.operands[0].specs)
@@ -105,8 +108,9 @@ def _product_groups(equation: Equation, inputs, outputs, via) -> list[ProductGro
 
 
 def _search_group(group: ProductGroup, environment: Environment) -> list[tuple[ProductGroup, PlacedGroup]]:
-    """Search one placement of the common operand for all products, or one for each if no placement serves all. No
-    placement serves all if the results are partial sums over different mesh axes.
+    """Find one placement of the common operand for all products, or one for each product if none serves all.
+
+    None does if the results are partial sums over different mesh axes.
     """
     try:
         return [(group, group.search(environment))]
@@ -123,7 +127,7 @@ def _move_routine(environment: Environment, source: Tensor, output: Tensor, pinn
     stop = arrived if pinned is None else pinned
     first, second = (_chain(environment, *ends, source) for ends in ((source.spec, stop), (stop, arrived)))
     product = Product(0, None, Step("einsum", (), 0, 0.0, stop, stop), second, arrived)
-    return Routine((source.spec,), (Move(0, stop, first),), (product,), (Output((0,), output.spec, ()),))
+    return Routine((source.spec,), (Move(0, stop, first),), (product,), (RoutineOutput((0,), output.spec, ()),))
 
 
 def common_placement(terms: Sequence[ResultCosts], target: Tensor) -> Spec | None:
@@ -157,13 +161,13 @@ def _chain(environment: Environment, src: Spec, dst: Spec, tensor: Tensor) -> tu
 
 
 class RoutineBuilder:
-    """Collects moves, each made once, and the products that use them."""
+    """The moves of a routine, each made once, and the products that use them."""
 
     def __init__(self, inputs: Sequence[Tensor]):
         self.inputs = tuple(inputs)
         self.moves: list[Move] = []
         self.products: list[Product] = []
-        self.outputs: list[Output] = []
+        self.outputs: list[RoutineOutput] = []
 
     def add(self, group: ProductGroup, result: PlacedGroup) -> list[int]:
         """Add the moves and products that the search found for a group; return the numbers of the products."""

@@ -40,7 +40,7 @@ class Step:
 
     @property
     def is_collective(self) -> bool:
-        """Whether devices communicate in it."""
+        """Whether devices communicate in the step."""
         return self.kind not in ("slice", "einsum")
 
     @property
@@ -115,7 +115,7 @@ class Product:
 
 
 @dataclass(frozen=True)
-class Output:
+class RoutineOutput:
     """The sum of `products` of one spec, and `steps` that follow it; dimensions that no product has are broadcast."""
 
     products: tuple[int, ...]
@@ -130,7 +130,7 @@ class Routine:
     inputs: tuple[Spec, ...]
     moves: tuple[Move, ...]
     products: tuple[Product, ...]
-    outputs: tuple[Output, ...]
+    outputs: tuple[RoutineOutput, ...]
 
     @cached_property
     def steps(self) -> tuple[Step, ...]:
@@ -250,6 +250,6 @@ class NumberedSteps:
 
 
 def scaled(step: Step, share: float) -> Step:
-    """Return a step on a share of its tensor."""
+    """Return a step with its seconds, bytes and operations scaled to a share of its tensor."""
     sent, flops = round(step.wire_bytes * share), round(step.flops * share)
     return replace(step, seconds=step.seconds * share, wire_bytes=sent, flops=flops)

@@ -1,4 +1,4 @@
-"""Steps whose placements are not known yet: the work that a program does with a tensor, whatever its spec will be.
+"""Steps whose placements are still unknown: the work that a program does with a tensor, whatever its spec will be.
 
 A search traces a program once, on an abstract mesh whose axes have size 1 and are placeholders: every dimension of
 every line of a layout is sharded over its own axis, an *unknown*. Then everything divides and nothing is sent. Each
@@ -87,8 +87,8 @@ class UnknownMoves(UnknownSteps):
     """A move that an operation plans by itself, as a function from the specs of its tensors to all its moves, by name.
 
     Attributes:
-        before: the source spec of the tensor, or None if some move of the operation depends on it. If none does, the
-            function is called once for all source specs, and the source in its answer is ignored.
+        before: the source spec of the tensor, or None if some move of the operation depends on that spec. With a
+            spec, the function is called once for all source specs, and the source in its answer is ignored.
     """
 
     before: Spec | None = None
@@ -96,7 +96,7 @@ class UnknownMoves(UnknownSteps):
 
 @dataclass(frozen=True)
 class UnknownShared:
-    """First steps that one chain shares with other chains of the same tensor, so that a program has them once.
+    """The first steps that a chain shares with earlier chains of the same tensor; a program runs them once.
 
     Attributes:
         chain: the chain that has these steps.
@@ -108,13 +108,28 @@ class UnknownShared:
 
 
 @dataclass(frozen=True)
-class UnknownWay:
-    """A move that must be possible but is not made, for a gradient that is planned with others, needed or not."""
+class UnknownReduction:
+    """The last step of a chain, if it is a reduction that a compiler may save; nothing otherwise.
+
+    Attributes:
+        chain: the chain that ends in it.
+        others: chains whose results are only added to its own, and must end in the same reduction.
+        adds_up: whether a loop adds the results up, and an all-reduce behind the loop is enough.
+    """
+
+    chain: "UnknownMove | UnknownSteps"
+    others: "tuple[UnknownMove | UnknownSteps, ...]"
+    adds_up: bool = False
+
+
+@dataclass(frozen=True)
+class RequiredMove:
+    """A move that must be possible although it may never run: gradients of one equation are planned together."""
 
     move: UnknownMove
 
 
-Unknown = UnknownMove | UnknownProduct | UnknownSteps | UnknownShared | UnknownWay
+Unknown = UnknownMove | UnknownProduct | UnknownSteps | UnknownShared | UnknownReduction | RequiredMove
 
 
 @dataclass(frozen=True, repr=False)

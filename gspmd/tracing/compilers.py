@@ -3,7 +3,8 @@
 XLA calls these passes `HloCSE` and `WhileLoopInvariantCodeMotion`.
 
 Source: programs compiled for host devices with jaxlib 0.10.2 and 0.12.0 and, with the libtpu that belongs to each
-(0.0.42, 0.0.50), for TPU v4; tests/tracing check these rules against all of them.
+(0.0.42, 0.0.50), for TPU v4; tests/tracing check these rules against all of them. For GPUs programs compiled with JAX's
+plugin for CUDA 0.10.2, which tests/audit/offline checks.
 """
 
 from dataclasses import dataclass
@@ -13,7 +14,9 @@ from typing import Any
 import jax
 from jax.extend.core import Literal
 
+from gspmd.hardware.chips import Chip
 from gspmd.jax_internals import HOST_MERGES_ACROSS_BARRIERS
+from gspmd.lowerings.in_force import chip_in_force
 
 
 @dataclass(frozen=True)
@@ -26,10 +29,13 @@ class Compiler:
             its results are no larger than its operands (so no all-gather).
         merges_across_barriers: whether it eliminates common subexpressions again, all-reduces excepted, once it has
             expanded optimization barriers. XLA:CPU did so until jaxlib 0.10; no other compiler does.
+        reduces_sums: whether it adds partial sums before it reduces them, if nothing but their sum is used. XLA:GPU
+            does.
     """
 
     is_host: bool
     merges_across_barriers: bool = False
+    reduces_sums: bool = False
 
     def hoists(self, equation: Any) -> bool:
         """Return whether a loop-invariant operation is moved out of its loop."""
@@ -37,13 +43,22 @@ class Compiler:
 
 
 HOST = Compiler(is_host=True, merges_across_barriers=HOST_MERGES_ACROSS_BARRIERS)
+GPU = Compiler(is_host=False, reduces_sums=True)
 OTHER = Compiler(is_host=False)
 
 
+def compiler_for(chip: Chip) -> Compiler:
+    """Return the compiler for a chip."""
+    return GPU if chip.is_switch else OTHER
+
+
 def compiler_in_use() -> Compiler:
-    """Return the compiler of the devices of the current mesh."""
+    """Return the compiler of the devices of the current mesh; if they are unknown, that for the chip in force."""
     device = jax.sharding.get_abstract_mesh().abstract_device
-    return HOST if device is not None and device.device_kind == "cpu" else OTHER
+    if device is None:
+        chip = chip_in_force()
+        return compiler_for(chip) if chip else OTHER
+    return {"cpu": HOST, "gpu": GPU, "cuda": GPU, "rocm": GPU}.get(device.platform, OTHER)
 
 
 def _inflates_size(equation: Any) -> bool:

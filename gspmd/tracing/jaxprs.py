@@ -11,6 +11,12 @@ from jax.extend.core.primitives import closed_call_p
 
 from gspmd import jax_internals
 
+_CALLS = ("jit", "pjit", jax_internals.CLOSED_CALL, "shard_map", "custom_partitioning")
+_CALLS += tuple(f"custom_{kind}_call" for kind in ("jvp", "vjp", "vmap"))
+
+RECOMPUTED = ("remat2", "checkpoint")
+"""Primitives that call a program again in the backward pass."""
+
 
 def inner_jaxprs(equation: Any) -> Iterator[Jaxpr]:
     """Yield the programs that an equation calls: bodies of loops, branches, jitted functions, ..."""
@@ -42,7 +48,7 @@ _WITH_RULES = {"custom_vmap_call": "call", "custom_vjp_call": "call_jaxpr", "cus
 
 
 def without_dead_code(jaxpr: Jaxpr) -> Jaxpr:
-    """Return the program without the operations that none of its results needs."""
+    """Return the program without the operations that none of its results needs, with all of its arguments."""
     return jax_internals.without_dead_code(_plain(jaxpr, {}))
 
 
@@ -93,7 +99,7 @@ def _text(value: Any) -> Any:
         return [_text(one) for one in value] if any(isinstance(one, (ClosedJaxpr, Jaxpr)) for one in value) else value
     if isinstance(value, (ClosedJaxpr, Jaxpr)):
         return fingerprint(value)
-    # A rule of differentiation is made anew at each call, and none of it runs in this program: only its name counts.
+    # A rule of differentiation is a new object at each call, and does not run in this program: only its name counts.
     is_function = callable(value) and not isinstance(value, type)
     return getattr(value, "__name__", type(value).__name__) if is_function else value
 
@@ -134,6 +140,11 @@ def _type(aval: Any) -> str:
 def has_effects(equation: Any) -> bool:
     """Return whether an equation has effects; naming a mesh axis does not count as one."""
     return not {type(effect).__name__ for effect in equation.effects} <= {"NamedAxisEffect"}
+
+
+def is_call(equation: Any, inner: Jaxpr) -> bool:
+    """Return whether an equation only calls a program, with its own operands; compilers inline it."""
+    return equation.primitive.name in (*_CALLS, *RECOMPUTED) and len(equation.invars) == len(inner.invars)
 
 
 def runs_once(equation: Any) -> bool:

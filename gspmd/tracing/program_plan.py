@@ -27,8 +27,10 @@ class PlannedStep:
         equation: the equation it belongs to.
         number: its number among the steps of that equation.
         dtype: the dtype that a collective sends, as HLO names it: `f32`, `bf16`; empty in a forecast.
-        first: equation and number of an earlier step with the same result, which this one uses instead of running.
+        first: equation and number of an earlier step, whose result this one uses instead of running: the same result,
+            or one reduction of the sum of both.
         hidden_seconds: a collective's share of the seconds that the equation's loops hide, over all trips.
+        is_behind_loop: whether the compiler moves it behind the loop that adds its results up (`gspmd.tracing.sums`).
     """
 
     step: Step
@@ -38,6 +40,7 @@ class PlannedStep:
     dtype: str = ""
     first: tuple[str, int] | None = None
     hidden_seconds: float = 0.0
+    is_behind_loop: bool = False
 
     @property
     def wire_bytes(self) -> int:

@@ -13,15 +13,17 @@ import jax
 import numpy as np
 from jax.extend.core import Jaxpr, Literal
 
-from gspmd.jax_internals import CLOSED_CALL, scan_operands
+from gspmd.jax_internals import scan_operands
 from gspmd.lowerings.transformations.gradient import ENTERING
 from gspmd.lowerings.transformations.hoisting import NEVER_HOISTED
 from gspmd.planner.unknown import MARK
 from gspmd.tracing.jaxprs import (
+    RECOMPUTED,
     constants_of,
     expression,
     has_effects,
     inner_jaxprs,
+    is_call,
     is_carried_unchanged,
     is_reshape,
     is_stacked,
@@ -35,9 +37,6 @@ _BARRIER = "optimization_barrier"
 _NOTHING = (NEVER_HOISTED, ENTERING, "name")
 """Operations that compilers remove; `name` marks a value that `jax.checkpoint` may keep by its name."""
 
-_CALLS = ("jit", "pjit", CLOSED_CALL, "shard_map", "custom_partitioning")
-_CALLS += tuple(f"custom_{kind}_call" for kind in ("jvp", "vjp", "vmap"))
-_RECOMPUTED = ("remat2", "checkpoint")
 _LOOPS = ("scan", "while")
 
 
@@ -121,7 +120,7 @@ class Region:
             self._values[var] = Value(number, number, [*self.ancestors()][-1], number)
 
     def _entered(self, equation: Any, inner: Jaxpr, operands: list[Value]) -> "Region":
-        if self._is_call(equation, inner):
+        if is_call(equation, inner):
             self._bind(inner.invars, self._across(equation, "in_specs", self._recomputed(equation, operands)))
             return self
         if runs_once(equation):
@@ -135,7 +134,7 @@ class Region:
     def leave(self, equation: Any, inner: Jaxpr) -> None:
         """Bind the results of a called program to the values that they have inside it."""
         self.numbering.calls.pop()
-        if self._is_call(equation, inner) and len(equation.outvars) == len(inner.outvars):
+        if is_call(equation, inner) and len(equation.outvars) == len(inner.outvars):
             results = [self._value(var) for var in inner.outvars]
             self._bind(equation.outvars, self._across(equation, "out_specs", results))
         elif runs_once(equation):
@@ -149,7 +148,7 @@ class Region:
             self._note_fusion(equation.primitive.name, results, ())
 
     def _call(self, equation: Any, operands: list[Value]) -> int | None:
-        """Return the number of this call in a planned program; None outside of one, where `captured` numbers values."""
+        """Return the number of this call within a planned program; None outside of one."""
         around, number = self.numbering.calls[-1], self.numbering.of
         if around is not None and equation.primitive.name in _LOOPS:
             return number("in", self._loop(equation, operands).barrierless)
@@ -195,20 +194,17 @@ class Region:
         hoists = equation.primitive.name in _LOOPS or self.numbering.compiler.is_host
         return self._hoisted([self._value(var) for var in equation.invars], hoists and not has_effects(equation))
 
-    @staticmethod
-    def _is_call(equation: Any, inner: Jaxpr) -> bool:
-        return equation.primitive.name in (*_CALLS, *_RECOMPUTED) and len(equation.invars) == len(inner.invars)
-
     def _recomputed(self, equation: Any, operands: list[Value]) -> list[Value]:
         """Return the operands of a call; recomputed ones of a backward pass are behind an optimization barrier."""
-        kept = equation.params.get("prevent_cse", False) if equation.primitive.name in _RECOMPUTED else False
+        kept = equation.params.get("prevent_cse", False) if equation.primitive.name in RECOMPUTED else False
         each = (kept,) * len(operands) if isinstance(kept, bool) else kept
         waits = [one and equation.params["differentiated"] for one in each]
         behind = iter(self._behind_barrier(equation, [value for value, wait in zip(operands, waits) if wait]))
         return [next(behind) if wait else value for value, wait in zip(operands, waits)]
 
     def _across(self, equation: Any, side: str, values: Sequence[Value]) -> list[Value]:
-        """Return a call's values on its other side; a shard_map turns arrays into shards under one spec, and back."""
+        """Return operands as they are inside a call, or results as they are outside: a shard_map turns arrays into
+        shards, or back, by their specs."""
         specs = equation.params.get(side) if equation.primitive.name == "shard_map" else None
         if specs is None:
             return list(values)
@@ -328,7 +324,7 @@ class Region:
     def _captured(self, equation: Any, operands: Sequence[Value]) -> int:
         """Return the number of an operation's result before any subexpressions are eliminated.
 
-        Outside of planned programs JAX itself lowers equal operations to one; inside each call has its own.
+        Outside of planned programs JAX itself lowers equal operations to one; inside them every call has its own.
         """
         call = self.numbering.calls[-1]
         if call is not None:

@@ -34,6 +34,7 @@ class TracedStep:
         buffer: bytes of the larger side of its largest collective, on one device.
         flops: the operations of its products, without products that another step has computed already.
         dtype: the dtype that this collective sends, as HLO names it.
+        itemsize: the bytes of one of its elements.
         first: the step that has run the same collective before (or, in a step without a collective, the same product),
             if any has.
         permuted: bytes of the permutes that only this step sends; a looped step consists of permutes.
@@ -43,6 +44,7 @@ class TracedStep:
     buffer: int = 0
     flops: int = 0
     dtype: str = ""
+    itemsize: int = 0
     first: StepKey | None = None
     permuted: int = 0
     again: Mapping[StepKey, int] = field(default_factory=lambda: MappingProxyType({}))
@@ -62,6 +64,13 @@ class TracedStep:
         """Return the same operations in a loop, which has only permutes and products."""
         again = {step: sent * trips for step, sent in self.again.items()}
         return replace(self, flops=self.flops * trips, permuted=self.permuted * trips, again=again)
+
+    def in_dtype(self, dtype: Any) -> "TracedStep":
+        """Return the same collective in another dtype; None for its own."""
+        if dtype is None or not self.dtype:
+            return self
+        name = hlo_name(dtype.name)
+        return replace(self, dtype=name, buffer=self.buffer * dtype.itemsize // self.itemsize)
 
     def as_executed(self, step: Step, mesh: Mapping[str, int]) -> Iterator[tuple[Step, StepKey | None]]:
         """Yield the planned step with the traced figures, each with the step whose result it shares, if any.
@@ -128,15 +137,15 @@ def _operations(call: Any, region: Region, equation: str) -> Iterator[tuple[int,
 
 def _operation(equation: Any, first: StepKey | None) -> TracedStep:
     """Return one operation as a step."""
-    buffer, dtype = 0, ""
+    buffer, dtype, itemsize = 0, "", 0
     if equation.primitive.name in _COLLECTIVES:
         sides = ([var.aval for var in side] for side in (equation.invars, equation.outvars))
         buffer = max(sum(aval.size * aval.dtype.itemsize for aval in side) for side in sides)
-        dtype = hlo_name(equation.invars[0].aval.dtype.name)
+        dtype, itemsize = hlo_name(equation.invars[0].aval.dtype.name), equation.invars[0].aval.dtype.itemsize
     flops = 0 if first else _dot_flops(equation)
     if equation.primitive.name != "ppermute":
-        return TracedStep(buffer, flops, dtype, first)
-    return TracedStep(buffer, flops, dtype, first, 0 if first else buffer, {first: buffer} if first else {})
+        return TracedStep(buffer, flops, dtype, itemsize, first)
+    return TracedStep(buffer, flops, dtype, itemsize, first, 0 if first else buffer, {first: buffer} if first else {})
 
 
 def hlo_name(name: str) -> str:

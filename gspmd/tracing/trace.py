@@ -15,10 +15,12 @@ from jax.extend.core import Jaxpr
 from gspmd.annotate.errors import PlanError, article
 from gspmd.lowerings.program import PlannedProgram, program_of
 from gspmd.tracing.compilers import compiler_in_use
+from gspmd.tracing.dataflow import Path
 from gspmd.tracing.jaxprs import all_equations, inner_jaxprs, without_dead_code
 from gspmd.tracing.program_plan import PlannedStep, ProgramPlan
 from gspmd.tracing.regions import Region
 from gspmd.tracing.steps import traced_steps
+from gspmd.tracing.sums import Change, Changes, changed_reductions
 from gspmd.tracing.value_numbering import Numbering
 
 
@@ -32,10 +34,11 @@ def trace(fn: Callable, *abstract: Any, **keywords: Any) -> ProgramPlan:
 
     Returns:
         A `ProgramPlan`. Collectives that the compiler of the mesh's devices runs only once count once: it merges equal
-        ones, and hoists some loop-invariant ones.
+        ones, hoists some loop-invariant ones, and on GPUs adds partial sums before it reduces them, those of a loop's
+        trips too.
 
     Raises:
-        PlanError: `fn` is no function, or an argument is neither an array nor stands for one.
+        PlanError: `fn` is not a function, or an argument is neither an array nor stands for one.
 
     Example:
         >>> mesh = jax.make_mesh((1,), ("x",))
@@ -46,10 +49,12 @@ def trace(fn: Callable, *abstract: Any, **keywords: Any) -> ProgramPlan:
     check_call("trace", fn, abstract, keywords)
     closed = jax.make_jaxpr(fn)(*abstract, **keywords)
     jaxpr = without_dead_code(closed.jaxpr)
-    numbering = Numbering(compiler_in_use())
+    compiler = compiler_in_use()
+    changes = changed_reductions(jaxpr) if compiler.reduces_sums else {}
+    numbering = Numbering(compiler)
     region = Region(numbering)
     region.bind_constants(zip(jaxpr.constvars, closed.consts, strict=True))
-    steps = tuple(_steps(jaxpr, region))
+    steps = tuple(_steps(jaxpr, region, changes))
     entries = tuple(step for step in steps if not step.first)
     shared = tuple(step for step in steps if step.first)
     lowered = (program.equation for program in _programs(jaxpr) if program.backward is not None)
@@ -61,11 +66,11 @@ def check_call(doing: str, fn: Any, arguments: tuple, keywords: Mapping[str, Any
     """Check that a function and its arguments can be traced.
 
     Raises:
-        PlanError: `fn` is no function, or an argument is neither an array nor stands for one.
+        PlanError: `fn` is not a function, or an argument is neither an array nor stands for one.
     """
     if not callable(fn):
         raise PlanError(
-            f"cannot {doing} {article(type(fn).__name__)}: it is no function.\n"
+            f"cannot {doing} {article(type(fn).__name__)}: it is not a function.\n"
             "  Give a function and what it is called with, arrays or jax.ShapeDtypeStruct: (fn, x, w)."
         )
     named: dict[Any, Any] = {**dict(enumerate(arguments)), **(keywords or {})}
@@ -78,7 +83,7 @@ def check_call(doing: str, fn: Any, arguments: tuple, keywords: Mapping[str, Any
         if not _is_array(leaf):
             raise PlanError(
                 f"cannot {doing} a function of {article(type(leaf).__name__)}: argument {where} is {_shown(leaf)}.\n"
-                "  Give arrays, jax.ShapeDtypeStruct or numbers; what else it needs, as in lambda x: fn(x, 'train')."
+                "  Give arrays, jax.ShapeDtypeStruct or numbers; bind other arguments, as in lambda x: fn(x, 'train')."
             )
 
 
@@ -103,7 +108,7 @@ def _loop_notes(jaxpr: Jaxpr) -> Iterator[str]:
         inside = (program for inner in inner_jaxprs(loop) for program in _programs(inner))
         names = dict.fromkeys(each.equation for each in inside if any(step.is_collective for step in each.steps))
         if names:
-            yield f"a while loop is planned as one trip, for its trips are not known here; in it: {'; '.join(names)}"
+            yield f"a while loop counts as one trip, since its trip count is unknown; it has: {'; '.join(names)}"
 
 
 def _merge_notes(shared: Sequence[PlannedStep], numbering: Numbering) -> Iterator[str]:
@@ -113,30 +118,35 @@ def _merge_notes(shared: Sequence[PlannedStep], numbering: Numbering) -> Iterato
     if sent:
         names = "; ".join(dict.fromkeys(step.equation for step in steps))
         yield (
-            f"up to {sent} bytes more may be sent: what is computed again behind a barrier, as under jax.checkpoint, "
-            f"is planned as sent once, but XLA merges only what it has fused alike by then; in it: {names}"
+            f"up to {sent} bytes more may be sent: recomputation behind a barrier, as under jax.checkpoint, is planned "
+            f"as merged with the original, but XLA merges the two only if it has fused both alike: {names}"
         )
 
 
-def _steps(jaxpr: Jaxpr, region: Region, is_backward: bool = False) -> Iterator[PlannedStep]:
-    """Return a program's planned steps: for a conditional those of its largest branch, for a scan of no trips none."""
+def _steps(
+    jaxpr: Jaxpr, region: Region, changes: Mapping[Path, Changes], path: Path = (), is_backward: bool = False
+) -> Iterator[PlannedStep]:
+    """Yield a program's planned steps: of a conditional those of its largest branch, of a scan of no trips none."""
     for equation in jaxpr.eqns:
+        here = (*path, id(equation))
         backward = _is_backward(equation, is_backward)
         program = program_of(equation)
         region.visit(equation)
         if program is not None:
-            yield from _steps_of_program(equation, program, region, backward)
+            yield from _steps_of_program(equation, program, region, backward, changes.get(here, {}))
         elif equation.primitive.name == "cond":
-            yield from max(_called(equation, region, backward), key=_size)
+            yield from max(_called(equation, region, changes, here, backward), key=_size)
         elif equation.params.get("length") != 0:
-            for steps in _called(equation, region, backward):
+            for steps in _called(equation, region, changes, here, backward):
                 yield from steps
 
 
-def _called(equation: Any, region: Region, is_backward: bool) -> Iterator[list[PlannedStep]]:
+def _called(
+    equation: Any, region: Region, changes: Mapping[Path, Changes], path: Path, is_backward: bool
+) -> Iterator[list[PlannedStep]]:
     """Yield the steps of every program that an operation calls."""
     for inner in inner_jaxprs(equation):
-        yield list(_steps(inner, region.enter(equation, inner), is_backward))
+        yield list(_steps(inner, region.enter(equation, inner), changes, path, is_backward))
         region.leave(equation, inner)
 
 
@@ -152,16 +162,22 @@ def _is_backward(equation: Any, inherited: bool) -> bool:
     return inherited or any(scope.startswith("transpose(") for scope in scopes)
 
 
-def _steps_of_program(call: Any, program: PlannedProgram, region: Region, is_backward: bool) -> Iterator[PlannedStep]:
+def _steps_of_program(
+    call: Any, program: PlannedProgram, region: Region, is_backward: bool, changes: Changes
+) -> Iterator[PlannedStep]:
     """Yield the steps of one planned program that are left in it."""
     if program.backward is None:
         mesh, traced = _mesh_of(call), traced_steps(call, region, program.equation)
         sent = sum(step.seconds for step in program.steps if step.is_collective)
         share = program.hidden_seconds / sent if sent else 0.0
         for (number, trips), each in sorted(traced.items(), key=lambda item: item[0]):
-            for step, first in each.as_executed(program.steps[number], mesh):
-                hidden = share * step.seconds * trips if step.is_collective else 0.0
-                yield PlannedStep(step, trips, program.equation, number, each.dtype, first, hidden)
+            change = changes.get(number, Change())
+            behind = change.trips if trips == region.trips else 1  # a loop-invariant reduction runs before the loop
+            each = each.in_dtype(change.dtype)
+            for step, same in each.as_executed(program.steps[number], mesh):
+                runs, first = trips // behind, same or (change.first.step_key if change.first else None)
+                hidden = share * step.seconds * runs if step.is_collective else 0.0
+                yield PlannedStep(step, runs, program.equation, number, each.dtype, first, hidden, behind > 1)
     elif _computes(call, program):  # the compiler chooses the collectives, so there are no scopes and all steps count
         for number, step in enumerate(program.backward if is_backward else program.steps):
             yield PlannedStep(step, region.trips, program.equation, number)

@@ -19,7 +19,7 @@ CASES = CHOSEN | {(name, f"looped:{SCHEDULES[at % 3]}") for at, name in enumerat
 
 
 def hold(step):
-    """As in blocking, but that permutes go over one axis at a time, and are counted under all axes of their step."""
+    """Expect the bytes of blocking, but a permute goes over one axis at a time and counts for all axes of its step."""
     comparison = step.ledger.compare(step.plan)
     wanted = {key: amount for key, (_, amount) in step.plan.by_kind_and_axes().items() if amount}
     assert {key: compiled for key, (_, compiled) in comparison.totals.items()} == wanted

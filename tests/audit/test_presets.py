@@ -48,13 +48,13 @@ def hold(step):
     assert not step.ledger.notes
 
 
-@pytest.mark.turns(6)
+@pytest.mark.turns(3)
 @pytest.mark.parametrize("name", NAMES)
 def test_what_is_planned_is_compiled(name):
     hold(built(name))
 
 
-@pytest.mark.turns(6)
+@pytest.mark.turns(4)
 @pytest.mark.parametrize("name", NAMES)
 def test_golden_ledger(name):
     assert not (difference := golden.difference(name, built(name).ledger)), difference

@@ -29,9 +29,22 @@ FLOPS_PER_CYCLE = {
 
 @pytest.mark.parametrize("row", CHIPS.values(), ids=lambda row: row.name)
 def test_every_figure_has_a_source(row):
-    figures = {f.name for f in fields(row)} - {"name", "source", "device_kinds", "full_mesh"}
-    assert set(row.source) == figures | ({"full_mesh"} if row.full_mesh else set())
+    figures = {f.name: f.default for f in fields(row) if f.name not in ("name", "source", "device_kinds")}
+    given = {name for name, default in figures.items() if getattr(row, name) != default}
+    assert given <= set(row.source) <= set(figures)
     assert all(row.source.values())
+
+
+@pytest.mark.parametrize("row", [row for row in CHIPS.values() if row.is_switch], ids=lambda row: row.name)
+def test_a_gpu_has_the_figures_of_its_kernels(row):
+    assert 0.5 < row.stream_efficiency < 1
+    assert 0.3 < row.attention_efficiency < 1
+    assert 0 < row.kernel_seconds < row.launch_seconds < 1e-5
+    assert 0.7 < row.link_efficiency < 1
+    assert 0.9 < row.network_efficiency < 1
+    assert row.tf32_flops == pytest.approx(row.bf16_flops / 2, rel=0.01)
+    # In the switch each device sends its bytes once, and receives them once.
+    assert row.reduce_bandwidth <= 2 * row.link_efficiency * row.egress_bandwidth
 
 
 @pytest.mark.parametrize("row", CHIPS.values(), ids=lambda row: row.name)

@@ -70,7 +70,7 @@ SCALARS = [2, 2.0, True, 1j, np.float32(2), np.int8(2)]
 
 @pytest.mark.parametrize("name", ["bfloat16", "int32", "float8_e4m3fn", "bool"])
 def test_a_number_beside_an_array_takes_on_its_dtype(name, make_mesh):
-    """As `jnp.einsum` promotes: a Python number has no dtype of its own."""
+    """Promotion is that of `jnp.einsum`: a Python number has no dtype of its own."""
     x = numbers(name, (4,), 0)
     with jax.set_mesh(make_mesh({"x": 2})):
         for number in SCALARS:
@@ -134,7 +134,7 @@ def test_int8_moves_as_it_is_and_multiplies_exactly(name, lowering, make_mesh):
 
 @pytest.mark.parametrize("lowering", ["blocking", "looped", "xla"])
 def test_int8_is_not_rounded_to_the_float8_beside_it(lowering, make_mesh):
-    """In float8, 100 would be 96, and 17 would be 16."""
+    """Rounded to float8, 100 would be 96 and 17 would be 16."""
     x = jnp.asarray([[1, 1], [0, 0.5]], jnp.float8_e4m3fn)
     w = np.array([[100, 17], [-100, 17]], np.int8)
     with jax.set_mesh(make_mesh({"x": 2})):

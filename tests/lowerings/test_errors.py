@@ -63,7 +63,7 @@ def test_a_wrong_type_names_both_specs(make_mesh, arrays, lowering, jit):
     assert message == (
         "cannot use operand 1 of 'BE_x, EF_y -> BF_y' as 'BE_x'\n    BE_x\n    ^^^^\n"
         "  the spec says 'BE_x', and the array is 'B_xE' by its type.\n"
-        "  Bring it there by gspmd.reshard(x, 'B_xE -> BE_x')."
+        "  Move it with gspmd.reshard(x, 'B_xE -> BE_x')."
     )
 
 
@@ -104,7 +104,7 @@ def test_open_dimensions_under_explicit_axes(make_mesh, arrays, lowering, equati
     with jax.set_mesh(make_mesh(MESH)):
         message = _raised(PlanError, lambda: gspmd.einsum(equation, *arrays, lowering=lowering))
     assert message.endswith(
-        "leaves a dimension to the compiler; under Explicit mesh axes every placement is a type.\n"
+        "leaves a dimension to the compiler; under Explicit mesh axes an array's type has its placement.\n"
         "  Name its mesh axes, or make the mesh with Auto axes and run it with lowering='xla'."
     )
 
@@ -204,7 +204,7 @@ def test_an_array_on_another_mesh(make_mesh, arrays, lowering, jit):
     assert message == (
         "cannot use operand 1 of 'BE_xy -> BE' as 'BE_xy'\n    BE_xy\n    ^^^^^\n"
         "  the array is on another mesh, of a (2) and b (4), and the mesh in force has x (4) and y (2).\n"
-        "  Bring it here before, outside of jit: gspmd.annotate(x, 'BE_xy'), or jax.device_put."
+        "  Move it outside of jit first: gspmd.annotate(x, 'BE_xy'), or jax.device_put."
     )
     assert moved.shape == (8, 16)
 
@@ -221,7 +221,7 @@ def test_an_array_on_other_devices(make_mesh, arrays, axis_type, lowering, named
     with jax.set_mesh(make_mesh(MESH, axis_type)):
         message = _raised(SpecError, lambda: gspmd.reshard(x, "BE_xy -> BE", lowering=lowering))
     assert f"the array is on {named}, and the mesh in force has 8 devices (0, 1, 2, 3, 4, 5, 6, 7).\n" in message
-    assert message.endswith("outside of jit: gspmd.annotate(x, 'BE_xy'), or jax.device_put.")
+    assert message.endswith("outside of jit first: gspmd.annotate(x, 'BE_xy'), or jax.device_put.")
 
 
 def test_an_unknown_lowering(make_mesh, arrays):

@@ -44,6 +44,7 @@ def test_sizes_that_are_no_powers_of_one_prime_split_badly(sizes, badly):
     assert splits_badly(dict(zip("xyz", sizes))) is badly
 
 
+@pytest.mark.turns(1)
 @pytest.mark.parametrize("axis_type", ["explicit", "auto"])
 def test_what_has_ended_the_process_gives_the_right_values(axis_type):
     checks = [

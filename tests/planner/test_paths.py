@@ -58,6 +58,7 @@ def graphs() -> list[Graph]:
     return [each for each in gc.get_objects() if type(each) is Graph]
 
 
+@pytest.mark.slow
 def test_what_is_kept_is_bounded(monkeypatch):
     paths.forget()
     before = graphs()  # what other tests hold
@@ -92,7 +93,7 @@ def interrupted(call, moment):
 
 
 def test_an_interrupt_at_any_moment_comes_out_and_spoils_nothing():
-    """In the hash of a chip too, which is Python's code, called from where C might make another error of it."""
+    """Interrupt the hash of a chip too: Python code that C calls, which might raise another error in its place."""
     paths.forget()
     mesh, sizes = (("x", 2), ("y", 2)), (8, 16, 32)
     latest = lambda: [paths.shortest_paths((size,), mesh, 2, V4, frozenset()) for size in sizes]  # noqa: E731

@@ -428,7 +428,7 @@ ERRORS = [
         (
             {"via": wrong},
             SpecError,
-            f"cannot read the specs of via= from {wrong!r}: it is no text ({type(wrong).__name__}).\n"
+            f"cannot read the specs of via= from {wrong!r}: it is not a string ({type(wrong).__name__}).\n"
             "  Write a string such as 'BLE_x, E_xF_yz'.",
         )
         for wrong in (5, ["BE_x", "EF"])
@@ -437,7 +437,7 @@ ERRORS = [
         (
             {"equation": wrong},
             SpecError,
-            f"cannot read an equation from {wrong!r}: it is no text ({type(wrong).__name__}).\n"
+            f"cannot read an equation from {wrong!r}: it is not a string ({type(wrong).__name__}).\n"
             "  Write a string such as 'A_x, B -> A_xB'.",
         )
         for wrong in (None, 5, ["BE_x"])

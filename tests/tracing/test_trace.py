@@ -211,8 +211,8 @@ def test_a_while_loop_counts_once_and_a_note_says_so(arguments):
         plan, layer = gspmd.trace(_until_ten, *abstract), gspmd.trace(_layer, *abstract)
     assert plan.wire_bytes == layer.wire_bytes
     (note,) = plan.notes
-    inside = "in it: BLE_xyz, E_xF_yz -> BLF_yzx; BLF_yzx, F_yzE_x -> BLE_xyz"
-    assert note == f"a while loop is planned as one trip, for its trips are not known here; {inside}"
+    inside = "it has: BLE_xyz, E_xF_yz -> BLF_yzx; BLF_yzx, F_yzE_x -> BLE_xyz"
+    assert note == f"a while loop counts as one trip, since its trip count is unknown; {inside}"
     assert f"note: {note}" in " ".join(str(plan).split())
     assert not layer.notes
 
@@ -262,7 +262,7 @@ def test_a_function_may_be_named_as_ours_are(arguments):
 
 @pytest.mark.parametrize("fn", [None, "a function", 7, gspmd.Spec.parse("B_x")], ids=lambda fn: type(fn).__name__)
 def test_what_is_no_function_is_named(fn):
-    with pytest.raises(gspmd.PlanError, match=rf"cannot trace an? {type(fn).__name__}: it is no function"):
+    with pytest.raises(gspmd.PlanError, match=rf"cannot trace an? {type(fn).__name__}: it is not a function"):
         gspmd.trace(fn, 1.0)
 
 

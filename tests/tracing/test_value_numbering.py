@@ -231,7 +231,7 @@ TWICE = {
 
 
 def both(mesh, program, shapes=SHAPES):
-    """By (kind, axes): how often planned collectives run, and those that are compiled for an equation."""
+    """Count the planned and the compiled collectives of an equation by (kind, axes)."""
     place = lambda spec: jax.NamedSharding(mesh, gspmd.Spec.parse(spec).partition_spec())  # noqa: E731
     with jax.set_mesh(mesh):
         abstract = [jax.ShapeDtypeStruct(shape, "float32", sharding=place(spec)) for spec, shape in shapes.values()]

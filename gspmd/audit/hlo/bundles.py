@@ -15,9 +15,9 @@ _REGION = re.compile(r"Start(?:/End empty)? region (\d+)")
 _BRANCH = re.compile(r"sbr\.rel (?:\(!?%\w+\) )?target = \$region(\d+)")
 _TRIPS = re.compile(r"scmp\.ge\.s32\.totalorder %\w+, (\d+) /\* loop exit test \*/")
 _DELAY = 5
-"""Bundles from a branch to the first that it may skip: those before that are executed in any case."""
+"""Bundles from a branch to the first one that it may skip; those between (delay slots) are always executed."""
 _STAGES = 2
-"""Trips of the loop beyond the steps of the grid, in which transfers begin and end."""
+"""Trips of the loop beyond the steps of the grid, which fill and drain the pipeline of transfers."""
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from math import gcd, prod
 
 import numpy as np
@@ -10,6 +11,12 @@ from gspmd.audit.hlo.module import Computation, Instruction, Module
 from gspmd.audit.hlo.text import integers
 
 _PRODUCT = re.compile(r"gemm|matmul|fmha|conv(?!ert)", re.IGNORECASE)
+ATTENTION = {"__cudnn$fmhaSoftmax": 2, "__cudnn$fmhaSoftmaxBackward": 5}
+"""Calls of cuDNN's attention, and the number of their products: the backward pass computes the logits again."""
+_MASKS = ("NO_MASK", "CAUSAL")
+"""Masks whose pairs of query and key are known: the lengths of padded rows are values."""
+_EXACT = re.compile(r"high|dot_f32", re.IGNORECASE)
+"""The precision HIGH or HIGHEST, or an algorithm in float32."""
 _WINDOW = re.compile(r"(\w+)=([\d_x\-]+)")
 
 
@@ -32,8 +39,58 @@ def product_flops(module: Module, computation: Computation, instruction: Instruc
         return _convolution(computation, instruction)
     if instruction.is_kernel:
         return instruction.kernel_work.flops if instruction.kernel_work else 0
+    if instruction.target in ATTENTION:
+        return _attention(computation, instruction) if _mask(instruction) in _MASKS else 0
     contracted = _contracted(computation, instruction)
     return 0 if contracted is None else _dot(computation, instruction, contracted)
+
+
+@dataclass(frozen=True)
+class Product:
+    """A matrix product [batch, left, contracted] x [batch, contracted, right], and the dtype it is done in.
+
+    Attributes:
+        sizes: batch, left, contracted and right, on one device.
+        dtype: for operands in float32 `tensorfloat32`, or `float32` if that precision was asked for; `float64`; and
+            `bfloat16`, which stands for every other dtype.
+    """
+
+    sizes: tuple[int, int, int, int]
+    dtype: str
+
+
+def product(module: Module, computation: Computation, instruction: Instruction) -> Product | None:
+    """Return the matrix product of a dot, of a library's call, or of a fusion that has one; None without one.
+
+    Args:
+        module: the program.
+        computation: the computation that contains the instruction.
+        instruction: any.
+
+    Source: float32 in TF32 by default on GPUs: JAX documentation, 'Matmul precision'.
+    """
+    if instruction.opcode == "fusion":
+        inner = module.computations[instruction.called[0]]
+        found = [each for one in inner.instructions if (each := product(module, inner, one))]
+        return found[0] if len(found) == 1 else None
+    if instruction.opcode == "dot":
+        contracted = integers(instruction.attribute("lhs_contracting_dims"))
+        batched = integers(instruction.attribute("lhs_batch_dims"))
+        asked = instruction.attribute("operand_precision") + instruction.attribute("algorithm")
+    elif instruction.is_kernel or (found_dims := _contracted(computation, instruction)) is None:
+        return None
+    else:
+        contracted, config = found_dims, instruction.config.get("gemm_backend_config", instruction.config)
+        numbers, precision = config.get("dot_dimension_numbers", {}), config.get("precision_config", {})
+        batched = tuple(int(d) for d in numbers.get("lhs_batch_dimensions", ()))
+        asked = " ".join([*precision.get("operand_precision", ()), precision.get("algorithm", "")])
+    first = computation.by_name[instruction.operands[0]].arrays[0]
+    batch, depth = (prod(first.shape[d] for d in dims) for dims in (batched, contracted))
+    left = first.size // max(1, batch * depth)
+    right = instruction.arrays[0].size // max(1, batch * left)
+    wide = "float32" if _EXACT.search(asked) else "tensorfloat32"
+    dtype = {"f32": wide, "f64": "float64"}.get(first.dtype, "bfloat16")
+    return Product((batch, left, depth, right), dtype)
 
 
 def uncounted(module: Module, computation: Computation, instruction: Instruction) -> Iterator[tuple[str, str]]:
@@ -49,7 +106,9 @@ def uncounted(module: Module, computation: Computation, instruction: Instruction
         for each in inner.instructions:
             yield from uncounted(module, inner, each)
         return
-    library = _PRODUCT.search(instruction.target) and _contracted(computation, instruction) is None
+    attends = instruction.target in ATTENTION and _mask(instruction) in _MASKS
+    known = attends or _contracted(computation, instruction) is not None
+    library = _PRODUCT.search(instruction.target) and not known
     if library or (instruction.is_kernel and not instruction.kernel_work):
         yield instruction.name, instruction.target
 
@@ -57,6 +116,20 @@ def uncounted(module: Module, computation: Computation, instruction: Instruction
 def _dot(computation: Computation, dot: Instruction, contracted: tuple[int, ...]) -> int:
     left = computation.by_name[dot.operands[0]].arrays[0]
     return 2 * dot.arrays[0].size * prod(left.shape[d] for d in contracted)
+
+
+def _attention(computation: Computation, call: Instruction) -> int:
+    """Operations of cuDNN's attention of queries [B, L, H, D] to keys [B, T, K, D], without masked ones."""
+    queries, keyed = (computation.by_name[name].arrays[0].shape for name in call.operands[:2])
+    (rows, length, heads, size), keys = queries, keyed[1]
+    pairs = sum(min(keys, query + 1) for query in range(length)) if _mask(call) == "CAUSAL" else length * keys
+    return 2 * ATTENTION[call.target] * rows * heads * pairs * size
+
+
+def _mask(call: Instruction) -> str:
+    """Return the mask of cuDNN's attention; a sliding window is a mask of its own."""
+    config = call.config.get("cudnn_fmha_backend_config", {})
+    return "SLIDING" if config.get("sliding_window_length") else config.get("mask_type", "NO_MASK")
 
 
 def _contracted(computation: Computation, call: Instruction) -> tuple[int, ...] | None:

@@ -1,15 +1,16 @@
 """The origin of a compiled instruction, by its metadata: the equation and step of a plan, and the source line."""
 
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import jax
 
 from gspmd.audit.hlo.collectives import Collective
-from gspmd.audit.hlo.module import Computation, Instruction, Module
-from gspmd.lowerings.scopes import innermost
+from gspmd.audit.hlo.module import Array, Computation, Instruction, Module
+from gspmd.lowerings.scopes import innermost, read_step
 
 OURS = f"{Path(__file__).parents[2]}{os.sep}"
 """The directory of this package: the source line of an instruction is the innermost one outside of it."""
@@ -17,8 +18,18 @@ OURS = f"{Path(__file__).parents[2]}{os.sep}"
 _KERNELS = f"{Path(jax.__file__).parent / 'experimental' / 'pallas'}{os.sep}"
 """The directory of JAX's kernels, whose lines are not the user's either."""
 
+_RANGE = re.compile(r"\{\[(\d+):(\d+)\]\}")
+_RESHAPES = ("bitcast", "reshape", "copy", "transpose")
+
+_REDUCTIONS = {"all-reduce", "reduce-scatter"}
+"""Kinds that a compiler may make of each other."""
+
 _NEAR = 4
 """Producers that are searched for a source line if the compiler left a collective without one."""
+
+
+Placed = tuple[Computation, Instruction]
+"""An instruction, after the computation that contains it."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +79,8 @@ def by_origin(
     """Split a collective into parts, each with the arrays of one origin: compilers combine several collectives.
 
     XLA gives the instruction that takes an array out of the combined result (`get-tuple-element`) the metadata of the
-    array's own collective.
+    array's own collective. XLA:GPU may give it to the instruction after that, which reshapes the array, or only to the
+    combined collective, as a list. It concatenates the arrays of all-reduces, and takes slices out of the result.
 
     Args:
         module, computation: the program and the computation that contain it.
@@ -76,20 +88,113 @@ def by_origin(
         collective: the collective of that line.
     """
     own = origin(module, computation, scheduled, collective.instruction)
-    taken = _taken(computation, scheduled) if len(collective.arrays) > 1 and not collective.fused else {}
+    done = _done(computation, scheduled)
+    apart = [*_taken_apart(module, computation, done, collective)]
+    names = next((found for each in (done, scheduled) if len(found := _listed(each.op_name)) == len(apart) > 1), ())
     parts: dict[Origin, list] = {}
-    for number, array in enumerate(collective.arrays):
-        out = taken.get(number)
-        part = origin(module, computation, out, out) if out and out.op_name else own
+    for number, (array, taken) in enumerate(apart):
+        in_step = [placed for placed in taken if _in_step(placed, collective.kind)]
+        if names and not in_step:
+            part = Origin(*innermost(names[number]), "")
+        elif named := in_step or [placed for placed in taken if placed[1].op_name]:
+            where, instruction = named[0]
+            part = origin(module, where, instruction, instruction)
+        else:
+            part = own
         parts.setdefault(part, []).append(array)
     for part, arrays in parts.items():
         yield part, replace(collective, arrays=tuple(arrays))
 
 
-def _taken(computation: Computation, scheduled: Instruction) -> dict[int, Instruction]:
-    """Return the `get-tuple-element` of each array of a result; for an asynchronous collective, of its done's
-    result."""
-    users = [each for each in computation.instructions if each.operands == (scheduled.name,)]
-    done = next((each for each in users if each.opcode.endswith("-done")), scheduled)
-    out = (each for each in computation.instructions if each.operands == (done.name,))
-    return {int(each.attribute("index")): each for each in out if each.opcode == "get-tuple-element"}
+def _in_step(placed: Placed, kind: str) -> bool:
+    """Return whether an instruction is in a step that sends by collectives of a kind.
+
+    An instruction that reshapes a result may be in the step that uses it instead, such as a product.
+    """
+    step = innermost(placed[1].op_name)[1]
+    planned = read_step(step).kind if step else ""
+    return planned == kind or {planned, kind} == _REDUCTIONS
+
+
+def _in_equation(placed: Placed) -> bool:
+    """Return whether an instruction is in an equation that the compiler lowers, which has no steps."""
+    equation, step = innermost(placed[1].op_name)
+    return bool(equation and not step)
+
+
+def _done(computation: Computation, scheduled: Instruction) -> Instruction:
+    """Return the instruction that waits for an asynchronous collective; for another one, the collective itself."""
+    users = (each for each in computation.instructions if each.operands == (scheduled.name,))
+    return next((each for each in users if each.opcode.endswith("-done")), scheduled)
+
+
+def _listed(op_name: str) -> list[str]:
+    """Return the names that XLA:GPU merges into that of a combined collective, in the order of its arrays.
+
+    >>> _listed("jit(f)/body/(a/gspmd[B, (E, F) -> B]/psum:b/psum)")
+    ['a/gspmd[B, (E, F) -> B]/psum', 'b/psum']
+    """
+    _, _, inner = op_name.partition("/(")
+    names, depth = [""], 0
+    for letter in inner.removesuffix(")"):
+        depth += (letter in "([") - (letter in ")]")
+        if letter == ":" and depth == 0:
+            names.append("")
+        else:
+            names[-1] += letter
+    return names if op_name.endswith(")") else []
+
+
+def _taken_apart(
+    module: Module, computation: Computation, done: Instruction, collective: Collective
+) -> Iterator[tuple[Array, Sequence[Placed]]]:
+    """Yield the arrays that a collective combines, each with the instructions that take it out of the result."""
+    if len(collective.arrays) > 1 and not collective.fused:
+        out = (each for each in computation.instructions if each.operands == (done.name,))
+        taken = {int(each.attribute("index")): each for each in out if each.opcode == "get-tuple-element"}
+        for number, array in enumerate(collective.arrays):
+            yield array, _renamed(computation, taken[number]) if number in taken else ()
+    elif pieces := _concatenated(module, computation, done) if collective.kind == "all-reduce" else {}:
+        dtype = collective.arrays[0].dtype
+        yield from ((Array(dtype, (stop - start,)), named) for (start, stop), named in pieces.items())
+    else:
+        yield from ((array, ()) for array in collective.arrays)
+
+
+def _concatenated(module: Module, computation: Computation, done: Instruction) -> dict[tuple[int, int], list[Placed]]:
+    """Return the slices of all-reduces that XLA:GPU concatenated; nothing if the result is one array.
+
+    A user may cover a result with slices, too. Only those of the compiler have the metadata of an all-reduce.
+    """
+    pieces = _slices(module, computation, done)
+    named = (placed for piece in pieces.values() for placed in piece)
+    return pieces if any(_in_step(placed, "all-reduce") or _in_equation(placed) for placed in named) else {}
+
+
+def _slices(module: Module, computation: Computation, done: Instruction) -> dict[tuple[int, int], list[Placed]]:
+    """Return the slices that cover a concatenated result without overlap, each with the instructions that name it; or
+    nothing if the result is used otherwise."""
+    found: dict[tuple[int, int], list[Placed]] = {}
+    for user in computation.instructions:
+        for number in (number for number, name in enumerate(user.operands) if name == done.name):
+            inner = module.computations[user.called[0]] if user.opcode == "fusion" else computation
+            value = inner.parameters[number] if user.opcode == "fusion" else done
+            for each in (each for each in inner.instructions if value.name in each.operands):
+                cut = _RANGE.fullmatch(each.attribute("slice")) if each.opcode == "slice" else None
+                if not cut:
+                    return {}
+                named = _renamed(inner, each)
+                named += _renamed(computation, user) if each.root and inner is not computation else []
+                found.setdefault((int(cut[1]), int(cut[2])), []).extend(named)
+    pieces = dict(sorted(found.items()))
+    starts, stops = zip(*pieces) if pieces else ((), ())
+    return pieces if (*starts, *(array.size for array in done.arrays)) == (0, *stops) else {}
+
+
+def _renamed(computation: Computation, value: Instruction) -> list[Placed]:
+    """Return an instruction and those that only give its result another shape, each with their computation."""
+    same = [value]
+    for each in computation.instructions:
+        if each.opcode in _RESHAPES and each.operands[0] in {known.name for known in same}:
+            same.append(each)
+    return [(computation, each) for each in same]

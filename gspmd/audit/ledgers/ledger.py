@@ -49,7 +49,7 @@ class Ledger(Printed):
         return sum(entry.wire_bytes for entry in self.entries)
 
     def by_kind_and_axes(self) -> dict[Key, tuple[int, int]]:
-        """Return, for every kind of collective and set of mesh axes, the number of runs and the bytes sent."""
+        """Return, for every kind and set of mesh axes, the number of arrays sent, over all runs, and the bytes."""
         return by_kind_and_axes(self.entries)
 
     def compare(self, plan: ProgramPlan | Plan) -> Comparison:
@@ -127,7 +127,7 @@ def compare(ledger: Ledger, plan: ProgramPlan | Plan) -> Comparison:
             its `gspmd.plan` is enough.
 
     Raises:
-        PlanError: `ledger` is no ledger, or `plan` no plan.
+        PlanError: `ledger` is not a ledger, or `plan` no plan.
 
     Example:
         >>> compare(Ledger((), 0, {}), ProgramPlan(())).agrees
@@ -137,7 +137,7 @@ def compare(ledger: Ledger, plan: ProgramPlan | Plan) -> Comparison:
     if not (isinstance(ledger, Ledger) and isinstance(plan, ProgramPlan)):
         raise PlanError(
             f"cannot compare {article(type(ledger).__name__)} with {article(type(plan).__name__)}.\n"
-            "  Write gspmd.ledger(compiled).compare(gspmd.trace(fn, *args)); of one equation, gspmd.plan(...) will do."
+            "  Write gspmd.ledger(compiled).compare(gspmd.trace(fn, *args)), or gspmd.plan(...) for a single equation."
         )
     return compared(ledger.entries, plan, (*plan.notes, *ledger.notes))
 
@@ -149,7 +149,7 @@ def difference(before: Ledger, after: Ledger) -> Difference:
         before, after: the ledgers of programs on meshes with the same axis names.
 
     Raises:
-        PlanError: `before` or `after` is no ledger.
+        PlanError: `before` or `after` is not a ledger.
 
     Example:
         >>> before = Ledger((), 128, {"x": 4})
@@ -159,7 +159,7 @@ def difference(before: Ledger, after: Ledger) -> Difference:
     for each in (before, after):
         if not isinstance(each, Ledger):
             raise PlanError(
-                f"cannot put {shown(each)} beside a ledger: it is no ledger.\n  Give gspmd.ledger(compiled)."
+                f"cannot compare a ledger with {shown(each)}: it is not a ledger.\n  Give gspmd.ledger(compiled)."
             )
     sent, work = (before.wire_bytes, after.wire_bytes), (before.flops, after.flops)
     return Difference(changes(before.entries, after.entries), sent, work, (before.name, after.name))

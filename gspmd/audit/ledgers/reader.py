@@ -31,7 +31,7 @@ def ledger(compiled: Any, mesh: Any = None) -> Ledger:
         A `Ledger`: every collective with its mesh axes, executions, bytes, dtype, plan step and source line.
 
     Raises:
-        PlanError: `compiled` is not compiled; `mesh` is no mesh; no mesh is given or found; or mesh and program have
+        PlanError: `compiled` is not compiled; `mesh` is not a mesh; no mesh is given or found; or mesh and program have
             different numbers of devices.
         HloError: the text is no HLO module.
 
@@ -108,7 +108,9 @@ class _ModuleReader:
         self, computation: Computation, instruction: Instruction, sent: Collective, times: int
     ) -> Iterator[Entry]:
         """Yield the entries of a collective, one for each origin of its arrays."""
-        for origin, part in by_origin(self.module, computation, instruction, sent):
+        parts = [*by_origin(self.module, computation, instruction, sent)]
+        together = sum(len(part.arrays) for _, part in parts)  # Concatenated arrays are one in the instruction.
+        for origin, part in parts:
             yield Entry(
                 part.kind,
                 axes_of(sent.instruction, self.mesh),
@@ -122,7 +124,7 @@ class _ModuleReader:
                 asynchronous=sent.phase == "start",
                 arrays=len(part.arrays),
                 group=part.group,
-                together=len(sent.arrays),
+                together=together,
             )
 
 

@@ -24,9 +24,10 @@ class ComparedStep:
     """One step of one equation with all its executions, or a collective that the compiler sends without a step.
 
     Attributes:
-        verdict: `"as planned"`; `"shared"`: the step uses the result of another, equal one; `"rewritten"`: something
-            else was compiled in its place; `"gone"`: nothing was compiled; `"the compiler's choice"`: there is no
-            step, in an equation under lowering `xla`; `"not planned"`: no step asked for it.
+        verdict: `"as planned"`; `"shared"`: the step uses the result of another, equal one, or both are one reduction
+            of their sum; `"rewritten"`: something else was compiled in its place; `"gone"`: nothing was compiled;
+            `"the compiler's choice"`: there is no step, in an equation under lowering `xla`; `"not planned"`: no step
+            asked for it.
         how: the kind of rewriting: `"reduce-scatter made an all-reduce"`, `"f32 on the wire"`, `"padded"`, ...; for a
             shared step, the other step; for a step as planned, whether it is combined with others.
         kind, axes: as planned; as compiled if nothing was planned.
@@ -52,6 +53,8 @@ def rows(plan: ProgramPlan, entries: Sequence[Entry]) -> Iterator[ComparedStep]:
     planned = planned_steps(plan.entries)
     combined = _combined_in_full(planned, entries)
     for row in _judged(planned, entries, plan):
+        if row.planned == (0, 0) and not row.step and _kind_and_axes(row) in combined:
+            continue  # It is counted in the rows of the steps behind a loop.
         if row.compiled != row.planned and _kind_and_axes(row) in combined:
             row = replace(row, verdict="as planned", how=row.how or _COMBINED, compiled=row.planned)
         yield row
@@ -64,7 +67,12 @@ def rows(plan: ProgramPlan, entries: Sequence[Entry]) -> Iterator[ComparedStep]:
 
 
 def _combined_in_full(planned: Steps, entries: Sequence[Entry]) -> set[tuple]:
-    """Return the kinds and axes whose collectives the compiler combined with the same total of bytes as their steps."""
+    """Return the kinds and axes whose collectives the compiler combined with the same total of bytes as their steps.
+
+    An all-reduce that the compiler moves behind a loop loses its scope, and so does its part of a combined one: if all
+    parts are of this kind, the combined one looks like a single array.
+    """
+    behind = {_kind_and_axes(step.step) for steps in planned.values() for step in steps if step.is_behind_loop}
     keys = {name: _kind_and_axes(steps[0].step) for name, steps in planned.items()}
     wanted: defaultdict[tuple, int] = defaultdict(int)
     found: defaultdict[tuple, list[Entry]] = defaultdict(list)
@@ -75,8 +83,8 @@ def _combined_in_full(planned: Steps, entries: Sequence[Entry]) -> set[tuple]:
     return {
         key
         for key, here in found.items()
-        if any(entry.arrays > 1 for entry in here)
-        and all(keys.get((entry.equation, entry.step)) == key for entry in here)
+        if (key in behind or any(entry.arrays > 1 for entry in here))
+        and all(keys.get((e.equation, e.step)) == key or (key in behind and not e.step) for e in here)
         and compiled_total(here)[1] == wanted[key]
     }
 
@@ -140,7 +148,9 @@ def _compared(name: Name, steps: Sequence[PlannedStep], entries: Sequence[Entry]
     if not how and planned[1] < compiled[1]:
         how = "sent more often"
     elif not how and planned[1] > compiled[1]:
-        how = "runs less often" if compiled[0] < planned[0] else "sends less"
+        others = sorted({entry.dtype for entry in entries} - {step.dtype for step in steps})
+        less = f"{' and '.join(others)} on the wire" if others else "sends less"
+        how = "runs less often" if compiled[0] < planned[0] else less
     combined = any(max(entry.together, entry.arrays) > 1 for entry in entries)
     return _row("rewritten" if how else "as planned", how or (_COMBINED if combined else ""), name, steps, entries)
 
@@ -167,7 +177,7 @@ def _rewriting(planned: PlannedStep, entries: Sequence[Entry], in_full: bool) ->
 
 
 def _size_change(planned: str, compiled: str, ratio: float) -> list[str]:
-    """Yield why one execution sends more or less than planned: another dtype, or otherwise padding."""
+    """Return why one execution sends more or less than planned: another dtype, or otherwise padding."""
     if planned and planned != compiled and (_bits(compiled) - _bits(planned)) * (ratio - 1) > 0:
         return [f"{compiled} on the wire"]
     return ["padded"] if ratio > 1 else []

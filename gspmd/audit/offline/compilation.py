@@ -18,7 +18,7 @@ from gspmd.audit.offline.libtpu import own_schedules, with_schedules
 from gspmd.audit.offline.memory import KEPT
 from gspmd.audit.offline.options import check_compiler_options
 from gspmd.audit.offline.report import Report
-from gspmd.audit.offline.tpu import Topology, topology
+from gspmd.audit.offline.topology import Topology, topology
 from gspmd.audit.simulation.simulator import timeline
 from gspmd.display.units import amount_of_bytes, mesh_text
 from gspmd.tracing.program_plan import ProgramPlan
@@ -45,10 +45,13 @@ def compile_offline(
 ) -> Report:
     """Compile a function for a machine that is not attached, with the real compiler.
 
+    The compiler for TPUs refuses a program that does not fit; the one for GPUs does not, and its program is reported
+    with its ledger and its timeline.
+
     Args:
         fn: any function that JAX traces.
         abstract_args: `jax.ShapeDtypeStruct`s with shardings over a mesh of `topology`.
-        topology: a name such as `"tpu-v4:4x4x4"`, or `gspmd.audit.topology(...)`.
+        topology: a name such as `"tpu-v4:4x4x4"` or `"h100:16x8"`, or `gspmd.audit.topology(...)`.
         mesh: the mesh, if no argument has one: a `Mesh`, or sizes of its axes.
         donate_argnums: arguments whose memory the results may reuse, such as a training state.
         auto_layout_argnums: arguments whose order of dimensions in memory the compiler may choose, such as the weights
@@ -64,8 +67,8 @@ def compile_offline(
         A `Report`; if memory does not suffice, it says so, and has the plan's figures.
 
     Raises:
-        PlanError: the topology does not exist, the mesh does not fit it, libtpu is missing, no argument has a mesh, the
-            compiler does not know an option or refuses the program, or another argument has the wrong type.
+        PlanError: the topology does not exist, the mesh does not fit it, its compiler is missing, no argument has a
+            mesh, the compiler does not know an option or refuses the program, or another argument has the wrong type.
 
     Example:
         >>> topology = gspmd.audit.topology("tpu-v4:4x4x4")             # doctest: +SKIP
@@ -75,7 +78,7 @@ def compile_offline(
     target = _topology(topology)
     check_call("compile", fn, abstract_args)
     if not callable(progress):
-        raise PlanError(f"cannot tell {shown(progress)} what starts.\n  Give a function of one text, such as print.")
+        raise PlanError(f"cannot call progress={shown(progress)}.\n  Give a function of one string, such as print.")
     donated, ordered = (
         argument_numbers(name, given, len(abstract_args))
         for name, given in (("donate_argnums", donate_argnums), ("auto_layout_argnums", auto_layout_argnums))
@@ -95,11 +98,13 @@ def compile_offline(
             options = _formats(abstract_args, ordered)
             if out_shardings is not None:
                 options["out_shardings"] = out_shardings
-            jitted = jax.jit(fn, donate_argnums=donated, **options)
+            # Arguments are held whether the program reads them or not, such as a decoder's weights while sources are
+            # encoded; jax.jit would drop those that it does not read.
+            jitted = jax.jit(fn, donate_argnums=donated, keep_unused=True, **options)
             lowered = jitted.lower(*abstract_args)
             progress("compiling")
             with own_schedules():
-                compiled, reason = _compile(lowered, chosen)
+                compiled, reason = _compile(lowered, chosen, target.compiler_options)
                 module = with_schedules(parse(compiled.as_text())) if compiled is not None else None
     seconds = time.perf_counter() - began
     if compiled is None or module is None:
@@ -108,12 +113,14 @@ def compile_offline(
         return _too_large(target, sizes, plan, (*held, *values), reason, seconds)
     progress("reading")
     text, stats = compiled.as_text(), compiled.memory_analysis()
-    needed = stats.argument_size_in_bytes, stats.output_size_in_bytes - stats.alias_size_in_bytes
+    results = stats.output_size_in_bytes - stats.alias_size_in_bytes
+    needed = stats.argument_size_in_bytes, results, stats.temp_size_in_bytes
+    reason = _overfilled(sum(needed), target)
     buffers = sorted([*held, *memory.temporaries(module)], key=lambda buffer: -buffer.bytes)[:KEPT]
     return Report(
-        target, sizes, True, *needed, stats.temp_size_in_bytes, target.chip.hbm_bytes, plan,
+        target, sizes, not reason, *needed, target.chip.hbm_bytes, plan,
         of_module(module, sizes), timeline(module, target.chip, sizes, flops=share, torus=target.rings(placed)),
-        module, text, tuple(buffers), seconds,
+        module, text, tuple(buffers), seconds, reason,
     )  # fmt: skip
 
 
@@ -122,7 +129,7 @@ def _topology(given: Topology | str) -> Topology:
         return given
     if not isinstance(given, str):
         raise PlanError(
-            f"cannot compile for topology={shown(given)}: it is no topology.\n"
+            f"cannot compile for topology={shown(given)}: it is not a topology.\n"
             "  Give a name, such as 'tpu-v4:4x4x4', or gspmd.audit.topology('tpu-v4:4x4x4')."
         )
     return topology(given)
@@ -132,7 +139,7 @@ def _check_shardings(given: Any) -> None:
     wrong = next((leaf for leaf in jax.tree.leaves(given, is_leaf=_is_sharding) if not _is_sharding(leaf)), None)
     if wrong is not None:
         raise PlanError(
-            f"cannot place the results by {shown(wrong)} in out_shardings: it is no sharding.\n"
+            f"cannot place the results by {shown(wrong)} in out_shardings: it is not a sharding.\n"
             "  Give a tree of jax.NamedSharding or jax.P with the structure of the results, or leave it out."
         )
 
@@ -162,7 +169,7 @@ def _mesh(given: Any, target: Topology, args: Any) -> jax.sharding.Mesh:
         meshes.append(given)
     elif given is not None:
         raise PlanError(
-            f"cannot compile for {target.name} with mesh={shown(given)}: it is no mesh.\n"
+            f"cannot compile for {target.name} with mesh={shown(given)}: it is not a mesh.\n"
             "  Give a mesh of its devices, or sizes of its axes, such as {'x': 4, 'y': 4, 'z': 4}."
         )
     if not meshes:
@@ -198,10 +205,24 @@ def _overfull(held: Sequence[memory.AllocatedArray], target: Topology) -> str:
     return f"Its arguments alone take {amount_of_bytes(taken)} per device, and a device has {amount_of_bytes(room)}."
 
 
-def _compile(lowered: Any, options: Mapping[str, Any]) -> tuple[Any, str]:
-    """Return the compiled program; or None, and the compiler's message that memory does not suffice."""
+def _overfilled(needed: int, target: Topology) -> str:
+    """Return why a compiled program does not fit; empty if it does.
+
+    The compiler for TPUs refuses what does not fit, by its own figure of the memory; the one for GPUs refuses nothing.
+    """
+    room = target.chip.hbm_bytes
+    if needed <= room or not target.chip.is_switch:
+        return ""
+    return f"The compiled program takes {amount_of_bytes(needed)} per device, and a device has {amount_of_bytes(room)}."
+
+
+def _compile(lowered: Any, options: Mapping[str, Any], defaults: Mapping[str, Any]) -> tuple[Any, str]:
+    """Return the compiled program; or None, and the compiler's message that memory does not suffice.
+
+    The user's `options` come before `defaults`, and a message names only the former.
+    """
     try:
-        return lowered.compile(compiler_options=options or None), ""
+        return lowered.compile(compiler_options={**defaults, **options} or None), ""
     except jax.errors.JaxRuntimeError as error:
         if _FULL.search(str(error)):
             return None, str(error).partition("RESOURCE_EXHAUSTED: ")[2].strip()

@@ -69,8 +69,8 @@ def with_schedules(module: Module) -> Module:
     return replace(module, kernels=kernels)
 
 
-def require_libtpu(name: str) -> None:
-    """Check that libtpu is installed, in the version that this JAX needs.
+def require_libtpu(name: str, chip: Chip) -> None:
+    """Check that libtpu, which knows every TPU of chips.toml, is installed in the version that this JAX needs.
 
     Raises:
         PlanError: libtpu is missing, or has another version; the topology `name` cannot be described.

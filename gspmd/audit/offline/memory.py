@@ -22,7 +22,7 @@ from gspmd.tracing.jaxprs import inner_jaxprs
 _NO_BUFFER = ("parameter", "tuple", "get-tuple-element", "bitcast", "while", "conditional", "call", "constant")
 _SMALLER = "a smaller batch or length, or a layout that shards it; in training, remat around it"
 KEPT = 64
-"""Number of buffers that a report lists."""
+"""Number of buffers that a report keeps; it prints the largest five, if the program does not fit."""
 
 _STARTS = ("-start", "-update")  # Their results include their operands; the -done has the result alone.
 _LAYOUT = re.compile(r"([a-z]\w*)\[([\d,<=]*)\](?:\{([\d,]*)(?::((?:T\([\d,]+\)(?:\([\d,]+\))*)?)([^}]*))?\})?")

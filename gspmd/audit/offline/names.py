@@ -1,4 +1,5 @@
-"""Names of TPU slices, such as `tpu-v4:4x4x4`: their meaning, and the slices that exist."""
+"""Names of TPU slices and of nodes of GPUs, such as `tpu-v4:4x4x4` and `h100:16x8`: their meaning, and those that
+exist."""
 
 import re
 from collections.abc import Iterator
@@ -11,18 +12,39 @@ POD_CHIPS = {"tpu-v3": 1024, "tpu-v4": 4096, "tpu-v5e": 256, "tpu-v5p": 8960, "t
 """Number of chips of the largest slice that exists (Google Cloud documentation, 'TPU v3', 'TPU v4', ...: pod size). The
 compiler describes larger ones too."""
 
+SEARCHED_GPUS = 24_576
+"""Number of GPUs at which `shapes` stops: those of the cluster that trained Llama 3 (Llama Team 2024, *The Llama 3 Herd
+of Models*, §3.3.1: 24K H100). The name of a topology may ask for more."""
+
+MOST_GPUS = 2**18
+"""Number of GPUs that a name may ask for, ten times `SEARCHED_GPUS` to the next power of two: each device is an object,
+so that an absurd number would fill the memory."""
+
+SPELLINGS = {"a100-80gb": "a100"}
+"""Names of GPUs that are not those of chips.toml."""
+
 CORES = {"tpu-v3": 2, "tpu7x": 2}
 """Number of devices of one chip, if it is not one (see `libtpu.py`)."""
 
 
 def shapes(chip: Chip) -> Iterator[tuple[int, ...]]:
     """Yield the shapes of a chip's slices from the smallest to a pod, doubling in size, each as near a cube as
-    possible.
+    possible; of a GPU those of parts of a node, and then of 1, 2, 4, ... nodes, up to `SEARCHED_GPUS`.
 
     Example:
         >>> list(shapes(CHIPS["tpu-v6e"]))
         [(2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16)]
+        >>> list(shapes(CHIPS["h100"]))[:6]
+        [(1,), (2,), (4,), (8,), (2, 8), (4, 8)]
     """
+    if chip.is_switch:
+        node, nodes = chip.node_devices, 2
+        yield from ((1 << power,) for power in range((node - 1).bit_length()))
+        yield (node,)
+        while nodes * node <= SEARCHED_GPUS:
+            yield nodes, node
+            nodes *= 2
+        return
     shape = [2, 2, 1][: chip.torus]
     while prod(shape) <= POD_CHIPS[chip.name]:
         yield tuple(sorted(shape) if 1 not in shape else shape)
@@ -30,30 +52,70 @@ def shapes(chip: Chip) -> Iterator[tuple[int, ...]]:
 
 
 def read_name(name: str) -> tuple[Chip, tuple[int, ...]]:
-    """Return the chip of a slice, and the number of chips along each torus axis.
+    """Return the chip of a topology, and the number of chips along each torus axis; of GPUs their number in a node, and
+    before it the number of nodes if there are several.
+
+    Example:
+        >>> [read_name(name)[1] for name in ("tpu-v4:4x4x8", "h100:16x8", "h100:1x8", "h100:4")]
+        [(4, 4, 8), (16, 8), (8,), (4,)]
 
     Raises:
-        PlanError: the slice does not exist.
+        PlanError: the topology does not exist.
     """
     if not isinstance(name, str):
-        raise PlanError(f"there is no topology {shown(name)}: it is no text.\n  Write 'tpu-v4:4x4x4'.")
+        fact = "it is not a string"
+        raise PlanError(f"there is no topology {shown(name)}: {fact}.\n  Write 'tpu-v4:4x4x4' or 'h100:16x8'.")
     head, _, tail = name.strip().lower().partition(":")
     chip = _chip(head)
     if chip is None:
-        hint = suggestion(f"tpu-{_plain(head)}", POD_CHIPS) if head else ""
-        raise PlanError(_no_such(name, f"no TPU is called {shown(head)}" if head else "it lacks a chip", hint))
+        near = suggestion(f"tpu-{_plain(head)}", POD_CHIPS) or suggestion(head, _gpus()) if head else ""
+        raise PlanError(_no_such(name, f"no chip is called {shown(head)}" if head else "it lacks a chip", near))
     if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", tail):
-        fact = f"{shown(tail)} is no shape" if tail else "it lacks a shape"
+        fact = f"{shown(tail)} is not a shape" if tail else "it lacks a shape"
         raise PlanError(_no_such(name, fact, f"Did you mean {_example(chip)!r}? "))
     shape = tuple(map(int, tail.split("x")))
+    if chip.is_switch:
+        if fact := _impossible_nodes(chip, shape):
+            raise PlanError(_no_such(name, fact, f"Did you mean {_nodes_near(chip, prod(shape))!r}? "))
+        return chip, shape[1:] if shape[0] == 1 and len(shape) == 2 else shape
     if fact := _impossible(chip, shape):
         raise PlanError(_no_such(name, fact, f"Did you mean {_example(chip)!r}? "))
     return chip, shape
 
 
 def _chip(head: str) -> Chip | None:
-    named = {_plain(spelled): CHIPS[chip] for chip in POD_CHIPS for spelled in (chip, *CHIPS[chip].device_kinds)}
+    named = {_plain(spelled): row for row in CHIPS.values() for spelled in (row.name, *row.device_kinds)}
+    named |= {_plain(spelled): CHIPS[chip] for spelled, chip in SPELLINGS.items()}
     return named.get(_plain(head)) or named.get(_plain(head).removeprefix("v"))
+
+
+def _gpus() -> list[str]:
+    return [name for name, row in CHIPS.items() if row.is_switch]
+
+
+def _impossible_nodes(chip: Chip, shape: tuple[int, ...]) -> str:
+    """Return why there are no such nodes of GPUs; empty if there may be.
+
+    Several nodes are used whole, because a plan and its seconds take `Chip.node_devices` for the size of every node.
+    """
+    node, sizes = chip.node_devices, "x".join(map(str, shape))
+    if len(shape) > 2:
+        return f"GPUs come as nodes x GPUs of a node, and {sizes} has {len(shape)} dimensions"
+    if shape[-1] > node:
+        return f"a node of {chip.name} has {node} GPUs, and {sizes} takes {shape[-1]} of one"
+    if len(shape) == 2 and shape[0] > 1 and shape[1] != node:
+        return f"a node of {chip.name} has {node} GPUs, and of several nodes {sizes} takes only {shape[1]} each"
+    if (count := prod(shape)) > MOST_GPUS:
+        return f"gspmd describes {MOST_GPUS:,} GPUs or fewer, and {sizes} has {count:,}"
+    return ""
+
+
+def _nodes_near(chip: Chip, gpus: int) -> str:
+    """Return the name of the nodes that hold so many GPUs, as few as possible, or the most that can be described."""
+    gpus = min(gpus, MOST_GPUS // chip.node_devices * chip.node_devices)
+    if gpus <= chip.node_devices:
+        return f"{chip.name}:{gpus}"
+    return f"{chip.name}:{-(-gpus // chip.node_devices)}x{chip.node_devices}"
 
 
 def _impossible(chip: Chip, shape: tuple[int, ...]) -> str:
@@ -68,13 +130,13 @@ def _impossible(chip: Chip, shape: tuple[int, ...]) -> str:
 
 
 def _plain(name: str) -> str:
-    return re.sub(r"[\s_-]", "", name.lower()).removeprefix("tpu")
+    return re.sub(r"[\s_-]", "", name.lower()).removeprefix("tpu").removeprefix("nvidia")
 
 
 def _example(chip: Chip) -> str:
-    return f"{chip.name}:{'x'.join('4' * chip.torus)}"
+    return f"{chip.name}:{chip.node_devices if chip.is_switch else 'x'.join('4' * chip.torus)}"
 
 
 def _no_such(name: str, fact: str, hint: str) -> str:
-    known = ", ".join(_example(CHIPS[chip]) for chip in POD_CHIPS)
-    return f"there is no topology {shown(name)}: {fact}.\n  {hint}Known: {known}, and other sizes."
+    tpus, gpus = (", ".join(_example(CHIPS[chip]) for chip in chips) for chips in (POD_CHIPS, _gpus()))
+    return f"there is no topology {shown(name)}: {fact}.\n  {hint}Known: {tpus}, {gpus}, and other sizes."

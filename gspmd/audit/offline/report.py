@@ -12,7 +12,7 @@ from rich.text import Text
 from gspmd.audit.hlo.module import Module
 from gspmd.audit.ledgers.ledger import Ledger
 from gspmd.audit.offline.memory import AllocatedArray, buffers_table
-from gspmd.audit.offline.tpu import Topology
+from gspmd.audit.offline.topology import Topology
 from gspmd.audit.simulation.timeline import Timeline
 from gspmd.display.plain import printable
 from gspmd.display.printed import Printed
@@ -30,15 +30,16 @@ class Report(Printed):
         fits: whether everything fits in the memory of one device.
         argument_bytes: parameters, optimizer state, batch, donated arguments included.
         output_bytes: results that are not donated arguments.
-        temporary_bytes: peak of everything else; results included if it does not fit.
+        temporary_bytes: peak of everything else; results included if it was not compiled.
         hbm_bytes: memory of one device.
         plan: the plan of the function.
-        ledger, timeline: those of the compiled program; None if it does not fit.
-        module, hlo: the scheduled program, parsed and as text; None and empty if it does not fit.
-        buffers: the largest arrays of one device, largest first: arguments and temporaries. If it does not fit,
+        ledger, timeline: those of the compiled program; None if it was not compiled, because it does not fit.
+        module, hlo: the scheduled program, parsed and as text; None and empty if it was not compiled.
+        buffers: the largest arrays of one device, largest first: arguments and temporaries. If it was not compiled,
             temporaries are the values of the traced function, some of which the compiler would have merged.
         compile_seconds: seconds of tracing, lowering and compiling.
-        reason: why it does not fit, in the compiler's words, with its binary units converted to decimal ones.
+        reason: why it does not fit; in the words of a compiler that refuses it, with its binary units converted to
+            decimal ones.
     """
 
     topology: Topology
@@ -64,16 +65,16 @@ class Report(Printed):
 
     @property
     def flops(self) -> int:
-        """Operations of the matrix products, as compiled; as planned if it does not fit."""
+        """Operations of the matrix products, as compiled; as planned if it was not compiled."""
         return self.ledger.flops if self.ledger else self.plan.flops
 
     @property
     def wire_bytes(self) -> int:
-        """Bytes that one device sends, as compiled; as planned if it does not fit."""
+        """Bytes that one device sends, as compiled; as planned if it was not compiled."""
         return self.ledger.wire_bytes if self.ledger else self.plan.wire_bytes
 
     def to_json(self) -> str:
-        """Return the figures as JSON; those of the timeline are null if it does not fit."""
+        """Return the figures as JSON; those of the timeline are null if it was not compiled."""
         line = self.timeline
         figures = {
             "topology": self.topology.name,
@@ -129,7 +130,7 @@ class Report(Printed):
             shown += ["", comparison.table()]
             if comparison.differing:
                 shown.append(comparison.steps_table())
-            shown += ["", self.timeline.table()]
+            shown += ["", self.timeline.table(), *(Text(f"note: {note}") for note in self.timeline.notes)]
         return Group(*shown)
 
     def __repr__(self) -> str:

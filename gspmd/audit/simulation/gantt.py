@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _NAMES = {"einsum": "matrix products", "other": "other computing", "copy": "memory copies"}
 _BAND = "#f4f6f8"
 _LANES = 6
-"""The most lanes for which a row gets higher; more lanes are thinner."""
+"""A row gets taller up to this many lanes; beyond it the lanes get thinner."""
 
 _MARK = 9.0
 """Font size of a loop's mark, in points."""

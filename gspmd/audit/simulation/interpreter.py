@@ -9,6 +9,7 @@ from gspmd.audit.hlo.loops import trips
 from gspmd.audit.hlo.module import Computation, Instruction, Module
 from gspmd.audit.hlo.origin import origin
 from gspmd.audit.hlo.replica_groups import touched_by
+from gspmd.audit.simulation.launches import launched
 from gspmd.audit.simulation.links import MEMORY, Torus, Transfer, transfer
 from gspmd.audit.simulation.machine import Machine, Span
 from gspmd.audit.simulation.roofline import cost, traffic
@@ -26,6 +27,7 @@ class Interpreter:
         self.devices = prod(mesh.values())
         self.machine = Machine()
         self.notes: list[str] = []
+        self._launched: dict[str, frozenset[str]] = {}
 
     def run(self, computation: Computation, arguments: list[Value]) -> Value:
         """Execute the instructions of a computation, and return the value of its root."""
@@ -80,6 +82,8 @@ class Interpreter:
         elif instruction.is_kernel and instruction.name not in self.module.kernels:
             self.notes.append(f"kernel {instruction.name} has no schedule; its seconds are a lower bound")
         took = cost(self.module, computation, instruction, self.chip)
+        if instruction.name in self._launches(computation):
+            self.machine.launch(self.chip.launch_seconds)
         if took.seconds or took.flops:
             span = self._span(computation, instruction, "einsum" if took.flops else "other", ("compute",), took.bytes)
             self.machine.compute(replace(span, seconds=took.seconds), took.flops, took.memory_bound)
@@ -89,7 +93,20 @@ class Interpreter:
         if sent.group == 1 or not rows:
             return None
         span = self._span(computation, instruction, sent.kind, rows, sent.wire_bytes, sent)
+        self.machine.launch(self.chip.launch_seconds)
         return self.machine.start(span, transfer(sent, self.mesh, self.chip, self.torus))
+
+    def _launches(self, computation: Computation) -> frozenset[str]:
+        """Return the names of the kernels at which the host launches something; none on a TPU."""
+        if not self.chip.launch_seconds:
+            return frozenset()
+        if computation.name not in self._launched:
+            every = (
+                (each, collective(self.module, computation, each, self.devices)) for each in computation.instructions
+            )
+            communicating = frozenset(each.name for each, sent in every if sent)
+            self._launched[computation.name] = launched(computation, communicating, self.chip)
+        return self._launched[computation.name]
 
     def _copy(self, computation: Computation, instruction: Instruction) -> int:
         """Start a copy or a slice between memories, at the bandwidth of main memory."""
@@ -100,33 +117,46 @@ class Interpreter:
     def _copied_bytes(self, computation: Computation, instruction: Instruction) -> int:
         if instruction.opcode == "async-start":
             inner = self.module.computations[instruction.called[0]]
-            return sum(traffic(self.module, inner, each) for each in inner.instructions if each.opcode != "parameter")
+            moved = (traffic(self.module, inner, each) for each in inner.instructions if each.opcode != "parameter")
+            return int(sum(each.bytes for each in moved))
         users = (each for each in computation.instructions if each.operands[:1] == (instruction.name,))
         return next((each.bytes for each in users if each.opcode.endswith("-done")), instruction.arrays[0].bytes)
 
     def _loop(self, computation: Computation, loop: Instruction, carried: Value) -> Value:
-        """Run iterations until one starts in the same state as the one before; that one counts for the rest."""
+        """Run iterations until one leaves transfers in flight and host as it found them; it counts for all that remain.
+
+        On a GPU the host needs no condition if it knows the number of iterations. Otherwise it waits for the device.
+        """
         runs = trips(self.module, computation, loop)
         if runs is None:
             runs = 1
             self.notes.append(f"the trips of loop {loop.name} depend on computed values; it is counted once")
         body, condition = (self.module.computations[loop.attribute(n).lstrip("%")] for n in ("body", "condition"))
-        left = runs
+        left, waits = runs, self.chip.launch_seconds > 0 and trips(self.module, computation, loop) is None
         while left:
             sums, recorded, before = self.machine.sums.copy(), len(self.machine.spans), self.machine.transfer_state()
+            ahead, least = self.machine.ahead, self.machine.least
+            self.machine.least = ahead
             begun, left = self.machine.now, left - 1
-            self.run(condition, [carried])
+            if waits or not self.chip.launch_seconds:
+                self.run(condition, [carried])
+            if waits:
+                self.machine.synchronize()
             carried = self.run(body, [carried])
-            stands_for = left + 1 if self.machine.transfer_state() == before else 1
-            self.machine.repeat(sums, recorded, stands_for - 1)
+            alike = self.machine.transfer_state() == before
+            more = self.machine.alike(ahead, sums["launch"], left) if alike else 0
+            self.machine.repeat(sums, recorded, ahead, more)
+            self.machine.least = min(least, self.machine.least)
             if seconds := self.machine.now - begun:
                 span = self._span(computation, loop, "loop", ("compute",))
-                self.machine.record(replace(span, start=begun, seconds=seconds, times=stands_for, trips=stands_for))
-            left -= stands_for - 1
+                self.machine.record(replace(span, start=begun, seconds=seconds, times=more + 1, trips=more + 1))
+            left -= more
         return carried
 
     def _conditional(self, conditional: Instruction, arguments: list[Value]) -> Value:
-        """Run every branch from the same state, and continue after the slowest."""
+        """Run every branch from the same state, and continue after the slowest. The host has to know which is taken."""
+        if self.chip.launch_seconds:
+            self.machine.synchronize()
         before = self.machine
         taken: tuple[Machine, Value] | None = None
         for name, argument in zip(conditional.called, arguments):

@@ -6,6 +6,9 @@ from dataclasses import dataclass, field, replace
 
 from gspmd.audit.simulation.links import MEMORY, Link, Transfer
 
+_ROUNDING = 1e-12
+"""Rounding error of sums of seconds."""
+
 
 @dataclass(frozen=True)
 class Span:
@@ -62,8 +65,11 @@ class Machine:
     """The clock, the transfers in flight, the spans, and the sums so far.
 
     Transfers on the same link share its bandwidth evenly; each is as slow as on its most contended link. `sums` holds
-    seconds under `"compute"`, `"hidden"`, `"exposed"` and `"memory"`, operations under `"flops"`, and executions,
-    seconds and exposed seconds under `(category, rows, "count" | "seconds" | "exposed")`.
+    seconds under `"compute"`, `"hidden"`, `"exposed"`, `"memory"` and `"launch"`, operations under `"flops"`, and
+    executions, seconds and exposed seconds under `(category, rows, "count" | "seconds" | "exposed")`.
+
+    A host launches what the device runs, `ahead` seconds before the device is done with all before; it gets further
+    ahead while the device is busy, and falls back with every launch. `least` is the least that it was ahead.
     """
 
     now: float = 0.0
@@ -71,16 +77,31 @@ class Machine:
     spans: list[Span] = field(default_factory=list)
     sums: defaultdict[Hashable, float] = field(default_factory=lambda: defaultdict(int))
     started: int = 0
+    ahead: float = 0.0
+    least: float = 0.0
 
     def copy(self) -> "Machine":
         """Return the same state, from which another branch can continue."""
         in_flight = {number: replace(transfer) for number, transfer in self.in_flight.items()}
-        return Machine(self.now, in_flight, list(self.spans), self.sums.copy(), self.started)
+        return replace(self, in_flight=in_flight, spans=list(self.spans), sums=self.sums.copy())
 
     @property
     def elapsed(self) -> float:
         """Seconds so far, every iteration of every loop counted."""
         return self.sums["compute"] + self.sums["exposed"]
+
+    def launch(self, seconds: float) -> None:
+        """Let the host launch something, which takes these seconds. The device waits if it has nothing else to do."""
+        self.ahead -= seconds
+        while (late := -self.ahead) > 0:
+            passed = self._advance(late)
+            self.sums["launch"] += passed
+            self.ahead = 0.0 if passed == late else self.ahead
+        self.least = min(self.least, self.ahead)
+
+    def synchronize(self) -> None:
+        """Let the host wait until the device is done with all before, to read a value that decides what comes next."""
+        self.ahead = self.least = 0.0
 
     def compute(self, span: Span, flops: int = 0, memory_bound: bool = False) -> None:
         """Compute for the seconds of a span, while transfers proceed."""
@@ -123,8 +144,29 @@ class Machine:
         transfers = self.in_flight.values()
         return tuple((each.span.instruction, round(each.busy, 15), round(each.latency, 15)) for each in transfers)
 
-    def repeat(self, sums: Mapping[Hashable, float], recorded: int, more: int) -> None:
-        """Count everything since a moment (given by its sums and its number of spans) `more` times more."""
+    def alike(self, ahead: float, launching: float, left: int) -> int:
+        """Return how many of the iterations `left` are for the host like the last one.
+
+        Args:
+            ahead: seconds that the host was ahead before it; `least` is that of the iteration.
+            launching: seconds spent waiting for launches before it.
+            left: the number of iterations that are left.
+        """
+        gained = self.ahead - ahead
+        if self.sums["launch"] > launching:
+            return left if abs(gained) < _ROUNDING else 0
+        return left if gained > -_ROUNDING else min(left, int(self.least / -gained))
+
+    def repeat(self, sums: Mapping[Hashable, float], recorded: int, ahead: float, more: int) -> None:
+        """Count everything since a moment `more` times more.
+
+        Args:
+            sums, recorded, ahead: the sums of that moment, the number of spans, and how far the host was ahead.
+            more: the number of times.
+        """
+        gained = more * (self.ahead - ahead)
+        self.ahead += gained
+        self.least += min(0.0, gained)  # The last of them is as far below the one that was simulated.
         for key in list(self.sums):
             self.sums[key] += more * (self.sums[key] - sums[key])
         self.spans[recorded:] = [replace(span, times=span.times * (more + 1)) for span in self.spans[recorded:]]
@@ -141,6 +183,7 @@ class Machine:
             else:
                 transfer.latency = 0.0 if end <= passed else transfer.latency - passed
         self.now += passed
+        self.ahead += passed
         if waited and not waited.is_copy:
             waited.exposed += passed
             self.sums["exposed"] += passed

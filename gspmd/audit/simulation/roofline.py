@@ -1,13 +1,15 @@
-"""Seconds of one instruction: the compiler's estimate, or otherwise the roofline of matrix unit and main memory."""
+"""Seconds of one instruction: the compiler's estimate on a TPU, a model of its kernel on a GPU, or else the roofline of
+matrix unit and main memory."""
 
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from gspmd.audit.hlo.bundles import least_seconds
-from gspmd.audit.hlo.flops import product_flops
+from gspmd.audit.hlo.flops import ATTENTION, product, product_flops
 from gspmd.audit.hlo.module import Computation, Instruction, Module
 from gspmd.hardware.chips import Chip
+from gspmd.hardware.matmul import Traffic, kernel_seconds, seconds_with_traffic
 
 FREE = (
     *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "partition-id", "replica-id"),
@@ -19,6 +21,12 @@ FREE = (
 _PLACED = re.compile(r"\b[a-z]\w*\[[\d,<=]*\](\{[^}]*\})?")
 _CHIP = re.compile(r"S\((?!0\)|5\))\d+\)")  # 0 is main memory, 5 the host's.
 _PARTS = ("dynamic-slice", "slice", "gather")
+_LIBRARIES = ("__cublas", "__cudnn")
+SCATTER_EFFICIENCY = 0.11
+"""The share of main memory's bandwidth that a scatter reaches on a GPU, where its updates are atomic.
+
+Source: benchmarks/results/device-h200.json, `scatter-add`: 650 us, of which two copies take 147 us.
+"""
 _ALIASED = re.compile(r": \((\d+),")
 
 
@@ -52,56 +60,88 @@ def cost(module: Module, computation: Computation, instruction: Instruction, chi
         The compiler's estimated cycles over the clock, if there is an estimate (only the TPU compiler makes them); for
         a Pallas kernel whose caller says its work, the seconds of its schedule; zero for instructions that only name a
         value, allocate a buffer, or compute scalars; otherwise the roofline: max(flops / peak, bytes / memory
-        bandwidth).
+        bandwidth). On a GPU every kernel takes time, scalars too: a product that of cuBLAS
+        (`gspmd.hardware.matmul.product_seconds`), fused attention its operations and its bytes at the rates that cuDNN
+        reaches, and any other kernel its bytes at the bandwidth that kernels reach.
     """
-    if instruction.opcode in FREE or not (instruction.cycles or _runs(computation, instruction)):
+    if not runs(computation, instruction, chip):
         return Cost(0.0)
+    if chip.is_switch:
+        return _on_gpu(module, computation, instruction, chip)
     if work := instruction.kernel_work:
         schedule = module.kernels.get(instruction.name)
         seconds = schedule.seconds(work, chip) if schedule else least_seconds(work, chip)
         bound = work.bytes / chip.hbm_bandwidth > work.flops / chip.flops("bfloat16")
         return Cost(seconds, work.flops, work.bytes, bound)
     flops = product_flops(module, computation, instruction)
-    moved = traffic(module, computation, instruction)
+    moved = int(traffic(module, computation, instruction).bytes)
     products, memory = flops / chip.flops(_dtype(computation, instruction)), moved / chip.hbm_bandwidth
     estimate = instruction.cycles / chip.clock
     return Cost(estimate or max(products, memory), flops, moved, memory > products)
 
 
-def _runs(computation: Computation, instruction: Instruction) -> bool:
-    """Whether an instruction computes anything but scalars; a custom call without operands allocates a buffer."""
-    if instruction.opcode == "custom-call" and not instruction.operands:
+def runs(computation: Computation, instruction: Instruction, chip: Chip) -> bool:
+    """Return whether an instruction takes time: it computes something, on a TPU anything but scalars.
+
+    A custom call without operands allocates a buffer.
+    """
+    if instruction.opcode in FREE or (instruction.opcode == "custom-call" and not instruction.operands):
         return False
+    if instruction.cycles or chip.is_switch:
+        return True
     seen = [instruction, *(computation.by_name[name] for name in instruction.operands)]
     return any(array.size > 1 for each in seen for array in each.arrays)
 
 
+def _on_gpu(module: Module, computation: Computation, kernel: Instruction, chip: Chip) -> Cost:
+    """Return the cost of a kernel of a GPU."""
+    flops, moved = product_flops(module, computation, kernel), traffic(module, computation, kernel)
+    found = product(module, computation, kernel)
+    memory_bound = moved.bytes / chip.hbm_bandwidth > flops / chip.flops(found.dtype if found else "bfloat16")
+    if found:
+        seconds = seconds_with_traffic(found.sizes, moved, found.dtype, chip)
+    elif kernel.target in ATTENTION:
+        rate = chip.bf16_flops * chip.attention_efficiency
+        seconds = flops / rate + kernel_seconds(0, moved.bytes, chip)
+    elif _scatters(module, kernel):
+        seconds = moved.bytes / (chip.hbm_bandwidth * SCATTER_EFFICIENCY) + chip.kernel_seconds
+    else:
+        seconds = kernel_seconds(flops, moved.bytes, chip)
+    return Cost(seconds, flops, int(moved.bytes), memory_bound)
+
+
+def _scatters(module: Module, kernel: Instruction) -> bool:
+    if kernel.opcode == "fusion":
+        return any(_scatters(module, each) for each in module.computations[kernel.called[0]].instructions)
+    return kernel.opcode == "scatter"
+
+
 def _dtype(computation: Computation, instruction: Instruction) -> str:
-    """Return the dtype whose peak counts: float32 if the first operand is, otherwise bfloat16."""
+    """Return the dtype whose peak applies: float32 if the first operand is float32 or float64, otherwise bfloat16."""
     first = computation.by_name[instruction.operands[0]].arrays[:1] if instruction.operands else ()
     return "float32" if first and first[0].dtype in ("f32", "f64") else "bfloat16"
 
 
-def traffic(module: Module, computation: Computation, instruction: Instruction) -> int:
-    """Return bytes that an instruction reads from main memory and writes to it.
+def traffic(module: Module, computation: Computation, instruction: Instruction) -> Traffic:
+    """Return the bytes that an instruction reads from main memory and writes to it.
 
-    Arrays in on-chip memory (`S(1)`, ... in their layouts) do not count. Of a sliced array the slice counts, of one
-    updated in place, or scattered into, the update. An array in host memory (`S(5)`) counts as if in main memory, a
-    lower bound: the link to the host is slower.
+    Arrays in on-chip memory (`S(1)`, ... in their layouts) do not count. If an array is sliced, only the slice counts;
+    if it is updated in place or scattered into, only the update. An array in host memory (`S(5)`) counts as if in main
+    memory, a lower bound, since the link to the host is slower.
 
     Source: memory spaces as openxla/xla numbers them, `Layout::kHostMemorySpace` (`layout.h`).
     """
     inner = module.computations[instruction.called[0]] if instruction.opcode == "fusion" else None
-    total = 0
+    read = 0
     for number, name in enumerate(instruction.operands):
         source = computation.by_name[name]
         if all(_in_memory(source)):
-            total += _read(module, inner, number) if inner else _taken(instruction, number, source)
+            read += _read(module, inner, number) if inner else _taken(instruction, number, source)
     written = list(_written(inner, inner.root)) if inner else [_made(computation, instruction)]
     placed = list(_in_memory(instruction))
     if len(written) != len(placed):
         written, placed = [sum(written)], [all(placed)]
-    return total + sum(size for size, there in zip(written, placed) if there)
+    return Traffic(read, sum(size for size, there in zip(written, placed) if there))
 
 
 def _in_memory(instruction: Instruction) -> Iterator[bool]:
@@ -126,9 +166,13 @@ def _taken(user: Instruction, number: int, source: Instruction) -> int:
 
 
 def _made(computation: Computation, instruction: Instruction) -> int:
-    """Return bytes that an instruction writes."""
+    """Return bytes that an instruction writes. The last result of a library's call may be its workspace."""
     updates = instruction.operands[_updates(instruction)]
-    return sum(computation.by_name[name].bytes for name in updates) if updates else instruction.bytes
+    if updates:
+        return sum(computation.by_name[name].bytes for name in updates)
+    arrays = instruction.arrays
+    has_workspace = instruction.target.startswith(_LIBRARIES) and len(arrays) > 1 and arrays[-1].dtype in ("s8", "u8")
+    return sum(array.bytes for array in (arrays[:-1] if has_workspace else arrays))
 
 
 def _read(module: Module, inner: Computation, number: int) -> int:

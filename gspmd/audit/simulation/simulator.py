@@ -12,6 +12,8 @@ from gspmd.audit.simulation.timeline import CategoryTotal, Timeline
 from gspmd.hardware.chips import Chip
 from gspmd.hardware.chips import chip as chip_named
 
+_MODELLED = "times are modelled: products of cuBLAS, other kernels by their bytes, launches, collectives of NCCL"
+
 
 def timeline(
     module: Module, chip: Chip | str, mesh: Mapping[str, int], *, flops: float = 0, torus: Torus | None = None
@@ -19,8 +21,13 @@ def timeline(
     """Simulate one device running a compiled program once.
 
     - **Computation**: an instruction takes the cycles that the TPU compiler estimates, over the chip's clock (of both
-      cores together, if a chip has two). Without an estimate it takes the longer of its matrix products at peak and
-      its bytes at the bandwidth of main memory. Instructions that only name a value are free.
+      cores together, if a chip has two). Without an estimate it takes the longer of its matrix products at peak and its
+      bytes at the bandwidth of main memory. Instructions that only name a value are free.
+    - **On a GPU**, for which the compiler makes no estimates, a product takes what cuBLAS would
+      (`gspmd.hardware.matmul`), fused attention its operations and then its bytes at the rates of cuDNN, any other
+      kernel its bytes at the bandwidth that kernels reach, and every kernel a start. The host launches kernels one by
+      one, five or more in a row as one CUDA graph, and runs ahead of the device; where it does not, the device waits.
+      It also waits for the host at a conditional, and in a loop whose trips are not known.
     - **Collectives** take `gspmd.hardware.links.collective_seconds`; a mesh axis is one ring, or those of `torus`. A
       permute by the same number of places along one axis (a step of a ring) takes its bytes over one link per place,
       in one direction (`gspmd.audit.simulation.links`). Groups that no mesh axes span are one ring.
@@ -31,8 +38,9 @@ def timeline(
       bandwidth that this leaves on other links is not used. Hops take time, but no bandwidth.
     - **Copies** between memories (`copy-start`, asynchronous slices) take their bytes at the bandwidth of main memory,
       which they share. Waiting for one counts as computing.
-    - **Loops** are simulated until an iteration starts in the same state as the one before (the second does, unless a
-      transfer is in flight across iterations); that one counts for the rest. The slowest branch of a conditional runs.
+    - **Loops** are simulated until an iteration leaves the transfers in flight as it found them (the first does, unless
+      a transfer is in flight across iterations); it counts for all that remain. The slowest branch of a conditional
+      runs.
 
     Args:
         module: an optimized and scheduled program, `gspmd.audit.hlo.parse(compiled.as_text())`.
@@ -46,7 +54,7 @@ def timeline(
         A `Timeline`, to print; `gspmd.audit.gantt.draw` and `gspmd.audit.perfetto.write` make pictures of it.
 
     Raises:
-        PlanError: `module` is no parsed program, `mesh` is no mesh, or no chip has this name.
+        PlanError: `module` is not a parsed program, `mesh` is not a mesh, or no chip has this name.
 
     Example:
         >>> from gspmd.audit import hlo
@@ -61,16 +69,17 @@ def timeline(
         >>> round(found.compute_seconds * 1e6, 3), round(found.exposed_seconds * 1e6, 3)
         (1.0, 2.068)
 
-    Leaves out: launch overheads; skew between devices, and barriers; contention for main memory between collectives,
-    copies and computation; latency of copies; how a collective is pipelined, and its work on the cores; padding to
-    tiles; routing of anything but shifts; mesh axes that share a torus axis; links between slices; clocks other than
-    the nominal one.
+    Leaves out: launches of TPU programs; kernels that find their arrays in a GPU's cache; sorting; skew between
+    devices, and barriers; contention for main memory, and for a GPU's multiprocessors, between collectives, copies and
+    computation; latency of copies; how a collective is pipelined, and its work on the cores; padding to tiles; routing
+    of anything but shifts; mesh axes that share a torus axis; links between slices; clocks other than the nominal one.
 
-    Source: for the links the *scaling book* (jax-ml), parts 2 and 3; for cycles the TPU compiler, `backend_config`.
+    Source: for the links the *scaling book* (jax-ml), parts 2 and 3; for cycles the TPU compiler, `backend_config`;
+    for GPUs see `gspmd.hardware.matmul` and `gspmd.hardware.nccl`.
     """
     if not isinstance(module, Module):
         raise PlanError(
-            f"cannot simulate a {type(module).__name__}: it is no parsed program.\n"
+            f"cannot simulate a {type(module).__name__}: it is not a parsed program.\n"
             "  Give gspmd.audit.hlo.parse(compiled.as_text())."
         )
     flops, mesh = operations(flops), mesh_sizes(mesh)
@@ -79,6 +88,7 @@ def timeline(
     machine = interpreter.machine
     machine.drain()
     sums = machine.sums
+    modelled = [_MODELLED] * interpreter.chip.is_switch  # XLA:GPU estimates no cycles.
     return Timeline(
         sums["compute"],
         sums["hidden"],
@@ -91,7 +101,8 @@ def timeline(
         interpreter.chip,
         mesh,
         module.name,
-        tuple(dict.fromkeys(interpreter.notes)),
+        tuple(dict.fromkeys([*modelled, *interpreter.notes])),
+        sums["launch"],
     )
 
 

@@ -59,6 +59,7 @@ class Timeline(Printed):
         mesh: sizes of the mesh axes.
         name: the name of the program.
         notes: the parts that could not be counted.
+        launch_seconds: seconds of `compute_seconds` in which a GPU waits for its host to launch the next kernel.
     """
 
     compute_seconds: float
@@ -73,6 +74,7 @@ class Timeline(Printed):
     mesh: Mapping[str, int]
     name: str = ""
     notes: tuple[str, ...] = ()
+    launch_seconds: float = 0.0
 
     @property
     def step_seconds(self) -> float:
@@ -125,8 +127,9 @@ class Timeline(Printed):
         step, compute, exposed, hidden = _amounts(
             self.step_seconds, self.compute_seconds, self.exposed_seconds, self.hidden_seconds
         )
+        launches = f", {self.launch_seconds / self.compute_seconds:.0%} by launches" if self.launch_seconds else ""
         return (
-            f"{step} = {compute} computing ({self.memory_share:.0%} bound by memory) + {exposed} waiting for "
+            f"{step} = {compute} computing ({self.memory_share:.0%} bound by memory{launches}) + {exposed} waiting for "
             f"collectives; {hidden} of collectives hidden; MFU {self.mfu:.1%}"
         )
 
@@ -166,11 +169,11 @@ def checked_timeline(given: Any, doing: str) -> Timeline:
     """Return the timeline, checked to be one.
 
     Raises:
-        PlanError: `given` is no timeline.
+        PlanError: `given` is not a timeline.
     """
     if not isinstance(given, Timeline):
         raise PlanError(
-            f"cannot {doing} {article(type(given).__name__)}: it is no timeline.\n"
+            f"cannot {doing} {article(type(given).__name__)}: it is not a timeline.\n"
             "  Give the result of gspmd.audit.timeline(...), or the timeline of compile_offline's report."
         )
     return given

@@ -78,7 +78,7 @@ class Verification:
     def __str__(self) -> str:
         if self.ok:
             under = ", ".join(self.lowerings)
-            return printable(f"{self.name}: {self.arrays} arrays under {under} are those of one device")
+            return printable(f"{self.name}: {self.arrays} arrays agree with one device under {under}")
         lines = [f"{self.name} differs from one device under some lowering", *map(str, self.partings)]
         lines += [f"{name}: by itself, '{equation}' is wrong" for name, equation in self.equations]
         return printable("\n  ".join(lines))

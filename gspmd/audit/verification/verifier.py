@@ -40,15 +40,15 @@ def verify(
         of `fn` that are wrong by themselves.
 
     Raises:
-        PlanError: there is no mesh, an argument is no array, an argument or a result is a partial sum, or `fn` raises
-            on one device too.
+        PlanError: there is no mesh, an argument is not an array, an argument or a result is a partial sum, or `fn`
+            raises on one device too.
 
     Example:
         >>> from gspmd import annotate
         >>> with jax.set_mesh(jax.make_mesh((1, 1), ("x", "y"))):
         ...     x, w = annotate(jax.numpy.ones((4, 8)), "BE_x"), annotate(jax.numpy.ones((8, 16)), "E_xF_y")
         ...     print(verify(lambda x, w: einsum("BE_x, E_xF_y -> BF_y", x, w), x, w))
-        <lambda>: 3 arrays under xla, blocking, looped are those of one device
+        <lambda>: 3 arrays agree with one device under xla, blocking, looped
     """
     name = getattr(fn, "__name__", type(fn).__name__)
     mesh, names = _mesh(name), tuple(map(checked, _several(name, lowerings)))
@@ -71,7 +71,7 @@ def _partings(
         wanted = values_and_gradients(fn, _on(one, args), one, gradients, seed)
     except Exception as error:
         raise PlanError(
-            f"cannot verify {name}: on one device, too, it raises {_said(error)}\n  Fix that first."
+            f"cannot verify {name}: it raises an error on one device too: {_said(error)}\n  Fix that first."
         ) from error
     partings: list[Parting] = []
     for each in names:
@@ -115,7 +115,7 @@ def _argument(name: str, leaf: Any, mesh: jax.sharding.Mesh, seed: int) -> Any:
     numberless = isinstance(leaf, np.ndarray) and leaf.dtype.kind in "OSUmM"
     if numberless or not isinstance(leaf, (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)):
         raise PlanError(
-            f"cannot verify {name}: {shown(leaf)} is no array.\n"
+            f"cannot verify {name}: {shown(leaf)} is not an array.\n"
             "  Give arrays, numbers, jax.ShapeDtypeStructs or trees of them; bind the rest with functools.partial."
         )
     partition = partition_of(leaf)
@@ -136,7 +136,7 @@ def _wrong_equations(fn: Callable, args: Any, mesh: jax.sharding.Mesh, name: str
     with jax.set_mesh(mesh), lowering(name):
         try:
             jaxpr = jax.make_jaxpr(fn)(*args).jaxpr
-        except Exception:  # A parting says so already.
+        except Exception:  # The whole function failed in the same way, which is reported already.
             return []
         equations = dict.fromkeys(_equations(jaxpr))
         return [text for text, shapes in equations if not _verified(text, shapes, name, seed)]

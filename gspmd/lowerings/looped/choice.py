@@ -116,8 +116,8 @@ class _Chooser:
     def choices(self) -> Iterator[OverlapChoice]:
         """Yield the rings in the einsums, and every number of stripes.
 
-        Under `looped` no operand is gathered completely before its product. If two operands of one product are
-        gathered, rings could do so for one of them only, so stripes are used, however thin.
+        Under `looped` no operand is gathered completely before its product. If both operands of a product are
+        gathered, a ring could loop over only one of them, so stripes are used, however thin.
         """
         rings, dim = self._by_rings(), stripe_dim(self.routine, self.gathers, self.scatters, self.costs.local)
         spans = (*self.gathers.values(), *self.scatters.values())
@@ -133,7 +133,7 @@ class _Chooser:
             yield from self._by_stripes(Stripes(dim, sizes))
 
     def _both(self) -> bool:
-        """Return whether an operand of a result that is scattered is gathered."""
+        """Return whether some product has a gathered operand and a scattered result."""
         made = [p for number in self.scatters for p in self._made(number)]
         return any(p.left in self.gathers or p.right in self.gathers for p in made)
 
@@ -185,7 +185,7 @@ class _Chooser:
                     yield ring
 
     def _first(self, span: CollectiveSpan, schedule: str | None = None) -> Ring:
-        """Return the ring of a tensor that is gathered by permutes before it is multiplied, or scattered after that.
+        """Return the ring that gathers a whole tensor by permutes before its product, or scatters it after.
 
         Without a schedule it uses the last allowed one: the last of `SCHEDULES`, if none is requested.
         """

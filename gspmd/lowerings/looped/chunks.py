@@ -36,7 +36,7 @@ def put(x: jax.Array, dims: Sequence[str], region: Region, part: jax.Array, *, a
     part = part.astype(x.dtype)
     if part.shape == x.shape:
         return x + part if add else part
-    # Of one dtype: loop counters and literals have 64 bits if JAX allows them.
+    # Cast to one dtype: with x64 enabled, loop counters and literals have 64 bits.
     starts = [lax.convert_element_type(region[dim][0] if dim in region else 0, jnp.int32) for dim in dims]
     if add:
         part = part + lax.dynamic_slice(x, starts, part.shape)
@@ -157,8 +157,8 @@ def spread(transfer: RingTransfer, part: ShardPart, chunk: jax.Array) -> jax.Arr
     for axis in transfer.ring.within:
         at, number = transfer.dims.index(transfer.dim(axis)), transfer.mesh[axis]
         shape = (*chunk.shape[:at], number, chunk.shape[at] // number, *chunk.shape[at + 1 :])
-        # The pieces in front: narrow ones, cut out of the last dimension, would make the compiler transpose the
-        # product.
+        # Pieces are moved to the front: if narrow ones were cut out of the last dimension, the compiler would
+        # transpose the product.
         pieces = jnp.moveaxis(chunk.reshape(shape), at, 0)
         summand = lambda offset, _, x=pieces, a=axis: lax.dynamic_index_in_dim(x, transfer.place(a, offset), 0, False)  # noqa: E731
         chunk = reduce_back(transfer, walk([axis], transfer.mesh, part.schedule, part.sign), summand, chunk.dtype)

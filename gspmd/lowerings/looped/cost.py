@@ -57,7 +57,7 @@ class Costs:
     def _cut_up(self, span: CollectiveSpan, ring: Ring, shard: Mapping[str, int]) -> float:
         """Return the seconds to cut a chunk into pieces, and to add those that arrive."""
         whole = prod(shard.values()) * itemsize(self._wire(span)) * prod(self.mesh[axis] for axis in ring.within)
-        return CUT_COPIES * whole / self.chip.hbm_bandwidth if ring.within else 0.0
+        return CUT_COPIES * whole / self.chip.stream_bandwidth if ring.within else 0.0
 
     def _ring(self, span: CollectiveSpan, ring: Ring, products: Sequence[Product]) -> tuple[float, float, float]:
         shard = local_shape(span.shard, self.sizes, self.mesh)
@@ -135,7 +135,7 @@ class Costs:
     def in_stripe(
         self, stripe: Mapping[str, int], span: CollectiveSpan, ring: Ring, products: Sequence[Product]
     ) -> float:
-        """Return the seconds of those products of one stripe that are scattered while they are made."""
+        """Return the computing seconds of one stripe's products that are scattered while they are made."""
         shard = local_shape(span.shard, self.sizes, self.mesh) | dict(stripe)
         chunk, count = self._cut(span, ring, shard)
         added = self._added(span, ring) * prod(stripe.values()) / prod(self.local(dim) for dim in stripe)
@@ -151,14 +151,14 @@ class Costs:
     def _copied(self, span: CollectiveSpan) -> float:
         """Return the seconds to join gathered pieces; along the last dimension they are shifted by lanes."""
         whole = self._bytes(span) * prod(self.mesh[axis] for axis in span.axes)
-        return (LANE_COPIES if span.shard.dims[-1] in span.changed_axes else 2) * whole / self.chip.hbm_bandwidth
+        return (LANE_COPIES if span.shard.dims[-1] in span.changed_axes else 2) * whole / self.chip.stream_bandwidth
 
     def _added(self, span: CollectiveSpan, ring: Ring) -> float:
         """Return the seconds to add sums that arrive along several axes; along one, a summand's product adds them."""
         if len(ring.axes) < 2:
             return 0.0
         whole = prod(local_shape(span.whole, self.sizes, self.mesh).values())
-        return whole * 4 * itemsize("float32") / self.chip.hbm_bandwidth
+        return whole * 4 * itemsize("float32") / self.chip.stream_bandwidth
 
     def product(self, found: Product, chunk: Mapping[str, int]) -> float:
         """Return the seconds of one product whose dimensions are cut to the sizes of a chunk."""
@@ -177,7 +177,10 @@ class Costs:
         return self._seconds(batch, free[0], contracted, free[1], dtypes, adds)
 
     def _seconds(self, batch: int, left: int, contracted: int, right: int, dtypes: Sequence[str], adds: bool) -> float:
-        """Return the seconds of a product whose operands are read during other work; small sums stay on the chip."""
+        """Return the seconds of a product: those of multiplying, or of reading its operands if that takes longer.
+
+        Operands are read ahead, while something else is multiplied. A small accumulator stays on the chip.
+        """
         dtype, accumulator = max(dtypes, key=itemsize), 2 * itemsize("float32") * batch * left * right
         read = batch * contracted * (left * itemsize(dtypes[0]) + right * itemsize(dtypes[-1]))
         multiplying = product_seconds(
@@ -191,7 +194,7 @@ class Costs:
             read_bytes=0,
             accumulator_bytes=0 if accumulator <= NEAR else None,
         )
-        return max(multiplying, read / self.chip.hbm_bandwidth)
+        return max(multiplying, read / self.chip.stream_bandwidth)
 
     def links(self, walks: Sequence[Sent]) -> float:
         """Return the seconds of concurrent walks: the busiest link's bytes, and the latency of its hops."""

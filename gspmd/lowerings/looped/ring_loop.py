@@ -92,7 +92,7 @@ class RingLoop:
         return [self.transfer.send(chunk, hop) for hop, chunk in zip(hops, chunks)]
 
     def _wave(self, wave, chunks: Sequence[jax.Array]) -> None:
-        """Multiply the chunks that have come `places` places, those from both sides together."""
+        """Multiply the chunks that have come `wave` places; those from both sides are multiplied together."""
         streams, signs = zip(*self.streams)
         if self.both_ways:
             self._multiply(streams, [sign * wave for sign in signs], chunks)

@@ -42,7 +42,7 @@ class Hop:
 
     @property
     def offset(self) -> dict[str, int]:
-        """Places behind, by mesh axis."""
+        """The distance from this device back to the shard's origin, in places of the ring, by mesh axis."""
         return dict(self.places)
 
 
@@ -112,7 +112,7 @@ class _Tree:
 
 
 def _waves(size: int, schedule: str, sign: int) -> Iterator[tuple[int, ...]]:
-    """Yield the places behind from which shards arrive along one ring, by wave; `RingLoop` sends the same."""
+    """Yield, wave by wave, how many places behind the arriving shards of a ring begin; as in `RingLoop`."""
     if not SCHEDULES[schedule].both_ways:
         yield from ((sign * place,) for place in range(1, size))
         return

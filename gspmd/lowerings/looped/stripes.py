@@ -1,4 +1,4 @@
-"""Stripes: the dimension of a routine that can be cut, and the number of stripes; `cost` has their costs."""
+"""Stripes of a routine: the dimension to cut, and the sizes to choose from; `cost` prices them."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ def stripe_dim(
 def stripes(size: int, *, thin: bool) -> Iterator[tuple[int, ...]]:
     """List ways to cut a dimension evenly.
 
-    Thin stripes at the ends would hide more, but compilers do not schedule them so.
+    Thinner first and last stripes would hide more, but compilers do not schedule them that way.
     """
     for number in STRIPES:
         if size // number >= (1 if thin else FULL_STRIPE):
@@ -73,7 +73,7 @@ class _Striping:
         single = all(len(o.products) == 1 or not self._steps_of(o.products) for o in outputs)
         pieces = [spec for p in products for spec in (p.einsum.before, p.einsum.other) if spec and dim in spec.dims]
         alike = len({spec.axes_of(dim) for spec in pieces}) == 1
-        # Sums that each stripe's product would reduce are reduced once, when stripes are added up.
+        # If stripes are summands of an output, its reduction has to run once, after they are added up.
         settled = any(
             step.is_collective
             for number, o in enumerate(outputs)

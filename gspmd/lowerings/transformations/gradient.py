@@ -5,8 +5,8 @@ the cotangent of the first is summed over the batch before the backward pass, wh
 sums it once more (N times the gradient for a batch of N). So the results of a planned program are batched together, or
 not at all.
 
-A `jax.custom_vjp` cannot be differentiated forward. JAX finds this out when a tangent is evaluated, outside of the
-call, inside `jit`. So tangents pass through a primitive of this module, which raises an error that explains it.
+A `jax.custom_vjp` cannot be differentiated forward. JAX notices only when it evaluates a tangent, after the call,
+inside `jit`. So tangents pass through a primitive of this module, which raises an error that explains it.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,9 +31,9 @@ def with_gradient(forward: Callable, backward: Callable, title: Callable[[Any], 
         title: the name of a form in errors.
 
     Returns:
-        A function (form, *arrays) -> results; the form is hashable and no array. Everything on which both passes depend
-        is in the form: the backward pass reads nothing around the call again except the mesh, not even the lowering in
-            force.
+        A function (form, *arrays) -> results; the form is hashable and not an array. The form holds everything on
+        which both passes depend, except the mesh: the backward pass reads the mesh in force, but not the lowering in
+        force.
 
     Raises:
         PlanError: the returned function raises it under forward-mode differentiation.

@@ -1,18 +1,18 @@
 """Keep an equation whose result is a partial sum from being hoisted out of a loop.
 
 When a loop is differentiated, JAX 0.10.2 hoists loop-invariant operations: they are computed before the loop, and their
-results are passed in as constants. A partial sum that enters a loop as a constant is counted wrongly
+results are passed in as constants. A partial sum that enters a loop as a constant is settled too early
 (docs/compiler.md), so its equation has to stay inside.
 
 JAX hoists by partial evaluation: it evaluates the loop's body with the constants known and everything else unknown, and
 hoists the known results. So the operands of such an equation pass through the primitive below, whose results are
 unknown. But JAX also separates primals from tangents by partial evaluation, and there the same results have to be
-known. The primitive itself says which of the two cases it is in, since JAX caches the jaxprs of called functions for
-all callers: its JVP rule sets `known=True`, and the partial evaluation of the JVP removes that again.
+known. A parameter of the primitive tells the two cases apart: its JVP rule sets `known=True`, and the partial
+evaluation of the JVP resets it. (A flag outside would not do: all callers of a function share its cached jaxpr.)
 
-All operands pass through it together, although one unknown operand would be enough: JAX calls the JVP rule if some
-operand has a tangent. If that were another operand, values without tangents would stay unknown among the tangents,
-where JAX cannot transpose them.
+One unknown operand would be enough to prevent hoisting, but all pass through together, because JAX calls the JVP rule
+only if an operand of the primitive has a tangent. If only operands outside had tangents, `known` would stay False, and
+values without tangents would be left among the tangents, where JAX cannot transpose them.
 """
 
 from typing import Any
@@ -40,7 +40,7 @@ batching.primitive_batchers[_never_hoisted] = lambda xs, dims, *, known: (_never
 
 
 def _evaluated(trace: Any, *xs: Any, known: bool) -> list[Any]:
-    """The rule of partial evaluation; `trace` is JAX's, as are the tracers of values that are not known yet."""
+    """Apply the rule of partial evaluation; `trace` and the tracers of unknown values are JAX's."""
     if known and all(x.is_known() for x in xs):
         return [trace.new_const(value) for value in never_hoisted(*(x.pval.get_known() for x in xs))]
     return trace.default_process_primitive(_never_hoisted, [*map(trace.instantiate_const, xs)], {"known": known})

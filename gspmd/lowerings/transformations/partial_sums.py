@@ -67,7 +67,7 @@ def _restored(x: Any) -> jax.Array:
     if jax.sharding.get_abstract_mesh().size > 1:
         return jax.shard_map(body, in_specs=lifted, out_specs=x.partition, check_vma=False)(x.lifted)
     # On one device JAX inlines a shard_map and refuses its partial sums. They are complete there, and get their type
-    # after.
+    # afterwards.
     whole = jax.P(*x.partition.partitions)
     return jax.reshard(jax.shard_map(body, in_specs=lifted, out_specs=whole, check_vma=False)(x.lifted), x.partition)
 
@@ -96,13 +96,13 @@ def unbatched(f: Callable, ins: Any, outs: Any) -> Callable:
             found = transpose(cotangents)
             each = (ins,) * len(found) if _is_partition(ins) else ins
             return tuple(_times(-1, partition, x) for partition, x in zip(each, found))
-        except NotImplementedError:  # for a cotangent whose type says to which array it belongs
+        except NotImplementedError:  # JAX has no rule for this cotangent's type
             raise PlanError(
                 f"cannot differentiate twice an equation that takes or leaves a partial sum over mesh axis {over}.\n"
                 "  Use lowering='xla', or reduce the partial sum inside the equation."
             ) from None
 
-    # JAX cannot differentiate the refusal, so a second derivative does not reach it.
+    # JAX cannot differentiate a custom_vmap, so the gradient is that of `f` itself.
     differentiable = jax.custom_vjp(lambda *arrays: refusing(*arrays))
     differentiable.defvjp(lambda *arrays: jax.vjp(f, *arrays), transposed)
     return differentiable

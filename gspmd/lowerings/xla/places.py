@@ -47,7 +47,7 @@ class Lift:
     mesh: Mapping[str, int]
 
     def bring(self, spec: Spec, x: jax.Array, route: Route) -> tuple[Spec, jax.Array]:
-        """Bring an operand, its sums lifted, to its product; sums that the plan reduces on the way are made first."""
+        """Bring a lifted operand to its product; partial sums that the plan settles on the way are added up first."""
         if not route:
             return spec, x
         settled = [

@@ -55,7 +55,7 @@ def to_partial(new: Spec, spec: Spec, x: jax.Array) -> jax.Array:
 def _relabel(here: jax.P, there: jax.P, added: int) -> Callable:
     """Keep every device's piece, and add or drop leading dimensions of size 1, without communication."""
     body = lambda piece: piece.reshape((1,) * added + piece.shape[max(0, -added) :])  # noqa: E731
-    return lambda x: mapped(body, here, there)(x)  # mapped when called: on the mesh in force then
+    return lambda x: mapped(body, here, there)(x)  # made at each call, on the mesh that is then in force
 
 
 def gradients(
@@ -90,7 +90,7 @@ def gradients(
     for members in pairs(equation):
         for pair, (given, cotangent) in zip(members, cotangents):
             place = next(known)
-            # The way of the forward pass, backwards.
+            # The cotangent takes the route of the result in reverse.
             way = reversed((*place.result, *place.output))
             met = lift.placed(given.dims, place.result[0]), lift.along(given.dims, cotangent, way)
             for own in pair:
@@ -133,7 +133,7 @@ def _summed_over(axis: str, pair, output: Spec) -> str | None:
 def _cut(pair, dim: str, new: str, axis: str, lift: Lift) -> Located:
     """Cut a summed dimension along one of the mesh axes that shard it, a part per device, in both operands.
 
-    Of E_yx, x is the minor axis: the parts are those of [y, x, rest], with x in front; no device sends anything.
+    E_yx has x as its minor axis: it is cut into [y, x, rest], and x comes to the front; no device sends anything.
     """
     cut = []
     for spec, x in pair:

@@ -1,8 +1,8 @@
 """Every joint placement of two operands in which they can be multiplied, and the cost of each, as numpy arrays.
 
-Each mesh axis stands on a dimension of either operand, nowhere, or in the partial sum of one of them (a product is
-linear in one factor at a time). The operands agree on the dimensions that both have. The result follows: its partial
-sum is over the operands' own and over the axes on contracted dimensions.
+Each mesh axis shards a dimension of either operand, or nothing, or belongs to the partial sum of one of them (a product
+is linear in one factor at a time). The operands agree on the dimensions that both have. This determines the result: it
+is a partial sum over the axes of the operands' partial sums and of contracted dimensions.
 """
 
 from collections.abc import Iterable, Sequence
@@ -14,7 +14,7 @@ import numpy as np
 
 from gspmd.annotate.spec import Spec
 from gspmd.hardware.dtypes import itemsize
-from gspmd.hardware.links import einsum_seconds
+from gspmd.hardware.matmul import local_einsum_seconds
 from gspmd.planner.graph.paths import FAR, ShortestPaths, shortest_paths
 from gspmd.planner.graph.placements import fitting, numbered, parts_of, placements, sequences
 from gspmd.planner.steps import Contraction, Environment, Step, Tensor, picoseconds
@@ -154,5 +154,4 @@ class ContractionTable:
         if self.right is None and not self._summed:
             return 0, 0.0
         flops = 0 if self.right is None else prod(local.values()) * (2 if self._summed else 1)
-        touched = sum(width * prod([local[dim] for dim in dims]) for dims, width in self._touched)
-        return flops, einsum_seconds(flops, touched, self._dtype, self.environment.chip)
+        return flops, local_einsum_seconds(local, self._touched, self._dtype, self.environment.chip)

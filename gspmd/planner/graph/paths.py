@@ -193,7 +193,7 @@ class ShortestPaths:
             )
 
 
-#: The latest last. An OrderedDict would raise a KeyError if an interrupt came while it computes a key's hash.
+#: The latest entry is last. An OrderedDict would raise a KeyError if an interrupt came while it computes a key's hash.
 _kept: dict[tuple, ShortestPaths] = {}
 _MOST_KEPT, _MOST_ARCS = 256, 1 << 25
 _lock = Lock()

@@ -7,7 +7,7 @@ plan is the least, over all placements p of the left operand, of
 
 where q runs over the placements of the right operand that agree with p on the dimensions that both have. All d come
 from one run of shortest paths for each tensor, so a joint placement (p, q) costs three look-ups and a sum, and the
-search is linear in their number (`contractions`). Nothing is estimated or left out, when no step overlaps another.
+search is linear in their number (`contractions`). If no steps overlap, nothing is estimated or left out.
 """
 
 from collections.abc import Sequence
@@ -67,7 +67,7 @@ def search(
     least = total.min()
     if not np.isfinite(least.real):
         _refuse(left, contractions, pinned, tables)
-    # Of equal costs the first spec as text: a plan does not depend on how placements are numbered.
+    # Ties go to the first spec as text, so that a plan does not depend on how placements are numbered.
     number = min(np.flatnonzero(total == least).tolist(), key=lambda n: str(paths.spec(left.spec.dims, n)))
     held, path = paths.spec(left.spec.dims, number), paths.path_between(paths.number(left.spec), number)
     choices = []
@@ -98,7 +98,7 @@ def _left_costs(table: ContractionTable, pinned: Spec | None) -> np.ndarray:
 
 
 def _lowest(costs: np.ndarray, at: np.ndarray, count: int) -> np.ndarray:
-    """Return, for each of the numbers 0 to `count` - 1, the lowest of the costs at it."""
+    """Return the lowest cost of each number from 0 to `count` - 1; `at` has the number of each cost."""
     order = np.argsort(at.astype(np.uint16) if count <= 1 << 16 else at, kind="stable")
     at, lowest = at[order], np.full(count, FAR)
     starts = np.flatnonzero(np.concatenate([[True], at[1:] != at[:-1]]))

@@ -73,7 +73,8 @@ class Graph:
         coming, going: the arcs except permutes, by the node where they end and by the node where they begin.
         permutes: the permutes; the same in both directions, since a permute undoes a permute.
         arcs: the number of arcs.
-        codes: the steps to price: code, kind, the axes as a mask, and the number of parts of the buffer.
+        codes: the steps to price: code, kind, the axes as a mask, and the number of parts into which the tensor is cut
+            at the end of the step where a device holds more of it.
         size: a number above all codes.
     """
 
@@ -149,7 +150,8 @@ class Graph:
         head = np.repeat(order, many)
         within = np.arange(len(head)) - np.repeat(np.cumsum(many) - many, many)
         tail = order[np.repeat(np.repeat(first, counts), many) + within]
-        # Dimension and stride of every axis, by sequence and by placement; 0 if it shards none.
+        # The stride of every axis by sequence, then by placement one number for its dimension and stride together; 0 if
+        # it shards no dimension.
         strides = np.zeros((len(sequences.axes), nodes.count), int)
         for row, axes in enumerate(sequences.axes):
             for rank, axis in enumerate(axes):

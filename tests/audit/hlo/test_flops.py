@@ -94,7 +94,7 @@ def test_calls_of_a_cpu_library():
 
 @pytest.mark.parametrize(
     "target",
-    ["__cublas$gemm", "__cublas$lt$matmul", "__cudnn$convForward", "__cudnn$fmhaSoftmax", "__onednn$convolution"],
+    ["__cublas$gemm", "__cublas$lt$matmul", "__cudnn$convForward", "__cudnn$fmhaSoftmaxF8", "__onednn$convolution"],
 )
 def test_calls_whose_products_nothing_tells_are_named(target):
     line = f'%g = f32[4,64,48]{{2,1,0}} custom-call(%a, %b), custom_call_target="{target}"'
@@ -107,6 +107,33 @@ def test_calls_whose_products_nothing_tells_are_named(target):
 """
     fusion = "%f = f32[4,64,48]{2,1,0} fusion(%a, %b), kind=kCustom, calls=%fused"
     assert told(LEFT, RIGHT, fusion, computations=inner) == [("g", target)]
+
+
+@pytest.mark.parametrize(
+    ("target", "products", "masked", "pairs"),
+    [
+        ("__cudnn$fmhaSoftmax", 2, "NO_MASK", 6 * 4),
+        ("__cudnn$fmhaSoftmax", 2, "CAUSAL", 1 + 2 + 3 + 4 + 4 + 4),
+        ("__cudnn$fmhaSoftmaxBackward", 5, "NO_MASK", 6 * 4),
+    ],
+)
+def test_attention_by_cudnn(target, products, masked, pairs):
+    queries, keys = "%a = bf16[2,6,8,16]{3,2,1,0} parameter(0)", "%b = bf16[2,4,2,16]{3,2,1,0} parameter(1)"
+    config = f'{{"cudnn_fmha_backend_config":{{"mask_type":"{masked}"}}}}'
+    line = f'%g = bf16[2,8,6,16]{{3,2,1,0}} custom-call(%a, %b, %b), custom_call_target="{target}"'
+    assert flops(queries, keys, f"{line}, backend_config={config}") == products * 2 * 2 * 8 * pairs * 16
+    assert told(queries, keys, line) == []
+
+
+@pytest.mark.parametrize(
+    "config",
+    ['"mask_type":"PADDING_CAUSAL"', '"mask_type":"PADDING"', '"mask_type":"CAUSAL","sliding_window_length":2'],
+)
+def test_attention_whose_mask_is_unknown_is_named(config):
+    queries, keys = "%a = bf16[2,6,8,16]{3,2,1,0} parameter(0)", "%b = bf16[2,4,2,16]{3,2,1,0} parameter(1)"
+    line = '%g = bf16[2,8,6,16]{3,2,1,0} custom-call(%a, %b, %b), custom_call_target="__cudnn$fmhaSoftmax"'
+    line += f', backend_config={{"cudnn_fmha_backend_config":{{{config}}}}}'
+    assert (flops(queries, keys, line), told(queries, keys, line)) == (0, [("g", "__cudnn$fmhaSoftmax")])
 
 
 @pytest.mark.parametrize("target", ["Sharding", "SPMDFullToShardShape", "cu_threefry2x32", "TopK", "ConvertIt"])

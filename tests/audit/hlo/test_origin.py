@@ -3,7 +3,8 @@
 import pytest
 
 from gspmd.audit import hlo
-from gspmd.audit.hlo.origin import Origin, origin
+from gspmd.audit.hlo.collectives import collective
+from gspmd.audit.hlo.origin import Origin, _listed, by_origin, origin
 
 OURS = "/lib/gspmd/"
 HEADER = """HloModule m
@@ -140,3 +141,88 @@ def test_the_line_in_the_schedule_speaks_for_a_fused_one():
     scopes = metadata("gspmd[A_x -> A]/step0.all-gather.x/f")
     line = f"%s = f32[8]{{0}} fusion(%p), kind=kCustom, calls=%fused, {scopes}"
     assert found(line, computations=fused, inner="g").step == "step0.all-gather.x"
+
+
+# -- combined collectives ----------------------------------------------------------------------------------------------
+
+SLICED = """
+%cut (q: f32[8]) -> f32[3] {
+  %q = f32[8]{0} parameter(0)
+  ROOT %s = f32[3]{0} slice(%q), slice={[0:3]}
+}
+
+%used (r: f32[8], t: f32[5]) -> f32[5] {
+  %r = f32[8]{0} parameter(0)
+  %t = f32[5]{0} parameter(1)
+  %u = f32[5]{0} slice(%r), slice={[SECOND]}, METADATA
+  ROOT %v = f32[5]{0} add(%u, %t)
+}
+
+"""
+
+
+def parts(*lines: str, computations: str = "", started: str = "c") -> list[tuple[str, str, tuple]]:
+    """The equation, the step and the shapes of each part of a collective."""
+    module = hlo.parse(HEADER + computations + ENTRY + "".join(f"  {line}\n" for line in lines) + "}\n")
+    scheduled = module.entry.by_name[started]
+    sent = collective(module, module.entry, scheduled, 4)
+    split = by_origin(module, module.entry, scheduled, sent)
+    return [(of.equation, of.step, tuple(array.shape for array in part.arrays)) for of, part in split]
+
+
+def concatenated(second="3:8", names=("gspmd[A]/step2.all-reduce.x/psum", "gspmd[B]/step1.all-reduce.x/psum"), own=""):
+    """An all-reduce of two arrays that were concatenated: one slice is reshaped, the other part of a fusion."""
+    inside = SLICED.replace("SECOND", second).replace("METADATA", metadata(names[1]))
+    lines = (
+        f"%c = f32[8]{{0}} all-reduce-start(%p), replica_groups={{{{0,1,2,3}}}}, {metadata(own)}",
+        "%d = f32[8]{0} all-reduce-done(%c)",
+        "%f = f32[3]{0} fusion(%d), kind=kLoop, calls=%cut",
+        f"%b = f32[3,1]{{1,0}} bitcast(%f), {metadata(names[0], 1)}",
+        "%o = f32[5]{0} fusion(%d, %p), kind=kLoop, calls=%used",
+    )
+    return parts(*lines, computations=inside)
+
+
+def test_a_concatenated_all_reduce_is_divided_among_its_slices():
+    assert concatenated() == [("A", "step2.all-reduce.x", ((3,),)), ("B", "step1.all-reduce.x", ((5,),))]
+
+
+def test_slices_of_an_equation_that_the_compiler_lowers_are_its_own():
+    assert concatenated(names=("gspmd[A]/dot", "gspmd[B]/dot")) == [("A", "", ((3,),)), ("B", "", ((5,),))]
+
+
+@pytest.mark.parametrize("first", ["jit(f)/reshape", "gspmd[C]/step1.einsum/reshape", "gspmd[C]/step0.all-gather.x/f"])
+def test_an_all_reduce_that_its_user_slices_is_one_step(first):
+    cut = concatenated(names=(first, "jit(f)/slice"), own="gspmd[A]/step2.all-reduce.x/psum")
+    assert cut == [("A", "step2.all-reduce.x", ((8,),))]
+
+
+@pytest.mark.parametrize("second", ["2:7", "4:8"])
+def test_a_result_whose_slices_overlap_or_leave_gaps_is_one(second):
+    assert [shapes for _, _, shapes in concatenated(second)] == [((8,),)]
+
+
+GATHER = "%c = ((f32[2]{0}, f32[1]{0}), (f32[8]{0}, f32[4]{0})) all-gather-start(%p, %p), replica_groups={{0,1,2,3}}"
+NAMES = "jit(f)/while/(a/gspmd[B, (E, F) -> B]/step0.all-gather.x/gather:gspmd[A]/step3.all-gather.x/gather)"
+
+
+def test_arrays_of_a_combined_gather_are_named_by_what_reshapes_them_or_by_the_list_of_the_gather():
+    done = f"%d = (f32[8]{{0}}, f32[4]{{0}}) all-gather-done(%c), {metadata(NAMES)}"
+    first, second = "%a = f32[8]{0} get-tuple-element(%d), index=0", "%b = f32[4]{0} get-tuple-element(%d), index=1"
+    reshaped = f"%e = f32[2,2]{{1,0}} bitcast(%b), {metadata('gspmd[C]/step1.all-gather.x/gather')}"
+    listed = ("B, (E, F) -> B", "step0.all-gather.x", ((8,),))
+    assert parts(GATHER, done, first, second) == [listed, ("A", "step3.all-gather.x", ((4,),))]
+    assert parts(GATHER, done, first, second, reshaped) == [listed, ("C", "step1.all-gather.x", ((4,),))]
+
+
+def test_a_reduction_of_another_kind_than_planned_keeps_its_step_and_the_step_that_uses_it_is_passed_over():
+    line = "%c = (f32[8]{0}, f32[4]{0}) all-reduce(%p, %p), replica_groups={{0,1,2,3}}"
+    first = f"%a = f32[8]{{0}} get-tuple-element(%c), index=0, {metadata('gspmd[A]/step1.reduce-scatter.x/psum')}"
+    second = f"%b = f32[4]{{0}} get-tuple-element(%c), index=1, {metadata('jit(f)/psum')}"
+    used = f"%e = f32[2,2]{{1,0}} bitcast(%b), {metadata('gspmd[C]/step1.einsum/dot')}"
+    assert parts(line, first, second, used) == [("A", "step1.reduce-scatter.x", ((8,),)), ("", "", ((4,),))]
+
+
+def test_a_list_of_names_is_split_only_between_them():
+    assert _listed("f/(a/(b:c):gspmd[A (partialsum-x) -> B]/d)") == ["a/(b:c)", "gspmd[A (partialsum-x) -> B]/d"]
+    assert _listed("jit(f)/gspmd[(A, B) -> C]/psum") == []

@@ -40,6 +40,33 @@ def test_as_planned():
     assert found.totals == {("all-gather", ("x",)): (288, 288)}
 
 
+def test_all_reduces_behind_a_loop_have_lost_their_scopes():
+    """Two steps share one collective: the part of the first has a name, and the rest has none."""
+    steps = [planned("all-reduce", "x", 96, is_behind_loop=True), planned("all-reduce", "x", 32, number=1)]
+    steps += [planned("all-reduce", "x", 8, number=2, is_behind_loop=True)]
+    named = [sent("all-reduce", "x", 32, step="step1.all-reduce.x")]
+    moved = sent("all-reduce", "x", 104, of="", arrays=2)
+    found = compared(steps, [*named, moved])
+    assert (found.agrees, [row.verdict for row in found.rows]) == (True, ["as planned"] * 3)
+    assert [row.compiled[1] for row in found.rows] == [32, 96, 8]
+    # If no part is named, the collective looks like one array, of the step whose reduction it took.
+    whole = sent("all-reduce", "x", 104, step="step2.all-reduce.x")
+    assert [row.verdict for row in compared([steps[0], steps[2]], [whole]).rows] == ["as planned"] * 2
+    # Without a step behind a loop, and with other bytes, nobody has asked for it.
+    apart = [planned("all-reduce", "x", 96), *steps[1:2]]
+    assert {row.verdict for row in compared(apart, [*named, moved]).rows} == {"as planned", "gone", "not planned"}
+    more = sent("all-reduce", "x", 112, of="", arrays=2)
+    assert "not planned" in {row.verdict for row in compared(steps, [*named, more]).rows}
+
+
+def test_one_of_several_runs_sends_another_dtype():
+    steps = [planned("all-gather", "x", 96, dtype=dtype) for dtype in ("s32", "f32")]
+    runs = [sent("all-gather", "x", each, step=GATHER, dtype=dtype) for each, dtype in ((96, "s32"), (24, "pred"))]
+    row = only(compared(steps, runs))
+    assert (row.verdict, row.how) == ("rewritten", "pred on the wire")
+    assert (row.planned, row.compiled) == ((2, 192), (2, 120))
+
+
 def test_the_same_step_in_two_places_is_one_row():
     # a layer that is called twice, and compiled twice
     step = planned("all-gather", "x", 96)
@@ -305,7 +332,7 @@ def test_what_is_no_plan_is_named(plan):
 
 @pytest.mark.parametrize("other", WRONG, ids=lambda other: type(other).__name__)
 def test_what_is_no_ledger_is_named(other):
-    with pytest.raises(gspmd.PlanError, match="beside a ledger"):
+    with pytest.raises(gspmd.PlanError, match="cannot compare a ledger with"):
         Ledger((), 0, {}).diff(other)
     with pytest.raises(gspmd.PlanError, match="cannot compare"):
         compare(other, ProgramPlan(()))

@@ -278,6 +278,13 @@ def test_totals_agree_in_json():
     }
 
 
+def test_concatenated_all_reduces_are_together():
+    meta = 'metadata={op_name="gspmd[A]/step%d.all-reduce.x/psum"}'
+    cut = [f"%s{n} = f32[32]{{0}} slice(%r), slice={{[{32 * n}:{32 * n + 32}]}}, {meta % n}" for n in (0, 1)]
+    found = ledger(reduce(), *cut)
+    assert [(each.wire_bytes, each.arrays, each.together) for each in found.entries] == [(192, 1, 2)] * 2
+
+
 def _three_reductions() -> str:
     return body("outer", reduce(operand="outer.v", groups=Y)) + until_five("outer_cond")
 
@@ -323,7 +330,7 @@ def test_what_is_not_compiled_and_what_is_no_mesh():
     with pytest.raises(gspmd.PlanError, match=r"it is not compiled.\n  Give jax.jit\(f\).lower\(...\).compile\(\)"):
         gspmd.ledger(jax.jit(lambda x: x))
     for mesh in ("x=8", 8, {"x": "8"}, (4, 2)):
-        with pytest.raises(gspmd.PlanError, match=r"it is no mesh\.\n  Give a mesh, or sizes of its axes"):
+        with pytest.raises(gspmd.PlanError, match=r"it is not a mesh\.\n  Give a mesh, or sizes of its axes"):
             gspmd.ledger("HloModule m\n\nENTRY %main () -> f32[] {\n  ROOT %c = f32[] constant(0)\n}\n", mesh=mesh)
 
 

@@ -11,7 +11,9 @@ import pytest
 import gspmd
 from gspmd.audit import compile_offline, hlo, topology
 from gspmd.audit.offline import memory
-from gspmd.audit.offline.compilation import _NEEDED, _OFFERED, _amount, _compile, _too_large
+from gspmd.audit.offline.compilation import _NEEDED, _OFFERED, _amount, _compile, _overfilled, _too_large
+from gspmd.audit.offline.names import read_name
+from gspmd.audit.offline.topology import Topology
 from gspmd.hardware.links import collective_seconds
 from gspmd.tracing.program_plan import ProgramPlan
 
@@ -44,13 +46,13 @@ def test_a_program_that_the_compiler_refuses_is_told_with_its_options():
 
     class Lowered:
         def compile(self, compiler_options):
-            raise jax.errors.JaxRuntimeError(f"FAILED_PRECONDITION: not on viperfish: {sorted(compiler_options)}")
+            assert compiler_options == {"fused": True, "tuned": 0}
+            raise jax.errors.JaxRuntimeError("FAILED_PRECONDITION: not on viperfish")
 
     with pytest.raises(gspmd.PlanError) as error:
-        _compile(Lowered(), {"fused": True})
+        _compile(Lowered(), {"fused": True}, {"fused": False, "tuned": 0})
     assert str(error.value) == (
-        "cannot compile the program with fused=True.\n"
-        "  The compiler says: FAILED_PRECONDITION: not on viperfish: ['fused']"
+        "cannot compile the program with fused=True.\n  The compiler says: FAILED_PRECONDITION: not on viperfish"
     )
 
 
@@ -101,6 +103,14 @@ def test_arguments_that_do_not_fit_are_not_compiled(slice64):
     assert large.wire_bytes == large.plan.wire_bytes
     assert "does not fit" in str(large)
     assert json.loads(large.to_json())["step_seconds"] is None
+
+
+@pytest.mark.parametrize(("name", "fits"), {"tpu-v4:4x4x4": True, "h100:8": False}.items())
+def test_the_compiler_for_tpus_says_what_fits_and_the_one_for_gpus_refuses_nothing(name, fits):
+    chip, shape = read_name(name)
+    target = Topology(name, chip, shape, ())
+    assert not _overfilled(chip.hbm_bytes, target)
+    assert (not _overfilled(chip.hbm_bytes + 1, target)) == fits
 
 
 def test_temporaries_that_do_not_fit_are_the_compilers_words(slice64):
@@ -208,11 +218,11 @@ def test_the_compilers_amounts_are_told_in_the_units_of_all_others(slice64):
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        ({"topology": None}, "topology=None: it is no topology"),
-        ({"topology": ["tpu-v4:4x4x4"]}, "it is no topology"),
-        ({"mesh": "x=64"}, "mesh='x=64': it is no mesh"),
-        ({"mesh": 64}, "mesh=64: it is no mesh"),
-        ({"flops": "many"}, "cannot count 'many' operations"),
+        ({"topology": None}, "topology=None: it is not a topology"),
+        ({"topology": ["tpu-v4:4x4x4"]}, "it is not a topology"),
+        ({"mesh": "x=64"}, "mesh='x=64': it is not a mesh"),
+        ({"mesh": 64}, "mesh=64: it is not a mesh"),
+        ({"flops": "many"}, "flops='many' is not a number of FLOPs"),
     ],
 )
 def test_wrong_types_are_named(given, told):

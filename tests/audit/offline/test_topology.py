@@ -141,14 +141,23 @@ def test_a_program_compiles_for_it():
     assert {device.platform for device in jax.devices()} == {"cpu"}
 
 
-KNOWN = "Known: tpu-v3:4x4, tpu-v4:4x4x4, tpu-v5e:4x4, tpu-v5p:4x4x4, tpu-v6e:4x4, tpu7x:4x4x4, and other sizes."
+KNOWN = (
+    "Known: tpu-v3:4x4, tpu-v4:4x4x4, tpu-v5e:4x4, tpu-v5p:4x4x4, tpu-v6e:4x4, tpu7x:4x4x4, "
+    "a100:8, a100-40gb:8, h100:8, h200:8, b200:8, gb200:72, mi300x:8, and other sizes."
+)
 ERRORS = {
-    "tpu-v9:4x4": ("no TPU is called 'tpu-v9'", "Did you mean 'tpu-v4'? "),
-    "h100:8": ("no TPU is called 'h100'", ""),
+    "tpu-v9:4x4": ("no chip is called 'tpu-v9'", "Did you mean 'tpu-v4'? "),
+    "h1000:8": ("no chip is called 'h1000'", "Did you mean 'h100'? "),
+    "quadro:8": ("no chip is called 'quadro'", ""),
+    "h100": ("it lacks a shape", "Did you mean 'h100:8'? "),
+    "h100:16": ("a node of h100 has 8 GPUs, and 16 takes 16 of one", "Did you mean 'h100:2x8'? "),
+    "h100:8x3": ("a node of h100 has 8 GPUs, and of several nodes 8x3 takes only 3 each", "Did you mean 'h100:3x8'? "),
+    "h100:2x2x8": ("GPUs come as nodes x GPUs of a node, and 2x2x8 has 3 dimensions", "Did you mean 'h100:4x8'? "),
+    "gb200:100": ("a node of gb200 has 72 GPUs, and 100 takes 100 of one", "Did you mean 'gb200:2x72'? "),
     ":4x4": ("it lacks a chip", ""),
     "v4": ("it lacks a shape", "Did you mean 'tpu-v4:4x4x4'? "),
-    "v4:4xx4": ("'4xx4' is no shape", "Did you mean 'tpu-v4:4x4x4'? "),
-    "v4:4x0x4": ("'4x0x4' is no shape", "Did you mean 'tpu-v4:4x4x4'? "),
+    "v4:4xx4": ("'4xx4' is not a shape", "Did you mean 'tpu-v4:4x4x4'? "),
+    "v4:4x0x4": ("'4x0x4' is not a shape", "Did you mean 'tpu-v4:4x4x4'? "),
     "v4:4x4": ("tpu-v4 is a 3D torus, and 4x4 has 2 dimensions", "Did you mean 'tpu-v4:4x4x4'? "),
     "v5p:64": ("tpu-v5p is a 3D torus, and 64 has 1 dimension", "Did you mean 'tpu-v5p:4x4x4'? "),
     "tpu-v6e:4x4x4": ("tpu-v6e is a 2D torus, and 4x4x4 has 3 dimensions", "Did you mean 'tpu-v6e:4x4'? "),
@@ -236,7 +245,7 @@ FITTING = [("0.0.42", PIN), ("0.0.42.1", PIN), ("0.0.42", ["libtpu==0.0.42"]), (
 @pytest.mark.parametrize(("found", "pins"), FITTING, ids=str)
 def test_a_libtpu_that_jax_accepts(monkeypatch, found, pins):
     _pretend(monkeypatch, found, pins)
-    require_libtpu("v4:4x4x4")
+    require_libtpu("v4:4x4x4", CHIPS["tpu-v4"])
 
 
 def test_a_library_of_the_users_own_is_left_to_jax(monkeypatch, tmp_path):
@@ -244,7 +253,7 @@ def test_a_library_of_the_users_own_is_left_to_jax(monkeypatch, tmp_path):
     library = tmp_path / "libtpu.so"
     library.touch()
     monkeypatch.setenv("TPU_LIBRARY_PATH", str(library))
-    require_libtpu("v4:4x4x4")
+    require_libtpu("v4:4x4x4", CHIPS["tpu-v4"])
 
 
 def test_the_environment_is_the_users_first(monkeypatch):
@@ -317,7 +326,9 @@ def test_no_backend_starts_and_libtpu_is_quiet():
 def test_importing_gspmd_keeps_a_backend_that_looks_for_tpus_quiet():
     bare = {name: value for name, value in os.environ.items() if name not in {*host.WITHOUT_TPU, "JAX_PLATFORMS"}}
     code = "import jax, gspmd; jax.devices()"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=bare).stderr == ""
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=bare).stderr.splitlines()
+    # Whenever JAX is imported, its plugin for CUDA says that there is no driver.
+    assert [line for line in said if "cuda drivers" not in line and "absl::InitializeLog" not in line] == []
 
 
 @needs_libtpu
@@ -327,9 +338,7 @@ def test_what_is_no_mesh_is_named(axes):
         topology("tpu-v4:4x4x4").mesh(axes)
 
 
-def test_slices_of_what_is_no_tpu_are_refused():
-    with pytest.raises(gspmd.PlanError, match="h100 comes in no slices"):
-        next(slices("h100"))
+def test_slices_of_an_unknown_chip_are_refused():
     with pytest.raises(gspmd.PlanError, match="no chip"):
         next(slices("tpu-v9"))
 

@@ -37,7 +37,7 @@ def test_what_is_right_is_found_right(mesh, dtype):
     assert found
     assert repr(found) == "Verification(_layer: ok)"
     count = 1 if dtype == "int32" else 3
-    assert str(found) == f"_layer: {count} arrays under xla, blocking, looped are those of one device"
+    assert str(found) == f"_layer: {count} arrays agree with one device under xla, blocking, looped"
 
 
 def test_it_says_which_lowering_which_array_and_where(make_mesh):
@@ -121,13 +121,13 @@ def test_no_mesh_and_wrong_arguments_are_errors_of_ours(make_mesh):
     with pytest.raises(gspmd.PlanError, match=r"cannot verify <lambda>: there is no mesh"):
         verify(lambda x: x, jnp.ones(3))
     with jax.set_mesh(make_mesh({"x": 2})):
-        with pytest.raises(gspmd.PlanError, match=r"cannot verify <lambda>: 'a' is no array\."):
+        with pytest.raises(gspmd.PlanError, match=r"cannot verify <lambda>: 'a' is not an array\."):
             verify(lambda x: x, "a")
-        with pytest.raises(gspmd.PlanError, match="is no array"):
+        with pytest.raises(gspmd.PlanError, match="is not an array"):
             verify(lambda x: x, None)
         with pytest.raises(gspmd.PlanError, match="no lowering is called 'blockin'"):
             verify(lambda x: x, jnp.ones(3), lowerings=["blockin"])
-        with pytest.raises(gspmd.PlanError, match="on one device, too, it raises ZeroDivisionError"):
+        with pytest.raises(gspmd.PlanError, match="it raises an error on one device too: ZeroDivisionError"):
             verify(lambda x: 1 // 0, jnp.ones(3))
 
 

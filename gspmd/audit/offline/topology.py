@@ -1,17 +1,19 @@
-"""TPU slices that are not attached: their devices as the TPU compiler describes them, and meshes over their torus."""
+"""TPU slices and nodes of GPUs that are not attached: their devices, as compilers describe them, and meshes."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from math import prod
+from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from gspmd.annotate.errors import PlanError, listed, shown
+from gspmd.audit.offline.cuda import COMPILER_OPTIONS, node_devices, require_cuda_plugin
 from gspmd.audit.offline.libtpu import require_libtpu, slice_devices
-from gspmd.audit.offline.names import POD_CHIPS, read_name, shapes
+from gspmd.audit.offline.names import read_name, shapes
 from gspmd.audit.offline.torus import lay, nearest
 from gspmd.display.units import mesh_text
 from gspmd.hardware.chips import Chip
@@ -20,16 +22,16 @@ from gspmd.hardware.chips import chip as chip_named
 
 @dataclass(frozen=True)
 class Topology:
-    """A TPU slice to compile for.
+    """A TPU slice, or nodes of GPUs, to compile for.
 
     Leaves out: twisted tori, broken chips, and the bandwidth between the two devices of one chip.
 
     Attributes:
-        name: canonical, such as `tpu-v4:4x4x4`.
+        name: canonical, such as `tpu-v4:4x4x4` or `h100:16x8`.
         chip: the figures of one device.
-        shape: chips along each torus axis.
+        shape: chips along each torus axis; for GPUs the number of nodes, if there are several, and of GPUs in a node.
         devices: devices to compile for, not to run on; in torus order, last axis fastest, devices of one chip next to
-            each other.
+            each other; GPUs node by node.
     """
 
     name: str
@@ -42,7 +44,7 @@ class Topology:
 
     @property
     def num_devices(self) -> int:
-        """Devices of the slice: its chips, or twice as many if a chip is two devices."""
+        """Number of devices: the chips, or twice as many if a chip is two devices."""
         return len(self.devices)
 
     @property
@@ -50,8 +52,17 @@ class Topology:
         """Number of devices of one chip: two on TPU v3 and TPU7x, one otherwise."""
         return len(self.devices) // prod(self.shape)
 
+    @property
+    def compiler_options(self) -> dict[str, Any]:
+        """Options without which the compiler would need the devices; `compile_offline` sets them, unless told
+        otherwise."""
+        return dict(COMPILER_OPTIONS) if self.chip.is_switch else {}
+
     def mesh(self, axes: Mapping[str, int], axis_type: "str | AxisType" = "explicit") -> Mesh:
-        """Make a mesh over the slice, in which each mesh axis is one or several whole torus axes if the sizes allow it.
+        """Make a mesh over the devices.
+
+        On a slice of TPUs each mesh axis is one or several whole torus axes if the sizes allow it. GPUs fill the mesh
+        node by node, the last mesh axis fastest.
 
         Args:
             axes: mesh axis -> size; among equally good layouts, earlier mesh axes take earlier torus axes.
@@ -68,7 +79,7 @@ class Topology:
         sizes, types = tuple(axes.values()), (_axis_type(axis_type),) * len(axes)
         if not all(map(_is_size, sizes)) or prod(sizes) != self.num_devices:
             raise PlanError(self._wrong(axes))
-        rows = lay((*self.shape, self.cores), sizes)
+        rows = (sizes,) if self.chip.is_switch else lay((*self.shape, self.cores), sizes)
         parts = np.array(self.devices, dtype=object).reshape([part for row in rows for part in row])
         order = [row * len(sizes) + axis for axis in range(len(sizes)) for row in range(len(rows))]
         return Mesh(parts.transpose(order).reshape(sizes), tuple(axes), axis_types=types)
@@ -76,7 +87,8 @@ class Topology:
     def _wrong(self, axes: Mapping[str, int]) -> str:
         count = f" ({prod(axes.values())} in all)" if axes and all(map(_is_size, axes.values())) else ""
         laid = f"{mesh_text(axes) or 'without axes'}{count}"
-        fact = f"cannot lay the mesh {laid} over {self.name}, which has {self.num_devices} devices."
+        nodes = f", {self.shape[0]} nodes of {self.shape[1]}" if self.chip.is_switch and len(self.shape) > 1 else ""
+        fact = f"cannot lay the mesh {laid} over {self.name}, which has {self.num_devices} devices{nodes}."
         asked = {axis: size if _is_size(size) else 1 for axis, size in axes.items()} or {"x": 1}
         fits = [mesh_text(dict(zip(asked, sizes))) for sizes in nearest(self.num_devices, tuple(asked.values()))]
         return f"{fact}\n  The sizes have to multiply to {self.num_devices}, as in {listed(fits, 'or')}."
@@ -84,16 +96,19 @@ class Topology:
     def rings(self, mesh: Mesh) -> dict[str, tuple[int, ...]]:
         """Return for each axis of a mesh over this slice the sizes of the torus axes that it spans.
 
-        An axis that spans no box of the torus counts as one ring. The two devices of one chip are not a ring.
+        An axis that spans no box of the torus counts as one ring. The two devices of one chip are not a ring. GPUs hang
+        on switches, and have none.
 
         Example:
             >>> slice64 = topology("tpu-v4:4x4x4")                  # doctest: +SKIP
             >>> slice64.rings(slice64.mesh({"x": 16, "y": 4}))      # doctest: +SKIP
             {'x': (4, 4), 'y': (4,)}
         """
+        if self.chip.is_switch:
+            return {}
         if not all(hasattr(device, "coords") for device in getattr(getattr(mesh, "devices", None), "flat", (None,))):
             raise PlanError(
-                f"cannot tell the rings of {shown(mesh)}: it is no mesh over a slice of TPUs.\n"
+                f"cannot tell the rings of {shown(mesh)}: it is not a mesh over a slice of TPUs.\n"
                 f"  Make it with topology({self.name!r}).mesh(...)."
             )
         return {axis: _torus_axes(mesh, number) for number, axis in enumerate(mesh.axis_names)}
@@ -109,42 +124,48 @@ def _torus_axes(mesh: Mesh, number: int) -> tuple[int, ...]:
 
 
 def topology(name: str) -> Topology:
-    """Describe a TPU slice, with its devices and its chip, by the real compiler; starts no backend, needs no TPU.
+    """Describe a TPU slice or nodes of GPUs by the real compiler; starts no backend, needs no TPU and no GPU.
 
     Args:
         name: chip and torus: `tpu-v3:4x4`, `tpu-v4:4x4x4`, `tpu-v5e:16x16`, `tpu-v5p:8x8x16`, `tpu-v6e:16x16`,
-            `tpu7x:4x4x4` and other sizes; `v4:4x4x4` and `TPU v4:4x4x4` are read too.
+            `tpu7x:4x4x4` and other sizes; `v4:4x4x4` and `TPU v4:4x4x4` are read too. Or a GPU, nodes and GPUs of a
+            node: `h100:8` (or fewer, on one node), `h100:16x8`, `a100:8`, `a100-40gb:8`, `h200:8`, `b200:8`,
+            `gb200:2x72`.
 
     Returns:
-        The slice; the same object for the same name, so that meshes over it are equal.
+        The topology; the same object for the same name, so that meshes over it are equal.
 
     Raises:
-        PlanError: the slice does not exist; libtpu is missing, is not the version that this JAX needs, or refuses.
+        PlanError: there is no such topology; its compiler (libtpu, or JAX's plugin for CUDA) is missing, is not the
+            version that this JAX needs, or refuses; or there is none for this GPU.
 
     Example:
         >>> topology("v5p:4x4x8").mesh({"data": 8, "model": 16}).devices.shape  # doctest: +SKIP
         (8, 16)
+        >>> topology("h100:32x8").mesh({"data": 32, "model": 8}).devices.shape  # doctest: +SKIP
+        (32, 8)
         >>> topology("tpu-v5e:4x4x4")
         Traceback (most recent call last):
         gspmd.PlanError: there is no topology 'tpu-v5e:4x4x4': tpu-v5e is a 2D torus, and 4x4x4 has 3 dimensions.
           Did you mean 'tpu-v5e:4x4'? Known: tpu-v3:4x4, tpu-v4:4x4x4, tpu-v5e:4x4, ...
 
-    Source: Google Cloud documentation, 'TPU v3' to 'TPU7x': dimensions of the torus, chips of a pod.
+    Source: Google Cloud documentation, 'TPU v3' to 'TPU7x': dimensions of the torus, chips of a pod; for GPUs the data
+    sheets in `gspmd/hardware/chips.toml` and `gspmd/audit/offline/cards.py`.
     """
     chip, shape = read_name(name)
-    require_libtpu(name)
-    return _slice(chip, shape)
+    (require_cuda_plugin if chip.is_switch else require_libtpu)(name, chip)
+    return _described(chip, shape)
 
 
 def slices(chip: Chip | str) -> Iterator[Topology]:
     """Yield the slices of a chip from the smallest to a whole pod, doubling in size, each as near a cube as possible.
 
+    Of a GPU: parts of a node, and then 1, 2, 4, ... whole nodes.
+
     Raises:
-        PlanError: no chip has this name, or the chip is no TPU.
+        PlanError: no chip has this name; or, as for `topology`, its compiler is missing.
     """
     chip = chip_named(chip)
-    if chip.name not in POD_CHIPS:
-        raise PlanError(f"{chip.name} comes in no slices.\n  Those that do: {', '.join(POD_CHIPS)}.")
     for shape in shapes(chip):
         yield topology(f"{chip.name}:{'x'.join(map(str, shape))}")
 
@@ -162,6 +183,7 @@ def _axis_type(kind: "str | AxisType") -> AxisType:
 
 
 @cache
-def _slice(chip: Chip, shape: tuple[int, ...]) -> Topology:
+def _described(chip: Chip, shape: tuple[int, ...]) -> Topology:
     sizes = "x".join(map(str, shape))
-    return Topology(f"{chip.name}:{sizes}", chip, shape, slice_devices(chip, sizes))
+    devices = node_devices(chip, *shape) if chip.is_switch else slice_devices(chip, sizes)
+    return Topology(f"{chip.name}:{sizes}", chip, shape, devices)

@@ -1,0 +1,136 @@
+"""Fit the model of a GPU to a card's measurements, and hold its predictions beside those that the fit did not see.
+
+    python benchmarks/gpu.py          # on benchmarks/results/device-h200.json; figures for chips.toml and matmul.toml
+    python benchmarks/gpu.py --steps  # and compile the measured training steps offline, to simulate them; a minute
+
+The measurements are those of benchmarks/device.py. Fitted are products by cuBLAS, the bandwidth of other kernels, fused
+attention, and the seconds of a launch. Training steps are not fitted: what is simulated of them stands beside what was
+measured. They need JAX's plugin for CUDA (pip install 'gspmd[gpu-offline]') but no GPU.
+"""
+
+import argparse
+import json
+from collections.abc import Iterator, Sequence
+from math import exp, inf, log
+from pathlib import Path
+from statistics import geometric_mean, median
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from device import STEPS, causal_flops
+from scipy.optimize import least_squares
+
+from gspmd.audit import compile_offline, topology
+from gspmd.audit.offline.report import Report
+from gspmd.hardware.chips import Chip, chip
+from gspmd.hardware.matmul import Efficiency, traffic
+from gspmd.layouts import Layout
+from gspmd.training import OptimizerConfig
+from gspmd_models import abstract, abstract_key, batch_spec, step
+
+RESULTS = Path(__file__).parent / "results" / "device-h200.json"
+CARD = "h200"
+# Kernels in one trip of the loops that were timed: each also counts its trips. XLA records five kernels or more as one
+# launch (a CUDA graph), so these are launched one by one.
+SCALE_KERNELS, PRODUCT_KERNELS = 2, 3
+# Kernels that pass over their bytes twice in a trip: what the loop carries is copied (compile one offline to see it).
+TWICE = ("RMS norm", "softmax", "transpose", "rows gathered")
+LARGE = 2 * 2**26  # bytes that do not fit in the cache of the card, read and written
+
+
+def main() -> None:
+    """Print the figures, and with --steps the simulated steps beside the measured ones."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", action="store_true", help="simulate the measured training steps, too")
+    options = parser.parse_args()
+    rows, card = json.loads(RESULTS.read_text())["rows"], chip(CARD)
+    launch = launch_seconds(rows)
+    fitted = fit(rows, launch, card)
+    off = np.exp(np.abs(errors(rows, launch, card, fitted))) - 1
+    print(f"launch_seconds = {launch:.2g}")
+    print(f"stream_efficiency = {stream_efficiency(rows, card):.3f}")
+    print(f"attention_efficiency = {attention_efficiency(rows, card):.3f}")
+    for name in ("overhead_seconds", "matrix_efficiency", "read_efficiency", "write_efficiency"):
+        print(f"{name} = {getattr(fitted, name):.3g}")
+    print(f"{len(off)} products, off by {np.median(off):.1%} (median), {np.quantile(off, 0.9):.1%} (90%)")
+    if options.steps:
+        for name, seconds, report in steps(rows):
+            found = report.timeline
+            assert found is not None  # The steps fit in the card's memory.
+            print(f"{name}: {found.step_seconds:.4f} s simulated, {seconds:.4f} s measured", found, sep="\n")
+
+
+def part(rows: Sequence[dict], name: str) -> list[dict]:
+    """Return the rows of one part of the measurement."""
+    return [row for row in rows if row["part"] == name]
+
+
+def launch_seconds(rows: Sequence[dict]) -> float:
+    """Return the seconds of one launch, from loops over an array so small that nothing else takes time."""
+    small = [row["us"] for row in part(rows, "kernels") if row["what"].startswith("x * a + b") and row["bytes"] < 2**24]
+    return median(small) * 1e-6 / SCALE_KERNELS
+
+
+def stream_efficiency(rows: Sequence[dict], card: Chip) -> float:
+    """Return the share of the memory's bandwidth that kernels reach which pass over large arrays."""
+    found = []
+    for row in part(rows, "kernels"):
+        twice = 2 if row["what"].startswith(TWICE) else 1
+        if row.get("bytes", 0) >= LARGE and (twice == 2 or row["what"].startswith("x * a + b")):
+            found.append(twice * row["bytes"] / (row["us"] * 1e-6 - twice * card.kernel_seconds) / card.hbm_bandwidth)
+    return median(found)
+
+
+def attention_efficiency(rows: Sequence[dict], card: Chip) -> float:
+    """Return the share of the peak FLOP/s of fused attention, after the seconds of its bytes."""
+    found = []
+    for row in part(rows, "attention"):
+        if row["what"].startswith("cudnn"):
+            length = int(row["what"].rpartition(" ")[2])
+            flops, moved = causal_flops(length), 16384 * 128 * 2 * (2 * 32 + 2 * 8)  # queries, results; keys, values
+            found.append(flops / (row["us"] * 1e-6 - moved / card.stream_bandwidth) / card.bf16_flops)
+    return geometric_mean(found)
+
+
+def efficiency(overhead: float, matrix: float, read: float, write: float) -> Efficiency:
+    """Return the constants of a GPU; tiles are those of one instruction of a warp group (wgmma, m64n8k16)."""
+    return Efficiency(overhead, 0.0, 0.0, matrix, read, write, inf, inf, inf, 8, 64, 16)
+
+
+def errors(rows: Sequence[dict], launch: float, card: Chip, fitted: Efficiency) -> list[float]:
+    """Return the logarithm of model over measurement for each product; a trip has two, and a counter."""
+    found = []
+    for row in part(rows, "products"):
+        sizes = (row["groups"], row["m"], row["k"], row["n"])
+        modelled = fitted.seconds(sizes, traffic(sizes, "bfloat16"), "bfloat16", card, False) + card.kernel_seconds / 2
+        found.append(log(max(modelled, PRODUCT_KERNELS * launch / 2) / (row["us"] * 1e-6)))
+    return found
+
+
+def fit(rows: Sequence[dict], launch: float, card: Chip) -> Efficiency:
+    """Fit the constants to the logarithms, with a loss that discounts outliers."""
+    least, start, most = np.log([[1e-7, 0.1, 0.1, 0.1], [3e-6, 0.7, 0.8, 0.8], [1e-4, 1, 1, 1]])
+    off = lambda logs: errors(rows, launch, card, efficiency(*map(exp, logs)))  # noqa: E731
+    return efficiency(*map(exp, least_squares(off, start, bounds=(least, most), loss="soft_l1", f_scale=0.1).x))
+
+
+def steps(rows: Sequence[dict]) -> Iterator[tuple[str, float, Report]]:
+    """Compile the measured training steps, and yield name, measured seconds and report of each."""
+    machine, layout = topology(f"{CARD}:1"), Layout.load("megatron-1d")
+    mesh = machine.mesh({"x": 1, "y": 1, "z": 1})
+    for row in part(rows, "training"):
+        config, batch, length = STEPS[row["what"].partition(",")[0]]
+        with jax.set_mesh(mesh):
+            model = abstract(config, layout, mesh, "bfloat16")
+            made = step.training_step(model, OptimizerConfig(), 100)
+            state = step.abstract_state(model, OptimizerConfig(), 100, mesh)
+        place = jax.NamedSharding(mesh, batch_spec(layout).partition_spec())
+        tokens = jax.ShapeDtypeStruct((batch, length + 1), jnp.int32, sharding=place)
+        given, flops = (state, tokens, abstract_key(mesh)), config.flops_per_token(length) * batch * length
+        report = compile_offline(made, *given, topology=machine, donate_argnums=(0,), flops=flops)
+        yield row["what"], row["us"] * 1e-6, report
+
+
+if __name__ == "__main__":
+    main()

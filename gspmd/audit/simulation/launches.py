@@ -1,0 +1,44 @@
+"""Launches: which kernels of a GPU the host launches one by one, and which together."""
+
+from gspmd.audit.hlo.module import Computation, Instruction
+from gspmd.audit.simulation.roofline import runs
+from gspmd.hardware.chips import Chip
+
+GRAPH_KERNELS = 5
+"""XLA records this many kernels in a row, or more, as one CUDA graph, which the host launches as a whole.
+
+Source: XLA's flag `xla_gpu_graph_min_graph_size`. The compiled text does not show graphs: they are made of the kernels
+(openxla/xla, command_buffer_conversion_pass.cc), of fusions, copies, and calls of cuBLAS and cuDNN, but neither of
+collectives nor of loops.
+"""
+
+_CONTROL = ("while", "conditional", "call", "async-start", "send", "recv", "infeed", "outfeed")
+
+
+def launched(computation: Computation, communicating: frozenset[str], chip: Chip) -> frozenset[str]:
+    """Return the names of the kernels of a computation at which the host launches something: one, or a graph.
+
+    Args:
+        computation: instructions in the order of their schedule.
+        communicating: names of the instructions that start or run collectives.
+        chip: the GPU.
+    """
+    found: list[str] = []
+    row: list[str] = []
+
+    def close() -> None:
+        found.extend(row[:1] if len(row) >= GRAPH_KERNELS else row)
+        row.clear()
+
+    for instruction in computation.instructions:
+        if instruction.name in communicating or _parts(instruction):
+            close()
+        elif runs(computation, instruction, chip):
+            row.append(instruction.name)
+    close()
+    return frozenset(found)
+
+
+def _parts(instruction: Instruction) -> bool:
+    """Return whether the kernels before and after an instruction are in different graphs."""
+    return instruction.opcode in _CONTROL or instruction.opcode.endswith(("-start", "-done"))

@@ -1,0 +1,96 @@
+"""Ways in which NCCL, the library of collectives on GPUs, can run one: latency, and share of the bandwidth.
+
+NCCL has three protocols. The one for small messages has the least latency, and wastes bandwidth on flags; for each
+collective the fastest is taken, as NCCL does by the same table. RCCL of AMD, which derives from it, is taken to be
+alike.
+"""
+
+from collections.abc import Iterator
+from math import log2
+from typing import NamedTuple
+
+from gspmd.hardware.chips import Chip
+
+
+class Protocol(NamedTuple):
+    """One protocol: its seconds in addition to those of LL, which chips.toml has, and its bandwidth.
+
+    Attributes:
+        start: seconds more to start.
+        hop: seconds more for a step in a node.
+        network: seconds more for a step of a ring between nodes.
+        tree: the same of a tree.
+        share: of the bandwidth.
+
+    Source: NVIDIA NCCL, src/graph/tuning.cc: `baseLatencies`, `hwLatencies`; `llMaxBws` over the links' bandwidth,
+    which is 0.37 to 0.39 from Ampere to Blackwell.
+    """
+
+    start: float
+    hop: float
+    network: float
+    tree: float
+    share: float
+
+
+LL = Protocol(0.0, 0.0, 0.0, 2.3e-6, 0.38)
+LL128 = Protocol(7.4e-6, 1.3e-6, 1.3e-6, 5.8e-6, 0.92)
+SIMPLE = Protocol(1.8e-6, 2.8e-6, 11.3e-6, 11.3e-6, 1.0)
+
+TREE_SHARE = 0.92
+"""The share of a ring's bandwidth that a tree has (tuning.cc)."""
+
+SWITCH_SECONDS = 25e-6
+"""Latency of an all-reduce that the switch adds up, NVLink SHARP (tuning.cc, `hwLatencies` of NVLS)."""
+
+
+class Way(NamedTuple):
+    """One way to run a collective.
+
+    Attributes:
+        latency: seconds, whatever the bytes.
+        share: of the bandwidth of links and network that it uses.
+        bandwidth: bus bandwidth in the node instead of that of the links, bytes/s; or 0.
+    """
+
+    latency: float
+    share: float
+    bandwidth: float = 0.0
+
+
+def ways(kind: str, group: int, near: int, chip: Chip) -> Iterator[Way]:
+    """Yield the ways to run a collective.
+
+    A ring takes a step for each device but one, and twice as many in an all-reduce. An all-reduce between nodes can
+    also go up and down a tree, and one in a node or two can be added up by the switch if it has more than two devices
+    there. In an all-to-all, and in a permute, all devices send at once.
+
+    Args:
+        kind: as for `gspmd.hardware.links.wire_bytes`, but neither slice nor einsum.
+        group: number of devices.
+        near: the fewest of them on any node.
+        chip: the hardware.
+
+    Example:
+        >>> from gspmd.hardware.chips import chip
+        >>> [f"{1e6 * way.latency:.1f}" for way in ways("all-gather", 8, 8, chip("h100"))]
+        ['10.8', '27.3', '32.2']
+
+    Leaves out: that NCCL cuts messages into chunks; LL128 between nodes, which some networks cannot use.
+
+    Source: NVIDIA NCCL, src/graph/tuning.cc, `ncclTopoTuneModel`.
+    """
+    nodes, passes = -(-group // near), 2 if kind == "all-reduce" else 1
+    if kind in ("all-to-all", "collective-permute"):
+        inside, across = int(near > 1), int(nodes > 1)
+    else:
+        across = passes * (nodes - 1)
+        inside = passes * (group - 1) - across
+    for protocol in (LL, LL128, SIMPLE):
+        start, hop = chip.start_seconds + protocol.start, chip.hop_seconds + protocol.hop
+        yield Way(start + inside * hop + across * (chip.network_seconds + protocol.network), protocol.share)
+        if kind == "all-reduce" and nodes > 1:
+            up = (near - 1) * hop + log2(nodes) * (chip.network_seconds + protocol.tree)
+            yield Way(start + 2 * up, TREE_SHARE * protocol.share)
+    if kind == "all-reduce" and chip.reduce_bandwidth and near > 2 and nodes <= 2:
+        yield Way(SWITCH_SECONDS + across * (chip.network_seconds + SIMPLE.network), 1.0, chip.reduce_bandwidth)

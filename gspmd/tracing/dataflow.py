@@ -1,0 +1,135 @@
+"""The dataflow of a program: its operations in one list, where it uses each value, and the program that made it.
+
+Compilers inline all calls, so the operations of called programs stand in the list, too, in place of their calls. A loop
+is one operation, and its body has a dataflow of its own.
+"""
+
+from collections import defaultdict
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from jax.extend.core import Jaxpr, Literal
+
+from gspmd.lowerings.program import PlannedProgram, program_of
+from gspmd.planner.unknown import MARK
+from gspmd.tracing.jaxprs import inner_jaxprs, is_call, runs_once
+from gspmd.tracing.steps import step_number
+from gspmd.tracing.value_numbering import StepKey
+
+Path = tuple[int, ...]
+"""The operations that contain another one, outermost first, by identity: one jaxpr may be called from many places."""
+
+Value = Hashable
+"""A value: the calls around the operation that makes it, and its variable there."""
+
+
+@dataclass(frozen=True, eq=False)
+class Operation:
+    """An operation of a program.
+
+    Attributes:
+        equation: the operation in its jaxpr.
+        path: the operations that contain it, and itself.
+        operands: the values of its operands; None for literals.
+        results: its results.
+        program: the planned program that it belongs to; None outside of one.
+        program_path: the path of the call of this program.
+    """
+
+    equation: Any
+    path: Path
+    operands: tuple[Value | None, ...]
+    results: tuple[Value, ...]
+    program: PlannedProgram | None
+    program_path: Path
+
+    @property
+    def name(self) -> str:
+        """The name of its primitive."""
+        return self.equation.primitive.name
+
+    @property
+    def step(self) -> int | None:
+        """The number of the step that it belongs to; None outside of steps."""
+        return step_number(self.equation)
+
+    @property
+    def step_key(self) -> StepKey:
+        """The equation of its program, and the number of its step, in which it must be."""
+        assert self.program is not None
+        assert self.step is not None
+        return self.program.equation, self.step
+
+    @property
+    def is_mark(self) -> bool:
+        """Whether it stands for steps whose placements are unknown."""
+        return self.name == MARK
+
+
+@dataclass(frozen=True)
+class Dataflow:
+    """The operations of a program.
+
+    Attributes:
+        operations: all of them, in order; without the calls.
+        arguments: the values of its arguments.
+        results: the values of its results; None for literals.
+        makers: value -> the operation that makes it.
+        users: value -> the operations that use it, each as often as it does.
+    """
+
+    operations: list[Operation] = field(default_factory=list)
+    arguments: list[Value] = field(default_factory=list)
+    results: list[Value | None] = field(default_factory=list)
+    makers: dict[Value, Operation] = field(default_factory=dict)
+    users: defaultdict[Value, list[Operation]] = field(default_factory=lambda: defaultdict(list))
+
+    def uses(self, value: Value) -> int:
+        """Return how often a value is used, as a result of the program too."""
+        return len(self.users[value]) + self.results.count(value)
+
+
+def dataflow(jaxpr: Jaxpr, path: Path = ()) -> Dataflow:
+    """Return the dataflow of a program.
+
+    Args:
+        jaxpr: the program.
+        path: the operations that contain it.
+    """
+    flow = Dataflow(arguments=[(path, var) for var in jaxpr.invars])
+    flow.results.extend(_inlined(flow, jaxpr, path, flow.arguments, None, ()))
+    return flow
+
+
+def _inlined(
+    flow: Dataflow,
+    jaxpr: Jaxpr,
+    path: Path,
+    arguments: Sequence[Value | None],
+    program: PlannedProgram | None,
+    program_path: Path,
+) -> list[Value | None]:
+    """Append the operations of a program, which some values are the arguments of; return the values of its results."""
+    known = dict(zip(jaxpr.invars, arguments, strict=True))
+
+    def value(var: Any) -> Value | None:
+        return None if isinstance(var, Literal) else known.setdefault(var, (path, var))
+
+    for equation in jaxpr.eqns:
+        operands, here = tuple(map(value, equation.invars)), (*path, id(equation))
+        own = program or program_of(equation)
+        own_path = program_path if program else here
+        inner = next(inner_jaxprs(equation), None)
+        if inner is not None and (is_call(equation, inner) or runs_once(equation)):
+            results = _inlined(flow, inner, here, operands, own, own_path)
+            known.update(zip(equation.outvars, results, strict=True))
+            continue
+        made = tuple(map(value, equation.outvars))
+        operation = Operation(equation, here, operands, made, own, own_path)
+        flow.operations.append(operation)
+        flow.makers.update(dict.fromkeys(made, operation))
+        for operand in operands:
+            if operand is not None:
+                flow.users[operand].append(operation)
+    return [value(var) for var in jaxpr.outvars]
