@@ -1,4 +1,4 @@
-"""Decoder-only language models in Flax NNX, with every tensor sharded by a layout.
+"""Transformers in Flax NNX, decoders alone and encoder–decoders, with every tensor sharded by a layout.
 
 Reading order: config, vectors, parameters, attention, feed_forward, experts, blocks, transformer, objective, decoding,
 shapes, step. Import `gspmd_models.step` by name: it imports the libraries of training, so this module leaves it out.
@@ -10,11 +10,12 @@ so that it works under either name.
 from gspmd.layouts.initial import abstract_key
 
 from .config import ModelConfig
-from .decoding import Cache, Generator, Sampling, abstract_cache, decode_step, empty_cache, prefill_step
-from .objective import batch_spec, loss
+from .decoding import Cache, Generator, Sampling, abstract_cache, decode_step, empty_cache, encode_step, prefill_step
+from .objective import loss
 from .parameters import gradient_specs, optimizer_specs, parameter_specs
+from .placement import batch_spec
 from .quantization import quantize
-from .shapes import abstract, abstract_batch, abstract_tokens, activation_specs
+from .shapes import abstract, abstract_batch, abstract_source, abstract_tokens, activation_specs
 from .transformer import Transformer, arrays, build, with_arrays
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "abstract_batch",
     "abstract_cache",
     "abstract_key",
+    "abstract_source",
     "abstract_tokens",
     "activation_specs",
     "arrays",
@@ -34,6 +36,7 @@ __all__ = [
     "build",
     "decode_step",
     "empty_cache",
+    "encode_step",
     "gradient_specs",
     "loss",
     "optimizer_specs",

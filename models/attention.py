@@ -1,4 +1,4 @@
-"""Multi-head, grouped-query and multiquery attention with rotary position embeddings."""
+"""Self-attention and cross-attention, of many, grouped or one key head, with rotary position embeddings."""
 
 from __future__ import annotations
 
@@ -14,29 +14,37 @@ import gspmd
 from gspmd.annotate import Spec
 from gspmd.annotate.equation import Equation
 from gspmd.layouts import Layout
-from gspmd.ops._attention import attention
+from gspmd.layouts.section import Section
+from gspmd.ops import Buckets, attention
 from gspmd.ops._attention.zigzag import ring_size, zigzag_positions
 
 from .config import ModelConfig
+from .context import Context
 from .layer import Layer
+from .rotary import Angles, cos_sin, rotate, turns
 from .vectors import masked, padded_dimensions
-
-LONGEST = 2**20
-"""The number of positions, 0 to `LONGEST` - 1, at which `angles_at` is exact."""
 
 
 class Past(Protocol):
     """The cached keys and values of one layer, for attention of the tokens that follow them."""
 
-    def angles(self, spec: Spec) -> tuple[jax.Array, jax.Array]:
+    def angles(self, spec: Spec) -> Angles:
         """Return `angles_at` the positions of the new tokens, placed as B and L of `spec`."""
 
-    def attend(self, q: jax.Array, k: jax.Array, v: jax.Array, query_spec: Spec, key_spec: Spec) -> jax.Array:
-        """Attend with rotated queries to the cache and to the given keys and values, and store these."""
+    def attend(
+        self, q: jax.Array, k: jax.Array, v: jax.Array, query_spec: Spec, key_spec: Spec, **options: Any
+    ) -> jax.Array:
+        """Attend with queries to the cache and to the given keys and values, and store these.
+
+        The options are those of `gspmd.ops.cached_attention`.
+        """
+
+    def attend_source(self, q: jax.Array, query_spec: Spec, key_spec: Spec, **options: Any) -> jax.Array:
+        """Attend with queries to the keys and values of an encoded source, which stay as they are."""
 
 
 class Attention(Layer):
-    """Causal self-attention on the residual stream.
+    """Self-attention on the residual stream, causal in a decoder.
 
     The parallel block calls `core` and computes the products around it itself, to share collectives with feed-forward.
     """
@@ -45,16 +53,16 @@ class Attention(Layer):
         super().__init__(config, layout.section("attention"), weights, dtype)
         self.padded = padded_dimensions(config, layout).get("H")
 
-    def __call__(self, x: jax.Array, past: Past | None = None) -> jax.Array:
+    def __call__(self, x: jax.Array, context: Context, past: Past | None = None) -> jax.Array:
         """Return the output [B, L, E] to add to the residual stream, placed as `attention.residual`."""
-        return self.attend("residual", self.normed("residual", x), past)
+        return self.attend("residual", self.normed("residual", x), context, past)
 
-    def attend(self, where: str, y: jax.Array, past: Past | None = None) -> jax.Array:
+    def attend(self, where: str, y: jax.Array, context: Context, past: Past | None = None) -> jax.Array:
         """Attend with a normed input [B, L, E]; input and output are placed as the line `where`."""
         weights = self.matrices("w_q", "w_k", "w_v")
         # [B, L, E] -> [B, L, H, D], and [B, L, K, D] twice
         products = self.at.einsum(f"{where}, (w_q, w_k, w_v) -> (query, key, key)", y, weights)
-        mixed = self.core(*self.heads(where, products, y), past)
+        mixed = self.core(*self.heads(where, products, y), context, past)
         out = f"query, w_o -> {where}"  # [B, L, H, D] -> [B, L, E]
         added = self.adapted(out, self.at.einsum(out, mixed, self.matrix("w_o")), mixed)
         return self.affine(where, checkpoint_name(added, "attention.added"), "o")
@@ -75,82 +83,86 @@ class Attention(Layer):
             k = self.at.rms_norm("key, k_norm", k, self.vector("k_norm"), epsilon=epsilon)
         return q, k, v
 
-    def core(self, q: jax.Array, k: jax.Array, v: jax.Array, past: Past | None = None) -> jax.Array:
+    def core(self, q: jax.Array, k: jax.Array, v: jax.Array, context: Context, past: Past | None = None) -> jax.Array:
         """Compute softmax attention of queries [B, L, H, D] and keys [B, L, K, D], placed as the queries.
 
-        Without a `past`, sequences begin here, in zigzag order if L of the keys is sharded; with it, they follow it.
+        Without a `past`, sequences begin here, in zigzag order if L of causal keys is sharded; with it, they follow it.
         """
         query, key = self.at.spec("query"), self.at.spec("key")
-        if past is None:
-            if fault := self.config.length_fault(q.shape[1]):
-                raise ValueError(f"cannot run this model: {fault}.")
-            angles = _cos_sin(zigzag_positions(q.shape[1], ring_size(key)), _turns(self.config))
-            # Without `_along`, compilers make one constant of both tables, sharded over L as queries, and gather it.
-            cut = _along(query, angles) if query.axes_of("L") != key.axes_of("L") else angles
-            turned = rotate(q, self.config, cut), rotate(k, self.config, angles)
-            q, k = checkpoint_name(turned, "attention.rotated")
-            out = attention(q, k, v, query, key, causal=True)
-        else:
-            q, k = (rotate(x, self.config, past.angles(spec)) for x, spec in ((q, query), (k, key)))
-            out = past.attend(q, k, v, query, key)
+        bias = bias_of(self.config, self.at, context)
+        if past is not None:
+            if self.config.positions == "rotary":
+                q, k = (rotate(x, self.config, past.angles(spec)) for x, spec in ((q, query), (k, key)))
+            out = past.attend(q, k, v, query, key, scale=self.config.attention_scale, **bias)
+            return masked(out, self.padded, "H", query)
+        if fault := self.config.length_fault(q.shape[1]):
+            raise ValueError(f"cannot run this model: {fault}.")
+        if self.config.positions == "rotary":
+            q, k = checkpoint_name(self.rotated(q, k, context), "attention.rotated")
+        how: dict[str, Any] = {"segments": context.segments} if context.segments else {}
+        out = attention(q, k, v, query, key, causal=context.causal, scale=self.config.attention_scale, **how, **bias)
         return masked(out, self.padded, "H", query)
 
+    def rotated(self, q: jax.Array, k: jax.Array, context: Context) -> tuple[jax.Array, jax.Array]:
+        """Rotate queries and keys by their positions."""
+        query, key = self.at.spec("query"), self.at.spec("key")
+        if context.angles is not None:
+            of_query, of_key = context.angles
+            return rotate(q, self.config, of_query), rotate(k, self.config, of_key)
+        order = zigzag_positions(q.shape[1], ring_size(key)) if context.causal else np.arange(q.shape[1])
+        angles = cos_sin(order, turns(self.config))
+        if query.axes_of("L") != key.axes_of("L"):
+            # Without `_along`, compilers merge the tables of queries and keys into one constant, shard its L as that of
+            # the queries, and gather it for the keys.
+            return rotate(q, self.config, _along(query, angles)), rotate(k, self.config, angles)
+        return rotate(q, self.config, angles), rotate(k, self.config, angles)
 
-def rotate(
-    x: jax.Array, config: ModelConfig, angles: tuple[jax.Array | np.ndarray, jax.Array | np.ndarray] | None = None
-) -> jax.Array:
-    """Apply rotary position embedding: rotate pair i of R/2 by position · base^(-2i/R).
 
-    The first R = `config.rotary` elements of a head are rotated, in pairs (x[i], x[i + R/2]) or (x[2i], x[2i + 1]) as
-    `config.rotary_pairs` says. Elementwise over batch, length and heads, which may be sharded; head size must not be.
+class CrossAttention(Layer):
+    """Attention of a decoder's tokens to the output of an encoder.
 
-    Args:
-        x: [B, L, H, D].
-        config: `rotary`, `rotary_pairs`, `rope_base` and `rope_scaling`.
-        angles: `angles_at` positions [B, L] that are placed as B and L of x; None for positions 0 to L - 1.
-
-    Returns:
-        [B, L, H, D] in x's dtype; computed in float32.
-
-    Example:
-        >>> turned = rotate(jnp.ones((1, 2, 1, 2)), ModelConfig(head_size=2))
-        >>> [f"{value:.3f}" for value in turned[0, 1, 0]]
-        ['-0.301', '1.382']
-
-    Source: Su et al. 2021, RoFormer (arXiv 2104.09864), section 3.2.2.
-    Differs: pairs take one element from each half of the head by default, a permutation of the head's elements.
+    Source: Vaswani et al. 2017, *Attention Is All You Need* (arXiv 1706.03762), section 3.2.3.
     """
-    size = config.rotary
-    cos, sin = _cos_sin(np.arange(x.shape[1]), _turns(config)) if angles is None else angles
-    wide = x[..., :size].astype(jnp.float32)
-    if config.rotary_pairs == "neighbours":
-        first, second = wide[..., 0::2], wide[..., 1::2]
-    else:
-        first, second = jnp.split(wide, 2, axis=-1)
-    turned = (first * cos - second * sin, second * cos + first * sin)
-    if config.rotary_pairs == "neighbours":
-        rotated = jnp.stack(turned, axis=-1).reshape(wide.shape).astype(x.dtype)
-    else:
-        rotated = jnp.concatenate(turned, axis=-1).astype(x.dtype)
-    return rotated if size == x.shape[-1] else jnp.concatenate([rotated, x[..., size:]], axis=-1)
+
+    def __init__(self, config: ModelConfig, layout: Layout, weights: Mapping[str, jax.Array], dtype: Any):
+        super().__init__(config, layout.section("cross"), weights, dtype)
+        self.padded = padded_dimensions(config, layout).get("H")
+
+    def __call__(self, x: jax.Array, context: Context, past: Past | None = None) -> jax.Array:
+        """Return the output [B, L, E] to add to the residual stream, placed as `attention.residual`."""
+        stream, query, key = "attention.residual", self.at.spec("query"), self.at.spec("key")
+        into, out = f"{stream}, w_q -> query", f"query, w_o -> {stream}"
+        y = self.normed(stream, x)
+        q = checkpoint_name(self.at.einsum(into, y, self.matrix("w_q")), "attention.query")  # [B, L, E] -> [B, L, H, D]
+        q = self.affine("query", self.adapted(into, q, y), "q")
+        if past is not None:
+            mixed = past.attend_source(q, query, key, scale=self.config.attention_scale)
+        else:
+            assert context.memory is not None, "a decoder with cross-attention needs the output of its encoder"
+            how: dict[str, Any] = {"segments": context.memory_segments} if context.memory_segments else {}
+            k, v = self.keys(context.memory)
+            mixed = attention(q, k, v, query, key, causal=False, scale=self.config.attention_scale, **how)
+        mixed = masked(mixed, self.padded, "H", query)
+        # [B, L, H, D] -> [B, L, E]
+        added = self.adapted(out, self.at.einsum(out, mixed, self.matrix("w_o")), mixed)
+        return self.affine(stream, checkpoint_name(added, "attention.added"), "o")
+
+    def keys(self, memory: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Return keys and values [B, T, K, D] of an encoder's output [B, T, E]."""
+        products = self.at.einsum("memory, (w_k, w_v) -> (key, key)", memory, self.matrices("w_k", "w_v"))
+        found = []
+        for x, weight, kept in zip(products, "kv", ("key", "value")):
+            x = checkpoint_name(self.adapted(f"memory, w_{weight} -> key", x, memory), f"attention.{kept}")
+            found.append(self.affine("key", x, weight))
+        return found[0], found[1]
 
 
-def _turns(config: ModelConfig) -> np.ndarray:
-    """Return the turns per position of every pair, [R/2] float64."""
-    size, scaling = config.rotary, config.rope_scaling
-    turns = config.rope_base ** (-np.arange(0, size, 2) / size) / (2 * np.pi)
-    if scaling is None:
-        return turns
-    # the unscaled share of a frequency: 0 below low_frequency turns of the original length, 1 above high_frequency
-    low, high = scaling.low_frequency, scaling.high_frequency
-    kept = np.clip((turns * scaling.original_length - low) / (high - low), 0.0, 1.0)
-    return turns * (kept + (1.0 - kept) / scaling.factor)
-
-
-def _cos_sin(positions: np.ndarray, turns: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return cosine and sine [1, L, 1, R/2] of the angles of constant positions [L]."""
-    angles = (2 * np.pi * positions[:, None] * turns)[None, :, None, :]
-    return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+def bias_of(config: ModelConfig, at: Section, context: Context) -> dict[str, Any]:
+    """Return the arguments of `gspmd.ops.attention` for a bias by relative position; none without such a table."""
+    if context.relative is None:
+        return {}
+    buckets = Buckets(config.relative_buckets, config.relative_distance, bidirectional=not context.causal)
+    return {"bias": context.relative, "bias_spec": at.spec("relative"), "buckets": buckets}
 
 
 def _along(spec: Spec, angles: tuple[np.ndarray, np.ndarray]) -> tuple[jax.Array, jax.Array]:
@@ -159,18 +171,3 @@ def _along(spec: Spec, angles: tuple[np.ndarray, np.ndarray]) -> tuple[jax.Array
     move = Equation.move(whole, whole.with_axes("L", spec.axes_of("L")))
     cos, sin = (gspmd.reshard(jnp.asarray(table), move) for table in angles)
     return cos, sin
-
-
-def angles_at(positions: jax.Array, config: ModelConfig) -> tuple[jax.Array, jax.Array]:
-    """Return cosine and sine [B, L, 1, R/2] of `rotate`'s angles at positions [B, L], each below `LONGEST`.
-
-    They are the same in every layer. Float32 has few digits after the point for an angle of a hundred thousand radians.
-    So turns are integers in units of 2^-44, whose products with a position wrap around at complete turns: the angle is
-    exact to 2^-24 turns.
-    """
-    fixed = np.round(_turns(config) * 2**44).astype(np.int64)
-    high, low = (fixed >> 12).astype(np.uint32), (fixed & 0xFFF).astype(np.uint32)
-    at = positions.astype(jnp.uint32)[..., None, None]
-    part = at * high[None, None, None] + ((at * low[None, None, None]) >> 12)
-    angles = jax.lax.bitcast_convert_type(part, jnp.int32).astype(jnp.float32) * np.float32(2 * np.pi / 2**32)
-    return jnp.cos(angles), jnp.sin(angles)

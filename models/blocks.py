@@ -1,4 +1,4 @@
-"""Transformer blocks: serial (attention, then feed-forward) and parallel (both on one input)."""
+"""Transformer blocks: serial (attention, cross-attention, then feed-forward) and parallel (both on one input)."""
 
 from __future__ import annotations
 
@@ -13,38 +13,44 @@ from jax.ad_checkpoint import checkpoint_name
 import gspmd
 from gspmd.layouts import Layout
 
-from .attention import Attention, Past
+from .attention import Attention, CrossAttention, Past
 from .config import ModelConfig
-from .experts import Experts, moved
+from .context import Context
+from .experts import Experts
 from .feed_forward import FeedForward
 from .layer import Layer
+from .placement import moved
 
 
 class Block(nnx.Module):
-    """x + Attention(norm x), then x + FeedForward(norm x)."""
+    """x + Attention(norm x), then x + CrossAttention(norm x) after an encoder, then x + FeedForward(norm x)."""
 
     def __init__(self, config: ModelConfig, layout: Layout, weights: Mapping[str, Any], dtype: Any):
         self.residuals = (layout.spec("attention.residual"), layout.spec("ffn.residual"))
         self.attention = Attention(config, layout, weights["attention"], dtype)
+        self.cross = CrossAttention(config, layout, weights["cross"], dtype) if "cross" in weights else None
         self.layout, (self.ffn, self.moe) = layout, _feed_forward(config, layout, weights, dtype)
 
     def __call__(
         self,
         x: jax.Array,
+        context: Context,
         *,
         key: jax.Array | None,
         train: bool,
-        mask: jax.Array | None = None,
         past: Past | None = None,
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """The residual stream after the block, and the figures of its experts, if it has any."""
         attention, ffn = self.residuals
         with part(self.layout, "attention"):
-            x = x + self.attention(x, past)
+            x = x + self.attention(x, context, past)
+        if self.cross is not None:
+            with part(self.layout, "cross"):
+                x = x + self.cross(checkpoint_name(x, "cross.residual"), context, past)
         x = checkpoint_name(moved(x, attention, ffn), "ffn.residual")
         if self.moe is not None:
             with part(self.layout, "moe"):
-                y, figures = self.moe(x, key=key, train=train, mask=mask)
+                y, figures = self.moe(x, context, key=key, train=train)
         else:
             assert self.ffn is not None
             with part(self.layout, "ffn"):
@@ -67,10 +73,10 @@ class ParallelBlock(Layer):
     def __call__(
         self,
         x: jax.Array,
+        context: Context,
         *,
         key: jax.Array | None,
         train: bool,
-        mask: jax.Array | None = None,
         past: Past | None = None,
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """The residual stream after the block, and the figures of its experts, if it has any."""
@@ -78,12 +84,12 @@ class ParallelBlock(Layer):
             y = self.normed("residual", x)
             if self.moe is None:
                 assert self.ffn is not None
-                return x + self.both(y, self.ffn, past), {}
-            added, figures = self.moe.mix(y, key=key, train=train, mask=mask)
+                return x + self.both(y, self.ffn, context, past), {}
+            added, figures = self.moe.mix(y, context, key=key, train=train)
         with part(self.layout, "attention"):
-            return x + self.attention.attend("ffn.residual", y, past) + added, figures
+            return x + self.attention.attend("ffn.residual", y, context, past) + added, figures
 
-    def both(self, y: jax.Array, ffn: FeedForward, past: Past | None = None) -> jax.Array:
+    def both(self, y: jax.Array, ffn: FeedForward, context: Context, past: Past | None = None) -> jax.Array:
         """Return attention plus feed-forward of one normed input [B, L, E], added before partial sums are reduced."""
         attention = self.attention
         # [B, L, E] -> [B, L, H, D], [B, L, K, D] twice, and [B, L, F] once, and once more for a gate
@@ -101,7 +107,7 @@ class ParallelBlock(Layer):
         weights = attention.matrices("w_q", "w_k", "w_v") + ffn.matrices(*names)
         q, k, v, *products = self.at.einsum(into, y, weights)
         with jax.named_scope("attention"):
-            mixed = attention.core(*attention.heads("ffn.residual", (q, k, v), y), past)
+            mixed = attention.core(*attention.heads("ffn.residual", (q, k, v), y), context, past)
         active = ffn.activate(products, y)
         # [B, L, F] and [B, L, H, D] -> [B, L, E]
         added = self.at.einsum(

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import inf
+from math import gcd, inf
 from typing import Literal, get_args
 
 from gspmd.annotate.errors import suggestion
+from gspmd.layouts.rules.keys import dims_of
 from gspmd.moe.config import MoEConfig
 from gspmd.moe.experts.activation import GATED, PLAIN
 
 from .finetuning.config import LoraConfig
+from .tensors import Tensor, tensor_sizes, tensors
 
 BLOCKS = ("serial", "parallel")
+POSITIONS = ("rotary", "relative", "sinusoidal", "none")
 NORMS = ("rms", "layer")
 PAIRS = ("halves", "neighbours")
 Remat = Literal["none", "full", "dots-except-hidden", "dots", "selective"]
@@ -48,7 +51,7 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Configure a decoder-only transformer; by default a small one on bytes.
+    """Configure a transformer, a decoder alone or an encoder–decoder; by default a small decoder on bytes.
 
     Example:
         >>> ModelConfig(embed=4096, layers=32, heads=16, kv_heads=1, head_size=256, feed_forward=16384,
@@ -66,7 +69,11 @@ class ModelConfig:
     embed: int = 128
     """Width of the residual stream."""
     layers: int = 4
-    """Number of blocks."""
+    """Number of blocks; of the decoder, if there is an encoder."""
+    encoder_layers: int = 0
+    """Number of blocks of the encoder, whose output every block of the decoder attends to; 0 for a decoder alone."""
+    start_token: int = 0
+    """The token that a decoder begins with, if there is an encoder: T5's padding token, or M2M-100's end of text."""
     heads: int = 8
     """Query heads."""
     kv_heads: int = 8
@@ -84,7 +91,7 @@ class ModelConfig:
     activation: str = "swiglu"
     """swiglu or geglu (two weights in), gelu (its tanh form), gelu_exact or relu."""
     ffn_bias: bool = False
-    """Whether the feed-forward layer's matrices have biases."""
+    """Whether the matrices of feed-forward layers, and of experts, have biases."""
     block: str = "serial"
     """serial, or parallel: attention and feed-forward share one norm and one reduction (PaLM)."""
     tied: bool = True
@@ -93,6 +100,17 @@ class ModelConfig:
     """Whether embedded tokens are multiplied by √embed."""
     output_bias: bool = False
     """Whether the logits have a bias."""
+    positions: str = "rotary"
+    """rotary; relative: a bias of the scores for the distance of query and key, in buckets, shared by all blocks of a
+    stack (T5); sinusoidal: added to the embedded tokens (Transformer); or none."""
+    relative_buckets: int = 32
+    """Number of buckets of distances."""
+    relative_distance: int = 128
+    """Distance from which on all keys are in one bucket."""
+    position_offset: int = 0
+    """Position of the first token, for sinusoidal positions (2 in M2M-100)."""
+    attention_scale: float | None = None
+    """Factor of the scores of attention (1 in T5); None for 1/√head_size."""
     rope_base: float = 10000.0
     """Base of the rotary position embedding's wavelengths."""
     rope_scaling: RopeScaling | None = None
@@ -169,9 +187,14 @@ class ModelConfig:
         return -(-self.vocabulary // self.vocabulary_multiple) * self.vocabulary_multiple
 
     @property
+    def expert_place(self) -> int:
+        """The place in each period of the block whose feed-forward layer is a mixture of experts; -1 for none."""
+        return -1 if self.moe is None else self.moe.every - 1 if self.moe.offset is None else self.moe.offset
+
+    @property
     def expert_layers(self) -> int:
-        """Number of blocks whose feed-forward layer is a mixture of experts."""
-        return self.layers // self.moe.every if self.moe else 0
+        """Number of blocks whose feed-forward layer is a mixture of experts, in both stacks."""
+        return (self.layers + self.encoder_layers) // self.moe.every if self.moe else 0
 
     @property
     def num_parameters(self) -> int:
@@ -184,30 +207,19 @@ class ModelConfig:
         return self._parameters(self.moe.used if self.moe else 0)
 
     def _parameters(self, experts: float) -> int:
-        attention = 2 * self.embed * self.head_size * (self.heads + self.kv_heads)
-        feed_forward = self.embed * self.feed_forward * (3 if self.gated else 2)
-        router = self.embed * self.moe.experts * (2 if self.moe.noisy else 1) if self.moe else 0
-        shared = self.moe.shared if self.moe else 0
-        dense = (self.layers - self.expert_layers) * feed_forward
-        sparse = self.expert_layers * (round((experts + shared) * feed_forward) + router)
-        tables = self.vocabulary * self.embed * (1 if self.tied else 2)
-        return self.layers * attention + dense + sparse + tables + self._vectors
+        """Count parameters, with so many experts in a layer that has some; each router has an output for all."""
+        sizes = tensor_sizes(self)
+        return round(sum(experts * each.size(sizes | {"X": 1}) if _of_experts(each) else each.size(sizes)
+                         for each in tensors(self)))  # fmt: skip
 
-    @property
-    def _vectors(self) -> int:
-        """Number of parameters that no matrix product uses: norms and biases."""
-        norms = 1 + self.layers * (2 if self.block == "serial" else 1)
-        of_heads = self.qkv_bias * (self.heads + 2 * self.kv_heads) + 2 * self.qk_norm
-        of_ffn = self.feed_forward * (2 if self.gated else 1) + self.embed
-        attention = of_heads * self.head_size + self.out_bias * self.embed
-        biases = self.layers * (attention + self.ffn_bias * of_ffn) + self.output_bias * self.vocabulary
-        return norms * self.embed * (1 + self.norm_bias) + biases
-
-    def flops_per_token(self, length: int) -> int:
+    def flops_per_token(self, length: int, source_length: int = 0, *, encoded: bool = False) -> int:
         """Floating-point operations per trained token, forward and backward, without rematerialization.
 
         Args:
             length: tokens per sequence.
+            source_length: tokens per source of an encoder–decoder, all of whose operations are counted for its targets;
+                0 for as many as `length`.
+            encoded: whether sources are encoded already, so that none of their operations are counted.
 
         Returns:
             6 per active parameter of matrix products, plus 12 · layers · heads · head_size · length for attention
@@ -220,9 +232,41 @@ class ModelConfig:
         Source: PaLM (arXiv 2204.02311), appendix B.
         Differs: norms, biases and an untied input table are not counted, since no matrix product uses them.
         """
-        looked_up = 0 if self.tied else self.vocabulary * self.embed
-        products = self.num_active_parameters - self._vectors - looked_up
-        return 6 * products + 12 * self.layers * self.heads * self.head_size * length
+        of_target = self._flops_of_matrices[1]
+        scores = 12 * self.heads * self.head_size
+        of_target += scores * self.layers * length
+        if not self.encoder_layers:
+            return of_target
+        source_length = source_length or length
+        of_target += scores * self.layers * source_length
+        if encoded:
+            return of_target
+        return round(of_target + self.flops_per_source_token(source_length) * source_length / length)
+
+    def flops_per_source_token(self, source_length: int) -> int:
+        """Floating-point operations per token of a source, forward and backward: of the encoder, and of its output's
+        keys and values in every block of the decoder.
+
+        Args:
+            source_length: tokens per source.
+        """
+        return self._flops_of_matrices[0] + 12 * self.heads * self.head_size * self.encoder_layers * source_length
+
+    @property
+    def _flops_of_matrices(self) -> tuple[int, int]:
+        """6 per active parameter that a token of a source is multiplied by, and a token of a target."""
+        sizes, of_source, of_target = tensor_sizes(self), 0.0, 0.0
+        for each in tensors(self):
+            if not each.is_matrix or (each.key == "embedding.table" and not self.tied):
+                continue
+            count: float = each.size(sizes)
+            if self.moe and _of_experts(each):
+                count *= self.moe.used / self.moe.experts
+            if each.in_encoder or each.key in ("cross.w_k", "cross.w_v"):
+                of_source += count
+            else:
+                of_target += count
+        return 6 * round(of_source), 6 * round(of_target)
 
     def length_fault(self, tokens: int) -> str:
         """Return why attention here differs from the model's own for so many tokens; empty if it does not.
@@ -237,12 +281,41 @@ class ModelConfig:
             f"{self.sliding_window} only (sliding_window); longer sequences are not supported"
         )
 
-    def sizes(self, batch: int, length: int) -> dict[str, int]:
+    def tokens_of_source(self, source_length: int, length: int) -> int:
+        """Return the tokens of a source: `source_length`, or as many as `length` if that is 0; 0 without an encoder.
+
+        >>> ModelConfig(encoder_layers=4).tokens_of_source(0, 128), ModelConfig().tokens_of_source(0, 128)
+        (128, 0)
+        """
+        return (source_length or length) if self.encoder_layers else 0
+
+    def common_sizes(self, batch: int, length: int, source_length: int = 0) -> dict[str, int]:
+        """The sizes that mesh axes of a layout's lines have to divide if both stacks of blocks share these lines.
+
+        L is the greatest common divisor of the lengths of both stacks, and C that of the slots of their experts.
+
+        Args:
+            batch, length, source_length: as of `sizes`.
+
+        Example:
+            >>> sizes = ModelConfig(encoder_layers=4).common_sizes(batch=8, length=96, source_length=512)
+            >>> sizes["L"], sizes["T"]
+            (32, 512)
+        """
+        source = self.tokens_of_source(source_length, length)
+        sizes = self.sizes(batch, gcd(length, source), source)
+        if self.moe and not self.is_dropless:
+            slots = [self.moe.capacity(batch * each // sizes["G"]) for each in (length, source)]
+            sizes["C"] = gcd(*slots) if source else slots[0]
+        return sizes
+
+    def sizes(self, batch: int, length: int, source_length: int = 0) -> dict[str, int]:
         """The size of every dimension that a layout may shard, for `Layout.check`.
 
         Args:
             batch: sequences per step, over all devices.
             length: tokens per sequence.
+            source_length: tokens per source, T, of an encoder–decoder; 0 for as many as `length`.
 
         Example:
             >>> ModelConfig().sizes(batch=32, length=256)["F"]
@@ -251,7 +324,7 @@ class ModelConfig:
         sizes = {
             "B": batch,
             "L": length,
-            "T": length,
+            "T": source_length or length,
             "E": self.embed,
             "F": self.feed_forward,
             "V": self.table_rows,
@@ -260,9 +333,16 @@ class ModelConfig:
             "D": self.head_size,
             "N": self.layers // self.period,
         }
+        if self.positions == "relative":
+            sizes["R"] = self.relative_buckets
         if self.moe:
             sizes |= {"X": self.moe.experts, "G": self.moe.groups or batch}
         return sizes
+
+
+def _of_experts(tensor: Tensor) -> bool:
+    """Return whether each expert has such a parameter; a router has only an output for each."""
+    return "X" in dims_of(tensor.key) and not tensor.key.startswith("moe.router")
 
 
 _WIDTHS = ("kv_heads", "head_size", "feed_forward")
@@ -274,7 +354,8 @@ def _faults(config: ModelConfig):
             yield f"{name} is {getattr(config, name)}; it must be at least 1"
         elif getattr(config, name) >= 2**31:  # XLA's sizes of dimensions are int32
             yield f"{name} is {getattr(config, name)}; it must be less than 2**31"
-    choices = {"activation": tuple(PLAIN), "block": BLOCKS, "norm": NORMS, "rotary_pairs": PAIRS, "remat": REMATS}
+    choices = {"activation": tuple(PLAIN), "block": BLOCKS, "norm": NORMS, "rotary_pairs": PAIRS, "remat": REMATS,
+               "positions": POSITIONS}  # fmt: skip
     for name, known in choices.items():
         if getattr(config, name) not in known:
             near = suggestion(str(getattr(config, name)), known).strip()
@@ -288,13 +369,11 @@ def _faults(config: ModelConfig):
             yield f"{name} is {getattr(config, name)}; it must be positive"
     if not 0 <= config.rotary_size <= config.head_size:
         yield f"rotary_size is {config.rotary_size}; it must be at most head_size ({config.head_size}), or 0 for all"
-    elif config.rotary % 2:
+    elif config.rotary % 2 and config.positions == "rotary":
         name = "rotary_size" if config.rotary_size else "head_size"
         yield f"{name} is {config.rotary}; rotary position embedding turns pairs, so it must be even"
     if config.norm_bias and config.norm == "rms":
         yield 'norm_bias is set, and an RMS norm has none; set norm = "layer"'
-    if config.ffn_bias and config.moe:
-        yield "ffn_bias is set, and experts have no biases"
     if config.kv_heads > 0 and config.heads % config.kv_heads:
         yield f"heads is {config.heads}, which kv_heads ({config.kv_heads}) does not divide"
     if config.lora:
@@ -303,8 +382,44 @@ def _faults(config: ModelConfig):
             yield f"lora.targets has {', '.join(lacks)}, and this model has no such weight"
         if config.int8:
             yield "lora has adapters, and int8 weights are not trained; merge them first"
-    if config.moe and config.moe.every > 0 and config.layers % config.moe.every:
-        yield f"layers is {config.layers}, which moe.every ({config.moe.every}) does not divide"
+    for name in ("layers", "encoder_layers"):
+        if config.moe and config.moe.every > 0 and getattr(config, name) % config.moe.every:
+            yield f"{name} is {getattr(config, name)}, which moe.every ({config.moe.every}) does not divide"
+    yield from _position_faults(config)
+    yield from _encoder_faults(config)
+
+
+def _position_faults(config: ModelConfig):
+    if config.attention_scale is not None and not 0 < config.attention_scale < inf:
+        yield f"attention_scale is {config.attention_scale}; it must be positive, or be left out"
+    if config.relative_buckets < 4 or config.relative_buckets % 2:
+        yield f"relative_buckets is {config.relative_buckets}; it must be even, and at least 4"
+    if config.relative_distance <= config.relative_buckets // 2:
+        least = f"for {config.relative_buckets} buckets, at least {config.relative_buckets // 2 + 1}"
+        yield f"relative_distance is {config.relative_distance}; {least}"
+    of = {"relative": ("relative_buckets", "relative_distance"), "sinusoidal": ("position_offset",)}
+    for kind, names in of.items():
+        for name in names if config.positions != kind else ():
+            if getattr(config, name) != getattr(ModelConfig, name):
+                fact = f"{name} is {getattr(config, name)}, and positions are {config.positions}"
+                yield f'{fact}; set positions = "{kind}"'
+    if config.positions == "sinusoidal" and config.embed % 2:
+        yield f"embed is {config.embed}; sinusoidal positions have pairs of a sine and a cosine, so it must be even"
+
+
+def _encoder_faults(config: ModelConfig):
+    if config.encoder_layers < 0:
+        yield f"encoder_layers is {config.encoder_layers}; it must not be negative"
+    if not config.encoder_layers:
+        if config.start_token:
+            yield f"start_token is {config.start_token}, and a decoder alone begins with its text; set encoder_layers"
+        return
+    if not 0 <= config.start_token < config.vocabulary:
+        yield f"start_token is {config.start_token}, which is not a token of {config.vocabulary}"
+    if config.block != "serial":
+        yield 'block is parallel, and cross-attention has a norm of its own; set block = "serial"'
+    if config.qk_norm:
+        yield "qk_norm is set, and cross-attention has no norms of heads"
 
 
 def _has(config: ModelConfig, key: str) -> bool:
@@ -314,4 +429,10 @@ def _has(config: ModelConfig, key: str) -> bool:
         return False
     dense = config.moe is None or config.moe.every > 1
     shared = config.moe is not None and config.moe.shared > 0
-    return {"attention": True, "ffn": dense, "moe": shared, "output": not config.tied}[section]
+    return {
+        "attention": True,
+        "cross": config.encoder_layers > 0,
+        "ffn": dense,
+        "moe": shared,
+        "output": not config.tied,
+    }[section]

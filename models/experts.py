@@ -9,21 +9,21 @@ from typing import Any
 import jax
 from jax.sharding import AxisType
 
-import gspmd
 from gspmd.annotate import Spec
-from gspmd.annotate.equation import Equation
 from gspmd.layouts import Layout
 from gspmd.layouts.section import Section
 from gspmd.moe import expert_layer
 from gspmd.ops._attention.zigzag import in_order, ring_size, zigzag
 
 from .config import ModelConfig
+from .context import Context
 from .feed_forward import FeedForward
 from .layer import Layer
+from .placement import moved
 from .vectors import masked, padded_dimensions
 
 MATRICES = ("w_in", "w_gate", "w_out")
-VECTORS = ("router", "router_noise", "s_in", "s_gate", "s_out")
+VECTORS = ("router", "router_noise", "b_in", "b_gate", "b_out", "s_in", "s_gate", "s_out")
 
 
 class Experts(Layer):
@@ -38,21 +38,21 @@ class Experts(Layer):
         self.shared = None if shared is None else FeedForward(config, layout, shared, dtype, shared_section(layout))
 
     def __call__(
-        self, x: jax.Array, *, key: jax.Array | None, train: bool, mask: jax.Array | None = None
+        self, x: jax.Array, context: Context, *, key: jax.Array | None, train: bool
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Return the output [B, L, E] to add to the residual stream, and the figures of the experts' load."""
-        return self.mix(self.normed("residual", x), key=key, train=train, mask=mask)
+        return self.mix(self.normed("residual", x), context, key=key, train=train)
 
     def mix(
-        self, y: jax.Array, *, key: jax.Array | None, train: bool, mask: jax.Array | None = None
+        self, y: jax.Array, context: Context, *, key: jax.Array | None, train: bool
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Return the experts' output for a normed input [B, L, E], both placed as `ffn.residual`.
 
         Args:
             y: the input.
+            context: which tokens are padding, and take no slot; and whether the stack is causal.
             key: random key of the router, in training.
             train: whether to use the router's random draws and capacity of training.
-            mask: [B, L] bool, False for padding, placed as `tokens_spec`; None when every token is real.
 
         Returns:
             The output, and the figures of `expert_layer`, with its loss as `aux_loss`.
@@ -61,7 +61,9 @@ class Experts(Layer):
         sequences = groups.rename({"G": "B"})
         count, shape = self.settings.groups or y.shape[0], y.shape
         into = (count, y.shape[0] * y.shape[1] // count)
-        tokens = in_order(moved(y, residual, sequences), ring_size(self.key))  # experts' slots are given in text order
+        # Experts' slots are given in text order. An encoder, whose attention is not causal, has no other.
+        ring = ring_size(self.key) if context.causal else 1
+        tokens, mask = in_order(moved(y, residual, sequences), ring), context.real
         answers, loss, stats = expert_layer(
             regroup(tokens, (*into, y.shape[2]), groups),
             self.weights(),
@@ -72,11 +74,11 @@ class Experts(Layer):
             mask=None if mask is None else regroup(mask, into, groups.without("E")),
             activation=self.config.activation,
         )
-        answers = moved(zigzag(regroup(answers, shape, sequences), ring_size(self.key)), sequences, residual)
+        answers = moved(zigzag(regroup(answers, shape, sequences), ring), sequences, residual)
         return answers if self.shared is None else answers + self.shared.answer(y), {"aux_loss": loss, **stats}
 
     def weights(self) -> dict[str, jax.Array]:
-        """Return the experts' weights in the compute dtype, or as int8 with scales, and the router's in float32."""
+        """Return the experts' weights in the compute dtype, or as int8 with scales; vectors in float32."""
         held = [name for name in MATRICES + VECTORS if self.parameter(name) is not None]
         found = {name: self.matrix(name) if name in MATRICES else self.vector(name) for name in held}
         # Where F is padding, rows of 0 give no output, and no gradient of the hidden layer.
@@ -90,13 +92,8 @@ def shared_section(layout: Layout) -> Section:
     Source: Dai et al. 2024, DeepSeekMoE (arXiv 2401.06066), §3.2.
     Differs: the shared experts are one layer of their total width, which equals the sum of their outputs.
     """
-    names = {"w_in": "in", "w_gate": "gate", "w_out": "out", "hidden": "hidden", "b_in": "scale", "b_gate": "scale"}
+    names = {"w_in": "in", "w_gate": "gate", "w_out": "out", "hidden": "hidden", "b_in": "bias", "b_gate": "bias"}
     return layout.section("ffn").renamed({name: f"moe.shared_{key}" for name, key in names.items()})
-
-
-def tokens_spec(layout: Layout) -> Spec:
-    """Return the spec of the experts' per-token arrays [B, L]: the groups' spec with B instead of G."""
-    return layout.spec("moe.groups").rename({"G": "B"}).without("E")
 
 
 def regroup(x: jax.Array, shape: tuple[int, ...], spec: Spec) -> jax.Array:
@@ -113,8 +110,3 @@ def regroup(x: jax.Array, shape: tuple[int, ...], spec: Spec) -> jax.Array:
         return x
     explicit = AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
     return jax.lax.reshape(x, shape, out_sharding=spec.partition_spec() if explicit else None)
-
-
-def moved(x: jax.Array, before: Spec, after: Spec) -> jax.Array:
-    """Reshard an array from `before` to `after`, if they differ."""
-    return x if before == after else gspmd.reshard(x, Equation.move(before, after))

@@ -1,25 +1,24 @@
-"""The training objective: mean cross-entropy of the next token plus the routers' auxiliary losses."""
+"""The training objective: the mean cross-entropy of the next token plus the routers' auxiliary losses."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import AxisType
 
 import gspmd
 from gspmd.annotate import Spec
 from gspmd.annotate.equation import Equation
-from gspmd.annotate.errors import LayoutError, PlanError, report
+from gspmd.annotate.errors import PlanError
 from gspmd.layouts import Layout
 from gspmd.layouts.initial import nested
-from gspmd.layouts.rules.faults import Line, one_for_each_cause
-from gspmd.layouts.variants import data_axes
+from gspmd.layouts.rules.keys import ENCODER
 from gspmd.ops._attention.zigzag import ring_size, zigzag
 from gspmd.ops._cross_entropy import cross_entropy
 from gspmd.pipeline import Schedule, Stages, in_rounds, pipelined
@@ -27,23 +26,41 @@ from gspmd.pipeline.microbatches import cut_batch
 
 from .blocks import part
 from .config import ModelConfig
-from .experts import moved
-from .parameters import parameters, stages_axes
-from .transformer import Embedding, Output, Transformer, arrays, blocks, run_blocks, stream
+from .context import Context, check_inputs, context_of, token_positions, with_memory
+from .layer import Layer
+from .parameters import ParameterRow, parameters, stages_axes
+from .placement import batch_spec, label_spec, moved
+from .stages import check_rounds, schedule_of
+from .transformer import (
+    Embedding,
+    Output,
+    Transformer,
+    arrays,
+    blocks,
+    embedded_source,
+    in_encoder,
+    memory_of,
+    run_blocks,
+    stream,
+)  # fmt: skip
 from .vectors import cast_matrices
 
 Values = dict[str, jax.Array]
 
+Chunk = tuple[jax.Array, jax.Array, Values]
+"""The results of a chunk of layers: the residual stream, the experts' auxiliary loss, and their figures."""
+
 SCALAR = Spec((), ())
 """The spec of a scalar."""
-_SHOWN = 6
-"""Most parameters that one error names."""
 
 
 def loss(
     model: Transformer,
     tokens: jax.Array,
     *,
+    source: jax.Array | None = None,
+    segments: jax.Array | None = None,
+    source_segments: jax.Array | None = None,
     key: jax.Array | None = None,
     train: bool = True,
     schedule: str = "1f1b",
@@ -56,32 +73,43 @@ def loss(
 
     Args:
         model: a placed model.
-        tokens: [B, L+1] integers, placed as `batch_spec`; every token but the first is predicted.
+        tokens: [B, L+1] integers, placed as `batch_spec`; every token except the first is predicted. An id outside of
+            the vocabulary is not refused, since a compiled program cannot: it reads a row of zeros, and its loss is
+            that of a logit of 0.
+        source: [B, T] integers that the encoder of an encoder–decoder reads, placed as `batch_spec`.
+        segments: [B, L+1] integers, placed as `batch_spec`: the number of the text that each token belongs to, from 1,
+            and 0 for padding at the end. The first token of a text and padding are not predicted, and the mean is over
+            the other tokens. None if every row is a single text.
+        source_segments: [B, T], the same for the source; text s is generated from source s.
         key: random key of the routers.
         train: whether to add auxiliary losses and use the routers' random draws.
-        schedule: "1f1b", "gpipe" or "zero-bubble", where the layout splits the layers into stages: `gspmd.pipeline`.
-        microbatches: parts of the batch that follow one another through the stages. The routers draw anew for each.
-        rounds: how often each of them goes round the stages: chunks of layers of a stage.
-        masked: whether some tokens are read and not predicted, such as those of a prompt: they stand as their
-            complement, `~t`, which is below 0. The mean is then over the others.
-        total: the number of tokens that the mean is over, as of `predicted`; those of `tokens` by default. For a part
-            of a batch it is that of the whole batch divided by the number of parts, so that the mean over parts is
-            that of the whole, however many tokens of each are predicted.
+        schedule: "1f1b", "gpipe" or "zero-bubble", if the layout has stages; see `gspmd.pipeline`.
+        microbatches: number of parts of the batch that follow one another through the stages, each with its own draws.
+        rounds: chunks of layers per stage: each microbatch passes through the stages this many times.
+        masked: whether some tokens, such as those of a prompt, are read but not predicted. They are given as their
+            complement `~t`, which is negative, and the mean is over the other tokens.
+        total: number of tokens that the mean is over; by default the number predicted in `tokens`. For a part of a
+            batch, pass the number of the whole batch divided by the number of parts: then the mean over the parts is
+            the mean over the batch, however unevenly the predicted tokens are distributed.
 
     Returns:
-        A float32 scalar, and its parts: `cross_entropy`; with experts also `aux_loss`, the sum over their layers, and
-        of each layer `load` [expert layers, X], `dropped`, `entropy` and `confidence`, see `gspmd.moe.expert_layer`.
+        A float32 scalar, and its parts: `cross_entropy`; with experts also `aux_loss`, summed over their layers, and
+        for each layer `load` [expert layers, X], `dropped`, `entropy` and `confidence`, see `gspmd.moe.expert_layer`.
     """
     mesh = jax.sharding.get_abstract_mesh().shape
+    if segments is not None:
+        tokens, masked = only_within(tokens, segments), True
+        segments = segments[:, :-1]
+    inner = {"source": source, "segments": segments, "source_segments": source_segments}
     if table := schedule_of(model.config, model.layout, mesh, schedule, microbatches, rounds):
         total = predicted(model.layout, tokens) if masked and total is None else total
-        return _pipelined(model, tokens, key, train, table, total, *stages_axes(model.layout))
+        return _pipelined(model, tokens, inner, key, train, table, total, *stages_axes(model.layout))
     check_rounds(rounds, model.layout)
     if microbatches > 1:
-        raise PlanError("microbatches go through stages, and this layout has no stages.\n  Leave microbatches at 1.")
+        raise PlanError("microbatches go through stages, but this layout has no stages.\n  Leave microbatches at 1.")
     total = predicted(model.layout, tokens) if masked and total is None else total
     inputs, labels = split_tokens(tokens, model.layout)
-    x, figures = model.hidden(inputs if total is None else _read(inputs), key=key, train=train)
+    x, figures = model.hidden(inputs if total is None else _read(inputs), **inner, key=key, train=train)
     entropy = _mean_cross_entropy(model.layout, model.logits(x), labels, total)
     aux = {"cross_entropy": entropy, **_summary(figures)}
     return (entropy + aux["aux_loss"] if train and figures else entropy), aux
@@ -90,235 +118,233 @@ def loss(
 def _mean_cross_entropy(
     layout: Layout, logits: jax.Array, labels: jax.Array, total: jax.Array | None = None
 ) -> jax.Array:
-    """The mean over all labels, or, of a `total`, over that many: those that are not below 0."""
+    """Return the mean over all labels; given a `total`, the sum over labels that are not negative, divided by it."""
     with part(layout, "output"):
         if total is None:
             each = cross_entropy(logits, labels, layout["output.logits"])
         else:
             each = cross_entropy(logits, _read(labels), layout["output.logits"])
-            # Not a product with 0: what stands behind a mask may be infinite.
+            # A product with 0 would not do: the entropy of a masked label may be infinite.
             each = jnp.where(labels < 0, jnp.float32(0), each)
         summed = gspmd.reshard(each, Equation.move(label_spec(layout), SCALAR))
         return summed / (each.size if total is None else total)
 
 
 def predicted(layout: Layout, tokens: jax.Array) -> jax.Array:
-    """Return the number of tokens of a batch that are predicted, at least 1: all but the first, and those below 0.
+    """Return the number of predicted tokens of a batch, at least 1: all except the first and the negative ones.
 
     Args:
         layout: a `gspmd.Layout`.
-        tokens: [B, L+1] integers, placed as `batch_spec`, some of them as their complement.
+        tokens: [B, L+1] integers, placed as `batch_spec`; those that are not predicted are given as their complement.
     """
     with part(layout, "output"):
         each = (tokens[:, 1:] >= 0).astype(jnp.float32)
         return jnp.maximum(gspmd.reshard(each, Equation.move(batch_spec(layout), SCALAR)), 1.0)
 
 
-def _read(tokens: jax.Array) -> jax.Array:
-    """The tokens themselves, where some stand as their complement."""
-    return jnp.where(tokens < 0, ~tokens, tokens)
-
-
-def schedule_of(
-    config: ModelConfig,
-    layout: Layout,
-    mesh: Mapping[str, int],
-    schedule: str = "1f1b",
-    microbatches: int = 1,
-    rounds: int = 1,
-) -> Schedule | None:
-    """Make the schedule of the stages that a layout splits a model's layers into; None where it does not.
+def only_within(tokens: jax.Array, segments: jax.Array) -> jax.Array:
+    """Mark padding, and tokens that follow a token of another text, as read but not predicted.
 
     Args:
-        config: the model's.
-        layout: a `gspmd.Layout`.
-        mesh: sizes of its axes.
-        schedule, microbatches, rounds: as of `loss`.
+        tokens, segments: [B, L+1], as for `loss`.
+
+    Example:
+        >>> only_within(jnp.array([[5, 6, 7, 8, 0]]), jnp.array([[1, 1, 2, 2, 0]])).tolist()
+        [[5, 6, -8, 8, -1]]
 
     Raises:
-        PlanError: as of `Schedule.of`, or the layers do not make so many rounds of stages, or groups of tokens span
-            the sequences that microbatches part.
+        ValueError: segments and tokens have different shapes.
     """
-    if not (axes := stages_axes(layout)):
-        return None
-    table, layers = Schedule.of(schedule, mesh[axes[0]], microbatches, rounds), config.sizes(1, 1)["N"]
-    if layers % (table.stages * rounds):
-        raise PlanError(
-            f"{layers} stacked layers do not make {rounds} rounds of {table.stages} stages.\n"
-            f"  Their number has to be a multiple of {table.stages * rounds}: change layers, rounds or mesh."
-        )
-    if microbatches > 1 and config.moe and config.moe.groups:
-        raise PlanError(
-            f"cannot cut a batch into {microbatches} microbatches that has {config.moe.groups} groups of tokens.\n"
-            "  Leave moe.groups out, so that each sequence is a group, or train with one microbatch."
-        )
-    return table
+    if segments.shape != tokens.shape:
+        raise ValueError(f"segments have shape {segments.shape}, but tokens {tokens.shape}; they must be the same.")
+    within = (segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] > 0) | (tokens[:, 1:] < 0)
+    return jnp.concatenate([tokens[:, :1], jnp.where(within, tokens[:, 1:], ~tokens[:, 1:])], axis=1)
 
 
-def check_rounds(rounds: int, *layouts: Any) -> None:
-    """Refuse rounds where there are no stages, in none of the layouts.
-
-    Raises:
-        PlanError: so.
-    """
-    if rounds > 1 and not any(map(stages_axes, layouts)):
-        raise PlanError(f"rounds is {rounds}, and no layout here has stages to go round; set rounds to 1.")
-
-
-def check_stages(rounds: int, schedule: str, *layouts: Any) -> None:
-    """Refuse rounds, or another schedule than the default, where there are no stages, in none of the layouts.
-
-    Raises:
-        PlanError: so.
-    """
-    check_rounds(rounds, *layouts)
-    if schedule != "1f1b" and not any(map(stages_axes, layouts)):
-        raise PlanError(f"schedule is {schedule}, and no layout here has stages; leave it out.")
-
-
-def check_lowering_of_stages(config: ModelConfig, layout: Layout, mesh: jax.sharding.Mesh, schedule: str) -> None:
-    """Refuse lowering `xla` in stages that cannot be trained with it, before anything is traced.
-
-    The compiler's choice needs a region of Auto axes within the shard_map of the stages. Under Auto axes there is none,
-    unless gradients are partial sums, which are taken under Explicit axes; and a backward pass in two parts cannot cut
-    it. Lookups of embeddings are planned in stages, whatever the lowering.
-
-    Raises:
-        LayoutError: naming every such line of [lowering].
-    """
-    stages = stages_axes(layout)
-    data = () if config.moe else data_axes(layout)
-    if not stages or not {*mesh.axis_names} - {*stages, *data}:  # arrays are whole in the stages
-        return
-    if AxisType.Auto in mesh.axis_types and not data:
-        fact, remedy = "stages under Auto mesh axes cannot leave collectives to the compiler.", "or Explicit axes"
-    elif schedule == "zero-bubble":
-        fact, remedy = "a backward pass in two parts cannot leave collectives to the compiler.", "or another schedule"
-    else:
-        return
-    feed_forward = ("ffn", "moe") if config.moe and config.moe.every > 1 else ("moe",) if config.moe else ("ffn",)
-    parts = ("default", "attention", *feed_forward, "output")
-    wrong = [part for part in parts if layout.lowerings.get(part) == "xla"]
-    faults = [Line(part, "xla", "lowering").at_text(fact, f"Use 'blocking', {remedy}.") for part in wrong]
-    if faults:
-        doing = f"cannot train with schedule {schedule} in the stages of layout '{layout.name}'"
-        raise report(LayoutError, doing, one_for_each_cause(faults))
-
-
-def for_stages(config: ModelConfig, layout: Layout) -> Any:
-    """Return a layout with parameters as the loss of a pipeline takes them in training: `EF_yz reduced-x`.
-
-    Their gradients are partial sums until the end of the step, over the mesh axes along which pipelines run side by
-    side (`data_axes`). In a model with experts there are none: experts, or their random draws, are those of all tokens.
-
-    Raises:
-        PlanError: [gradients] has partial sums over other axes.
-    """
-    data = () if config.moe else data_axes(layout)
-    given, faults = {}, []
-    for row in parameters(config, layout).values():
-        gradient, spec = Spec.parse(layout.gradient(row.key)), layout.spec(row.key)
-        if (inside := {*gradient.partial} - {*data}) and row.key not in given:
-            faults.append(
-                f"the gradient of {row.key} over {', '.join(sorted(inside))}: write '{spec.with_partial(data)}' in "
-                f"[gradients], not '{gradient}'."
-            )
-        given[row.key] = spec.with_partial(data).cotangent
-    if faults:
-        fact = (
-            "stages settle gradients for each microbatch, but over a mesh axis that splits the batch and nothing else:"
-        )
-        more = [f"... and {len(faults) - _SHOWN} more."] if len(faults) > _SHOWN else []
-        if config.moe:
-            more.append("No axis does in a model with experts: these, or their random draws, are those of all tokens.")
-        raise PlanError("\n  ".join([fact, *faults[:_SHOWN], *more]))
-    return layout.override(given)
+def _read(tokens: jax.Array) -> jax.Array:
+    """Return the tokens with complements undone."""
+    return jnp.where(tokens < 0, ~tokens, tokens)
 
 
 def _pipelined(
     model: Transformer,
     tokens: jax.Array,
+    inner: Mapping[str, jax.Array | None],
     key: jax.Array | None,
     train: bool,
     table: Schedule,
     total: jax.Array | None,
     axis: str,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """The loss of a model whose layers are stages along a mesh axis: embedding in the first, loss in the last."""
+    """Compute the loss of a model in stages along a mesh axis, with embedding in the first and loss in the last."""
     config, dtype = model.config, model.dtype
+    check_inputs(config, tokens[:, :-1], **inner)
     rows, values = parameters(config, model.layout), arrays(model)
-    shared = {path: value for path, value in values.items() if not path.startswith("blocks.")}
-    stacked = nested({path: value for path, value in values.items() if path not in shared})
-    specs = nested({path: rows[path].spec for path in values})
-    if table.rounds > 1:  # matrices are sent as they are used
-        move = partial(in_rounds, rounds=table.rounds)
-        weights = jax.tree.map(move, cast_matrices(stacked, dtype), {"blocks": specs["blocks"]})
-    else:
-        weights = jax.tree.map(lambda value: value[None], stacked)
-    data = rows["embedding.table"].spec.reduced  # as all weights of `for_stages`; none in evaluation
-    layout, periods = model.layout.inside(data), config.layers // config.period
-    batches: dict[str, Any] = {"tokens": cut_batch(tokens, batch_spec(model.layout), table.microbatches)}
-    if total is not None:  # the mean over microbatches and pipelines is then over the predicted tokens of all of them
+    prefixes = ("encoder.", "") if config.encoder_layers else ("",)
+    stacked = [_stacked(values, prefix) for prefix in prefixes]
+    shared = {path: value for path, value in values.items() if not any(path in each for each in stacked)}
+    weights = tuple(_in_rounds(each, rows, table.rounds, dtype) for each in stacked)
+    data = rows["embedding.table"].spec.reduced  # `for_stages` gives all weights the same; empty in evaluation
+    layout, placed = model.layout.inside(data), batch_spec(model.layout)
+    whole = {"tokens": tokens} | {name: x for name, x in inner.items() if x is not None}
+    batches: dict[str, Any] = {name: cut_batch(x, placed, table.microbatches) for name, x in whole.items()}
+    if total is not None:  # divided so that the mean over microbatches and pipelines is over all predicted tokens
         parts = table.microbatches * math.prod(jax.sharding.get_abstract_mesh().shape[each] for each in data)
         batches["total"] = jnp.full((table.microbatches,), total / parts)
     if train and key is not None:
         keys = key[None]
         if table.microbatches > 1:
             keys = jax.vmap(lambda number: jax.random.fold_in(key, number))(jnp.arange(table.microbatches))
-        batches["keys"] = jax.vmap(lambda key: jax.random.split(key, periods))(keys)
-
-    def first(shared: Values, batch: Values) -> jax.Array:
-        inputs, _ = split_tokens(batch["tokens"], layout)
-        with part(layout, "embedding"):
-            table = Embedding(config, layout, nested(shared)["embedding"], dtype)
-            return table(_read(inputs) if "total" in batch else inputs)
-
-    def chunk(
-        weights: Mapping[str, Any], x: jax.Array, batch: Values, number: jax.Array
-    ) -> tuple[jax.Array, jax.Array, Values]:
-        definition, held = nnx.split(blocks(config, layout, weights["blocks"], dtype))
-        stack = definition, cast_matrices(held, dtype)
-        each = periods // (table.stages * table.rounds)
-        keys = jax.lax.dynamic_slice_in_dim(batch["keys"], number * each, each) if "keys" in batch else None
-        # A backward pass is split in two between the operations of layers, and not inside a loop over them.
-        x, figures = run_blocks(config, stack, x, keys, train=train, in_loop="weights" not in table.kinds)
-        return x, jnp.sum(figures["aux_loss"]) if train and figures else jnp.float32(0), figures
-
-    def last(shared: Values, x: jax.Array, batch: Values) -> jax.Array:
-        of = nested(shared)
-        embedding = Embedding(config, layout, of["embedding"], dtype)
-        with part(layout, "output"):
-            logits = Output(config, layout, of["output"], dtype)(x, embedding)
-        return _mean_cross_entropy(layout, logits, split_tokens(batch["tokens"], layout)[1], batch.get("total"))
-
-    held, at = {path: rows[path].spec.without_partial() for path in shared}, stream(config, layout)
-    run = pipelined(Stages(first, chunk, last), table, axis=axis, stream=at, shared=held, data=data)
-    value, figures = run(shared, weights, batches)
-    figures = {name: _of_layers(x, axis) for name, x in jax.lax.stop_gradient(figures).items()}
+        batches["keys"] = jax.vmap(partial(_keys, config))(keys)
+    # A backward pass in two parts is split between the operations of layers, which a loop would hide.
+    how = _Stacks(config, layout, dtype, table.stages * table.rounds, train, in_loop="weights" not in table.kinds)
+    stages, streams = [Stages(how.target, how.decoder, how.last, chunk_reads_shared=True)], [stream(config, layout)]
+    if config.encoder_layers:
+        stages.insert(0, Stages(how.source, how.encoder, chunk_reads_shared=True))
+        streams.insert(0, stream(config, layout.stack(ENCODER)))
+    held = {path: rows[path].spec.without_partial() for path in shared}
+    value, each = pipelined(stages, table, axis=axis, stream=streams, shared=held, data=data)(shared, weights, batches)
+    figures = _of_all_layers(jax.lax.stop_gradient(each), axis)
     aux = _summary(figures)
     entropy = value - aux["aux_loss"] if train and figures else value
     return value, {"cross_entropy": jax.lax.stop_gradient(entropy), **aux}
 
 
+@dataclass(frozen=True)
+class _Stacks:
+    """The computations of a model's stages, for `gspmd.pipeline.Stages`: embeddings, chunks of layers, and the loss.
+
+    Attributes:
+        config: the model.
+        layout: of the decoder, with that of the encoder in it, inside the shard_map of the stages.
+        dtype: compute dtype.
+        chunks: the number of chunks that make a stack.
+        train: whether to use the routers' random draws and capacity of training.
+        in_loop: whether to scan over the layers of a chunk.
+    """
+
+    config: ModelConfig
+    layout: Layout
+    dtype: Any
+    chunks: int
+    train: bool
+    in_loop: bool
+
+    def source(self, shared: Values, batch: Values) -> jax.Array:
+        """Embed the source."""
+        segments = in_encoder(self.layout, batch.get("source_segments"))
+        weights = nested(shared)["embedding"]
+        return embedded_source(self.config, self.layout, weights, batch["source"], segments, self.dtype)
+
+    def target(self, shared: Values, batch: Values) -> jax.Array:
+        """Embed the tokens of the decoder."""
+        inputs, _ = split_tokens(batch["tokens"], self.layout)
+        with part(self.layout, "embedding"):
+            table = Embedding(self.config, self.layout, nested(shared)["embedding"], self.dtype)
+            at = token_positions(self.layout, inputs.shape[1], batch.get("segments"))
+            return table(_read(inputs) if "total" in batch else inputs, at)
+
+    def encoder(
+        self, shared: Values, weights: Mapping[str, Any], x: jax.Array, batch: Values, number: jax.Array
+    ) -> Chunk:
+        """Run a chunk of the encoder's layers."""
+        at = self.layout.stack(ENCODER)
+        segments = in_encoder(self.layout, batch.get("source_segments"))
+        context = context_of(self.config, at, segments, shared.get("encoder.relative"), causal=False)
+        keys = batch["keys"][0] if "keys" in batch else None
+        # The backward pass computes a chunk again, except for its output, which no loss reads here. A loop of one turn
+        # would hide from the plan that the output is left out.
+        in_loop = self.in_loop and self.config.encoder_layers > self.chunks * self.config.period
+        return self._chunk(at, weights, x, context, keys, number, in_loop)
+
+    def decoder(
+        self,
+        shared: Values,
+        weights: Mapping[str, Any],
+        x: jax.Array,
+        batch: Values,
+        number: jax.Array,
+        encoded: jax.Array | None = None,
+    ) -> Chunk:
+        """Run a chunk of the decoder's layers; `encoded` is the output of the encoder before its last norm."""
+        segments = batch.get("segments")
+        context = context_of(self.config, self.layout, segments, shared.get("relative"), causal=True)
+        if encoded is not None:
+            section = self.layout.stack(ENCODER).section("output")
+            norm = Layer(self.config, section, nested(shared)["encoder"]["output"], self.dtype)
+            memory = memory_of(self.config, self.layout, norm, encoded)
+            context = with_memory(context, self.layout, memory, x.shape[1], segments, batch.get("source_segments"))
+        keys = batch["keys"][-1] if "keys" in batch else None
+        return self._chunk(self.layout, weights, x, context, keys, number, self.in_loop)
+
+    def last(self, shared: Values, x: jax.Array, batch: Values) -> jax.Array:
+        """Compute the cross-entropy of a microbatch."""
+        of = nested(shared)
+        embedding = Embedding(self.config, self.layout, of["embedding"], self.dtype)
+        with part(self.layout, "output"):
+            logits = Output(self.config, self.layout, of["output"], self.dtype)(x, embedding)
+        labels = split_tokens(batch["tokens"], self.layout)[1]
+        return _mean_cross_entropy(self.layout, logits, labels, batch.get("total"))
+
+    def _chunk(
+        self,
+        layout: Layout,
+        weights: Mapping[str, Any],
+        x: jax.Array,
+        context: Context,
+        keys: jax.Array | None,
+        number: jax.Array,
+        in_loop: bool,
+    ) -> Chunk:
+        """Run a chunk of a stack's layers; `keys` are those of all its layers."""
+        definition, held = nnx.split(blocks(self.config, layout, weights, self.dtype))
+        stack = definition, cast_matrices(held, self.dtype)
+        if keys is not None:
+            each = keys.shape[0] // self.chunks
+            keys = jax.lax.dynamic_slice_in_dim(keys, number * each, each)
+        x, figures = run_blocks(self.config, stack, x, context, keys, train=self.train, in_loop=in_loop)
+        return x, jnp.sum(figures["aux_loss"]) if self.train and figures else jnp.float32(0), figures
+
+
+def _stacked(values: Values, prefix: str) -> Values:
+    """Return the weights of the blocks of a stack, by path."""
+    return {path: value for path, value in values.items() if path.startswith(f"{prefix}blocks.")}
+
+
+def _in_rounds(values: Values, rows: Mapping[str, ParameterRow], rounds: int, dtype: Any) -> dict[str, Any]:
+    """Return the weights of a stack's blocks [R, N, ...], by place in the period, for `pipelined`."""
+    prefix = next(iter(values)).partition("blocks.")[0]
+    short = {path: path.removeprefix(f"{prefix}blocks.") for path in values}
+    stacked = nested({short[path]: value for path, value in values.items()})
+    if rounds == 1:
+        return jax.tree.map(lambda value: value[None], stacked)
+    # matrices are sent in the compute dtype, which takes fewer bytes
+    specs = nested({short[path]: rows[path].spec for path in values})
+    return jax.tree.map(partial(in_rounds, rounds=rounds), cast_matrices(stacked, dtype), specs)
+
+
+def _keys(config: ModelConfig, key: jax.Array) -> tuple[jax.Array, ...]:
+    """Split the key of a batch into keys of the layers of each stack, as `Transformer.hidden` does."""
+    layers = (config.encoder_layers, config.layers) if config.encoder_layers else (config.layers,)
+    keys = jax.random.split(key) if config.encoder_layers else [key]
+    return tuple(jax.random.split(each, count // config.period) for each, count in zip(keys, layers))
+
+
+def _of_all_layers(each: Sequence[Values], axis: str) -> Values:
+    """Gather the figures of all layers of all stacks [N, ...], those of the encoder first, onto every stage."""
+    found = [{name: _of_layers(x, axis) for name, x in figures.items()} for figures in each]
+    return {name: jnp.concatenate([figures[name] for figures in found]) for name in found[0]}
+
+
 def _of_layers(x: jax.Array, axis: str) -> jax.Array:
-    """The figures of all layers [N, ...], whole on every stage, from those of the rounds [R, N/R, ...]."""
+    """Gather the figures of all layers [N, ...] onto every stage, from those of the rounds [R, N/R, ...]."""
     dims, rest = ("R", "N", "A", "B", "C")[: x.ndim], ((),) * (x.ndim - 2)
     x = moved(x, Spec(dims, ((), (axis,), *rest)), Spec(dims, ((), (), *rest)))
     return x.reshape(-1, *x.shape[2:])
 
 
-def batch_spec(layout: Layout) -> Spec:
-    """The spec of a batch of tokens [B, L+1]: `embedding.tokens` with L unsharded, since few meshes divide L+1."""
-    return layout.spec("embedding.tokens").with_axes("L", ())
-
-
-def label_spec(layout: Layout) -> Spec:
-    """The spec of labels [B, L]: that of the logits without V."""
-    return layout.spec("output.logits").without("V")
-
-
 def split_tokens(tokens: jax.Array, layout: Layout) -> tuple[jax.Array, jax.Array]:
-    """Split [B, L+1] into inputs and labels, each [B, L], placed and ordered as `Transformer.hidden` takes them."""
+    """Split tokens [B, L+1] into inputs and labels [B, L], placed and ordered as `Transformer.hidden` takes them."""
     whole = batch_spec(layout)
     devices = ring_size(layout.spec("attention.key"))
     inputs, labels = zigzag(tokens[:, :-1], devices), zigzag(tokens[:, 1:], devices)

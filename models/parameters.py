@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,15 +11,16 @@ import jax
 from gspmd.annotate import LayoutError, Spec
 from gspmd.annotate.errors import SpecError, listed, report
 from gspmd.layouts import Layout
-from gspmd.layouts.initial import Constant, Initialiser, Normal, drawer, folded
+from gspmd.layouts.initial import Initialiser, drawer, folded
 from gspmd.layouts.rules.faults import one_for_each_cause
-from gspmd.layouts.rules.keys import DENSE, dims_of
+from gspmd.layouts.rules.keys import DENSE, ENCODER, dims_of
 from gspmd.layouts.rules.sizes import Padded
 
 from .config import ModelConfig
 from .finetuning.adapters import adapter_specs
 from .finetuning.config import TARGETS
-from .vectors import SCALES, SHARED, pad, padded_dimensions, shared_sizes, wide_sizes
+from .tensors import SHARED, Tensor, ones, scaled, tensor_sizes, tensors, zeros
+from .vectors import SCALES, pad, padded_dimensions, shared_sizes, wide_sizes
 
 
 @dataclass(frozen=True)
@@ -62,16 +62,17 @@ def parameters(config: ModelConfig, layout: Layout) -> dict[str, ParameterRow]:
         ValueError: a spec of the layout has other dimensions than the model's tensor.
     """
     _check_dense(config, layout)
-    return dict(_rows(config, layout, lambda key: layout[key]))
+    return dict(_rows(config, layout, lambda of, key: of[key]))
 
 
 def _check_dense(config: ModelConfig, layout: Layout) -> None:
     # `Layout.check` does not know the model, and allows a layout with experts to leave out the dense lines.
     missing = [key for key in DENSE if key not in layout.table] if config.moe else []
-    if missing and config.expert_layers < config.layers:
+    layers = config.layers + config.encoder_layers
+    if missing and config.expert_layers < layers:
         lines = (f'{key.partition(".")[2]} = "{dims_of(key)}"' for key in missing)
         raise LayoutError(
-            f"cannot use layout '{layout.name}': {config.layers - config.expert_layers} of the model's {config.layers} "
+            f"cannot use layout '{layout.name}': {layers - config.expert_layers} of the model's {layers} "
             f"layers have no experts, and {listed(missing)} are not written.\n"
             f"  Write {listed(lines)} in [ffn], with their mesh axes."
         )
@@ -84,12 +85,12 @@ def parameter_specs(config: ModelConfig, layout: Layout) -> dict[str, tuple[Spec
 
 def optimizer_specs(config: ModelConfig, layout: Layout) -> dict[str, Spec]:
     """Return the spec of every parameter's optimizer state by path: the parameter's unless the layout overrides it."""
-    return {path: row.spec for path, row in _rows(config, layout, layout.optimizer)}
+    return {path: row.spec for path, row in _rows(config, layout, Layout.optimizer)}
 
 
 def gradient_specs(config: ModelConfig, layout: Layout) -> dict[str, Spec]:
     """Return the spec of every parameter's gradient by path: the parameter's unless the layout overrides it."""
-    return {path: row.spec for path, row in _rows(config, layout, layout.gradient)}
+    return {path: row.spec for path, row in _rows(config, layout, Layout.gradient)}
 
 
 def stages_axes(layout: Layout) -> tuple[str, ...]:
@@ -158,94 +159,43 @@ class _WithPadding:
         return pad(self.begin(key, shape), self.padding)
 
 
-def _rows(config: ModelConfig, layout: Layout, spec_of: Callable[[str], str]) -> Iterator[tuple[str, ParameterRow]]:
-    sizes, wide = config.sizes(batch=1, length=1), wide_sizes(config, layout)
+def _rows(
+    config: ModelConfig, layout: Layout, spec_of: Callable[[Layout, str], str]
+) -> Iterator[tuple[str, ParameterRow]]:
+    """Yield the rows of all parameters; `spec_of` reads a line of a layout, or its optimizer state or gradient."""
+    sizes, wide = tensor_sizes(config), wide_sizes(config, layout)
+    # An encoder's lines may differ from a decoder's. A mapping that stands for a layout has no encoder's.
+    encoder = layout.stack(ENCODER) if config.encoder_layers else layout
 
-    def row(path: str, key: str, begin: Initialiser, stack: int = 0) -> tuple[str, ParameterRow]:
+    def row(tensor: Tensor, path: str, key: str, begin: Initialiser) -> tuple[str, ParameterRow]:
         dims, shared = dims_of(key), key in SHARED
         of, padded = shared_sizes(config, wide) if shared else wide, padded_dimensions(config, layout, shared=shared)
-        spec, shape, padding = _spec(spec_of, key), tuple(of[d] for d in dims), tuple(map(padded.get, dims))
-        if stack:
-            spec, shape, padding = _stacked(spec, stages_axes(layout)), (stack, *shape), (None, *padding)
+        spec = _spec(lambda key: spec_of(encoder if tensor.in_encoder else layout, key), key)
+        shape, padding = tuple(of[d] for d in dims), tuple(map(padded.get, dims))
+        if tensor.layers:
+            spec, shape, padding = _stacked(spec, stages_axes(layout)), (tensor.layers, *shape), (None, *padding)
         return path, ParameterRow(key, spec, shape, begin, padding)
 
-    def adapters(path: str, key: str, stack: int) -> Iterator[tuple[str, ParameterRow]]:
+    def adapters(tensor: Tensor) -> Iterator[tuple[str, ParameterRow]]:
         """Yield A and B of a weight; their product is 0 at first."""
-        _, weight = row(path, key, zeros)
+        key = tensor.key
+        _, weight = row(replace(tensor, layers=0), tensor.path, key, zeros)
         assert config.lora is not None
         along = {**dict(zip(dims_of(key), zip(weight.shape, weight.padding))), "R": (config.lora.rank, None)}
         begin: dict[str, Initialiser] = {"a": scaled(TARGETS[key][0], sizes), "b": zeros}
         for side, spec in zip("ab", adapter_specs(key, weight.spec)):
             shape, padding = zip(*(along[dim] for dim in spec.dims))
-            if stack:
-                spec, shape, padding = _stacked(spec, stages_axes(layout)), (stack, *shape), (None, *padding)
-            yield f"{path}_{side}", ParameterRow(key, spec, shape, begin[side], padding)
+            if tensor.layers:
+                spec, shape, padding = _stacked(spec, stages_axes(layout)), (tensor.layers, *shape), (None, *padding)
+            yield f"{tensor.path}_{side}", ParameterRow(key, spec, shape, begin[side], padding)
 
-    def matrix(path: str, key: str, begin: Initialiser, stack: int = 0) -> Iterator[tuple[str, ParameterRow]]:
-        yield row(path, key, begin, stack)
-        if config.lora and key in config.lora.targets:
-            yield from adapters(path, key, stack)
-        if config.int8 and key in SCALES and not shares_scale(config, path):
-            name, at = SCALES[key]
-            yield row(f"{path.rpartition('.')[0]}.{name}", at, ones, stack)
-
-    # Rows of unit length; the look-up multiplies by √E (Vaswani et al. 2017, section 3.4).
-    yield from matrix("embedding.table", "embedding.table", scaled("E", sizes))
-    for place in range(config.period):
-        for path, key, begin in _block(config, place, sizes):
-            yield from matrix(f"blocks.{place}.{path}", key, begin, config.layers // config.period)
-    # With a tied table, the token's own row in the residual stream would give a logit of √E. Chowdhery et al. 2022,
-    # section 5, scale tied logits by 1/√E; here the last norm starts at 1/√E and may grow, which learns faster, and the
-    # initial loss is that of a uniform guess.
-    yield row("output.norm", "output.norm", Constant(sizes["E"] ** -0.5) if config.tied else ones)
-    if config.norm_bias:
-        yield row("output.norm_bias", "output.norm_bias", zeros)
-    if not config.tied:
-        yield from matrix("output.table", "output.table", scaled("E", sizes))
-    if config.output_bias:
-        yield row("output.bias", "output.bias", zeros)
-
-
-def _block(config: ModelConfig, place: int, sizes: Mapping[str, int]) -> Iterator[tuple[str, str, Initialiser]]:
-    serial = config.block == "serial"
-    yield from _norm(config, *("attention.", "attention") if serial else ("", "ffn"))
-    for name in "qkv":
-        yield f"attention.w_{name}", f"attention.w_{name}", scaled("E", sizes)
-        if config.qkv_bias:
-            yield f"attention.b_{name}", f"attention.b_{name}", zeros
-    for name in ("q_norm", "k_norm") if config.qk_norm else ():
-        yield f"attention.{name}", f"attention.{name}", ones
-    yield "attention.w_o", "attention.w_o", scaled("HD", sizes, depth=config.layers)
-    if config.out_bias:
-        yield "attention.b_o", "attention.b_o", zeros
-    experts = config.moe if place == config.period - 1 else None
-    section = "moe" if experts else "ffn"
-    if serial:
-        yield from _norm(config, f"{section}.", "ffn")
-    if experts:
-        # A small variance keeps early routing nearly even. Fedus et al. 2021, section 2.4, reduce the variance of all
-        # matrices to 0.1; here only the router's, and matrices at the end of a branch are scaled by depth.
-        # Noisy gating starts with logits 0 and equal noise (Shazeer et al. 2017, appendix A).
-        begin = zeros if experts.noisy else scaled("E", sizes, variance=experts.router_scale)
-        yield "moe.router", "moe.router", begin
-        if experts.noisy:
-            yield "moe.router_noise", "moe.router_noise", zeros
-    for name in ("w_in", "w_gate") if config.gated else ("w_in",):
-        yield f"{section}.{name}", f"{section}.{name}", scaled("E", sizes)
-    for name in ("b_in", "b_gate") if config.gated else ("b_in",):
-        if config.ffn_bias:
-            yield f"ffn.{name}", f"ffn.{name}", zeros
-    yield f"{section}.w_out", f"{section}.w_out", scaled("F", sizes, depth=config.layers)
-    if config.ffn_bias:
-        yield "ffn.b_out", "ffn.b_out", zeros
-    if experts and experts.shared:
-        yield from _shared(config, shared_sizes(config, sizes))
-
-
-def _norm(config: ModelConfig, path: str, section: str) -> Iterator[tuple[str, str, Initialiser]]:
-    yield f"{path}norm", f"{section}.norm", ones
-    if config.norm_bias:
-        yield f"{path}norm_bias", f"{section}.norm_bias", zeros
+    for tensor in tensors(config):
+        yield row(tensor, tensor.path, tensor.key, tensor.initialise)
+        if config.lora and tensor.key in config.lora.targets:
+            yield from adapters(tensor)
+        if config.int8 and tensor.key in SCALES and not shares_scale(config, tensor.path):
+            name, at = SCALES[tensor.key]
+            yield row(tensor, f"{tensor.path.rpartition('.')[0]}.{name}", at, ones)
 
 
 def shares_scale(config: ModelConfig, path: str) -> bool:
@@ -253,24 +203,6 @@ def shares_scale(config: ModelConfig, path: str) -> bool:
     if config.block != "parallel" or not path.endswith("attention.w_o"):
         return False
     return config.moe is None or int(path.split(".")[1]) != config.period - 1  # experts reduce their sum separately
-
-
-def _shared(config: ModelConfig, sizes: Mapping[str, int]) -> Iterator[tuple[str, str, Initialiser]]:
-    for name in ("in", "gate") if config.gated else ("in",):
-        yield f"moe.shared.w_{name}", f"moe.shared_{name}", scaled("E", sizes)
-    yield "moe.shared.w_out", "moe.shared_out", scaled("F", sizes, depth=config.layers)
-
-
-def scaled(summed: str, sizes: Mapping[str, int], variance: float = 1.0, depth: int = 0) -> Normal:
-    """Normal of variance / (fan-in · 2 depth), or variance / fan-in at depth 0; fan-in: size of summed dimensions."""
-    return Normal(math.sqrt(variance / math.prod(sizes[d] for d in summed) / max(1, 2 * depth)))
-
-
-#: The initializer of norm scales.
-ones = Constant(1.0)
-
-#: The initializer of biases.
-zeros = Constant(0.0)
 
 
 def _stacked(spec: Spec, stages: tuple[str, ...]) -> Spec:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -13,18 +13,20 @@ from gspmd.annotate import Spec
 from gspmd.layouts import Layout
 from gspmd.layouts.initial import abstract as _placed
 from gspmd.layouts.initial import nested
+from gspmd.layouts.rules.keys import ENCODER
 
 from .config import ModelConfig
-from .objective import batch_spec
 from .parameters import ParameterRow, check_placed, parameters
+from .placement import batch_spec
+from .tensors import SHARED
 from .transformer import Transformer
-from .vectors import SHARED, shared_sizes, wide_sizes
+from .vectors import shared_sizes, wide_sizes
 
 WIDE = (
-    "norm", "norm_bias", "q_norm", "k_norm", "b_q", "b_k", "b_v", "b_o", "b_in", "b_gate", "b_out", "bias", "router",
-    "router_noise", "scale_in", "scale_out", "shared_scale",
+    "norm", "norm_bias", "q_norm", "k_norm", "b_q", "b_k", "b_v", "b_o", "b_in", "b_gate", "b_out", "bias", "relative",
+    "router", "router_noise", "shared_bias",
 )  # fmt: skip
-"""Names of the parameters that are always float32: norms, biases, scales and routers."""
+"""Names of the parameters that are always float32: norms, biases, scales, routers and tables of relative positions."""
 
 
 def abstract(
@@ -42,11 +44,11 @@ def abstract(
         layout: a `gspmd.Layout`.
         mesh: devices with the layout's axes, possibly of an offline topology.
         dtype: compute dtype.
-        stored: dtype of the matrices, float32 for training; norms, biases and routers are always float32. With int8 the
-            model also has the scales of `quantize`.
+        stored: dtype of the matrices, float32 for training; norms, biases and routers are always float32. With int8,
+            the model also has the scales that `quantize` makes.
 
     Returns:
-        A model whose `arrays` are abstract arguments for lowering a program; inside it, `with_arrays` replaces them.
+        A model whose `arrays` are abstract arguments for lowering a program, which replaces them with `with_arrays`.
 
     Raises:
         ValueError: a spec does not fit the model or the mesh.
@@ -71,21 +73,28 @@ def abstract_tokens(layout: Layout, mesh: jax.sharding.Mesh, batch: int, length:
     return _placed(layout.spec("embedding.tokens"), (batch, length), jnp.int32, mesh)
 
 
+def abstract_source(layout: Layout, mesh: jax.sharding.Mesh, batch: int, length: int) -> jax.ShapeDtypeStruct:
+    """Return the source of an encoder–decoder: int32 [B, T], placed as `batch_spec`."""
+    return _placed(batch_spec(layout), (batch, length), jnp.int32, mesh)
+
+
 def abstract_batch(layout: Layout, mesh: jax.sharding.Mesh, batch: int, length: int) -> jax.ShapeDtypeStruct:
     """Return the input of a training step: int32 [B, L+1], placed as `batch_spec`."""
     return _placed(batch_spec(layout), (batch, length + 1), jnp.int32, mesh)
 
 
 def activation_specs(
-    config: ModelConfig, layout: Layout, batch: int, length: int
+    config: ModelConfig, layout: Layout, batch: int, length: int, source_length: int = 0
 ) -> dict[str, tuple[Spec, tuple[int, ...]]]:
-    """Return spec and global shape of a training step's activations by layout key, in order of the forward pass.
+    """Return the spec and global shape of a training step's activations by layout key, in forward order.
 
     Args:
         config: the model.
-        layout: a `gspmd.Layout`, or any mapping from its keys to specs.
+        layout: a `gspmd.Layout`, or for a decoder alone any mapping from its keys to specs.
         batch: sequences per step, over all devices.
         length: tokens per sequence.
+        source_length: tokens per source of an encoder–decoder; 0 for `length`. Keys of its encoder begin with
+            `encoder.`.
 
     Example:
         >>> layout = {"embedding.tokens": "B_xL", "attention.residual": "B_xLE", "attention.query": "B_xLHD",
@@ -95,12 +104,27 @@ def activation_specs(
         >>> str(spec), shape
         ('B_xLF', (8, 64, 256))
     """
+    if not config.encoder_layers:
+        return _placed_activations(config, layout, batch, length, _keys(config))
+    source = source_length or length
+    of_encoder = [key for key in _keys(config) if key != "output.logits" and not key.startswith("cross.")]
+    encoder = _placed_activations(config, layout.stack(ENCODER), batch, source, of_encoder)
+    table = {f"{ENCODER}.{key}": found for key, found in encoder.items()}
+    return table | _placed_activations(config, layout, batch, length, _keys(config), source)
+
+
+def _placed_activations(
+    config: ModelConfig, layout: Layout, batch: int, length: int, keys: Iterable[str], source_length: int = 0
+) -> dict[str, tuple[Spec, tuple[int, ...]]]:
+    """Return the spec and global shape of some activations of one stack."""
     sizes = wide_sizes(config, layout, batch, length)
+    if source_length:
+        sizes["T"] = source_length
     if config.moe:
         tokens = batch * length // sizes["G"]
         sizes |= {"C": config.moe.capacity(tokens)}
     table = {}
-    for key in _keys(config):
+    for key in keys:
         spec = Spec.parse(layout[key])
         local = sizes | {"L": tokens} if key == "moe.groups" else sizes
         local = shared_sizes(config, sizes) if key in SHARED else local
@@ -114,7 +138,10 @@ def stored_dtype(row: ParameterRow, stored: Any) -> Any:
 
 
 def _keys(config: ModelConfig) -> Iterator[str]:
-    yield from ("embedding.tokens", "attention.residual", "attention.query", "attention.key", "ffn.residual")
+    yield from ("embedding.tokens", "attention.residual", "attention.query", "attention.key")
+    if config.encoder_layers:
+        yield from ("cross.memory", "cross.query", "cross.key")
+    yield "ffn.residual"
     if config.period > 1 or not config.moe:
         yield "ffn.hidden"
     if config.moe:

@@ -1,6 +1,6 @@
-"""Training, evaluation and forward steps of a model, for arrays as for their shapes.
+"""Training, evaluation and forward steps of a model, for arrays or for abstract shapes.
 
-Not imported with `models`, since it imports `gspmd.training` and its libraries.
+`import gspmd_models` does not import this module, because it needs `gspmd.training` and its libraries.
 """
 
 from __future__ import annotations
@@ -16,16 +16,20 @@ from gspmd.annotate import Spec
 from gspmd.annotate.errors import LayoutError
 from gspmd.layouts import Layout
 from gspmd.layouts.initial import nested
+from gspmd.layouts.rules.keys import ENCODER
 from gspmd.training.config import OptimizerConfig
 from gspmd.training.model import Row
+from gspmd.training.model.trainable import Batch
 from gspmd.training.state import TrainState
 from gspmd.training.step import Step, Update, building
 
 from .config import ModelConfig
 from .finetuning.freezing import trained_paths
-from .objective import batch_spec, check_rounds, for_stages, loss, predicted
+from .objective import loss, only_within, predicted
 from .parameters import gradient_specs, optimizer_specs, parameters, stages_axes
+from .placement import batch_spec
 from .shapes import WIDE
+from .stages import check_rounds, check_splits, for_stages
 from .transformer import Transformer, arrays, with_arrays
 
 Parameters = Mapping[str, jax.Array]
@@ -33,14 +37,16 @@ Parameters = Mapping[str, jax.Array]
 
 @dataclass(frozen=True)
 class Language:
-    """The transformer as the builder of training steps takes it, a `gspmd.training.model.Trainable`.
+    """The transformer as a `gspmd.training.model.Trainable`, from which training steps are built.
 
     Attributes:
         config: sizes and choices.
         dtype: compute dtype.
-        schedule: of a pipeline, where a layout splits the layers into stages: `"1f1b"`, `"gpipe"` or `"zero-bubble"`.
-        rounds: of a pipeline, chunks of layers of each stage.
-        masked: whether some tokens of a batch are read and not predicted, see `gspmd_models.loss`.
+        schedule: the pipeline's schedule, if the layout has stages: `"1f1b"`, `"gpipe"` or `"zero-bubble"`.
+        rounds: chunks of layers per stage of a pipeline.
+        masked: whether some tokens of a batch are read but not predicted, see `gspmd_models.loss`.
+        packed: whether batches have segments, because rows hold several texts or padding.
+        source_length: tokens that an encoder reads, T; 0 for a decoder without one.
 
     Example:
         >>> from gspmd.layouts import Layout
@@ -57,10 +63,23 @@ class Language:
     schedule: str = "1f1b"
     rounds: int = 1
     masked: bool = False
+    packed: bool = False
+    source_length: int = 0
 
     def sizes(self, batch: int, length: int) -> dict[str, int]:
-        """Return the size of every dimension."""
-        return self.config.sizes(batch, length)
+        """Return the size of every dimension; T is the length of the source, if there is one."""
+        return self.config.sizes(batch, length, self.source_length)
+
+    def widths(self, length: int) -> dict[str, int]:
+        """Return the width of each array of a batch: tokens, and source and segments as far as batches have them."""
+        found = {"tokens": length + 1}
+        if self.packed:
+            found["segments"] = length + 1
+        if self.config.encoder_layers:
+            found["source"] = self.source_length
+            if self.packed:
+                found["source_segments"] = self.source_length
+        return found
 
     def rows(self, layout: Layout) -> dict[str, Row]:
         """Return every parameter by its path in the module."""
@@ -70,72 +89,74 @@ class Language:
         }
 
     def optimizer_specs(self, layout: Layout) -> dict[str, Spec]:
-        """Return where the optimizer state of each parameter lies."""
+        """Return the spec of each parameter's optimizer state."""
         return optimizer_specs(self.config, layout)
 
     def gradient_specs(self, layout: Layout) -> dict[str, Spec]:
-        """Return where the gradient of each parameter lies on its way to the optimizer."""
+        """Return the spec of each parameter's gradient on its way to the optimizer."""
         return gradient_specs(self.config, layout)
 
     def trained(self, layout: Layout, frozen: Sequence[str] = ()) -> tuple[str, ...]:
-        """Return the paths of the parameters that are trained: with adapters (`ModelConfig.lora`), these alone."""
+        """Return the paths of the trained parameters; with adapters (`ModelConfig.lora`), only these are trained."""
         return trained_paths(self.config, layout, frozen)
 
     def batch_spec(self, layout: Layout) -> Spec:
-        """Return where a batch of tokens [B, L+1] lies."""
+        """Return the spec of a batch of tokens [B, L+1]."""
         return batch_spec(layout)
 
     def cut(self, layout: Layout, microbatches: int) -> int:
-        """Return into how many parts the step cuts a batch; the stages of a pipeline take the parts themselves."""
+        """Return the number of parts into which the step cuts a batch: one in a pipeline, whose stages cut it."""
         return 1 if stages_axes(layout) else microbatches
 
     def for_loss(self, layout: Layout, microbatches: int) -> Any:
-        """Return the layout with parameters as the loss takes them: see `Layout.for_loss`, and `for_stages`."""
+        """Return the layout with parameter specs as the loss takes them; see `Layout.for_loss` and `for_stages`."""
         return for_stages(self.config, layout) if stages_axes(layout) else layout.for_loss(microbatches)
 
-    def predicted(self, layout: Layout, tokens: jax.Array) -> jax.Array | None:
-        """Return the number of tokens that the mean of a batch is over; None for all of them."""
-        return predicted(layout, tokens) if self.masked else None
+    def predicted(self, layout: Layout, tokens: Batch) -> jax.Array | None:
+        """Return the number of tokens that the mean loss of a batch is over; None for all tokens."""
+        # The batch itself says whether it has segments, also to a step that is built without these settings.
+        segments = tokens.get("segments") if isinstance(tokens, Mapping) else None
+        if segments is not None:
+            return predicted(layout, only_within(_tokens(tokens), segments))
+        return predicted(layout, _tokens(tokens)) if self.masked else None
 
     def loss(
         self,
         layout: Layout,
         params: Mapping[str, Any],
-        tokens: jax.Array,
+        tokens: Batch,
         key: jax.Array,
         microbatches: int,
         predicted: jax.Array | None = None,
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Return the loss of a training step, and its figures; in stages, of the whole batch."""
-        model, how = self._placed(layout, params), self._masked
+        """Return the loss of a training step and its figures; in a pipeline, those of the whole batch."""
+        model, how = self._placed(layout, params), self._masked | _beside(tokens)
         if stages_axes(layout):
             how |= {"schedule": self.schedule, **self._rounds(layout, microbatches)}
         if predicted is not None:
             how["total"] = predicted / self.cut(layout, microbatches)
-        value, figures = loss(model, tokens, key=key, **how)
+        value, figures = loss(model, _tokens(tokens), key=key, **how)
         return value, figures if predicted is None else figures | {"predicted": predicted}
 
-    def cross_entropy(
-        self, layout: Layout, params: Mapping[str, Any], tokens: jax.Array, microbatches: int
-    ) -> jax.Array:
+    def cross_entropy(self, layout: Layout, params: Mapping[str, Any], tokens: Batch, microbatches: int) -> jax.Array:
         """Return the mean next-token cross-entropy of an evaluation."""
 
-        def entropy(params: Parameters, tokens: jax.Array) -> jax.Array:
-            how = self._rounds(layout, microbatches) | self._masked
-            return loss(self._placed(layout, params), tokens, train=False, **how)[1]["cross_entropy"]
+        def entropy(params: Parameters, tokens: Batch) -> jax.Array:
+            how = self._rounds(layout, microbatches) | self._masked | _beside(tokens)
+            return loss(self._placed(layout, params), _tokens(tokens), train=False, **how)[1]["cross_entropy"]
 
         if not stages_axes(layout) or jax.sharding.get_abstract_mesh().are_all_axes_explicit:
             return entropy(params, tokens)
-        # Under Auto axes stages train under Explicit ones of the same mesh, which take every lowering.
+        # On a mesh of Auto axes, stages run under Explicit axes, where every lowering works.
         specs = {path: row.spec.partition_spec() for path, row in parameters(self.config, layout).items()}
-        placed = specs, batch_spec(layout).partition_spec()
+        placed = specs, jax.tree.map(lambda _: batch_spec(layout).partition_spec(), tokens)
         return jax.sharding.explicit_axes(entropy, in_sharding=placed)(dict(params), tokens)
 
     def check(
         self, layout: Layout, mesh: Any, batch: int, length: int, microbatches: int = 1, frozen: Sequence[str] = ()
     ) -> None:
-        """Refuse a layout that a training step of these sizes, or its evaluation, cannot take (`check_step`)."""
-        check_step(self.config, layout, mesh, batch, length, microbatches, frozen)
+        """Check that a layout fits a training step of these sizes and its evaluation (`check_step`)."""
+        check_step(self.config, layout, mesh, batch, length, microbatches, frozen, self.source_length)
 
     def _placed(self, layout: Layout, params: Mapping[str, Any]) -> Transformer:
         return Transformer(self.config, layout, nested(params), self.dtype)
@@ -148,6 +169,15 @@ class Language:
         return {"microbatches": microbatches, "rounds": self.rounds} if stages_axes(layout) else {}
 
 
+def _tokens(batch: Batch) -> jax.Array:
+    return batch["tokens"] if isinstance(batch, Mapping) else batch
+
+
+def _beside(batch: Batch) -> dict[str, jax.Array]:
+    """Return the arrays of a batch besides its tokens."""
+    return {name: x for name, x in batch.items() if name != "tokens"} if isinstance(batch, Mapping) else {}
+
+
 def check_step(
     config: ModelConfig,
     layout: Layout,
@@ -156,41 +186,49 @@ def check_step(
     length: int,
     microbatches: int = 1,
     frozen: Sequence[str] = (),
+    source_length: int = 0,
 ) -> None:
-    """Refuse a layout that a training step of these sizes, or its evaluation, cannot take, before a model is built.
+    """Check, before a model is built, that a layout fits a training step of these sizes and its evaluation.
 
     Args:
-        config: the model's.
+        config: the model.
         layout: a `gspmd.Layout`, resolved.
-        mesh: with the layout's axes, or their sizes.
+        mesh: a mesh with the layout's axes, or their sizes.
         batch: sequences per step, over all devices.
         length: tokens per sequence.
-        microbatches: parts of the batch.
-        frozen: patterns of parameters that stay as they are, as of `trained_paths`.
+        microbatches: the number of parts of the batch.
+        frozen: patterns of parameters that are not trained, as for `trained_paths`.
+        source_length: tokens per source, if the model has an encoder.
 
     Raises:
-        LayoutError: with every fault.
+        LayoutError: the layout does not fit; the message lists every fault.
     """
     each = batch // microbatches
-    sizes = {**config.sizes(each, length), "B": batch, "M": microbatches}
+    sizes = {**config.sizes(each, length, source_length), "B": batch, "M": microbatches}
+    if config.encoder_layers:
+        if axes := stages_axes(layout):
+            check_splits(config, getattr(mesh, "shape", mesh).get(axes[0], 1))
+        layout.stack(ENCODER).check(sizes | {"L": source_length}, mesh, dropless=config.is_dropless)
+        for train in (True, False):
+            check_slots(config, layout.stack(ENCODER), mesh, each if train else batch, source_length, train=train)
     layout.check(sizes, mesh, dropless=config.is_dropless)
-    rows = parameters(config, layout)  # of a layout without faults
+    rows = parameters(config, layout)  # the layout has no faults by now
     layout.check(sizes, mesh, trained={rows[path].key for path in trained_paths(config, layout, frozen)})
     check_slots(config, layout, mesh, each, length, train=True)
-    # Evaluation has a capacity factor of its own, and would be refused only after the first hundred steps.
+    # Evaluation has its own capacity factor; without this check it would fail only after the first hundred steps.
     check_slots(config, layout, mesh, batch, length, train=False)
 
 
 def check_slots(config: ModelConfig, layout: Layout, mesh: Any, batch: int, length: int, *, train: bool) -> None:
-    """Refuse experts whose slots do not divide as the layout shards them; dropless has no slots of its own.
+    """Check that the mesh divides the experts' slots as the layout shards them; dropless experts have no slots.
 
     Args:
-        config, layout, mesh, length: as of `check_step`.
+        config, layout, mesh, length: as for `check_step`.
         batch: sequences whose tokens are routed together.
-        train: whether the experts have their capacity of training.
+        train: whether to use the experts' capacity of training, not of evaluation.
 
     Raises:
-        LayoutError: with every fault.
+        LayoutError: the mesh does not divide them; the message lists every fault.
     """
     moe = config.moe
     if moe is None or config.is_dropless:
@@ -200,7 +238,7 @@ def check_slots(config: ModelConfig, layout: Layout, mesh: Any, batch: int, leng
     try:
         layout.check(sizes | {"C": used.capacity(batch * length // sizes["G"])}, mesh)
     except LayoutError as error:
-        remedy = f"C is the slots that an expert has for each group, by model.moe.{factor} {getattr(moe, factor)}."
+        remedy = f"C is the number of slots of an expert for each group: model.moe.{factor} is {getattr(moe, factor)}."
         raise LayoutError(f"{error}\n  {remedy}", error.faults) from None
 
 
@@ -217,30 +255,30 @@ def training_step(
 ) -> Step:
     """Build one update, not compiled: (state, batch, key) -> (state, metrics).
 
-    A gradient is reduced once, by the move that brings it to where [optimizer] has it, if the layout's [gradients] has
-    it as a partial sum, or if there are several microbatches (see `Layout.for_loss`); in a pipeline, over the mesh axes
-    along which pipelines run side by side (`gspmd_models.objective.for_stages`).
+    A gradient is reduced only once, when it moves to its spec in [optimizer], if the layout's [gradients] has it as a
+    partial sum, or if there are several microbatches (see `Layout.for_loss`). In a pipeline, this holds for the mesh
+    axes along which pipelines run side by side (`gspmd_models.stages.for_stages`).
 
     Args:
         model: a model, possibly abstract; only its config, layout and dtype are used.
         optimizer: rates and decays.
         steps: total number of updates.
-        microbatches: number of parts of a batch that are computed one after the other, which takes less memory, or that
-            follow one another through the stages of a pipeline. The loss and its figures are those of the whole batch;
-            of experts, groups that span sequences, their capacity and auxiliary losses are those of a microbatch, and
-            every microbatch has random draws of its own.
-        schedule: of a pipeline, `"1f1b"`, `"gpipe"` or `"zero-bubble"`.
-        rounds: of a pipeline, chunks of layers of each stage; with more than one it is interleaved.
-        frozen: patterns of parameters that stay as they are, as of `trained_paths`. They have no gradient, so none is
-            reduced, and no optimizer state. With adapters (`ModelConfig.lora`) all other parameters stay too.
-        parameter_dtype: what matrices are stored in; if not float32, the optimizer has float32 masters.
+        microbatches: number of parts of a batch that are computed one after the other, which saves memory, or that
+            follow one another through the stages of a pipeline. The loss and its figures are those of the whole batch.
+            Groups of tokens that span sequences, the experts' capacity and their auxiliary losses are per microbatch,
+            and so are random draws.
+        schedule: the pipeline's schedule: `"1f1b"`, `"gpipe"` or `"zero-bubble"`.
+        rounds: chunks of layers per stage of a pipeline; with more than one, the schedule is interleaved.
+        frozen: patterns of parameters that are not trained, as for `trained_paths`. They have no gradients and no
+            optimizer state. With adapters (`ModelConfig.lora`), all other parameters are frozen too.
+        parameter_dtype: dtype in which matrices are stored; if not float32, the optimizer keeps float32 masters.
 
     Returns:
-        A pure function of a state of `initial_state` or `abstract_state`, tokens [B, L+1] placed as `batch_spec`, and a
+        A pure function of a state (`initial_state` or `abstract_state`), tokens [B, L+1] placed as `batch_spec`, and a
         random key. Call or lower it under `jax.set_mesh`.
 
     Raises:
-        PlanError: more than one round, and no stages; or [gradients] has a partial sum that stages cannot leave.
+        PlanError: there are several rounds but no stages; or [gradients] has a partial sum that stages cannot leave.
     """
     update = Update(optimizer, steps, microbatches, tuple(frozen), parameter_dtype)
     return building.training_step(_language(model, schedule, rounds), model.layout, update)
@@ -255,7 +293,7 @@ def initial_state(
     frozen: Sequence[str] = (),
     parameter_dtype: Any = jnp.float32,
 ) -> TrainState:
-    """The state before the first update: all parameters, and the initial optimizer state of those that are trained."""
+    """Return the state before the first update: all parameters, and the optimizer state of the trained ones."""
     update = Update(optimizer, steps, frozen=tuple(frozen), parameter_dtype=parameter_dtype)
     return building.initial_state(_language(model), model.layout, arrays(model), update, mesh)
 
@@ -269,7 +307,7 @@ def abstract_state(
     frozen: Sequence[str] = (),
     parameter_dtype: Any = jnp.float32,
 ) -> TrainState:
-    """Shapes, dtypes and shardings of `initial_state`; the model may be abstract."""
+    """Return the shapes, dtypes and shardings of `initial_state`; the model may be abstract."""
     update = Update(optimizer, steps, frozen=tuple(frozen), parameter_dtype=parameter_dtype)
     return building.abstract_state(_language(model), model.layout, arrays(model), update, mesh)
 
@@ -277,15 +315,15 @@ def abstract_state(
 def abstract_gradients(
     model: Transformer, params: Parameters, mesh: jax.sharding.Mesh, frozen: Sequence[str] = ()
 ) -> dict[str, jax.ShapeDtypeStruct]:
-    """Shapes, dtypes and shardings of the gradients of all parameters that are trained, once they are no partial sums.
+    """Return the shapes, dtypes and shardings of the gradients of all trained parameters, after they are summed.
 
-    Partial ones are settled in the optimizer's layout, as ZeRO-2 has it.
+    Partial sums are reduced into the optimizer's layout, as in ZeRO-2.
 
     Args:
-        model: possibly abstract.
+        model: a model, possibly abstract.
         params: the parameters, or their shapes.
         mesh: the mesh.
-        frozen: as of `training_step`.
+        frozen: patterns of parameters that are not trained, as for `training_step`.
     """
     return building.abstract_gradients(_language(model), model.layout, params, mesh, frozen)
 
@@ -296,21 +334,24 @@ def evaluation_step(
     """Build (parameters, tokens [B, L+1]) -> mean next-token cross-entropy in nats, without random draws.
 
     Args:
-        model: as for `training_step`.
-        microbatches: parts of a batch that follow one another through the stages of a pipeline.
-        rounds: how often each goes round them.
+        model: a model, possibly abstract, as for `training_step`.
+        microbatches: number of parts of a batch that follow one another through the stages of a pipeline.
+        rounds: chunks of layers per stage of a pipeline.
 
     Raises:
-        PlanError: more than one round, and no stages.
+        PlanError: there are several rounds but no stages.
     """
     return building.evaluation_step(_language(model, rounds=rounds), model.layout, microbatches)
 
 
-def forward_step(model: Transformer) -> Callable[[Parameters, jax.Array], jax.Array]:
-    """Build (parameters, tokens [B, L]) -> float32 logits [B, L, V], placed by the layout; no key/value cache."""
+def forward_step(model: Transformer) -> Callable[..., jax.Array]:
+    """Build (parameters, tokens [B, L]) -> float32 logits [B, L, V], placed by the layout; no key/value cache.
 
-    def forward(params: Parameters, tokens: jax.Array) -> jax.Array:
-        return with_arrays(model, params)(tokens)[0]
+    An encoder–decoder takes a source [B, T] as a third argument.
+    """
+
+    def forward(params: Parameters, tokens: jax.Array, source: jax.Array | None = None) -> jax.Array:
+        return with_arrays(model, params)(tokens, source=source)[0]
 
     return forward
 

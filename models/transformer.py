@@ -1,4 +1,4 @@
-"""The decoder-only transformer: embedding, scanned blocks, logits; every tensor sharded by a layout."""
+"""The transformer: embedding, scanned blocks, logits, and perhaps an encoder, with every tensor sharded by a layout."""
 
 from __future__ import annotations
 
@@ -17,15 +17,17 @@ from gspmd.annotate import Spec
 from gspmd.annotate.equation import Equation
 from gspmd.layouts import Layout
 from gspmd.layouts.initial import nested
+from gspmd.layouts.rules.keys import ENCODER
 from gspmd.ops._argmax import PADDING
 from gspmd.ops._attention.zigzag import in_order, ring_size, zigzag
 from gspmd.ops._embedding import embed
 
 from .blocks import Block, ParallelBlock, part
 from .config import ModelConfig
-from .experts import moved
+from .context import Context, check_inputs, context_of, positions_in, token_positions, with_memory
 from .layer import Layer
 from .parameters import check_placed, initialise, parameters, stages_axes
+from .placement import batch_spec, moved
 from .remat.names import recomputed
 from .vectors import along, cast_matrices, padded_dimensions, scaled
 
@@ -33,50 +35,36 @@ Figures = dict[str, jax.Array]
 Stack = tuple[Any, Any]
 
 
-class Transformer(nnx.Module):
-    """Tokens [B, L] to logits [B, L, V].
+class BlockStack(nnx.Module):
+    """The blocks of a decoder or of an encoder, and their table of relative positions, if they have one.
 
     Blocks repeat with a period of `ModelConfig.period`. Those at the same position of the period are stacked in a
     leading N; each step of a scan over N runs one period.
+
+    Attributes:
+        within: the path of the stack in a model.
     """
 
-    def __init__(self, config: ModelConfig, layout: Layout, weights: Mapping[str, Any], dtype: Any = jnp.float32):
+    within: tuple[str, ...] = ()
+
+    def __init__(self, config: ModelConfig, layout: Layout, weights: Mapping[str, Any], dtype: Any):
         self.config, self.layout, self.dtype = config, layout, dtype
-        self.embedding = Embedding(config, layout, weights["embedding"], dtype)
         self.blocks = blocks(config, layout, weights["blocks"], dtype)
-        self.output = Output(config, layout, weights["output"], dtype)
+        if "relative" in weights:
+            self.relative = nnx.Param(weights["relative"])
 
-    def __call__(
-        self, tokens: jax.Array, *, key: jax.Array | None = None, train: bool = False
-    ) -> tuple[jax.Array, Figures]:
-        """Return the logits, placed as `output.logits`, and the figures of the expert layers, stacked over layers.
+    @property
+    def table(self) -> jax.Array | None:
+        """The table of relative positions [R, H]; None if the model has none."""
+        table = getattr(self, "relative", None)
+        return None if table is None else table[...]
 
-        Args:
-            tokens: [B, L] integers, placed as `embedding.tokens`.
-            key: random key of the routers, for training.
-            train: whether to use the routers' random draws and capacity of training.
-        """
-        at = self.layout.spec
-        devices, (into, out) = ring_size(at("attention.key")), map(at, ("embedding.tokens", "output.logits"))
-        x, figures = self.hidden(_reordered(zigzag, tokens, into, devices), key=key, train=train)
-        return _reordered(in_order, self.logits(x), out, devices), figures
-
-    def hidden(
-        self, tokens: jax.Array, *, key: jax.Array | None = None, train: bool = False
-    ) -> tuple[jax.Array, Figures]:
-        """Return the residual stream [B, L, E] after the last block, before the last norm, and the experts' figures.
-
-        Args:
-            tokens: [B, L] integers, placed as `embedding.tokens`, in zigzag order if `attention.key`
-                shards L; the stream has the same order.
-            key: random key of the routers, for training.
-            train: whether to use the routers' random draws and capacity of training.
-        """
-        with part(self.layout, "embedding"):
-            x = self.embedding(tokens)
-        keys = None if key is None else jax.random.split(key, self.config.layers // self.config.period)
+    def run(self, x: jax.Array, context: Context, *, key: jax.Array | None, train: bool) -> tuple[jax.Array, Figures]:
+        """Run the blocks on the residual stream [B, L, E]; return it, and the experts' figures, stacked over N."""
         definition, weights = self.stacked()
-        return run_blocks(self.config, (definition, cast_matrices(weights, self.dtype)), x, keys, train=train)
+        stack = definition, cast_matrices(weights, self.dtype)
+        keys = None if key is None else jax.random.split(key, jax.tree.leaves(weights)[0].shape[0])
+        return run_blocks(self.config, stack, x, context, keys, train=train)
 
     def stacked(self) -> Stack:
         """Return the blocks of one period, and the weights of all periods, stacked in a leading N for a scan.
@@ -88,10 +76,129 @@ class Transformer(nnx.Module):
             return definition, weights
         rows, gathered = parameters(self.config, self.layout), []
         for path, leaf in nnx.to_flat_state(weights):
-            spec = rows[".".join(map(str, ("blocks", *path)))].spec
+            spec = rows[".".join(map(str, (*self.within, "blocks", *path)))].spec
             # The leaf belongs to the model, whose weights must stay sharded: so it is not changed in place.
             gathered.append((path, leaf.replace(moved(leaf.get_value(), spec, spec.with_axes("N", ())))))
         return definition, nnx.from_flat_state(gathered)
+
+
+class Encoder(BlockStack):
+    """An embedded source [B, T, E] to the residual stream [B, T, E] after the last block of the encoder.
+
+    Every token attends to all others of its segment. The layout is that of `Layout.stack("encoder")`.
+    """
+
+    within = ("encoder",)
+
+    def __init__(self, config: ModelConfig, layout: Layout, weights: Mapping[str, Any], dtype: Any):
+        super().__init__(config, layout, weights, dtype)
+        self.output = Layer(config, layout.section("output"), weights["output"], dtype)
+
+    def __call__(
+        self, x: jax.Array, segments: jax.Array | None, *, key: jax.Array | None, train: bool
+    ) -> tuple[jax.Array, Figures]:
+        """Return the residual stream, which `memory_of` takes, and the experts' figures."""
+        context = context_of(self.config, self.layout, segments, self.table, causal=False)
+        return self.run(x, context, key=key, train=train)
+
+
+class Transformer(BlockStack):
+    """Tokens [B, L] to logits [B, L, V]; with an encoder, also from a source [B, T] that every block attends to."""
+
+    def __init__(self, config: ModelConfig, layout: Layout, weights: Mapping[str, Any], dtype: Any = jnp.float32):
+        super().__init__(config, layout, weights, dtype)
+        self.embedding = Embedding(config, layout, weights["embedding"], dtype)
+        if config.encoder_layers:
+            self.encoder = Encoder(config, layout.stack(ENCODER), weights["encoder"], dtype)
+        self.output = Output(config, layout, weights["output"], dtype)
+
+    def __call__(
+        self,
+        tokens: jax.Array,
+        *,
+        source: jax.Array | None = None,
+        segments: jax.Array | None = None,
+        source_segments: jax.Array | None = None,
+        key: jax.Array | None = None,
+        train: bool = False,
+    ) -> tuple[jax.Array, Figures]:
+        """Return the logits, placed as `output.logits`, and the figures of the expert layers, stacked over layers.
+
+        Args:
+            tokens: [B, L] integers, placed as `embedding.tokens`. An id outside of the vocabulary is not refused, since
+                a compiled program cannot: it reads a row of zeros.
+            source, segments, source_segments: as of `hidden`.
+            key: random key of the routers, for training.
+            train: whether to use the routers' random draws and capacity of training.
+        """
+        at = self.layout.spec
+        devices, (into, out) = ring_size(at("attention.key")), map(at, ("embedding.tokens", "output.logits"))
+        tokens = _reordered(zigzag, tokens, into, devices)
+        x, figures = self.hidden(
+            tokens, source=source, segments=segments, source_segments=source_segments, key=key, train=train
+        )
+        return _reordered(in_order, self.logits(x), out, devices), figures
+
+    def hidden(
+        self,
+        tokens: jax.Array,
+        *,
+        source: jax.Array | None = None,
+        segments: jax.Array | None = None,
+        source_segments: jax.Array | None = None,
+        key: jax.Array | None = None,
+        train: bool = False,
+    ) -> tuple[jax.Array, Figures]:
+        """Return the residual stream [B, L, E] after the last block, before the last norm, and the experts' figures.
+
+        Args:
+            tokens: [B, L] integers, placed as `embedding.tokens`, in zigzag order if `attention.key`
+                shards L; the stream has the same order.
+            source: [B, T] integers that the encoder reads, placed as `batch_spec`; for an encoder–decoder only.
+            segments: [B, L] integers in the order of the text, placed as `batch_spec`: the text to which each token
+                belongs, 1, 2 and so on, and 0 for padding at the end. Tokens attend to their own text alone, whose
+                positions begin at 0. None if every row is one text.
+            source_segments: [B, T], likewise of the source; text s is generated from source s, and from nothing if the
+                row has no such source.
+            key: random key of the routers, for training.
+            train: whether to use the routers' random draws and capacity of training.
+
+        Raises:
+            ValueError: a source is missing, or the model has no encoder; or segments do not fit the tokens.
+        """
+        check_inputs(self.config, tokens, source, segments, source_segments)
+        context = context_of(self.config, self.layout, segments, self.table, causal=True)
+        figures: Figures = {}
+        if source is not None:
+            of_encoder, key = (None, None) if key is None else jax.random.split(key)
+            memory, figures = self.encode(source, source_segments, key=of_encoder, train=train)
+            context = with_memory(context, self.layout, memory, tokens.shape[1], segments, source_segments)
+        with part(self.layout, "embedding"):
+            x = self.embedding(tokens, token_positions(self.layout, tokens.shape[1], segments))
+        x, of_decoder = self.run(x, context, key=key, train=train)
+        both = {name: jnp.concatenate([figures[name], found]) for name, found in of_decoder.items() if figures}
+        return x, both or of_decoder
+
+    def encode(
+        self,
+        source: jax.Array,
+        segments: jax.Array | None = None,
+        *,
+        key: jax.Array | None = None,
+        train: bool = False,
+    ) -> tuple[jax.Array, Figures]:
+        """Return the memory [B, T, E] of a source, placed as `cross.memory`, and the figures of the encoder's experts.
+
+        Args:
+            source, segments: as the source and its segments of `hidden`.
+            key, train: as of `hidden`.
+        """
+        if not self.config.encoder_layers:
+            raise ValueError("this model is a decoder alone, and encodes nothing.\n  Set encoder_layers.")
+        segments = in_encoder(self.layout, segments)
+        x = embedded_source(self.config, self.layout, self.embedding.weights, source, segments, self.dtype)
+        x, figures = self.encoder(x, segments, key=key, train=train)
+        return memory_of(self.config, self.layout, self.encoder.output, x), figures
 
     def logits(self, x: jax.Array) -> jax.Array:
         """Return float32 logits [B, L, V] of a residual stream [B, L, E] that is placed as `stream`."""
@@ -100,7 +207,14 @@ class Transformer(nnx.Module):
 
 
 def run_blocks(
-    config: ModelConfig, stack: Stack, x: jax.Array, keys: jax.Array | None, *, train: bool, in_loop: bool = True
+    config: ModelConfig,
+    stack: Stack,
+    x: jax.Array,
+    context: Context,
+    keys: jax.Array | None,
+    *,
+    train: bool,
+    in_loop: bool = True,
 ) -> tuple[jax.Array, Figures]:
     """Run stacked blocks one after the other.
 
@@ -108,6 +222,7 @@ def run_blocks(
         config: the configuration of the model.
         stack: the blocks of one period, and the weights of N periods.
         x: [B, L, E], the residual stream.
+        context: of attention, the same for all blocks.
         keys: [N] random keys of the routers, for training.
         train: whether to use the routers' random draws and capacity of training.
         in_loop: whether to scan them; otherwise each is traced by itself, and nothing is recomputed.
@@ -121,7 +236,7 @@ def run_blocks(
         weights, key = layer
         figures: Figures = {}
         for block in nnx.merge(definition, weights):
-            x, of_block = block(x, key=key, train=train)
+            x, of_block = block(x, context, key=key, train=train)
             figures |= of_block
         return x, figures
 
@@ -143,14 +258,106 @@ class Embedding(Layer):
         super().__init__(config, layout.section("embedding"), weights, dtype)
         self.factor = math.sqrt(config.embed) if config.scale_embedding else 1.0
 
-    def __call__(self, tokens: jax.Array) -> jax.Array:
-        """Return rows of the table, times √E if the configuration scales them, placed as the residual stream."""
+    @property
+    def weights(self) -> dict[str, jax.Array]:
+        """The table, and its scales if it is int8, by name."""
+        found = {name: self.parameter(name) for name in ("table", "scale")}
+        return {name: value[...] for name, value in found.items() if value is not None}
+
+    def __call__(self, tokens: jax.Array, positions: np.ndarray | jax.Array | None = None) -> jax.Array:
+        """Return rows of the table, times √E if the configuration scales them, placed as the residual stream.
+
+        Args:
+            tokens: [B, L], placed as `embedding.tokens`.
+            positions: [L] or [B, L], placed as `batch_spec`: of the tokens, for sinusoidal positions; None for their
+                order.
+        """
         equation, options = self.at.equation(f"tokens, table -> {stream_line(self.config)}"), {}
         if self.parameter("scale") is not None:
             along_rows = self.at.spec("table").without("E")
             scales = moved(self.vector("scale"), self.at.spec("output.bias"), along_rows)
             options = {"scales": scales, "dtype": self.dtype}
-        return embed(tokens, self.matrix("table"), equation, **options) * self.factor  # [B, L] -> [B, L, E]
+        x = embed(tokens, self.matrix("table"), equation, **options) * self.factor  # [B, L] -> [B, L, E]
+        if self.config.positions != "sinusoidal":
+            return x
+        positions = np.arange(tokens.shape[1]) if positions is None else positions
+        batch = self.at.spec("tokens").with_axes("L", ())
+        return x + sinusoids(self.config, positions, batch, equation.outputs[0]).astype(x.dtype)
+
+
+def in_encoder(layout: Layout, segments: jax.Array | None) -> jax.Array | None:
+    """Move the segments of a source [B, T] from the sharding of a batch to that of a batch of the encoder."""
+    if segments is None:
+        return None
+    return moved(segments, batch_spec(layout), batch_spec(layout.stack(ENCODER)))
+
+
+def embedded_source(
+    config: ModelConfig,
+    layout: Layout,
+    weights: Mapping[str, jax.Array],
+    source: jax.Array,
+    segments: jax.Array | None,
+    dtype: Any,
+) -> jax.Array:
+    """Return the embedded tokens [B, T, E] of a source, placed as the encoder's residual stream.
+
+    Args:
+        config: the model.
+        layout: of the decoder, with that of the encoder in it.
+        weights: of the embedding.
+        source: [B, T], as of `Transformer.hidden`.
+        segments: of the source, from `in_encoder`.
+        dtype: compute dtype.
+    """
+    inner = layout.stack(ENCODER)
+    placed = moved(source, batch_spec(layout), inner.spec("embedding.tokens"))
+    with part(inner, "embedding"):
+        embedding = Embedding(config, inner, weights, dtype)
+        return embedding(placed, None if segments is None else positions_in(segments))
+
+
+def memory_of(config: ModelConfig, layout: Layout, output: Layer, x: jax.Array) -> jax.Array:
+    """Return the memory [B, T, E] that a decoder attends to, placed as `cross.memory`: the normed output of an encoder.
+
+    Args:
+        config: the model.
+        layout: of the decoder, with that of the encoder in it.
+        output: the encoder's last norm.
+        x: [B, T, E], the residual stream after the encoder's last block.
+    """
+    inner = layout.stack(ENCODER)
+    with part(inner, "output"):
+        x = output.normed(stream_line(config), x)
+    return moved(x, stream(config, inner), layout.spec("cross.memory").rename({"T": "L"}))
+
+
+def sinusoids(config: ModelConfig, positions: np.ndarray | jax.Array, batch: Spec, spec: Spec) -> jax.Array:
+    """Return sinusoidal positions [B, L, E], with B of size 1 for constant ones, placed as `spec`.
+
+        [b, l, i] = sin(p · w_i) for i < E/2, and cos(p · w_(i - E/2)) behind;  w_i = 10000^(-i / (E/2 - 1))
+
+    Args:
+        config: the model; `position_offset` is added to every position.
+        positions: [L] constants, or [B, L] placed as `batch`.
+        batch: the spec of a batch of tokens, with L whole.
+        spec: of the residual stream.
+
+    Source: Vaswani et al. 2017 (arXiv 1706.03762), section 3.5.
+    Differs: all sines come before all cosines, and the longest wavelength is exactly 10000 · 2π, as in tensor2tensor,
+        fairseq and M2M-100.
+    """
+    half = config.embed // 2
+    waves = 10000.0 ** (-np.arange(half) / max(half - 1, 1))
+    if isinstance(positions, np.ndarray):
+        at = along(positions + config.position_offset, "L", spec)
+    else:
+        placed = moved(positions + config.position_offset, batch, Spec(batch.dims, spec.axes[:2]))
+        at = placed.astype(jnp.float32)[:, :, None]
+    angles = at * along(np.concatenate([waves, waves]), "E", spec)
+    # Products instead of jnp.where, which refuses operands of different shardings, here over B and L, and over E.
+    sines = along(np.arange(2 * half) < half, "E", spec)
+    return sines * jnp.sin(angles) + (1 - sines) * jnp.cos(angles)
 
 
 class Output(Layer):

@@ -24,14 +24,18 @@ SCALES = {
     "attention.w_k": ("s_k", "attention.b_k"),
     "attention.w_v": ("s_v", "attention.b_v"),
     "attention.w_o": ("s_o", "attention.b_o"),
+    "cross.w_q": ("s_q", "cross.b_q"),
+    "cross.w_k": ("s_k", "cross.b_k"),
+    "cross.w_v": ("s_v", "cross.b_v"),
+    "cross.w_o": ("s_o", "cross.b_o"),
     "ffn.w_in": ("s_in", "ffn.b_in"),
     "ffn.w_gate": ("s_gate", "ffn.b_gate"),
     "ffn.w_out": ("s_out", "ffn.b_out"),
-    "moe.w_in": ("s_in", "moe.scale_in"),
-    "moe.w_gate": ("s_gate", "moe.scale_in"),
-    "moe.w_out": ("s_out", "moe.scale_out"),
-    "moe.shared_in": ("s_in", "moe.shared_scale"),
-    "moe.shared_gate": ("s_gate", "moe.shared_scale"),
+    "moe.w_in": ("s_in", "moe.b_in"),
+    "moe.w_gate": ("s_gate", "moe.b_in"),
+    "moe.w_out": ("s_out", "moe.b_out"),
+    "moe.shared_in": ("s_in", "moe.shared_bias"),
+    "moe.shared_gate": ("s_gate", "moe.shared_bias"),
     "moe.shared_out": ("s_out", "ffn.b_out"),
     "output.table": ("scale", "output.bias"),
 }
@@ -78,10 +82,6 @@ def along(values: np.ndarray, dim: str, spec: Spec) -> jax.Array:
     if axes := spec.axes_of(dim):
         x = gspmd.reshard(x, Equation.move(whole, whole.with_axes(dim, axes)))
     return jnp.expand_dims(x, [at for at, letter in enumerate(spec.dims) if letter != dim])
-
-
-SHARED = ("moe.shared_in", "moe.shared_gate", "moe.shared_hidden", "moe.shared_scale", "moe.shared_out")
-"""The layout's keys of shared experts, whose F is their total width."""
 
 
 def shared_sizes(config: ModelConfig, sizes: Mapping[str, int]) -> dict[str, int]:

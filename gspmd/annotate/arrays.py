@@ -1,4 +1,4 @@
-"""The spec that an array has, and the check that it is the one that an equation says."""
+"""The spec of an array, read from its type or sharding, and the check that it is the one written in an equation."""
 
 from typing import Any
 
@@ -85,7 +85,7 @@ def _partition_spec_of(x: Any) -> Any:
     """The `jax.P` of an array; None while the compiler has not chosen it."""
     if isinstance(x, jax.core.Tracer):
         sharding = jax.typeof(x).sharding
-        if sharding.mesh.empty:  # made outside of any mesh: on no axis of this one
+        if sharding.mesh.empty:  # made outside of any mesh, so sharded over no axis of this one
             return None if AxisType.Auto in jax.sharding.get_abstract_mesh().axis_types else jax.P()
         if AxisType.Explicit not in sharding.mesh.axis_types:
             return None

@@ -155,7 +155,7 @@ def _shape(tensor: Any, call: str) -> tuple[int, ...]:
 
 def _numbers(given: Any, what: str) -> np.ndarray:
     """Device numbers, however they are nested."""
-    with suppress(TypeError, ValueError):  # rows of several lengths, a key
+    with suppress(TypeError, ValueError):  # of numpy, for rows of different lengths or a PRNG key
         numbers = np.asarray(given)
         if numbers.dtype.kind in "iu":
             return numbers
@@ -168,7 +168,7 @@ def _axes_of_size(parts: int) -> tuple[str, ...]:
     mesh = _mesh("split")
     real = [axis for axis, size in mesh.items() if size > 1]
     if whole(parts) is None:
-        raise SpecError(f"split: num_partitions is {shown(parts)}.\n  Write a whole number of parts.")
+        raise SpecError(f"cannot split: num_partitions is {shown(parts)}.\n  Write a whole number.")
     subsets = itertools.chain.from_iterable(itertools.combinations(real, n) for n in range(len(real) + 1))
     found = [axes for axes in subsets if math.prod(mesh[a] for a in axes) == parts]
     if len(found) == 1:

@@ -21,7 +21,7 @@ OPEN = "?"
 """In place of mesh axes: the compiler places this dimension."""
 NAME = re.compile(r"[a-z][a-z0-9_]*")
 
-# A word ends where "partialsum-" begins: "E_xpartialsum-y" is E_x with a partial sum over y.
+# The letters of axes end where "partialsum-" begins: "E_xpartialsum-y" is E_x with a partial sum over y.
 _AXES = rf"(?:(?!partialsum-|reduced-)[a-z])+|\{{\s*{NAME.pattern}\s*(?:,\s*{NAME.pattern}\s*)*\}}"
 _DIM = re.compile(rf"\s*([A-Z])(?:_(\?|{_AXES}))?")
 _SUM = re.compile(rf"\s*(\(\s*)?(partialsum|reduced)-\s*({_AXES})(?(1)\s*\))")

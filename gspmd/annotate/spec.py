@@ -35,7 +35,7 @@ class Spec:
       'B_xLE_yz partialsum-w'
 
     Source: Pope et al. 2022, Efficiently Scaling Transformer Inference (arXiv 2211.05102), section 3.1.
-    Differs: longer axis names stand in braces, `E_{data,model}`, and `E_?` leaves a dimension to the compiler.
+    Differs: longer axis names are written in braces, `E_{data,model}`, and `E_?` leaves a dimension to the compiler.
     """
 
     dims: tuple[str, ...]
@@ -55,7 +55,7 @@ class Spec:
             dims, axes, partial, reduced = map(shown, given)
             raise SpecError(
                 f"cannot make a Spec of dims={dims}, axes={axes}, partial={partial} and reduced={reduced}.\n"
-                "  A dimension is a capital letter with a tuple of mesh axes; a mesh axis stands once in a spec."
+                "  A dimension is a capital letter with a tuple of mesh axes; a mesh axis appears once in a spec."
             )
 
     def _is_well_formed(self) -> bool:
@@ -154,7 +154,7 @@ class Spec:
         if not isinstance(dim, str) or dim not in self.dims:
             known = f"It has {listed(self.dims)}." if self.dims else "It is that of a scalar."
             name = dim if isinstance(dim, str) and len(dim) == 1 else shown(dim)
-            raise SpecError(f"dimension {name} does not stand in '{self}'.\n  {known}")
+            raise SpecError(f"dimension {name} does not appear in '{self}'.\n  {known}")
         return self.dims.index(dim)
 
     # -- on a mesh ----------------------------------------------------------------------------------------------------

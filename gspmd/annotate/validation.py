@@ -15,7 +15,7 @@ def mesh_sizes(mesh: Any) -> dict[str, int]:
     """Return the size of every mesh axis by name, from a mapping or a `jax.sharding.Mesh`, as Python integers.
 
     Raises:
-      SpecError: `mesh` is no mesh, a name is no text, or a size is not a whole number of at least 1.
+      SpecError: `mesh` is not a mesh, a name is not a string, or a size is not a whole number of at least 1.
 
     >>> mesh_sizes({"x": 4, "y": 2})
     {'x': 4, 'y': 2}
@@ -43,7 +43,7 @@ def whole_sizes(sizes: Sequence[int]) -> tuple[int, ...]: ...
 def whole_sizes(sizes: Mapping[str, int] | Sequence[int]) -> dict[str, int] | tuple[int, ...]:
     """Return sizes by dimension, or a shape, as Python integers: numpy's overflow when bytes are counted.
 
-    A value that is no whole number is left as it is; it does not fit any spec.
+    A value that is not a whole number is left as it is; it does not fit any spec.
 
     Raises:
       SpecError: `sizes` is neither a mapping nor a sequence.

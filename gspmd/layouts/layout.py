@@ -1,6 +1,6 @@
 """The layout: a table of specs for a whole model, its variants, its checks, and the mesh for a number of devices."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from os import PathLike
 from typing import Any
@@ -13,14 +13,15 @@ from gspmd.layouts import printed, read
 from gspmd.layouts.mesh import complete, factorise, nearest, read_sizes
 from gspmd.layouts.rules.check import faults_of, mesh_faults, resolved
 from gspmd.layouts.rules.gradients import loss_specs
-from gspmd.layouts.rules.keys import PHASES
+from gspmd.layouts.rules.keys import ENCODER, PHASES, keys_of_override
 from gspmd.layouts.rules.sizes import padded, padding_faults
 from gspmd.layouts.section import Section
 from gspmd.layouts.table import LayoutTable, unknown
 from gspmd.layouts.variants import inner_specs, overridden, position_specs, stored_specs
 from gspmd.lowerings.in_force import checked
 
-# Errors propose numbers of devices that divide the sizes, at a distance below this. Each is tried on all its meshes.
+# Errors propose the nearest numbers of devices on which the sizes divide, if they are less than this away from the
+# number that was asked for. All meshes of each number are tried.
 _NEAR = 33
 
 
@@ -40,6 +41,7 @@ class Layout(LayoutTable):
       padding: a mapping from dimension to the multiple that it is padded to.
       choices: the alternatives that `resolved` took; `chosen` prints them, one line for each section that has some.
       serves: the phase of this layout (see `phase`); empty for training.
+      is_encoder: whether it is that of an encoder (see `stack`), whose attention is not causal.
 
     Example:
       >>> layout = Layout.load("weight-stationary-2d").override({"ffn.w_in": "E_xF_y"})
@@ -107,6 +109,29 @@ class Layout(LayoutTable):
             raise unknown("phase", name, PHASES)
         return replace(self, table={**self.table, **self.overrides.get(name, {})}, serves=name)
 
+    def stack(self, name: str) -> "Layout":
+        """Return the layout of a stack of blocks beside the decoder's: that of the encoder (`"encoder"`).
+
+        Without a section of that name, it has the same lines.
+
+        >>> Layout.load("megatron-1d").override({"encoder.ffn.w_in": "EF"}).stack("encoder")["ffn.w_in"]
+        'EF'
+        """
+        if name != ENCODER:
+            raise unknown("stack", name, (ENCODER,))
+        return replace(self, table={**self.table, **self.overrides.get(ENCODER, {})}, is_encoder=True)
+
+    def _in_all_stacks(self, specs_of: Callable[["Layout"], Mapping[str, Any]]) -> "Layout":
+        """Return this layout with the specs that a function makes of a layout, in both stacks of blocks."""
+        specs = specs_of(self)
+        changed = self.override(specs)
+        if ENCODER not in self.overrides:
+            return changed
+        inner = specs_of(self.stack(ENCODER))
+        written, own = self.overrides[ENCODER], keys_of_override(ENCODER)
+        apart = {key: spec for key, spec in inner.items() if key in own and (key in written or spec != specs.get(key))}
+        return changed.override({f"{ENCODER}.{key}": spec for key, spec in apart.items()})
+
     def stored_as(self, other: "Layout") -> "Layout":
         """Return this layout with parameters and cache sharded and padded as in `other`.
 
@@ -128,7 +153,7 @@ class Layout(LayoutTable):
         >>> Layout.load("megatron-1d").override({"ffn.residual": "B_xL_yzE"}).one_position()["ffn.residual"]
         'B_xLE'
         """
-        return self.override(position_specs(self.table))
+        return self._in_all_stacks(lambda layout: position_specs(layout.table))
 
     def for_loss(self, microbatches: int = 1) -> "Layout":
         """Return this layout with the specs of parameters in a training step's loss, such as `EF reduced-x`.
@@ -136,13 +161,14 @@ class Layout(LayoutTable):
         The gradient of a `reduced` parameter stays a partial sum while layers, microbatches and several uses add to it.
         A parameter is reduced over the axes of a partial sum in [gradients]. With several microbatches, every other
         parameter is reduced over the mesh axes that shard the batch, the length or the token groups of all tensors it
-        is used with, and not the parameter. The exception is a parameter whose own spec is written in [gradients]: its
-        gradient is reduced in each microbatch. Parameters of custom sections are not changed.
+        is used with, and that do not shard the parameter itself. The exception is a parameter whose own spec is
+        written in [gradients]: its gradient is reduced in each microbatch. Parameters of custom sections are not
+        changed.
 
         >>> Layout.load("zero-2").for_loss()["ffn.w_in"], Layout.load("megatron-1d").for_loss(2)["ffn.w_in"]
         ('EF reduced-xyz', 'EF_yz reduced-x')
         """
-        return self.override(loss_specs(self, microbatches))
+        return self._in_all_stacks(lambda layout: loss_specs(layout, microbatches))
 
     def inside(self, axes: Sequence[str]) -> "Layout":
         """Return this layout without some of its mesh axes, for code inside a shard_map over them.
@@ -152,7 +178,8 @@ class Layout(LayoutTable):
         ('BLE', 'EF_yz', ('p', 'y', 'z'))
         """
         rest, factor = (tuple(axis for axis in names if axis not in axes) for names in (self.axes, self.factor))
-        return replace(self.override(inner_specs(self.table, axes)), axes=rest, factor=factor)
+        inner = self._in_all_stacks(lambda layout: inner_specs(layout.table, axes))
+        return replace(inner, axes=rest, factor=factor)
 
     def lowered(self, name: str) -> "Layout":
         """Return this layout with one lowering for all parts."""
@@ -194,7 +221,7 @@ class Layout(LayoutTable):
         raise LayoutError(f"{error}{others}", error.faults)
 
     def _dividing_mesh(self, devices: int, sizes: Mapping[str, int]) -> dict[str, int] | None:
-        """Return the mesh most similar to the default one that divides the sizes; None if none does."""
+        """Return, of the meshes that divide the sizes, the one most similar to the default mesh; None if none does."""
         meshes = nearest(factorise(devices, self.axes, self.factor), self.factor)
         return next((mesh for mesh in meshes if not faults_of(self, sizes, mesh)), None)
 

@@ -129,9 +129,12 @@ def _section(key: str) -> str:
 
 
 def _via(key: str, look_up: LookUp) -> Via | None:
-    """Return the via that the layout writes for a weight, or for the weight whose spec is its default."""
+    """Return the via that the layout writes for a weight, or for the weight of its section whose spec is its default.
+
+    A default in another section is met by another activation, so that its via is for other dimensions.
+    """
     for each in (key, KEYS[key].default if key in KEYS else None):
-        if each is None:
+        if each is None or (_section(each) != _section(key) and via_of(each) != via_of(key)):
             continue
         try:
             text = look_up(via_of(each))

@@ -9,7 +9,7 @@ from typing import Any
 from gspmd.annotate import LayoutError
 from gspmd.annotate.errors import listed, shown, suggestion
 from gspmd.layouts.rules.keys import OVERRIDES, PHASES, SERVING
-from gspmd.layouts.rules.own import declared
+from gspmd.layouts.rules.own import declared, is_own_encoder, sections
 from gspmd.reading import LARGEST_TOML, ReadError, parse_toml, read_text
 
 _PRESETS = files(__package__).joinpath("presets")
@@ -110,19 +110,22 @@ def _mesh(mesh: Any, name: str | PathLike) -> dict[str, tuple[str, ...]]:
 
 
 def _merged(inherited: dict[str, Any], document: dict[str, Any]) -> dict[str, Any]:
-    sections = [*document.items()]
+    tables = [*document.items()]
     if isinstance(document.get(SERVING), dict):  # first, so that the file's lines for one phase override them
         both = document.pop(SERVING)
-        sections = [*((phase, both) for phase in PHASES), *document.items()]
-    for section, entries in sections:
+        tables = [*((phase, both) for phase in PHASES), *document.items()]
+    written = {*document, *sections(inherited["table"])}
+    for section, entries in tables:
         if not isinstance(entries, dict):
             inherited["table"][section] = entries
         elif section in ("lowering", "dimensions", "padding"):
             inherited[{"lowering": "lowerings"}.get(section, section)].update(entries)
-        elif section in OVERRIDES:
-            inherited["overrides"].setdefault(section, {}).update(_flat(entries))
         else:
-            inherited["table"].update({f"{section}.{key}": spec for key, spec in _flat(entries).items()})
+            for key, spec in _flat(entries).items():
+                if section in OVERRIDES and not is_own_encoder(section, key, written):
+                    inherited["overrides"].setdefault(section, {})[key] = spec
+                else:
+                    inherited["table"][f"{section}.{key}"] = spec
     # The base declares the dimensions of user-defined keys: a file based on it may change specs, but not dimensions.
     return inherited | {"own": declared(inherited["table"]) | inherited["own"]}
 

@@ -205,12 +205,12 @@ class Section:
         return layer_norm(x, scale, bias, *self._lines(text, 3), **options)
 
     def add_bias(self, text: str, x: Any, bias: Any) -> Any:
-        """Add a bias [F] to x [B, L, F] with `gspmd.ops.add_bias`.
+        """Add a bias to x with `gspmd.ops.add_bias`: [F] to [B, L, F], or [X, F] to [G, X, C, F].
 
         Args:
           text: the lines of x and of the bias, `"hidden, b_in"`.
           x: [B, L, F], or with other dimensions; the result is sharded like it.
-          bias: [F], or the last dimensions of x.
+          bias: [F], or other dimensions of x in their order.
 
         Raises:
           LayoutError: a name is not a line of the layout, or there are not two names.

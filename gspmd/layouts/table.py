@@ -47,6 +47,7 @@ class LayoutTable:
     padding: Mapping[str, int] = field(default_factory=dict)
     choices: tuple[ChosenAlternatives, ...] = ()
     serves: str = ""
+    is_encoder: bool = False
 
     def __post_init__(self) -> None:
         if self.own is None:
@@ -103,10 +104,19 @@ class LayoutTable:
     def cache(self, key: str = "attention.key") -> str:
         """Return the spec of the key/value cache, with length T: that of attention.key unless [cache] overrides it.
 
+        The cache of cross-attention, `"cross.key"`, lies as that of self-attention unless it is written.
+
         >>> from gspmd.layouts import Layout
         >>> Layout.load("weight-stationary-2d").cache()
         'B_xyzTKD'
         """
+        if (
+            isinstance(key, str)
+            and key == "cross.key"
+            and key not in self.table
+            and key not in self.overrides.get("cache", {})
+        ):
+            key = "attention.key"
         return self._overridden("cache", key) or str(Spec.parse(self[key]).rename({"L": "T"}))
 
     def _overridden(self, section: str, key: str) -> str | None:

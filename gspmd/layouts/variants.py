@@ -8,7 +8,7 @@ from gspmd.annotate import LayoutError, Spec, parse_via
 from gspmd.annotate.equation import Via
 from gspmd.annotate.errors import shown
 from gspmd.annotate.validation import whole
-from gspmd.layouts.rules.keys import KEYS, OVERRIDES, PHASES, SERVING, Text
+from gspmd.layouts.rules.keys import CACHE, ENCODER, KEYS, OVERRIDES, PHASES, SERVING, Text, keys_of_override
 from gspmd.layouts.table import LayoutTable, OfTable, parameters_of
 from gspmd.reading import WHOLE, whole_number
 
@@ -33,7 +33,7 @@ def overridden(layout: OfTable, specs: Any) -> OfTable:
             raise LayoutError(f"{doing}.\n  {remedy or 'A key and its spec are strings.'}")
         elif section == "lowering":
             layout = replace(layout, lowerings={**layout.lowerings, rest: str(value)})
-        elif section in OVERRIDES or section == SERVING:
+        elif (section in OVERRIDES or section == SERVING) and key not in layout.own:
             named = PHASES if section == SERVING else (section,)
             tables = {each: {**layout.overrides.get(each, {}), rest: text} for each in named}
             layout = replace(layout, overrides={**layout.overrides, **tables})
@@ -67,7 +67,16 @@ def stored_specs(layout: LayoutTable, other: LayoutTable) -> dict[str, str]:
             f"layout '{layout.name}' cannot store parameters as layout '{other.name}': they have other mesh axes.\n"
             f"  {of[0]}, and {of[1]}; give both the same, unused ones with size 1."
         )
-    return {**dict(parameters_of(other)), "cache.attention.key": other.cache()}
+    caches = {f"cache.{key}": other.cache(key) for key in CACHE}
+    stored = dict(parameters_of(other))
+    if "attention.w_q" in stored:  # cross-attention's parameters, by default as those of self-attention
+        cross = [key.name for key in KEYS.values() if key.section == "cross" and key.kind == "parameter"]
+        stored |= {name: other[name] for name in cross}
+    if ENCODER in layout.overrides or ENCODER in other.overrides:
+        inner = replace(other, table={**other.table, **other.overrides.get(ENCODER, {})})
+        own = keys_of_override(ENCODER)
+        stored |= {f"{ENCODER}.{key}": spec for key, spec in parameters_of(inner) if key in own}
+    return {**stored, **caches}
 
 
 def position_specs(table: Mapping[str, Text]) -> dict[str, Text]:

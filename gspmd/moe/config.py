@@ -55,6 +55,7 @@ class MoEConfig:
     Attributes:
         experts: number of experts X in each block.
         every: every n-th layer of the model is a mixture-of-experts block.
+        offset: which of n layers it is, counted from 0; None for the last.
         router: "noisy-top-k" (Shazeer et al. 2017), "gshard" (Lepikhin et al. 2020), "switch" (Fedus et al. 2021),
             "st-moe" (Zoph et al. 2022), "top-k" (as Mixtral's), or "expert-choice" (Zhou et al. 2022).
         k: choices per token for noisy-top-k and top-k; None means 2. In other routers it is fixed.
@@ -89,6 +90,7 @@ class MoEConfig:
 
     experts: int = 8
     every: int = 2
+    offset: int | None = None
     router: str = "switch"
     k: int | None = None
     renormalize: bool = True
@@ -171,14 +173,16 @@ class MoEConfig:
         return 1 if kind.by_experts else kind.choices or self.k or 2
 
 
-_MAY_BE_NONE = ("groups", "k", "z_weight", "jitter")
+_MAY_BE_NONE = ("offset", "groups", "k", "z_weight", "jitter")
 
 
 def _number_faults(config: MoEConfig) -> Iterator[str]:
-    for name, least in (("experts", 1), ("every", 1), ("groups", 1), ("k", 1), ("shared", 0)):
+    for name, least in (("experts", 1), ("every", 1), ("offset", 0), ("groups", 1), ("k", 1), ("shared", 0)):
         value = getattr(config, name)
         if not _fits(name, value, Integral, partial(le, least)):
             yield f"{name} is {shown(value)}; it must be a whole number, at least {least}."
+    if isinstance(config.offset, int) and isinstance(config.every, int) and config.offset >= config.every > 0:
+        yield f"offset is {config.offset}; it must be less than every, {config.every}."
     for name in ("capacity_factor", "evaluation_capacity_factor", "importance_weight", "load_weight", "aux_weight",
                  "z_weight", "router_scale"):  # fmt: skip
         value = getattr(config, name)

@@ -52,7 +52,7 @@ def no_figures(config: MoEConfig) -> dict[str, jax.Array]:
 def _sent(routing: Routing, config: MoEConfig) -> jax.Array:
     """Count the choices of each expert, with and without a slot: [G, X]."""
     waited = (routing.slot >= 0).astype(jnp.float32)
-    # In expert choice, choice i is expert i, so no look-up is needed, whose time would grow with X².
+    # In expert choice, choice i is expert i: this avoids a look-up, whose time would grow with X².
     at_expert = waited if ROUTERS[config.router].by_experts else per_expert(waited, routing.expert, config.experts)
     return jnp.sum(at_expert, axis=1)
 

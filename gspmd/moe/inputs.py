@@ -46,7 +46,7 @@ def whole(doing: str, name: str, value: Any) -> int:
     if not isinstance(value, Integral) or isinstance(value, bool) or value < 0:
         raise SpecError(
             f"cannot {doing}: {name} is {shown(value)}.\n"
-            "  It is a size, and so a whole number, 0 or more, that is known before the program runs."
+            "  Pass a whole number, 0 or more, that is known before the program runs."
         )
     return int(value)
 

@@ -56,11 +56,12 @@ def expert_layer(
         x: [G, L, E], sharded as `layout.groups`: G groups of L tokens, each on one device. Tokens and the experts'
             weights are cast to their joint dtype, in which slots are sent too.
         weights: "router" [E, X], float32; "w_in" [X, E, F], "w_out" [X, F, E], and "w_gate" [X, E, F] for a gated
-            activation; "router_noise" [E, X], float32, for noisy-top-k. The experts' weights may be int8, with float32
-            scales of their products: "s_in" [X, F], "s_out" [X, E], and "s_gate" [X, F]. They are moved as int8, cast
-            to the tokens' dtype for the products, and have no gradient.
+            activation; "router_noise" [E, X], float32, for noisy-top-k. With biases of the products also "b_in" [X, F],
+            "b_out" [X, E], and "b_gate" [X, F]; an answer has its bias times its gate. The experts' weights may be
+            int8, with float32 scales of their products: "s_in" [X, F], "s_out" [X, E], and "s_gate" [X, F]. They are
+            moved as int8, cast to the tokens' dtype for the products, and have no gradient.
         layout: the moe section of a layout: .router, .groups, .dispatched, .expert_input, .w_in, .w_gate, .hidden,
-            .w_out, and optionally .router_noise, .in_via, .out_via.
+            .w_out, with biases or int8 weights .b_in and .b_out, and optionally .router_noise, .in_via, .out_via.
         config: the settings of the block, such as router, capacity and form of dispatch.
         key: the random key of training's draws: jitter of the router's input, second experts, expert dropout.
         train: True for the capacity and the draws of training, False for those of evaluation.
@@ -106,7 +107,8 @@ def expert_layer(
 
 
 _DIMS = {name: dims_of(f"moe.{name}") for name in ("router", "router_noise", "w_in", "w_gate", "w_out")}
-_DIMS |= {name: dims_of("moe.scale_in") for name in ("s_in", "s_gate")} | {"s_out": dims_of("moe.scale_out")}
+_DIMS |= {f"{kind}_{name}": dims_of("moe.b_in") for kind in "bs" for name in ("in", "gate")}
+_DIMS |= {f"{kind}_out": dims_of("moe.b_out") for kind in "bs"}
 _KEYS = ("router", "groups", "dispatched", "expert_input", "w_in", "hidden", "w_out")
 _DOING = "run experts"
 
@@ -116,10 +118,11 @@ def _checked(x, weights, layout, config, key, mask, activation):
     inputs.settings(_DOING, config)
     inputs.choice(_DOING, "activation", activation, ACTIVATIONS)
     inputs.prng_key(_DOING, key)
-    inputs.attributes(_DOING, layout, (*_KEYS, *["w_gate"] * (activation in GATED)))
+    beside = isinstance(weights, Mapping) and any(name.startswith(("b_", "s_")) for name in weights)
+    inputs.attributes(_DOING, layout, (*_KEYS, *["w_gate"] * (activation in GATED), *["b_in", "b_out"] * beside))
     x = inputs.array(_DOING, "x", x, "GLE", real=True)
     if not x.shape[0]:
-        raise SpecError(f"cannot run experts: x {x.shape} has no groups.\n  Pass one group G of tokens at least.")
+        raise SpecError(f"cannot run experts: x {x.shape} has no groups.\n  Pass at least one group G of tokens.")
     if mask is not None:
         mask = inputs.array(_DOING, "mask", mask, "GL")
         if mask.shape != x.shape[:2]:
@@ -133,11 +136,15 @@ def _weights(
     """Return the weights that router and activation need, with their shapes checked."""
     matrices = ["w_in", *["w_gate"] * (activation in GATED), "w_out"]
     quantized = isinstance(weights, Mapping) and getattr(weights.get("w_in"), "dtype", None) == jnp.int8
-    scales = [f"s_{name.removeprefix('w_')}" for name in matrices] if quantized else []
-    needed = ["router", *["router_noise"] * config.noisy, *matrices, *scales]
+    ends = [name.removeprefix("w_") for name in matrices]
+    scales = [f"s_{end}" for end in ends] if quantized else []
+    biased = isinstance(weights, Mapping) and any(f"b_{end}" in weights for end in ends)
+    biases = [f"b_{end}" for end in ends] if biased else []
+    needed = ["router", *["router_noise"] * config.noisy, *matrices, *scales, *biases]
     missing = [name for name in needed if not isinstance(weights, Mapping) or name not in weights]
     if missing:
-        why = f"router {config.router} and activation {activation}{' in int8' * quantized} need {', '.join(needed)}"
+        more = " in int8" * quantized + " with biases" * biased
+        why = f"router {config.router} and activation {activation}{more} need {', '.join(needed)}"
         raise PlanError(f"cannot run experts: {why}; weights lack {', '.join(missing)}.")
     held = {name: name in matrices and quantized for name in needed}
     arrays = {name: inputs.array(_DOING, name, weights[name], _DIMS[name], real=not held[name]) for name in needed}
@@ -161,15 +168,16 @@ def _weights(
 def _of_one_dtype(
     x: jax.Array, weights: Mapping[str, jax.Array | np.ndarray]
 ) -> tuple[jax.Array, dict[str, jax.Array | np.ndarray]]:
-    """Cast tokens and the experts' weights to their joint dtype, so that every lowering sends and multiplies in it.
+    """Cast tokens and the experts' matrices to their joint dtype, so that every lowering sends and multiplies in it.
 
-    Weights of int8 and their scales are returned unchanged.
+    Matrices of int8 and their scales are returned unchanged. Biases are float32, in which their gradients are summed.
     """
+    weights = {name: w.astype(jnp.float32) if name.startswith("b_") else w for name, w in weights.items()}
     if weights["w_in"].dtype == jnp.int8:
-        return x, dict(weights)
-    experts = [name for name in weights if not name.startswith("router")]
-    joint = jnp.result_type(x, *(weights[name] for name in experts))
-    return x.astype(joint), {**weights} | {name: weights[name].astype(joint) for name in experts}
+        return x, weights
+    matrices = [name for name in weights if name.startswith("w_")]
+    joint = jnp.result_type(x, *(weights[name] for name in matrices))
+    return x.astype(joint), weights | {name: weights[name].astype(joint) for name in matrices}
 
 
 def _logits(

@@ -9,6 +9,7 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 
 from gspmd.annotate.equation import Equation
+from gspmd.annotate.spec import Spec
 from gspmd.layouts.section import SectionSpecs
 from gspmd.lowerings.in_force import lowering
 from gspmd.lowerings.program import Context, context
@@ -23,6 +24,7 @@ from gspmd.moe.local import run_local
 from gspmd.moe.places import GroupedSpecs
 from gspmd.moe.routers.routing import Routing
 from gspmd.moe.slots import collect, from_slots, spread, to_slots
+from gspmd.ops._bias import add_bias
 from gspmd.ops._einsum import einsum, reshard
 
 
@@ -31,7 +33,8 @@ class LayerExperts:
     """The experts of a layer.
 
     Attributes:
-        weights: "w_in", "w_out", and "w_gate" for a gated activation, of the tokens' dtype, or int8 with their scales.
+        weights: "w_in", "w_out", and "w_gate" for a gated activation, of the tokens' dtype, or int8 with their scales;
+            and their biases, if they have some.
         specs: the specs of a layout's moe section.
         config: the config of the layer.
         activation: "swiglu", "geglu", "gelu", "gelu_exact" or "relu".
@@ -73,16 +76,27 @@ class LayerExperts:
             str(x.dtype),
             str(self.weights["w_in"].dtype),
             dropout=dropout,
+            biases=tuple(spec for _, spec in self._beside("b")) if "b_out" in self.weights else (),
         )
+
+    def _beside(self, kind: str) -> list[tuple[jax.Array, Spec]]:
+        """Return the biases "b" or the scales "s" of all weights, in their order, each with its spec in the layout."""
+        held = [(f"{kind}_{name.removeprefix('w_')}", self.specs.b_in) for name in self.names]
+        return [(self.weights[name], spec) for name, spec in (*held, (f"{kind}_out", self.specs.b_out))]
+
+    @property
+    def biases(self) -> tuple[jax.Array, ...]:
+        """The biases in the order of the weights, sharded as in the layout; none if the weights have none."""
+        return tuple(bias for bias, _ in self._beside("b")) if "b_out" in self.weights else ()
 
     def scales(self, work: ExpertWork) -> tuple[jax.Array, ...]:
         """Return the scales of int8 weights, sharded as the weights' products; none for other weights."""
         if not work.quantized:
             return ()
-        given = {name: getattr(self.specs, f"scale_{name}") for name in ("in", "out")}
-        held = [(f"s_{name.removeprefix('w_')}", given["in"]) for name in self.names] + [("s_out", given["out"])]
-        moves = [Equation.move(spec, used) for (_, spec), used in zip(held, work.scales)]
-        return tuple(reshard(self.weights[name], each) for (name, _), each in zip(held, moves))
+        return tuple(
+            reshard(scale, Equation.move(spec, used))
+            for (scale, spec), used in zip(self._beside("s"), work.vector_specs)
+        )
 
     @property
     def words(self) -> tuple[jax.Array, ...]:
@@ -91,7 +105,8 @@ class LayerExperts:
 
     def run(self, work: ExpertWork, slots: jax.Array, *counts: jax.Array) -> jax.Array:
         """Send slots to the experts, compute, and send the answers back, in one planned program."""
-        return run_experts(context(), work, slots, self.flat, (*counts, *self.scales(work), *self.words))
+        extras = (*counts, *self.scales(work), *self.words)
+        return run_experts(context(), work, slots, self.flat, self.biases, extras)
 
 
 def by_slots(x: jax.Array, routing: Routing, experts: LayerExperts, places: GroupedSpecs) -> jax.Array:
@@ -136,13 +151,16 @@ def _by_equations(ctx: Context, slots: jax.Array, experts: LayerExperts, work: E
     h = einsum(work.equation_in, slots, tuple(w_in) if len(w_in) > 1 else w_in[0], via=work.in_via)
     *s_in, s_out = experts.scales(work) or (None,) * (len(w_in) + 1)
     h = checkpoint_name(h if len(w_in) > 1 else (h,), "moe.hidden")
-    h = activated(*map(scaled, h, s_in))
+    *b_in, b_out = zip(experts.biases, work.biases) if work.biases else (None,) * (len(w_in) + 1)
+    add = lambda x, bias, spec: x if bias is None else add_bias(x, bias[0], spec, bias[1])  # noqa: E731
+    h = activated(*(add(scaled(x, scale), bias, hidden) for x, scale, bias in zip(h, s_in, b_in)))
     if work.dropout is not None:
         (words,) = experts.words
         h = drop(ctx, h, hidden, words, work.dropout)
     h = checkpoint_name(h, "moe.active")
     y = scaled(einsum(Equation.product(hidden, work.w_out, there), h, w_out, via=work.out_via), s_out)
-    return checkpoint_name(reshard(y, Equation.move(there, work.dispatched)), "moe.answers")
+    # Empty slots have the bias, too; no token reads them, and their cotangents are 0.
+    return checkpoint_name(reshard(add(y, b_out, there), Equation.move(there, work.dispatched)), "moe.answers")
 
 
 def _combine(answers: jax.Array, routing: Routing, config: MoEConfig, places: GroupedSpecs) -> jax.Array:

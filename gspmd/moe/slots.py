@@ -17,7 +17,7 @@ from gspmd.moe.platform import current_platform
 from gspmd.moe.routers.routing import Routing
 
 SPARSE = 4
-"""Choices per slot above which one pass over the slots is cheaper than a gather per choice: most lack a slot."""
+"""Choices per slot above which one pass over the slots is cheaper than a gather per choice, as most have no slot."""
 
 
 def dispatch(x: jax.Array, routing: Routing, experts: int, capacity: int, *, form: str = "sort") -> jax.Array:
@@ -66,7 +66,7 @@ def dispatch(x: jax.Array, routing: Routing, experts: int, capacity: int, *, for
 def to_slots(
     x: jax.Array, routing: Routing, experts: int, capacity: int, form: str, together: bool = False
 ) -> jax.Array:
-    """Dispatch a device's own groups; `together` in one gather, for which the device must have all of each group.
+    """Dispatch a device's own groups; with `together` in one gather, for which the device must have whole groups.
 
     With one gather, the rows of all groups are in memory expert by expert, the order in which an all-to-all sends them
     and products read them. With one gather for each group they are group by group, and every slot is copied twice.

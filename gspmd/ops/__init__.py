@@ -7,14 +7,15 @@ from importlib import import_module
 from typing import Any
 
 __all__ = [
-    "add_bias", "argmax", "attention", "cached_attention", "cross_entropy", "embed", "global_norm", "layer_norm",
-    "logsumexp", "quantize_heads", "rms_norm", "sample", "softmax", "write_cache", "zigzag_positions",
+    "Buckets", "add_bias", "argmax", "attention", "cached_attention", "cross_entropy", "embed", "global_norm",
+    "layer_norm", "logsumexp", "quantize_heads", "rms_norm", "sample", "softmax", "write_cache", "zigzag_positions",
 ]  # fmt: skip
 
 # Each is imported at its first use, since an einsum needs none of them. Type checkers read __init__.pyi instead.
 _HOMES = {
-    "add_bias": "_bias", "cached_attention": "_attention", "embed": "_embedding", "logsumexp": "_softmax",
-    "quantize_heads": "_attention", "rms_norm": "_norm", "write_cache": "_attention", "zigzag_positions": "_attention",
+    "Buckets": "_attention", "add_bias": "_bias", "cached_attention": "_attention", "embed": "_embedding",
+    "logsumexp": "_softmax", "quantize_heads": "_attention", "rms_norm": "_norm", "write_cache": "_attention",
+    "zigzag_positions": "_attention",
 }  # fmt: skip
 
 

@@ -1,6 +1,7 @@
 """The functions of gspmd.ops, for type checkers."""
 
 from gspmd.ops._argmax import argmax as argmax
+from gspmd.ops._attention import Buckets as Buckets
 from gspmd.ops._attention import attention as attention
 from gspmd.ops._attention import cached_attention as cached_attention
 from gspmd.ops._attention import quantize_heads as quantize_heads

@@ -24,7 +24,7 @@ def argmax(logits: jax.Array, spec: str | Spec, dim: str) -> jax.Array:
     NaN counts as -inf, and so does -1e30, the logit of a vocabulary's padding. So the result is never a position of the
     padding at the end, even if all other numbers of a row are -inf.
 
-    Two all-reduces of [B, L] over the mesh axes of the dimension: the maximum, then the lowest position that has it.
+    It sends two all-reduces of [B, L] over the mesh axes of the dimension: the maximum, then its lowest position.
 
     Args:
         logits: [B, L, V], or any shape.
@@ -94,7 +94,7 @@ def _value(spec: Spec, at: int, shape: tuple[int, ...], width: int, ctx: Context
 def first_maximum(x: jax.Array, at: int, axes: tuple[str, ...], chains: Chains) -> tuple[jax.Array, jax.Array]:
     """Return the largest number along dimension `at`, sharded over `axes`, and its lowest position, in a shard_map.
 
-    The chains `biggest` and `lowest` are all-reduces of it and of an int32 over those axes.
+    `chains` has two all-reduces over those axes: `biggest` for the number, `lowest` for its int32 position.
     """
     position = jnp.argmax(x, axis=at).astype(_POSITION.dtype) + shard_index(axes) * x.shape[at]
     mine = jnp.max(x, axis=at)

@@ -1,4 +1,4 @@
-"""A bias over the last dimensions of a tensor, for any specs of both."""
+"""A bias over some dimensions of a tensor, for any specs of both."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -16,14 +16,15 @@ from gspmd.planner.graph.resharding import move
 
 
 def add_bias(x: jax.Array, bias: jax.Array, spec: str | Spec, bias_spec: str | Spec) -> jax.Array:
-    """Add a bias over the last dimensions: x + bias, the same for every batch row and position.
+    """Add a bias over some dimensions of a tensor: x + bias, the same at every index of its other dimensions.
 
     The value sends nothing if the bias is already sharded like its dimensions of `x`. The gradient of the bias is
     summed over the axes of the other dimensions and gets the spec of the bias.
 
     Args:
-        x: [B, L, F], or [B, L, H, D]; any number of leading dimensions.
-        bias: [F], or [H, D]; moved to the axes of those dimensions of `x`, if it has other axes.
+        x: [B, L, F], [B, L, H, D], or experts' slots [G, X, C, F].
+        bias: [F], [H, D], or [X, F], dimensions of `x` in their order; moved to the axes of those dimensions of `x`, if
+            it has other axes.
         spec: the spec of `x` and of the result, `"B_xLH_yD"`.
         bias_spec: the spec of `bias`, `"H_yD"`.
 
@@ -31,8 +32,8 @@ def add_bias(x: jax.Array, bias: jax.Array, spec: str | Spec, bias_spec: str | S
         [B, L, F] in x's dtype, in which it is added.
 
     Raises:
-        SpecError: a spec does not fit its array or the mesh, the bias is not over x's last dimensions, or the bias has
-            floating numbers and x integers.
+        SpecError: a spec does not fit its array or the mesh, the bias is not over dimensions of x in their order, or
+            the bias has floating numbers and x integers.
         PlanError: an operand is a partial sum.
 
     Example:
@@ -48,13 +49,14 @@ def add_bias(x: jax.Array, bias: jax.Array, spec: str | Spec, bias_spec: str | S
     if jnp.issubdtype(bias.dtype, jnp.floating) > jnp.issubdtype(x.dtype, jnp.floating):
         raise SpecError(f"{doing}: x is {x.dtype}, and the bias {bias.dtype}.\n  Cast x: the sum has its dtype.")
     form = _Bias(read(doing, spec, x, ctx), read(doing, bias_spec, bias, ctx, weight=True))
-    last = form.x.dims[len(form.x.dims) - bias.ndim :]
-    if not last or form.bias.dims != last or bias.shape != x.shape[-bias.ndim :]:
-        fact = f"the bias must be over the last dimensions of x, of shape {x.shape}; its shape is {bias.shape}."
-        text = str(form.bias)
-        raise report(SpecError, doing, [Fault(text, 0, len(text), fact)]) from None
+    over = tuple(dim for dim in form.x.dims if dim in form.bias.dims)
+    if not over or form.bias.dims != over or bias.shape != tuple(x.shape[form.x.dims.index(dim)] for dim in over):
+        text, letters = str(form.bias), "".join(form.x.dims)
+        fact = f"x is {letters} of shape {x.shape}, and the bias {''.join(form.bias.dims)} of shape {bias.shape}."
+        remedy = "A bias has dimensions of x, in their order, and their sizes."
+        raise report(SpecError, doing, [Fault(text, 0, len(text), fact, remedy)]) from None
     if ctx.compiler_chooses and not form.bias.reduced:
-        return left_to_compiler(ctx, _plain, (form.x, form.bias), form.x, x, bias, name=f"bias {form.x}")
+        return left_to_compiler(ctx, _adding(form.others), (form.x, form.bias), form.x, x, bias, name=f"bias {form.x}")
     return _bias(form, ctx, x, bias)
 
 
@@ -66,17 +68,23 @@ class _Bias:
     @property
     def used(self) -> Spec:
         """The spec of the bias in the axes of `x`."""
-        return Spec(self.bias.dims, self.x.axes[-len(self.bias.dims) :])
+        return Spec(self.bias.dims, tuple(map(self.x.axes_of, self.bias.dims)))
+
+    @property
+    def others(self) -> tuple[int, ...]:
+        """The positions of the dimensions of `x` that the bias does not have."""
+        return tuple(at for at, dim in enumerate(self.x.dims) if dim not in self.bias.dims)
 
     @property
     def partial_bias(self) -> Spec:
         """The spec of the bias's gradient as each device computes it."""
-        leading = self.x.axes[: -len(self.bias.dims)]
-        return self.used.with_partial(tuple(axis for axes in leading for axis in axes))
+        return self.used.with_partial(tuple(axis for at in self.others for axis in self.x.axes[at]))
 
 
-def _plain(x: jax.Array, bias: jax.Array) -> jax.Array:
-    return x + jnp.expand_dims(bias.astype(x.dtype), tuple(range(x.ndim - bias.ndim)))
+@lru_cache
+def _adding(others: tuple[int, ...]):
+    """Return the sum of x and a bias that lacks the dimensions at these positions."""
+    return lambda x, bias: x + jnp.expand_dims(bias.astype(x.dtype), others)
 
 
 def _forward(form: _Bias, ctx: Context, x: jax.Array, bias: jax.Array):
@@ -97,7 +105,8 @@ _bias = planned_op(_forward, _backward, lambda form: f"bias {form.x}")
 def _value(form: _Bias, shape: tuple[int, ...], width: int, ctx: Context):
     sizes = sizes_of(form.bias, shape)
     chains = Chains(ctx.mesh, bias=move(form.bias, form.used, sizes, ctx.mesh, width, ctx.chip, "bias"))
-    return chains.steps, lambda x, bias: _plain(x, chains.send("bias", bias))
+    add = _adding(form.others)
+    return chains.steps, lambda x, bias: add(x, chains.send("bias", bias))
 
 
 @lru_cache(maxsize=1024)
@@ -107,6 +116,6 @@ def _gradient(form: _Bias, shape: tuple[int, ...], dtype: jnp.dtype, ctx: Contex
     chains = Chains(ctx.mesh, bias=steps)
 
     def body(g):
-        return chains.send("bias", jnp.sum(float32(g), axis=range(g.ndim - len(shape)))).astype(dtype)
+        return chains.send("bias", jnp.sum(float32(g), axis=form.others)).astype(dtype)
 
     return chains.steps, body

@@ -45,8 +45,8 @@ def einsum(
         The result, placed as the equation says; a tuple of them for a group.
 
     Raises:
-        SpecError: the notation is wrong, an operand is no array, shapes or sizes do not fit, or an array does not have
-            the placement of its spec.
+        SpecError: the notation is wrong, an operand is not an array, shapes or sizes do not fit, or an array does not
+            have the placement of its spec.
         PlanError: there is no mesh or no plan, the dtypes have no product, `wire_dtype` cannot hold the numbers to
             send, or a planned program is differentiated forward.
 
@@ -102,7 +102,7 @@ def reshard(x: Any, equation: str | Equation, lowering: str | None = None) -> ja
         lowering: the lowering; see `gspmd.einsum`.
 
     Raises:
-        SpecError: the equation is no move, or does not fit the array.
+        SpecError: the equation is not a move, or does not fit the array.
 
     Example:
         >>> import numpy as np

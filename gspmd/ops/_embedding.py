@@ -47,8 +47,8 @@ def embed(
 
     Raises:
         TypeError: one of `scales` and `dtype` is given without the other.
-        SpecError: the equation is no lookup, a spec does not fit its array or the mesh, or `scales` does not have one
-            number for each row.
+        SpecError: the equation is not a lookup, a spec does not fit its array or the mesh, or `scales` does not have
+            one number for each row.
         PlanError: an operand or the result is a partial sum, or no division of the work over the mesh is even.
 
     Example:
@@ -188,7 +188,7 @@ def route(
         with suppress(PlanError):  # no even chain of collectives makes this move
             routes.append(price(given, division, bring, *widths))
     if not routes:
-        raise PlanError(f"cannot look up '{given}'\n  no division of the work over the mesh axes is even.")
+        raise PlanError(f"cannot look up '{given}': no way to divide it over the mesh axes divides the sizes evenly.")
     return min(routes, key=lambda found: (total_cost(found.steps), str(found.lookup)))
 
 
@@ -265,8 +265,8 @@ class _Embed:
         beside = self.given.rows.without(self.given.rows.dims[-1])
         # Moving ids costs almost nothing, but would add a choice to the search.
         if self.given.ids != beside:
-            raise PlanError(f"cannot search where ids lie, '{self.given.ids}', apart from the rows found, '{beside}'.")
-        # The division of the lookup is not known either: each mark is for the steps of one tensor.
+            raise PlanError(f"cannot search with ids '{self.given.ids}' sharded otherwise than the rows, '{beside}'.")
+        # How the lookup is divided is not known either, so there is one mark for all steps of a tensor.
         chains = {
             name: (UnknownStep.of(UnknownSteps(routed, (*asked, ctx), name), spec, spec),)
             for name, spec in (("ids", self.given.ids), ("table", self.given.table), ("rows", self.given.rows))
@@ -275,7 +275,7 @@ class _Embed:
 
 
 def routed(given: Lookup, backward: bool, sizes: tuple, widths: tuple[int, ...], ctx: Context):
-    """Return the steps of a lookup by tensor, once the specs are known; scales move with the table."""
+    """Return the steps of each tensor of a lookup, once the specs are known; those of the scales follow the table's."""
     found = route(given, backward, sizes, widths, tuple(ctx.mesh.items()), ctx.chip)
     return {"ids": found.ids, "table": (*found.table, *found.scales), "rows": found.rows}
 

@@ -182,7 +182,7 @@ def _gradient(form: _LayerNorm, shape: tuple[int, ...], dtypes: tuple, ctx: Cont
         leading = range(x.ndim - 1)
         of_rows = (jnp.sum(g * unit, axis=leading), jnp.sum(g, axis=leading))
         g = g * along_rows(float32(scale), x.ndim)
-        # rows move their own mean and variance: the gradient loses its mean, and its part along the row
+        # mean and variance depend on the row: subtract the gradient's mean, and its projection on the row
         sums = jnp.stack([jnp.sum(g, axis=-1), jnp.sum(g * unit, axis=-1)])
         level, slope = chains.send("along", sums)[..., None] / shape[-1]
         d_x = ((g - level - unit * slope) * inverse[..., None]).astype(x.dtype)

@@ -161,7 +161,7 @@ def _gradient(form: _Norm, shape: tuple[int, ...], ctx: Context):
         unit, g = float32(x) * inverse[..., None], float32(g)
         d_scale = jnp.sum(g * unit, axis=range(x.ndim - 1))
         g = g * along_rows(float32(scale), x.ndim)
-        # The statistic depends on every element of its row, so the gradient loses its part along the row:
+        # The statistic depends on every element of its row, so the gradient's projection on the row is subtracted:
         # dx = inverse · (g·scale − unit · mean(g·scale·unit)).
         mean = chains.send("along", jnp.sum(g * unit, axis=-1)) / shape[-1]
         d_x = (g - unit * mean[..., None]) * inverse[..., None]

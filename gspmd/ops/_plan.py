@@ -73,7 +73,7 @@ def _read_sizes(
     """Return the sizes of the dimensions and of the mesh axes, without dimensions that the equation lacks.
 
     Raises:
-        SpecError: a size is no whole number, or `sizes` or `mesh` is no mapping.
+        SpecError: a size is not a whole number, or `sizes` or `mesh` is not a mapping.
     """
     axes = mesh_sizes(mesh)
     if isinstance(sizes, Mapping):
@@ -86,7 +86,7 @@ def _read_sizes(
 
 
 def _read_dtypes(equation: Equation, dtype: Any) -> tuple[str, ...]:
-    """Return the dtype of every operand by name, group members one by one, from one for all or one for each."""
+    """Return the name of every operand's dtype, group members one by one; given is one for all, or one for each."""
     count = sum(len(operand.specs) for operand in equation.operands)
     dtypes = tuple(map(dtype_name, dtype)) if isinstance(dtype, (tuple, list)) else (dtype_name(dtype),) * count
     if len(dtypes) != count:

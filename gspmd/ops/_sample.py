@@ -53,8 +53,8 @@ def sample(
         temperature: the divisor of the logits; 0 takes the most likely token, the lowest of several. This and the other
             settings are a number, or a replicated [B] array.
         top_k: the number k of most likely tokens to keep, with tokens as likely as the last of them; 0 keeps all.
-        top_p: the probability that the kept, most likely tokens must reach together; tokens of equal probability are
-            kept together; 1 keeps all.
+        top_p: the probability that the kept tokens, the most likely ones, must reach in sum; tokens of equal
+            probability are all kept or all dropped; 1 keeps all.
         min_p: the least probability of a kept token, relative to the most likely one; 0 keeps all.
 
     Returns:
@@ -114,7 +114,7 @@ class _Setting:
     low: float
     high: float
     off: float
-    says: str
+    remedy: str
 
     def takes(self, x: np.ndarray) -> np.ndarray:
         return (x > 0) & (x <= 1) if self.off == 1 else (x >= self.low) & (x <= self.high)
@@ -145,7 +145,7 @@ def _check(doing: str, name: str, given: Any, rows: Spec, count: int) -> bool:
     values = np.ravel(np.asarray(given))
     wrong = values[~setting.takes(values)]
     if wrong.size:
-        raise PlanError(f"{doing}: {name} is {wrong[0]}.\n  {setting.says}")
+        raise PlanError(f"{doing}: {name} is {wrong[0]}.\n  {setting.remedy}")
     return bool(x.shape) or values[0] != setting.off
 
 
@@ -153,7 +153,7 @@ def _per_row(doing: str, name: str, x: jax.Array, rows: Spec, count: int) -> jax
     if x.shape != (count,):
         row = rows.dims[0]
         raise SpecError(
-            f"{doing}: {name} has shape {x.shape}.\n  Pass one for each of the {count} rows of {row}, ({count},)."
+            f"{doing}: {name} has shape {x.shape}.\n  Pass shape ({count},), a number for each row of {row}."
         )
     return x
 
@@ -174,7 +174,8 @@ class _Sampling:
 def _value(form: _Sampling, shape: tuple[int, ...], ctx: Context):
     spec, at = form.spec, form.at
     rows, axes, vocabulary = spec.without(spec.dims[at]), spec.axes[at], shape[at]
-    more = tuple(letter for letter in "SUWZ" if letter not in spec.dims)[:2]  # a candidate, a word of its total
+    # Free letters for the last two dimensions of totals: the candidates, and the words of the total of each.
+    more = tuple(letter for letter in "SUWZ" if letter not in spec.dims)[:2]
     totals = Spec(rows.dims + more, (*rows.axes, (), ()))
 
     def reduced(name: str, spec: Spec = rows, *more: int, reduce: str = "max") -> tuple[Step, ...]:
@@ -235,7 +236,7 @@ def _gumbel(seed: jax.Array, position: jax.Array, token: jax.Array, shape: tuple
     """Return Gumbel noise from 64 random bits each, which depend only on seed, position and token."""
     inputs = (seed, position, jnp.uint32(0), token)
     high, low = threefry2x32_p.bind(*(jnp.broadcast_to(x.astype(jnp.uint32), shape) for x in inputs))
-    # Fine-grained near 0, where the noise is large: steps of 2⁻³² or more would give the best of many tokens equal
-    # noise.
+    # `uniform` has its finest steps near 0, where the noise is largest: with steps of 2⁻³² or more, several of many
+    # tokens would have the same, largest noise.
     uniform = float32(high) * 2.0**-32 + float32(low) * 2.0**-64
     return -jnp.log(-jnp.log1p(-jnp.clip(uniform, 2.0**-65, 1 - 2.0**-24)))

@@ -99,7 +99,7 @@ class Normaliser:
 
     @property
     def statistic(self) -> Spec:
-        """One number per row."""
+        """The spec of a statistic, which has one number per row."""
         return self.x.without(self.dim)
 
     def over(self, sizes: Mapping[str, int], ctx: Context, name: str, reduce: str = "sum") -> tuple[Step, ...]:

@@ -1,4 +1,4 @@
-"""The threshold at which the tokens above it reach a goal, over a sharded vocabulary.
+"""The largest threshold above which enough tokens lie, over a sharded vocabulary.
 
 It is found exactly, three bits at a time: an all-reduce adds up the tokens at or above each of eight candidates. So the
 top k of a row, or its nucleus, takes eleven small all-reduces, whatever k and the vocabulary are, and no device sends a
@@ -28,7 +28,7 @@ def ordered(x: jax.Array) -> jax.Array:
 
 
 def threshold(order: jax.Array, weights: list[jax.Array], enough: Callable, chains: Chains, name: str) -> jax.Array:
-    """Find the largest integer for which the tokens at or above it are enough, from totals [..., candidates, words].
+    """Find the largest integer at or above which there are enough tokens, from totals [..., candidates, words].
 
     `enough` decides this for each candidate, given its totals and those of all tokens; all tokens are always enough.
     """

@@ -7,43 +7,61 @@ from math import prod
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AxisType
 
 from gspmd.annotate.equation import Equation
-from gspmd.annotate.errors import PlanError
+from gspmd.annotate.errors import PlanError, shown
 from gspmd.annotate.spec import Spec
 from gspmd.lowerings.in_force import on_no_axes
 from gspmd.lowerings.partitioner import open_in_shard_map
 from gspmd.lowerings.program import mapped
 from gspmd.ops._einsum import reshard
 from gspmd.pipeline.calls import apart
-from gspmd.pipeline.executor import PipelineExecutor, StageResults, Stages
+from gspmd.pipeline.executor import PipelineExecutor, StageResults
 from gspmd.pipeline.schedule import Schedule
+from gspmd.pipeline.stage import Stages
 
 Tree = Any
 
 
 def pipelined(
-    stages: Stages, schedule: Schedule, *, axis: str, stream: str | Spec, shared: Tree, data: str | Sequence[str] = ()
+    stages: Stages | Sequence[Stages],
+    schedule: Schedule,
+    *,
+    axis: str,
+    stream: str | Spec | Sequence[str | Spec],
+    shared: Tree,
+    data: str | Sequence[str] = (),
 ) -> Callable[[Tree, Tree, Tree], tuple[jax.Array, Tree]]:
     """Make the loss of a pipeline: (shared, weights, batches) -> (loss, figures).
 
         x = first(shared, batch)                         stage 0
-        x = chunk(weights[r, s], x, batch)               stage s of S, round r of R; x is sent to stage s + 1
+        x = chunk(weights[r, s], x, batch, r·S + s)      stage s of S, round r of R; x is sent to stage s + 1
         loss = last(shared, x, batch), mean over batches stage S - 1
 
-    The three functions take global arrays of the other mesh axes, if there are any, and may call any operation of gspmd
-    there. In each tick a stage sends its x to the next stage, and the gradient of its input to the previous one, by one
-    permute each. The gradients of all microbatches are added on the devices that have the weights. Every stage has a
+    With `Stages.chunk_reads_shared`, `chunk` has `shared` before these arguments.
+
+    The three functions take arrays that are global over the other mesh axes, if there are any, and may call any
+    operation of gspmd. In each tick a stage sends x to the next stage, and its input's gradient to the previous one,
+    by one permute each. Gradients of all microbatches are added on the devices with the weights. Every stage has a
     copy of `shared`; its gradients are summed over the stages once. Along the mesh axes `data` pipelines run side by
-    side, each on its own sequences, and the loss is the mean over them. Their gradients are partial sums over `data`,
-    which nothing reduces here.
+    side, each on its own sequences, and the loss is the mean over them. Gradients are returned as partial sums over
+    `data`: the caller reduces them.
+
+    Several stacks of blocks, such as an encoder and a decoder, are given as a sequence. Each has chunks in every stage,
+    and a microbatch goes through all stages of the first stack, then through all of the second. Every chunk of the
+    second reads the output y of the first, which goes from stage to stage beside x:
+
+        y = chunk(weights[0][r, s], y, batch, r·S + s)       of the first stack, whose first() made y
+        x = chunk(weights[1][r, s], x, batch, r·S + s, y)    of the second, whose last() returns the loss
 
     Args:
-        stages: the three functions.
-        schedule: the work of each stage in each tick. If the loss is not differentiated, only forward passes run.
+        stages: the three functions; for several stacks, a sequence of them.
+        schedule: the work of each stage in each tick, of one stack; several follow `Schedule.in_stacks`. If the loss is
+            not differentiated, only forward passes run.
         axis: the mesh axis of the stages; its size is the number of stages of the schedule.
-        stream: the spec of x.
+        stream: the spec of x; for several stacks, of the x of each.
         shared: a spec for every array of the shared weights, in the same tree.
         data: the mesh axis or axes along which pipelines run side by side. The three functions do not see them, and the
             specs do not mention them: `"BLE"` is the stream of one pipeline.
@@ -55,14 +73,16 @@ def pipelined(
         round r;
         `batches`, arrays [M, ...], sharded over `data` as their types say.
         The types of `shared` and `weights` have to be `reduced` over `data`. The results are the mean loss of the
-        microbatches, and the mean figures [R, N, ...] of their chunks. `shared` and `weights` are differentiated in
-        reverse mode; the figures have no gradient.
+        microbatches, and the mean figures [R, N, ...] of their chunks. For several stacks, weights and figures are
+        tuples, with a tree for each stack. `shared` and `weights` are differentiated in reverse mode; the figures have
+        no gradient.
 
     Raises:
-        PlanError: a spec leaves a dimension open (`E_?`). The returned function raises it if the mesh has no axis
-            `axis` or one of `data`; if the size of `axis` is not the number of stages; or if a weight is not `reduced`
-            over `data`, which needs Explicit mesh axes. On a mesh with other axes it also raises if an operation has
-            lowering `"xla"` under Auto axes, or in schedule `"zero-bubble"`.
+        PlanError: a spec leaves a dimension open (`E_?`); there is not a spec for each stack; or a stack other than the
+            last has `last`, or that one has none. The returned function raises it if there are not weights for each
+            stack; if the mesh has no axis `axis` or one of `data`; if the size of `axis` is not the number of stages;
+            or if a weight is not `reduced` over `data`, which needs Explicit mesh axes. On a mesh with other axes it
+            also raises if an operation has lowering `"xla"` under Auto axes, or in schedule `"zero-bubble"`.
 
     Example:
         >>> import numpy as np
@@ -83,16 +103,27 @@ def pipelined(
     Differs: all stages run one program. It computes `first` and `last` in every stage, and keeps the results
         of one. A chunk's forward pass is computed again in its backward pass, from its input.
     """
-    stream, shared = Spec.parse(stream), jax.tree.map(Spec.parse, shared, is_leaf=_is_spec)
+    alone = isinstance(stages, Stages)
+    stacks = (stages,) if isinstance(stages, Stages) else tuple(stages)
+    streams = tuple(map(Spec.parse, (stream,) if isinstance(stream, str | Spec) else stream))
+    if len(streams) != len(stacks) or not stacks:
+        fact = f"the number of stacks is {len(stacks)}, and that of streams {len(streams)}"
+        raise PlanError(f"cannot make a pipeline: {fact}.\n  Give one spec for each stack.")
+    for number, stack in enumerate(stacks, 1):
+        if (stack.last is None) == (number == len(stacks)):
+            fault = "has no last() to compute the loss" if stack.last is None else "has last(), and another one follows"
+            remedy = "Give Stages(last=...)." if stack.last is None else "Leave it out."
+            raise PlanError(f"stack {number} of {len(stacks)} {fault}.\n  {remedy}")
+    shared = jax.tree.map(Spec.parse, shared, is_leaf=_is_spec)
     data = (data,) if isinstance(data, str) else tuple(data)
-    for spec in (stream, *jax.tree.leaves(shared, is_leaf=_is_spec)):
+    for spec in (*streams, *jax.tree.leaves(shared, is_leaf=_is_spec)):
         if spec.is_open:
             raise PlanError(open_in_shard_map(spec))
 
     @jax.custom_vjp
     def loss(shared_arrays: Tree, weights: Tree, batches: Tree) -> tuple[jax.Array, Tree]:
-        alone = Schedule.of("forward", schedule.stages, schedule.microbatches, schedule.rounds)
-        return run(alone, shared_arrays, weights, batches)[0]
+        forward = Schedule.of("forward", schedule.stages, schedule.microbatches, schedule.rounds)
+        return run(forward, shared_arrays, weights, batches)[0]
 
     def forward(shared_arrays: Tree, weights: Tree, batches: Tree):
         values, results = run(schedule, shared_arrays, weights, batches)
@@ -111,12 +142,24 @@ def pipelined(
         mesh = jax.sharding.get_abstract_mesh()
         _check(mesh, schedule, axis, data, arrays[:2])
         batches = schedule.microbatches * prod(mesh.shape[name] for name in data)
-        executor = PipelineExecutor(stages, schedule, axis, stream, batches)
+        executor = PipelineExecutor(stacks, schedule.in_stacks(len(stacks)), axis, streams, batches)
         results = _region(executor, data, jax.tree.map(_whole, arrays))
         figures = jax.tree.map(lambda x: _over_data(x, axis, data), results.figures)
         return (_summed(Spec((), ()), results.loss, (axis, *data)), figures), results
 
-    return loss
+    def loss_of_one(shared_arrays: Tree, weights: Tree, batches: Tree) -> tuple[jax.Array, Tree]:
+        value, (figures,) = loss(shared_arrays, (weights,), batches)
+        return value, figures
+
+    def loss_of_all(shared_arrays: Tree, weights: Sequence[Tree], batches: Tree) -> tuple[jax.Array, Tree]:
+        if not isinstance(weights, list | tuple) or len(weights) != len(stacks):
+            raise PlanError(
+                f"cannot run {len(stacks)} stacks with weights {shown(jax.tree.map(jnp.shape, weights))}.\n"
+                "  Give a tuple with a tree of weights for each stack."
+            )
+        return loss(shared_arrays, tuple(weights), batches)
+
+    return loss_of_one if alone else loss_of_all
 
 
 def _summed(spec: Spec, x: jax.Array, axes: tuple[str, ...], kept: tuple[str, ...] | None = None) -> jax.Array:
@@ -159,8 +202,8 @@ def _region(executor: PipelineExecutor, data: tuple[str, ...], arrays: tuple[Tre
     """Run the executor in a shard_map over the axes of the stages and of the data; inside, the others are unchanged.
 
     JAX 0.10.2 has no partial sums in a shard_map over some axes only. Here the shard_map includes the axes of the data,
-    so each device adds up its own summand, and the result has a dimension for these summands. It is the first one; for
-    shared weights the second, after that of the stages.
+    so each device adds up its own summand, and results have a dimension for the summands: the first one, or for shared
+    weights the second, after that of the stages.
 
     In a shard_map over some Explicit axes, JAX gathers arguments and results along the other axes. So these are Auto at
     the border.
@@ -169,7 +212,7 @@ def _region(executor: PipelineExecutor, data: tuple[str, ...], arrays: tuple[Tre
     free = tuple(name for name in mesh.axis_names if name not in (axis, *data))
     explicit = bool(free) and AxisType.Explicit in mesh.axis_types
     shared, weights, batches = (jax.tree.map(_partition, tree) for tree in arrays)
-    trains = executor.schedule.name != "forward"
+    trains = executor.schedules[0].name != "forward"
 
     def stage(*arrays: Tree) -> StageResults:
         with nullcontext() if free else on_no_axes():

@@ -27,9 +27,9 @@ def text(title: str, ticks: Ticks) -> str:
         title: the first line.
         ticks: the ticks of the schedule.
     """
-    stages, several = len(next(iter(ticks[0].values()))), _has_rounds(ticks)
-    rows = [
-        [[_name(kind, slot[stage], several) for kind, slot in tick.items()] for tick in ticks]
+    stages, several = len(next(slot for tick in ticks for slot in tick.values())), _has_rounds(ticks)
+    rows = [  # a tick in which a stack has no work is empty
+        [[_name(kind, slot[stage], several) for kind, slot in tick.items()] or [""] for tick in ticks]
         for stage in range(stages)
     ]
     width = max(len(name) for row in rows for tick in row for name in tick)
@@ -64,7 +64,7 @@ def figure(title: str, ticks: Ticks) -> "Figure":
 
     slots = [(kind, slot) for tick in ticks for kind, slot in tick.items()]
     kinds, stages, several = dict.fromkeys(kind for kind, _ in slots), len(slots[0][1]), _has_rounds(ticks)
-    # A backward pass computes the chunk's forward pass again, and two products for each product of it, one for weights.
+    # A backward pass repeats the forward pass, and has two products for each of its products, one for weights.
     lengths = {"forward": 1.0, "backward": 2.0 if "weights" in kinds else 3.0, "weights": 1.0}
     whole = sum(lengths[kind] for kind, _ in slots)
     made = Figure(figsize=(max(6.0, min(20.0, 0.28 * whole)), 1.1 + 0.45 * stages), dpi=150)

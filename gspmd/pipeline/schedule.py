@@ -3,9 +3,12 @@
 All stages run one program in lockstep. A tick has a slot for each kind of work that any stage does in it, and stages
 without that work wait. A stage computes `rounds` chunks of layers: in round r, stage s computes chunk r·S + s. So a
 microbatch goes round the stages `rounds` times.
+
+If a model has several stacks of blocks, such as an encoder and a decoder, a stage has chunks of each. A microbatch goes
+through the first stack in all stages, then through the second, and each stack has slots of its own in a tick.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from heapq import heappop, heappush
@@ -30,7 +33,7 @@ KINDS = ("forward", "backward", "weights")
 
 
 class Work(NamedTuple):
-    """The work of a stage in one slot: a microbatch, and the round, which says the chunk of layers."""
+    """The work of a stage in one slot: a microbatch, and the round, which determines the chunk of layers."""
 
     microbatch: int
     round: int
@@ -52,6 +55,8 @@ class Schedule:
         ticks: for each tick its slots, by kind: `"forward"`, `"backward"`, and `"weights"`. With the last, backward
             passes are split: `"backward"` computes gradients of inputs, `"weights"` those of weights. If a tick lacks a
             kind, no stage does that kind of work in it.
+        stack: the number of the stack of blocks whose work this is, from 0 (see `in_stacks`).
+        stacks: the number of stacks that a microbatch goes through.
 
     Example:
         >>> schedule = Schedule.of("1f1b", stages=4, microbatches=8)
@@ -78,6 +83,8 @@ class Schedule:
     microbatches: int
     rounds: int
     ticks: tuple[Mapping[str, Slot], ...]
+    stack: int = 0
+    stacks: int = 1
 
     @classmethod
     def of(cls, name: str, stages: int, microbatches: int, rounds: int = 1) -> "Schedule":
@@ -105,30 +112,34 @@ class Schedule:
                 f"{microbatches} microbatches cannot go {rounds} times round {stages} stages: they go in groups of "
                 f"{stages}.\n  Give a multiple of {stages} microbatches, or one round."
             )
-        trips = microbatches * rounds  # forward passes of a stage
-        early = rounds * stages - 1
-        delays = {"gpipe": trips + stages - 1, "1f1b": early, "zero-bubble": early}  # tick of the first backward pass
-        slots: dict[tuple[int, str], list[Work | None]] = {}
-        for microbatch in range(microbatches):
-            group, place = divmod(microbatch, stages)
-            for turn in range(rounds):
-                order = group * stages * rounds + turn * stages + place
-                for stage in range(stages):
-                    forward = slots.setdefault((order + stage, "forward"), [None] * stages)
-                    forward[stage] = Work(microbatch, turn)
-                    if name in delays:  # backward, the last round and the last stage come first
-                        back, tick = Work(microbatch, rounds - 1 - turn), delays[name] + order + stages - 1
-                        slots.setdefault((tick - stage, "backward"), [None] * stages)[stage] = back
-                        if name == "zero-bubble":  # the tick in which the first stage has its cotangent too
-                            slots.setdefault((tick, "weights"), [None] * stages)[stage] = back
-        last = max(tick for tick, _ in slots)
-        ticks = (
-            {kind: tuple(slots[tick, kind]) for kind in KINDS if (tick, kind) in slots} for tick in range(last + 1)
-        )
-        return cls(name, stages, microbatches, rounds, tuple(map(MappingProxyType, ticks)))
+        return cls(name, stages, microbatches, rounds, _ticks(name, stages, microbatches, rounds, 0, 1))
+
+    def in_stacks(self, count: int) -> "tuple[Schedule, ...]":
+        """Return the schedules of several stacks of blocks, which every microbatch goes through one after the other.
+
+        All have the same ticks. A stack takes what another one sent in the tick before.
+
+        Args:
+            count: the number of stacks.
+
+        Example:
+            >>> print(*Schedule.of("1f1b", stages=2, microbatches=2).in_stacks(2), sep="\\n")
+            1f1b of 2 microbatches through 2 stages, bubble 33%, stack 1 of 2
+            stage 0 │ F0 │ F1 │ .  │    │    │ .  │ B0 │ B1
+            stage 1 │ .  │ F0 │ F1 │    │    │ B0 │ B1 │ .
+            1f1b of 2 microbatches through 2 stages, bubble 33%, stack 2 of 2
+            stage 0 │    │    │ F0 │ F1 .  │ .  B0 │ B1 │    │
+            stage 1 │    │    │ .  │ F0 B0 │ F1 B1 │ .  │    │
+        """
+        of = self.name, self.stages, self.microbatches, self.rounds
+        tables = [_ticks(*of, stack, count) for stack in range(count)]
+        last = max(map(len, tables))
+        rest = MappingProxyType[str, Slot]({})
+        padded = ((*ticks, *[rest] * (last - len(ticks))) for ticks in tables)
+        return tuple(Schedule(*of, ticks, stack, count) for stack, ticks in enumerate(padded))
 
     def __hash__(self) -> int:
-        return hash((self.name, self.stages, self.microbatches, self.rounds))
+        return hash((self.name, self.stages, self.microbatches, self.rounds, self.stack, self.stacks))
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -147,12 +158,12 @@ class Schedule:
 
     @cached_property
     def inputs(self) -> Mapping[tuple[str, int, int], int]:
-        """By kind, tick and stage: the place of a chunk's input, held from its forward to its backward pass."""
+        """The place of a chunk's input by kind, tick and stage, held from its forward to its backward pass."""
         return self._places("forward", "backward")
 
     @cached_property
     def residuals(self) -> Mapping[tuple[str, int, int], int]:
-        """By kind, tick and stage: the place of the residuals of a backward pass that gradients of weights need."""
+        """Place by kind, tick and stage of the residuals that the gradients of weights need from a backward pass."""
         return self._places("backward", "weights")
 
     def _places(self, begin: str, end: str) -> Mapping[tuple[str, int, int], int]:
@@ -176,9 +187,8 @@ class Schedule:
 
     def phases(self) -> Iterator[tuple[tuple[str, ...], range]]:
         """Yield runs of consecutive ticks with the same kinds of work: the kinds, and the numbers of the ticks."""
-        for kinds, ticks in groupby(range(len(self.ticks)), key=lambda number: tuple(self.ticks[number])):
-            numbers = list(ticks)
-            yield kinds, range(numbers[0], numbers[-1] + 1)
+        for ticks in phases([self]):
+            yield tuple(self.ticks[ticks[0]]), ticks
 
     def describe(self) -> str:
         """Describe the schedule in one line.
@@ -190,7 +200,7 @@ class Schedule:
         return (
             f"{self.name} of {self.microbatches} microbatches{rounds} through {self.stages} stages, "
             f"bubble {self.bubble:.0%}"
-        )
+        ) + (f", stack {self.stack + 1} of {self.stacks}" if self.stacks > 1 else "")
 
     def __str__(self) -> str:
         return text(self.describe(), self.ticks)
@@ -206,3 +216,42 @@ class Schedule:
             path: the file to write.
         """
         self.figure().savefig(path)
+
+
+def phases(schedules: Sequence[Schedule]) -> Iterator[range]:
+    """Yield runs of consecutive ticks with the same kinds of work in every stack.
+
+    Args:
+        schedules: those of all stacks.
+    """
+    numbers = range(len(schedules[0].ticks))
+    for _, ticks in groupby(numbers, key=lambda number: [tuple(schedule.ticks[number]) for schedule in schedules]):
+        run = list(ticks)
+        yield range(run[0], run[-1] + 1)
+
+
+def _ticks(
+    name: str, stages: int, microbatches: int, rounds: int, stack: int, stacks: int
+) -> tuple[Mapping[str, Slot], ...]:
+    """Return the ticks of one of several stacks, up to the last in which it has work."""
+    around = rounds * stages  # ticks of a microbatch in a stack
+    early = stacks * around - 1
+    # the tick of the first backward pass, which is in the last stack
+    delays = {"gpipe": early - around + microbatches * rounds + stages, "1f1b": early, "zero-bubble": early}
+    slots: dict[tuple[int, str], list[Work | None]] = {}
+    for microbatch in range(microbatches):
+        group, place = divmod(microbatch, stages)
+        for turn in range(rounds):
+            order = group * around + turn * stages + place
+            for stage in range(stages):
+                forward = slots.setdefault((stack * around + order + stage, "forward"), [None] * stages)
+                forward[stage] = Work(microbatch, turn)
+                if name in delays:  # backward, the last stack, the last round and the last stage come first
+                    tick = delays[name] + (stacks - 1 - stack) * around + order + stages - 1
+                    back = Work(microbatch, rounds - 1 - turn)
+                    slots.setdefault((tick - stage, "backward"), [None] * stages)[stage] = back
+                    if name == "zero-bubble":  # the tick in which the first stage has its cotangent too
+                        slots.setdefault((tick, "weights"), [None] * stages)[stage] = back
+    last = max(tick for tick, _ in slots)
+    ticks = ({kind: tuple(slots[tick, kind]) for kind in KINDS if (tick, kind) in slots} for tick in range(last + 1))
+    return tuple(map(MappingProxyType, ticks))

@@ -20,7 +20,7 @@ Tree = Any
 
 
 class Halves(NamedTuple):
-    """A function (fixed, moving) -> (early, late) in two parts.
+    """The two parts of a function (fixed, moving) -> (early, late).
 
     Attributes:
         first: (fixed, moving) -> (early, kept); `kept` are the values that `rest` needs.

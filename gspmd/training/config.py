@@ -15,7 +15,7 @@ from gspmd.pipeline.schedule import SCHEDULES
 from gspmd.training.syntax import layout_beside, parse_mesh, parse_processes, parse_profile, parse_relayout
 from gspmd.training.toml import ConfigError, Dataclass, load_toml, not_a_choice, not_negative, positive
 
-if TYPE_CHECKING:  # a type checker reads no names that are computed
+if TYPE_CHECKING:  # type checkers cannot evaluate Literal[LOWERINGS]
     Lowering: TypeAlias = str
     Schedule: TypeAlias = str
 else:
@@ -37,15 +37,27 @@ class TrainingConfig:
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype that the model computes in."""
     parameter_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Dtype in which matrices are stored and sent; those of bfloat16 have float32 masters, which lie with the
-    optimizer."""
+    """Dtype in which matrices are stored and sent; with bfloat16 the optimizer keeps float32 master copies."""
     data: tuple[str, ...] = ()
     """Files of text, JSON lines (.jsonl) or Parquet, or glob patterns ('path/*.txt', quoted; in a file, they begin in
     that file's folder); none for the source of Python's standard library."""
+    objective: Literal["next-token", "span-corruption", "prefix", "pairs"] = "next-token"
+    """Task that the text is made into: next-token for a decoder alone; span-corruption (T5, Switch), prefix or pairs
+    for an encoder–decoder."""
+    source_length: int = 256
+    """Tokens of an encoder's input; those of its decoder are --length."""
+    noise_density: float = 0.15
+    """Share of the tokens that span-corruption replaces by sentinels."""
+    mean_span: float = 3.0
+    """Mean number of tokens that a sentinel of span-corruption stands for."""
+    pack: bool = False
+    """Whether several documents (next-token), or pairs, share a row, with attention within each only."""
     data_prompt: str = ""
     """Field of a record with its prompt, which is read before the text and not predicted."""
     data_field: str = "text"
     """Field of a JSON line, or column of a Parquet file, with its text."""
+    data_source: str = ""
+    """Field of a record with the source of a pair, whose target is in --data-field."""
     data_cache: str = ""
     """Folder where tokens are kept from run to run; $GSPMD_CACHE, or ~/.cache/gspmd, if not given."""
     tokenizer: str = ""
@@ -55,9 +67,9 @@ class TrainingConfig:
     validation_every: int = 100
     """Updates between two validations; 0 for one at the end only."""
     validation_batches: int = 8
-    """Batches of a validation on the way, spread over the held-out text."""
+    """Batches of a validation during training, spread over the held-out text."""
     final_validation_batches: int = 500
-    """Batches of the validation at the end, likewise; 0 for all of the held-out text, however long."""
+    """Batches of the validation at the end, spread likewise; 0 for all of the held-out text."""
     save_every: int = 100
     """Updates between two checkpoints; 0 for one at the end only."""
     out: str = ""
@@ -68,11 +80,11 @@ class TrainingConfig:
     """Continue from the newest checkpoint under --out (the newest run under runs/ if that is not given) whose files are
     intact; --resume STEP continues from that of a step."""
     resume_step: int | None = None
-    """The step of that checkpoint."""
+    """Step of the checkpoint to resume from; the newest intact one if not given."""
     microbatches: int = 1
     """Parts of a batch that are computed one after the other, their gradients added: less memory, the same update."""
     non_finite: int = 0
-    """Updates whose loss or gradient is not finite that may be skipped in all; one more ends the run."""
+    """Largest number of updates to skip because their loss or gradient is not finite; one more ends the run."""
     frozen: tuple[str, ...] = ()
     """Patterns of parameters that stay as they are, such as 'embedding.*', quoted: no gradient, no optimizer state."""
     seed: int = 0
@@ -104,10 +116,11 @@ class TrainingConfig:
             faults.append("prompt must not be empty: generated text needs something to begin with.")
         if self.seed < 0:
             faults.append(f"seed must not be negative, but is {self.seed}.")
-        elif self.seed >= 2**32 - 1:  # a key has 32 bits, and that of the router's noise is of the next seed
+        elif self.seed >= 2**32 - 1:  # a key takes 32 bits, and the router's noise uses seed + 1
             faults.append(f"seed must be less than 2**32 - 1, but is {self.seed}.")
         if not 0 < self.validation_fraction < 1:
             faults.append(f"validation_fraction must be between 0 and 1, but is {self.validation_fraction}.")
+        _check_objective(self, faults)
         _check_relayouts(self.relayout, self.steps, faults)
         _check_profile(self.profile, self.steps, faults)
         _literals(self, faults)
@@ -182,8 +195,8 @@ class ShardingConfig:
     schedule: Schedule = "1f1b"
     """Order of a pipeline's forward and backward passes, where the layout splits the layers into stages."""
     rounds: int = 1
-    """Times that a microbatch goes round these stages, each of which has so many chunks of layers; more than one
-    make the schedule interleaved."""
+    """Chunks of layers of each stage: a microbatch passes through all stages once for each chunk. More than one
+    is the interleaved schedule (Narayanan et al. 2021)."""
     mesh: str = ""
     """Mesh axes and their sizes, such as x=4,y=2; factored by the layout's rule if not given."""
     axis_types: Literal["explicit", "auto"] = "explicit"
@@ -245,6 +258,28 @@ def _pattern_beside(pattern: str, folder: Path) -> str:
     """Prefix a glob pattern with a folder, whose special characters are escaped."""
     path = os.path.join(folder, pattern)
     return path if os.path.isabs(pattern) or os.path.isfile(path) else os.path.join(glob.escape(str(folder)), pattern)
+
+
+def _check_objective(config: TrainingConfig, faults: list[str]) -> None:
+    """Add a fault for every setting of the rows that is out of range, or that the objective does not use."""
+    positive(faults, source_length=config.source_length, mean_span=config.mean_span)
+    if not 0 < config.noise_density < 1:
+        faults.append(f"noise_density must be between 0 and 1, but is {config.noise_density}.")
+    if 0 < config.mean_span < 1:
+        faults.append(f"mean_span must be at least 1, but is {config.mean_span}.")
+    used = {
+        "source_length": ("span-corruption", "prefix", "pairs"),
+        "noise_density": ("span-corruption",),
+        "mean_span": ("span-corruption",),
+        "pack": ("next-token", "pairs"),
+        "data_prompt": ("next-token",),
+        "data_source": ("pairs",),
+    }
+    for name, objectives in used.items():
+        value = getattr(config, name)
+        if value != getattr(TrainingConfig, name) and config.objective not in objectives:
+            fault = f"{name} is {value!r}, but the objective is {config.objective}, which does not use it"
+            faults.append(f"{fault}; leave it out, or set objective to {' or '.join(objectives)}.")
 
 
 def _check_relayouts(changes: tuple[str, ...], steps: int, faults: list[str]) -> None:

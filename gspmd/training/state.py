@@ -59,7 +59,7 @@ def abstract_initial(
     """Return shapes, dtypes and shardings of `initial`, whose parameters may be `jax.ShapeDtypeStruct`s."""
     like = jax.tree.map(lambda leaf: leaf.sharding, params) if specs is None else shardings(specs, mesh)
     everywhere = NamedSharding(mesh, P())
-    # Outside the current mesh: the optimizer computes a few numbers, and its devices may be of an offline topology.
+    # Outside the current mesh, whose devices may be of an offline topology: the optimizer computes a few numbers here.
     with jax.set_mesh(None):
         shapes = jax.eval_shape(transform.init, jax.tree.map(lambda leaf: _placed(leaf, None), params))
         optimizer = optax.tree_map_params(

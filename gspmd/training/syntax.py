@@ -16,7 +16,7 @@ class Relayout:
     """A change of layout and mesh between two steps.
 
     Attributes:
-        after: the last step in the layout before.
+        after: the last step in the old layout.
         layout: a preset's name, or the path of a layout file.
         mesh: mesh axes and sizes as text; empty if the layout's rule factors the devices.
     """

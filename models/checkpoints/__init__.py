@@ -1,4 +1,4 @@
-"""Public checkpoints: safetensors, config.json and tokenizer.json, read onto any mesh and layout, and written.
+"""Public checkpoints: read safetensors, config.json and tokenizer.json onto any mesh and layout, and write them.
 
 Reading order: files, families/, config, sources, loading, text, saving.
 """

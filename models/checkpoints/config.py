@@ -1,4 +1,4 @@
-"""config.json to `ModelConfig` and back, by the table of the family."""
+"""Conversion between config.json and `ModelConfig`, driven by the table of the model's family."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from gspmd.reading import folder_fault
 
 from ..config import ModelConfig
 from .families import FAMILIES, Family
-from .families.entries import IGNORED, INACTIVE, REMEDIES, in_json, is_number, is_whole
+from .families.entries import IGNORED, IGNORED_BY_DECODERS, INACTIVE, REMEDIES, STACKS, in_json, is_number, is_whole
 from .families.family import REQUIRED
 from .families.rope import ENTRIES as ROPE
 from .families.rope import read_rope, rope_reasons, write_rope
@@ -29,8 +29,8 @@ def model_config(directory: str | os.PathLike) -> ModelConfig:
         directory: the checkpoint's folder.
 
     Raises:
-        CheckpointError: a ValueError: there is no such file, the architecture is unknown (it names those known), or
-            the file asks for something that models here do not have (it names all of it).
+        CheckpointError: a ValueError: the file is missing, the architecture is unknown (the message lists the known
+            ones), or the file asks for features that these models lack (the message lists all of them).
 
     Example:
         >>> import json, pathlib, tempfile
@@ -46,13 +46,13 @@ def model_config(directory: str | os.PathLike) -> ModelConfig:
 
 @dataclass(frozen=True)
 class Described:
-    """A checkpoint, as its config.json describes it.
+    """A checkpoint as its config.json describes it.
 
     Attributes:
-        family: whose tensors it has.
+        family: the family whose tensor names and shapes it uses.
         config: the model.
-        factors: path of a parameter, without "blocks.0.", to the factor by which it is its tensor.
-        remark: where the tensors say otherwise than config.json, what; else empty.
+        factors: maps a parameter's path, without "blocks.0.", to the factor that its tensor is multiplied by.
+        remark: how the tensors contradict config.json; empty if they agree.
     """
 
     family: Family
@@ -62,9 +62,12 @@ class Described:
 
 
 def described(directory: str | os.PathLike) -> Described:
-    """Read config.json, and the tables of a model that it calls tied; raises CheckpointError as `model_config` does.
+    """Read config.json; if it calls the model tied, compare the two tables.
 
-    Tables that differ are two, whatever config.json says, as transformers has it.
+    If the tables differ, the model is untied, whatever config.json says; transformers does the same.
+
+    Raises:
+        CheckpointError: as for `model_config`.
     """
     doing = f"cannot read the model of checkpoint {str(directory)!r}:"
     fault, path = folder_fault(directory), Path(directory) / "config.json"
@@ -73,19 +76,22 @@ def described(directory: str | os.PathLike) -> Described:
     if fault:
         raise CheckpointError(doing, [f"{fault}."])
     if (path.parent / ADAPTER).exists():
-        # transformers with peft reads such a folder as the adapted model, and without peft as the one of config.json.
-        fact = f"it holds a LoRA adapter ({ADAPTER}) beside a model, and which of the two is meant it does not say."
-        remedy = "Merge them with peft's merge_and_unload(), or take the adapter's files out to read the model alone."
+        # With peft installed, transformers reads such a folder as the adapted model, and without it as the plain one.
+        fact = f"it holds both a LoRA adapter ({ADAPTER}) and a model, so it is unclear which one to read."
+        remedy = "Merge them with peft's merge_and_unload(), or remove the adapter's files to read the model alone."
         raise CheckpointError(doing, [f"{fact} {remedy}"])
     json = read_json(path, doing)
     family = _family(json, doing)
+    generation = path.with_name("generation_config.json")
+    if family.has_encoder and generation.exists():  # transformers writes the token that a decoder begins with there
+        json = {key: value for key, value in read_json(generation, doing).items() if key == _START} | json
     found = _described(family, json, doing)
     if not found.config.tied:
         return found
     first, second = (family.tensors[path].name for path in ("embedding.table", "output.table"))
     try:
         files = Files(directory)
-    except CheckpointError:  # the model can be planned before its tensors are there; `load` says what they lack
+    except CheckpointError:  # a model can be planned before its tensors are downloaded; `load` reports missing ones
         return found
     if not {first, second} <= files.tensors.keys() or files.tensors[first].dtype not in DTYPES:
         return found
@@ -103,12 +109,12 @@ def _described(family: Family, json: Mapping[str, Any], doing: str) -> Described
         (key, value), *others = entries.items()
         if any(other != value for _, other in others):
             given = ", ".join(f"{key} is {in_json(value)}" for key, value in entries.items())
-            faults.append(f"{given}; they are names of one entry: leave out all but one.")
+            faults.append(f"{given}; they are names of one entry: keep only one of them.")
         elif value is REQUIRED:
             faults.append(f"{key} is missing.")
         elif option.names is None and not callable(value) and not _fits(name, value):
             faults.append(f"{key} is {in_json(value)}; it must be {_KINDS[_kind(name)]}.")
-        elif name == "rotary_size" and value == 0:  # here it would stand for the whole head
+        elif name == "rotary_size" and value == 0:  # in ModelConfig, 0 stands for the whole head
             faults.append(f"{key} is 0: models that do not rotate by position are not supported.")
         elif option.names is not None and value not in [*option.names]:
             known = ", ".join(map(repr, option.names))
@@ -119,11 +125,17 @@ def _described(family: Family, json: Mapping[str, Any], doing: str) -> Described
     scale = json.get("logit_scale", family.logit_scale) if family.logit_scale is not None else 1.0
     if not is_number(scale):
         faults.append(f"logit_scale is {in_json(scale)}; it must be a number.")
+    rooted, kept = _root_scaled(family, json, faults), _kept(family, json, faults)
     if not faults and not values.get("heads"):
         faults.append("its attention has no heads.")
+    if not faults and family.has_encoder and values["encoder_layers"] < 1:
+        faults.append("its encoder has no layers.")
     if faults:
         raise CheckpointError(doing, faults)
     values |= {name: value(values) for name, value in values.items() if callable(value)}
+    values |= family.agreement.read(json, values, faults) if family.agreement else {}
+    if faults:
+        raise CheckpointError(doing, faults)
     values |= {name: function(values) for name, function in family.derived.items()}
     values |= {"context_length": length, "sliding_window": read_window(family.window, json, values["layers"], faults)}
     values |= read_rope(family, json, values["head_size"], faults)
@@ -136,25 +148,48 @@ def _described(family: Family, json: Mapping[str, Any], doing: str) -> Described
         config = ModelConfig(**values, scale_embedding=family.scale_embedding)
     except ValueError as error:
         raise CheckpointError(doing, str(error).splitlines()) from None
-    return Described(family, config, {"output.norm": float(scale)})
+    if rooted:
+        scale = config.embed**-0.5
+    outputs = [f"{stack}moe.{name}" for stack in ("encoder.", "") for name in ("w_out", "b_out")]
+    return Described(family, config, {"output.norm": float(scale), **dict.fromkeys(outputs, kept)})
 
 
 def _length(family: Family, json: Mapping[str, Any], faults: list[str]) -> int | None:
-    """Tokens of the longest text; None if config.json does not say."""
+    """Return the number of tokens of the longest text; None if config.json does not say."""
     given = {key: json[key] for key in family.length if key in json}
     for key, value in given.items():
         if not is_whole(value) or value < 1:
             faults.append(f"{key} is {in_json(value)}; it must be a whole number of tokens.")
     if len(set(map(in_json, given.values()))) > 1:
-        faults.append(f"{' and '.join(given)} differ, and are names of one entry: leave out all but one.")
+        faults.append(f"{' and '.join(given)} differ, but are names of one entry: keep only one of them.")
     return next(iter(given.values()), None)
 
 
+def _root_scaled(family: Family, json: Mapping[str, Any], faults: list[str]) -> bool:
+    """Whether logits are multiplied by 1/√E."""
+    given = [key for key in family.root_scaled if key in json]
+    if given and not isinstance(json[given[0]], bool):
+        faults.append(f"{given[0]} is {in_json(json[given[0]])}; it must be true or false.")
+    return bool(family.root_scaled) and bool(not given or json[given[0]])
+
+
+def _kept(family: Family, json: Mapping[str, Any], faults: list[str]) -> float:
+    """Return the factor of the experts' outputs."""
+    if family.output_dropout is None:
+        return 1.0
+    key, default = family.output_dropout
+    share = json.get(key, default)
+    if is_number(share) and 0 <= share < 1:
+        return 1 - share
+    faults.append(f"{key} is {in_json(share)}; it must be in [0, 1).")
+    return 1.0
+
+
 def expressing(config: ModelConfig) -> Family:
-    """Return the first family that a model belongs to.
+    """Return the first family that can express a model.
 
     Raises:
-        CheckpointError: there is none; it says of each family why not.
+        CheckpointError: no family can; the message gives the reasons for each.
     """
     reasons = {}
     for family in FAMILIES:
@@ -166,13 +201,13 @@ def expressing(config: ModelConfig) -> Family:
 
 
 def written(family: Family, config: ModelConfig, length: int, dtype: str) -> dict[str, Any]:
-    """Return the entries of config.json.
+    """Return the entries of a model's config.json.
 
     Args:
-        family: that of the model.
+        family: the model's family.
         config: the model.
         length: tokens of the longest sequence.
-        dtype: of the tensors.
+        dtype: dtype of the tensors.
     """
     json: dict[str, Any] = {"architectures": [family.architecture], "model_type": family.model_type}
     for name, option in family.options.items():
@@ -180,18 +215,19 @@ def written(family: Family, config: ModelConfig, length: int, dtype: str) -> dic
         if option.names:
             value = next(theirs for theirs, ours in option.names.items() if ours == value)
         json[option.keys[0]] = value
-    json |= {key: values[0] for key, values in family.inactive.items()}
-    # Attention here looks back over all tokens, which is the model's own up to its sliding window.
+    json |= {key: values[0] for key, values in {**STACKS[family.has_encoder], **family.inactive}.items()}
+    json |= family.agreement.write(config) if family.agreement else {}
+    # Attention here has no sliding window, so it computes what the model was made for only up to that length.
     length = min(length, config.sliding_window or length)
-    json |= write_rope(family, config) | {family.length[0]: length, "torch_dtype": dtype}
-    json |= write_window(family.window)
+    json |= write_rope(family, config) | dict.fromkeys(family.length[:1], length) | {"torch_dtype": dtype}
+    json |= write_window(family.window) | ({family.output_dropout[0]: 0.0} if family.output_dropout else {})
     if family.logit_scale is not None:
         json["logit_scale"] = 1.0
     return json
 
 
 def _family(json: Mapping[str, Any], doing: str) -> Family:
-    """The family that `architectures` names, or else `model_type`."""
+    """Return the family that `architectures` names; without that entry, the one that `model_type` names."""
     named, kind = json.get("architectures") or [], json.get("model_type")
     if not (isinstance(named, list) and all(isinstance(name, str) for name in named)):
         raise CheckpointError(doing, [f"architectures is {in_json(named)}; it must be a list of names."])
@@ -201,20 +237,23 @@ def _family(json: Mapping[str, Any], doing: str) -> Family:
     if not names and kind is None:
         raise CheckpointError(doing, ["config.json names no model: it has neither architectures nor model_type."])
     if family is None:
-        # No name is suggested: an architecture is no misspelling of another one.
+        # No close match is suggested: an unknown architecture is rarely a misspelling of a known one.
         name = in_json(names[0] if names else kind)
         raise CheckpointError(doing, [f"its architecture is {name}, which is not known. Known: {', '.join(known)}."])
     if json.get("model_type", family.model_type) != family.model_type:
-        fault = f"architectures names {family.architecture}, and model_type is {in_json(kind)}, not "
-        raise CheckpointError(doing, [f"{fault}{family.model_type!r}: they are of different families."])
+        fault = f"architectures names {family.architecture}, but model_type is {in_json(kind)}, not "
+        raise CheckpointError(doing, [f"{fault}{family.model_type!r}: they belong to different families."])
     return family
 
+
+#: The entry with the token that a decoder begins with.
+_START = "decoder_start_token_id"
 
 _KINDS = {int: "a whole number", float: "a number", bool: "true or false"}
 
 
 def _kind(name: str) -> type:
-    """The type of a field's values."""
+    """Return the type of a field's values."""
     config, _, field = name.rpartition(".")
     default = getattr(MoEConfig if config else ModelConfig, field)
     return int if default is None else type(default)
@@ -226,78 +265,95 @@ def _fits(name: str, value: Any) -> bool:
 
 
 def known_entries(family: Family) -> frozenset[str]:
-    """Return the entries of config.json that are read, or known to change nothing, or so under some value."""
+    """Return the entries of config.json that are read, or are known to have no effect, at least for some value."""
     read = {key for option in family.options.values() for key in option.keys}
     read |= {*family.length, *WINDOW} | ({*ROPE} if family.rope_base is not None else set())
     read |= {"logit_scale"} if family.logit_scale is not None else set()
-    return frozenset(read | {*family.inactive, *family.ignored_entries, *INACTIVE, *IGNORED})
+    read |= {*family.root_scaled, *(family.output_dropout or ())[:1]} | (
+        {*family.agreement.keys} if family.agreement else set()
+    )
+    ignored = IGNORED if family.has_encoder else IGNORED | IGNORED_BY_DECODERS
+    return frozenset(read | {*family.inactive, *family.ignored_entries, *INACTIVE, *STACKS[True], *ignored})
 
 
 def _unknown_faults(family: Family, json: Mapping[str, Any]) -> Iterator[str]:
-    """Entries of which it is not known here what they change."""
+    """Yield a fault for every entry whose effect is unknown."""
     known = known_entries(family)
     for key in (key for key in json if key not in known):
         yield (
-            f"{key} is {in_json(json[key])}, an entry of config.json that is not known here for {family.title}; "
-            "if it changes nothing that the model computes, delete it."
+            f"{key} is {in_json(json[key])}, an entry of config.json that is not known for {family.title}; "
+            "if it does not change what the model computes, delete it."
         )
 
 
 def _inactive_faults(family: Family, json: Mapping[str, Any]) -> Iterator[str]:
-    """Faults of entries that ask for something models here do not have."""
-    for key, values in {**INACTIVE, **family.inactive}.items():
+    """Yield a fault for every entry that asks for a feature that these models lack."""
+    for key, values in {**INACTIVE, **STACKS[family.has_encoder], **family.inactive}.items():
         value = json.get(key, values[0])
         if value not in values:
             remedy = REMEDIES.get(key, f"which is not supported; {in_json(values[0])} is")
             yield f"{key} is {in_json(value)}, {remedy}."
 
 
-#: Fields that change nothing that a checkpoint holds. √E is folded into the tables.
+#: Fields that do not affect a checkpoint's contents. For `scale_embedding`, √E is folded into the tables.
 FREE = ("vocabulary_multiple", "remat", "lora", "scale_embedding", "int8", "context_length", "sliding_window")
 
 
 def _reasons(family: Family, config: ModelConfig) -> list[str]:
-    """Say why a model does not belong to a family; nothing if it does."""
+    """Return the reasons why a family cannot express a model; empty if it can."""
     names = [each.name for each in fields(config) if each.name not in (*FREE, "moe")]
     names += [f"moe.{each.name}" for each in fields(MoEConfig)] if config.moe else []
     values = {name: _value(config, name) for name in names}
     found = [
         f"{name} is {values[name]!r}, not {value!r}"
-        for name, value in family.fixed.items()
+        for name, value in _fixed(family).items()
         if name in values and values[name] != value
     ]
     for name, option in family.options.items():
         if option.names and name in values and values[name] not in option.names.values():
             known = dict.fromkeys(option.names.values())
             found.append(f"{name} is {values[name]!r}, not {' or '.join(map(repr, known))}")
-    found += [
-        f"{name} is {values[name]!r}, not {function(values)!r}"
-        for name, function in family.derived.items()
-        if values[name] != function(values)
-    ]
     experts = "moe.experts" in family.options
     if experts != bool(config.moe):
         found.append("it has experts" if experts else "it has no experts")
+    if family.has_encoder and not config.encoder_layers:
+        found.append("it has an encoder")
+    found += [
+        f"{name} is {values[name]!r}, not {function(values)!r}"
+        for name, function in family.derived.items()
+        if name in values and values[name] != function(values)
+    ]
     shared: dict[Any, dict[str, Any]] = {}
     for name, option in family.options.items():
         if name in values and option.names is None:
             shared.setdefault(option.keys[0], {})[name] = values[name]
     for key, each in shared.items():
         if len(set(each.values())) > 1:
-            found.append(f"{' and '.join(each)} differ, and are one option, {key}")
+            found.append(f"{' and '.join(each)} differ, but are set by one option, {key}")
     return [*found, *rope_reasons(family, config)]
 
 
-#: Routers that are top-k when they draw nothing, and whether their gates are divided by their sum.
+#: Routers that are equivalent to top-k when they draw nothing at random: whether they divide the gates by their sum.
 _TOP_K = {"gshard": True, "st-moe": True, "switch": False}
 
 
+def _fixed(family: Family) -> Mapping[str, Any]:
+    """The fixed fields, with a router that is top-k when it draws nothing in the terms of `top-k`."""
+    router = family.fixed.get("moe.router")
+    if router not in _TOP_K:
+        return family.fixed
+    choices = MoEConfig(router=router).choices
+    return {**family.fixed, "moe.router": "top-k", "moe.k": choices, "moe.renormalize": _TOP_K[router]}
+
+
 def _value(config: ModelConfig, name: str) -> Any:
-    """The value of a field, or the one in whose stead it stands."""
+    """Return the value of a field, with a default resolved to the value that it stands for."""
     if name == "rotary_size":
         return config.rotary
     if config.moe and name == "moe.k":
         return config.moe.choices
+    if name == "moe.offset":
+        return config.expert_place
     if config.moe and name == "moe.router" and config.moe.router in _TOP_K:
         return "top-k"
     if config.moe and name == "moe.renormalize" and config.moe.router in _TOP_K:

@@ -1,4 +1,4 @@
-"""The safetensors files of a checkpoint: their headers, checked at once, and byte ranges of their tensors."""
+"""The safetensors files of a checkpoint: check all headers at once, then read byte ranges of tensors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 #: The dtypes of weights that are read, as the format names them.
 DTYPES: dict[str, np.dtype] = {"F32": np.dtype("float32"), "F16": np.dtype("float16"), "BF16": np.dtype(jnp.bfloat16)}
 
-#: Bits of an element of every dtype that the format knows: a tensor that is not read takes room in its file too.
+#: Bits per element of every dtype of the format: the extents of tensors that are not read are checked as well.
 _BITS = {
     "BOOL": 8, "U8": 8, "I8": 8, "U16": 16, "I16": 16, "U32": 32, "I32": 32, "U64": 64, "I64": 64,
     "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8,
@@ -29,12 +29,12 @@ _BITS = {
 
 
 _SHOWN = 100
-"""Faults that a message lists."""
+"""The most faults that a message lists."""
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be read or written; `.faults` holds every fault, of which the message lists
-    the first hundred."""
+    """A checkpoint cannot be read or written. The message lists the first hundred faults; `.faults` holds all of
+    them."""
 
     def __init__(self, doing: str, faults: Sequence[str]):
         self.faults = tuple(faults)
@@ -45,7 +45,7 @@ class CheckpointError(ValueError):
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """The place of a tensor: row-major, from byte `start` of its file."""
+    """The location of a tensor, which is stored row-major from byte `start` of its file."""
 
     path: Path
     dtype: str
@@ -56,24 +56,23 @@ class StoredTensor:
 class Files:
     """The tensors of `model.safetensors`, or of the files that `model.safetensors.index.json` names.
 
-    As a context manager, it closes the files at the end.
+    Use it as a context manager to close the files.
 
     Attributes:
-        tensors: name to `StoredTensor`.
-        bytes: size of all files.
+        tensors: maps a name to its `StoredTensor`.
+        bytes: total size of the files.
 
     Args:
         directory: the checkpoint's folder.
 
     Raises:
-        CheckpointError: listing every file that is missing, truncated or malformed; or the index names a file outside
-            of the folder. (A file of the folder may be a symbolic link to one elsewhere, as in a download cache.)
+        CheckpointError: files are missing, truncated or malformed (the message lists all of them), or the index names
+            a file outside the folder. (A file may be a symbolic link to one elsewhere, as in a download cache.)
 
-    Source: the format is public, https://github.com/huggingface/safetensors: eight bytes with the length of a JSON
-        header, the header, and the tensors' bytes, which leave no gap, do not overlap, and end with the file. What
-        that library refuses is refused here.
-    Differs: a name that comes twice is refused, of which the format says that readers may differ; so is a header that
-        is deeply nested.
+    Source: https://github.com/huggingface/safetensors specifies the format: eight bytes with the length of a JSON
+        header, the header, and the tensors' bytes without gaps or overlaps up to the end of the file. Whatever that
+        library refuses is refused here too.
+    Differs: duplicate names, which the format leaves to the reader, are refused, and so are deeply nested headers.
     """
 
     def __init__(self, directory: str | os.PathLike):
@@ -89,11 +88,13 @@ class Files:
             size, tensors = _header(path, faults)
             self.bytes += size
             faults += [
-                f"{path.name} lacks {name}, which {INDEX} says it has." for name in named or () if name not in tensors
+                f"{path.name} lacks {name}, which {INDEX} says it has. Download the file again."
+                for name in named or ()
+                if name not in tensors
             ]
             for name, tensor in tensors.items():
                 if name in self.tensors:
-                    faults.append(f"{name} stands in {self.tensors[name].path.name} and in {path.name}.")
+                    faults.append(f"{name} is in both {self.tensors[name].path.name} and {path.name}.")
                 self.tensors[name] = tensor
         if faults:
             raise CheckpointError(doing, faults)
@@ -102,14 +103,14 @@ class Files:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._maps.clear()  # a map is closed when nothing views it any more
+        self._maps.clear()  # a map is closed once no array views it
 
     def dtype(self, name: str) -> np.dtype:
-        """The dtype of a tensor."""
+        """Return the dtype of a tensor."""
         return DTYPES[self.tensors[name].dtype]
 
     def equal(self, first: str, second: str) -> bool:
-        """Whether two tensors are the same in shape, dtype and every bit; a piece of each is in memory at a time."""
+        """Return whether two tensors have the same shape, dtype and bits; they are read piece by piece."""
         one, two = self.tensors[first], self.tensors[second]
         if (one.shape, one.dtype) != (two.shape, two.dtype):
             return False
@@ -126,10 +127,10 @@ class Files:
         """Read a region of a tensor, cast to the dtype of `out`.
 
         Args:
-            out: where to; its shape is the region's.
+            out: the destination, of the region's shape.
             name: the tensor.
-            sizes: the shape under which to see it, such as (heads, head size, embed) for (heads · head size, embed).
-            region: one slice for each of those dimensions.
+            sizes: the shape to view it in, such as (heads, head size, embed) for (heads · head size, embed).
+            region: one slice for each dimension of `sizes`.
 
         Returns:
             The number of bytes read.
@@ -143,19 +144,19 @@ class Files:
                 self._maps[tensor.path] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         mapped = self._maps[tensor.path]
         view = np.frombuffer(mapped, dtype, math.prod(sizes), tensor.start).reshape(sizes)
-        if out.dtype == dtype:  # as bits, which numpy copies without Python's lock
+        if out.dtype == dtype:  # as integers, which numpy copies without holding the GIL
             bits = f"u{dtype.itemsize}"
             np.copyto(out.view(bits), view[tuple(region)].view(bits))
         else:
             np.copyto(out, view[tuple(region)], casting="unsafe")
-        # The pages that were read stay in the system's cache, but no longer count as this process's memory.
+        # The pages stay in the page cache, but no longer count as this process's memory.
         first = tensor.start // mmap.PAGESIZE * mmap.PAGESIZE
         if hasattr(mapped, "madvise"):
             mapped.madvise(mmap.MADV_DONTNEED, first, tensor.start + view.nbytes - first)
         return out.size * dtype.itemsize
 
     def _files(self, doing: str) -> dict[Path, list[str] | None]:
-        """The files, each with the tensors that the index promises; None without an index."""
+        """Return the files, each with the names that the index lists for it; None without an index."""
         index = self.directory / INDEX
         if not os.path.lexists(index):
             if not os.path.lexists(self.directory / WHOLE):
@@ -163,13 +164,13 @@ class Files:
                     raise CheckpointError(doing, [other])
                 others = sorted(path.name for path in self.directory.iterdir())[:8]
                 found = f"it holds {', '.join(others)}" if others else "it is empty"
-                raise CheckpointError(doing, [f"there is neither {WHOLE} nor {INDEX} in it; {found}."])
+                raise CheckpointError(doing, [f"it has neither {WHOLE} nor {INDEX}; {found}."])
             return {self.directory / WHOLE: None}
         weights = read_json(index, doing, unique=True).get("weight_map")
         if not isinstance(weights, dict) or not all(isinstance(file, str) for file in weights.values()):
             raise CheckpointError(doing, [f"{INDEX} has no weight_map from tensors to files."])
         if outside := sorted({file for file in weights.values() if not reading.is_inside(file)}):
-            faults = [f"{INDEX} names {file!r}, which is not in the checkpoint's folder." for file in outside]
+            faults = [f"{INDEX} names {file!r}, which is outside the checkpoint's folder." for file in outside]
             raise CheckpointError(doing, faults)
         files: dict[Path, list[str]] = {}
         for name, file in weights.items():
@@ -181,10 +182,10 @@ class Files:
 
 
 def all_finite(values: np.ndarray) -> bool:
-    """Return whether floating numbers have neither a NaN nor an infinity, by two passes over them and no copy.
+    """Return whether an array is free of NaN and infinity, in two passes and without a copy.
 
-    In every IEEE format these are the bit patterns from infinity's on, once with each sign: the largest of all patterns
-    as signed integers without the sign bit, and as unsigned ones with it.
+    In every IEEE format, infinity and NaN have the largest bit patterns of their sign. Read as signed integers, the
+    positive ones are the maximum; read as unsigned integers, the negative ones are.
 
     Example:
         >>> all_finite(np.array([1.0, -2.0])), all_finite(np.array([1.0, -np.inf]))
@@ -204,30 +205,30 @@ ADAPTER = "adapter_config.json"
 
 _SAVE = "transformers' AutoModelForCausalLM.from_pretrained({}).save_pretrained(OUT)"
 
-#: How names of files end that hold weights in other ways: what they are, and what to do.
+#: Maps the suffix of a file in another format to a description of that format and its remedy.
 _FORMATS = {
-    # Without dequantize=True transformers keeps GGUF's blocks, and cannot save them.
-    ".gguf": "a GGUF file, which is not read here. transformers' AutoModelForCausalLM.from_pretrained(DIR, "
+    # Without dequantize=True, transformers keeps GGUF's blocks, which it cannot save.
+    ".gguf": "a GGUF file, which is not supported. transformers' AutoModelForCausalLM.from_pretrained(DIR, "
     "gguf_file=NAME, quantization_config=GgufConfig(dequantize=True)).save_pretrained(OUT) writes config.json and "
     "safetensors, and AutoTokenizer likewise tokenizer.json; give that folder.",
     ".bin": f"weights of torch, which may run code when they are read. {_SAVE.format('DIR')} writes them as "
     "safetensors; give that folder.",
     ".pth": "weights of torch as a model's authors publish them. Take the version of the model in the format of "
     "transformers, with config.json and safetensors.",
-    ".safetensors": f"which are not all files of a checkpoint: it has config.json, and {WHOLE} or {INDEX}. Take "
-    "all from where it comes from.",
+    ".safetensors": f"but a checkpoint also has config.json, and its weights in {WHOLE} or {INDEX}. Download all of "
+    "its files.",
 }
 
 
 def other_format(path: Path) -> str:
-    """Return what a folder or file holds in place of a checkpoint, and what to do; empty if it is nothing known."""
-    is_folder = os.path.isdir(path)  # where Path's own raise for a name that no file can have
+    """Describe a folder or file of another known format, with the remedy; empty if the format is not known."""
+    is_folder = os.path.isdir(path)  # Path.is_dir would raise for an impossible file name
     names = sorted(os.listdir(path)) if is_folder else [path.name] if os.path.isfile(path) else []
     holds = "it holds" if is_folder else "it is"
     if ADAPTER in names:
         return (
-            f"{holds} a LoRA adapter ({ADAPTER}), which is a change to the weights of {_base(path / ADAPTER)}, and no "
-            "model. Merge the two, and give the folder that this writes: peft's AutoPeftModelForCausalLM"
+            f"{holds} a LoRA adapter ({ADAPTER}), which changes the weights of {_base(path / ADAPTER)}, not a model of "
+            "its own. Merge the two, and give the folder that this writes: peft's AutoPeftModelForCausalLM"
             ".from_pretrained(DIR).merge_and_unload().save_pretrained(OUT)."
         )
     for ending, remedy in _FORMATS.items():
@@ -239,12 +240,12 @@ def other_format(path: Path) -> str:
 
 
 def _base(adapter: Path) -> str:
-    """The model that a LoRA adapter changes, as a message calls it."""
+    """Return the name of the model that a LoRA adapter changes, for a message."""
     try:
         name = read_json(adapter, "").get("base_model_name_or_path")
     except CheckpointError:
         name = None
-    return repr(name) if isinstance(name, str) else "another one"
+    return repr(name) if isinstance(name, str) else "another model"
 
 
 def read_json(path: Path, doing: str, *, unique: bool = False) -> dict[str, Any]:
@@ -252,11 +253,11 @@ def read_json(path: Path, doing: str, *, unique: bool = False) -> dict[str, Any]
 
     Args:
         path: the file.
-        doing: what the error says first.
-        unique: whether a key may not come twice.
+        doing: first line of the error.
+        unique: whether to refuse duplicate keys.
 
     Raises:
-        CheckpointError: there is none, or it is something else.
+        CheckpointError: the file is missing, or does not hold a JSON object.
     """
     try:
         value = reading.read_json(path, unique=unique)
@@ -265,7 +266,7 @@ def read_json(path: Path, doing: str, *, unique: bool = False) -> dict[str, Any]
     except reading.ReadError as error:
         raise CheckpointError(doing, [f"{path.name} cannot be read: {error}."]) from None
     if not isinstance(value, dict):
-        raise CheckpointError(doing, [f"{path.name} holds no JSON object."])
+        raise CheckpointError(doing, [f"{path.name} does not hold a JSON object."])
     return value
 
 
@@ -274,17 +275,17 @@ _LONGEST = 100_000_000
 
 
 def _header(path: Path, faults: list[str]) -> tuple[int, dict[str, StoredTensor]]:
-    """Return the size of a file, and its tensors; add to the faults what is wrong with it."""
+    """Return the size of a file and its tensors; append its faults."""
     try:
         with reading.open_file(path) as file:
             size = os.fstat(file.fileno()).st_size
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or (8 + length > size and length <= _LONGEST):
                 needed = f"{8 + length:,} bytes for its header" if size >= 8 else "8 bytes"
-                faults.append(f"{path.name} is truncated: it has {size:,} bytes, and needs {needed} alone.")
+                faults.append(f"{path.name} is truncated: it has {size:,} bytes, but needs {needed} alone.")
                 return size, {}
             if length > _LONGEST:
-                faults.append(f"{path.name} is no safetensors file: its header would have {length:,} bytes.")
+                faults.append(f"{path.name} is not a safetensors file: its header would have {length:,} bytes.")
                 return size, {}
             text = file.read(length)
     except (OSError, reading.ReadError) as error:
@@ -297,15 +298,15 @@ def _header(path: Path, faults: list[str]) -> tuple[int, dict[str, StoredTensor]
         return size, {}
     end = 8 + length + found[-1].end if found else 8 + length
     if end > size:
-        faults.append(f"{path.name} is truncated: it has {size:,} bytes, and its header describes {end:,}.")
+        faults.append(f"{path.name} is truncated: it has {size:,} bytes, but its header describes {end:,}.")
     elif end < size:
-        faults.append(f"{path.name} has {size:,} bytes, of which its header describes {end:,}.")
+        faults.append(f"{path.name} has {size:,} bytes, but its header describes only {end:,}.")
     return size, {each.name: StoredTensor(path, each.dtype, each.shape, 8 + length + each.start) for each in found}
 
 
 @dataclass(frozen=True)
 class _Extent:
-    """A tensor of a header, with its bytes from `start` to `end` behind the header."""
+    """A tensor of a header; its bytes run from `start` to `end`, counted from the end of the header."""
 
     name: str
     dtype: str
@@ -315,25 +316,25 @@ class _Extent:
 
 
 def _extents(header: bytes) -> list[_Extent]:
-    """Return the tensors of a header, in the order of their bytes, which they divide among them.
+    """Return the tensors of a header, in the order of their bytes.
 
     Raises:
         ValueError: the header is malformed, or its tensors overlap or leave a gap.
     """
     entries = reading.parse_json(header.decode(), unique=True)
     if not isinstance(entries, dict):
-        raise ValueError("it is no JSON object")
+        raise ValueError("it is not a JSON object")
     metadata = entries.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise ValueError("__metadata__ is no object of texts")
+        raise ValueError("__metadata__ is not an object of strings")
     found = [_extent(name, entry) for name, entry in entries.items()]
     found.sort(key=lambda each: (each.start, each.end))
     before, last = 0, ""
     for each in found:
         if each.start < before:
-            raise ValueError(f"{each.name} begins at byte {each.start:,}, where {last} still goes on to {before:,}")
+            raise ValueError(f"{each.name} begins at byte {each.start:,}, but {last} goes on to {before:,}")
         if each.start > before:
-            raise ValueError(f"{each.name} begins at byte {each.start:,}, and nothing is in the bytes from {before:,}")
+            raise ValueError(f"{each.name} begins at byte {each.start:,}, but the bytes from {before:,} are unused")
         before, last = each.end, each.name
     return found
 
@@ -345,10 +346,10 @@ def _extent(name: str, entry: Any) -> _Extent:
         case _:
             raise ValueError(f"{name} lacks a shape, a dtype or two data_offsets")
     if not all(type(number) is int and 0 <= number < 2**64 for number in (*shape, start, end)):
-        raise ValueError(f"{name} has the shape {shape} from {start} to {end}")
+        raise ValueError(f"{name} has the shape {shape} and the data_offsets {start}, {end}: not all are whole numbers")
     if dtype not in _BITS:
-        raise ValueError(f"{name} has the dtype {dtype!r}, which the format does not know")
-    # Python's integers do not overflow, so that a product of huge sizes is no small number.
+        raise ValueError(f"{name} has the dtype {dtype!r}, which is not a dtype of the format")
+    # Python's integers do not overflow, so a product of huge sizes cannot pass for a small one.
     if math.prod(shape) * _BITS[dtype] != 8 * (end - start):
-        raise ValueError(f"{name} is {dtype} of shape {shape}, and has {end - start:,} bytes")
+        raise ValueError(f"{name} is {dtype} of shape {shape}, but has {end - start:,} bytes")
     return _Extent(name, dtype, shape, start, end)

@@ -1,4 +1,4 @@
-"""A checkpoint's tensors as a model: every device's shards are read as byte ranges, and nothing else."""
+"""Loading of a checkpoint as a placed model: each process reads only the byte ranges of its devices' shards."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ class LoadReport:
     """The cost of loading a checkpoint in this process; `print` shows it.
 
     Attributes:
-        tensors: tensors of the checkpoint that were read, in whole or in part.
-        bytes_read: bytes of them; equal to `file_bytes` less headers and unused tensors if this process has all shards.
+        tensors: number of the checkpoint's tensors that were read, in whole or in part.
+        bytes_read: bytes that were read; if this process has all shards, `file_bytes` minus headers and unused tensors.
         file_bytes: size of the checkpoint's files.
-        host_bytes: most bytes of host memory held at once beside the arrays: the shard that was being read.
+        host_bytes: peak host memory beside the arrays: the largest shard.
         seconds: time from the first header to the last array.
-        remark: where the tensors say otherwise than config.json, what; else empty.
+        remark: how the tensors contradict config.json; empty if they agree.
     """
 
     tensors: int
@@ -64,33 +64,33 @@ def load(
 ) -> tuple[Transformer, LoadReport]:
     """Build the model of a public checkpoint, with every parameter placed by a layout.
 
-    Each device's shards are read as byte ranges of the files, a shard that several devices have once for all of them,
-    and one shard is in host memory at a time. All is checked before the first is read.
+    Each shard is read as byte ranges of the files, once even if several devices hold it, and host memory holds one
+    shard at a time. Config, tensors and layout are checked before anything is read.
 
     Args:
         directory: a folder with config.json and model.safetensors, or with several such files and their index.
         layout: a `gspmd.Layout`.
         mesh: devices with the layout's axes.
-        dtype: of the computation and of the matrices; norms, biases and routers are float32.
-        int8: whether to quantize the matrices, one after the other as they are read, from the dtype of the files: the
-            model is then that of `quantize`, and never whole in another dtype.
+        dtype: dtype of the computation and of the matrices; norms, biases and routers are float32.
+        int8: whether to quantize the matrices one by one as they are read, from the dtype of the files. The result is
+            that of `quantize`, but the whole model is never held in another dtype.
 
     Returns:
-        The model, as of `build`, and what loading took.
+        The model, as `build` returns it, and a report of the cost.
 
     Raises:
-        CheckpointError: a ValueError: as `model_config`; or files are missing or truncated; or, all of them named,
-            tensors are missing, unexpected, misshapen or of another dtype; or, once all are read, some have NaN,
-            infinities, or values that `dtype` cannot hold.
-        LayoutError: a ValueError: the layout does not fit the model, or the model's sizes the mesh.
+        CheckpointError: a ValueError: as for `model_config`; or files are missing or truncated; or tensors are missing,
+            unexpected, misshapen or of another dtype (the message lists all of them); or, after reading, tensors have
+            NaN, infinities, or values that `dtype` cannot hold.
+        LayoutError: a ValueError: the layout does not fit the model, or the mesh does not divide the model's sizes.
 
-    Differs: the layout may pad a dimension, or the model its vocabulary; what the checkpoint does not have is 0.
+    Differs: the layout may pad a dimension, and the model its vocabulary; the padding is filled with 0.
     """
     began = time.perf_counter()
     checkpoint = described(directory)
     config, dtype = checkpoint.config, jnp.dtype(dtype)
     if dtype not in (jnp.float32, jnp.bfloat16):
-        fault = f"models compute in float32 or bfloat16, and not in {dtype}."
+        fault = f"models compute in float32 or bfloat16, not in {dtype}."
         raise CheckpointError(f"cannot load the checkpoint {str(directory)!r}:", [fault])
     with Files(directory) as files, ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         sizes = config.sizes(batch=1, length=1)
@@ -125,12 +125,22 @@ def load(
 
 
 def _check(checkpoint: Described, config: ModelConfig, table: dict[str, ParameterSource], files: Files) -> None:
-    """Raise one error for all tensors that are not as the model needs them."""
+    """Raise one error that lists every tensor that the model cannot use.
+
+    Raises:
+        CheckpointError: tensors are missing, unexpected, misshapen or of an unsupported dtype.
+    """
     wanted = {name: source.shape for source in table.values() for name in source.names()}
     faults = list(_tensor_faults(wanted, files))
-    ignored = [*checkpoint.family.ignored, *([r"lm_head\.weight"] if config.tied else [])]
+    family, own = checkpoint.family, checkpoint.family.tensors["embedding.table"].name
     faults += [
-        f"{name} is in the checkpoint, and the model has no such tensor."
+        f"{name} is not {own}, and models here have one table of tokens."
+        for name in family.copies
+        if {name, own} <= files.tensors.keys() and not files.equal(name, own)
+    ]
+    ignored = [*family.ignored, *map(re.escape, family.copies), *([r"lm_head\.weight"] if config.tied else [])]
+    faults += [
+        f"{name} is in the checkpoint, but the model has no such tensor."
         for name in files.tensors
         if name not in wanted and not re.fullmatch("|".join(ignored), name)
     ]
@@ -144,16 +154,16 @@ def _tensor_faults(wanted: dict[str, tuple[int, ...]], files: Files) -> Iterator
         if tensor is None:
             yield f"{name} is missing; the model needs it, of shape {shape}."
         elif tensor.shape != shape:
-            yield f"{name} has shape {tensor.shape} in the checkpoint, and the model needs {shape}."
+            yield f"{name} has shape {tensor.shape} in the checkpoint, but the model needs {shape}."
         elif tensor.dtype not in DTYPES:
-            yield f"{name} is of dtype {tensor.dtype}, which is not read; {', '.join(DTYPES)} are."
+            yield f"{name} has dtype {tensor.dtype}, which is not supported; {', '.join(DTYPES)} are."
 
 
 class _ShardReader:
-    """Reads parameters shard after shard, counts bytes, and notes values that are not finite.
+    """Reads parameters shard by shard, counts bytes, and records values that are not finite.
 
-    A model with one of them answers with NaN, or, where int8 rounds it, with numbers that mean nothing. It is cheapest
-    to look while a part of a tensor is in the processor's caches.
+    A single such value makes the model return NaN, or, after rounding to int8, meaningless numbers. The check is
+    cheapest here, while the piece of the tensor is still in the processor's caches.
     """
 
     def __init__(self, files: Files, mesh: Mesh, pool: ThreadPoolExecutor):
@@ -163,11 +173,11 @@ class _ShardReader:
         self.pool = pool
 
     def array(self, source: ParameterSource, dtype: np.dtype) -> jax.Array:
-        """A whole parameter; each process makes the shards of its own devices."""
+        """Read a parameter; each process creates the shards of its own devices."""
         shape, sharding = source.row.shape, NamedSharding(self.mesh, source.row.spec.partition_spec())
         devices_of: dict[tuple[tuple[int, int], ...], list[jax.Device]] = {}
         for device, index in sharding.addressable_devices_indices_map(shape).items():
-            assert index is not None  # it is that of a device of this process
+            assert index is not None  # the device belongs to this process
             bounds = tuple(part.indices(size)[:2] for part, size in zip(index, shape))
             devices_of.setdefault(bounds, []).append(device)
         arrays: list[jax.Array] = []
@@ -178,7 +188,7 @@ class _ShardReader:
     def _shard(
         self, source: ParameterSource, index: tuple[slice, ...], devices: list[jax.Device], dtype: np.dtype
     ) -> list[jax.Array]:
-        """One shard, on every device that has it; the host has let go of it when this returns."""
+        """Read one shard onto every device that holds it; the host copy is freed on return."""
         shard = np.zeros([part.stop - part.start for part in index], dtype)
         self.most = max(self.most, shard.nbytes)
 
@@ -186,7 +196,7 @@ class _ShardReader:
             count = 0
             for place, region in source.pieces(index, numbers):
                 out = shard[place].transpose(source.order)
-                with np.errstate(over="ignore", invalid="ignore"):  # told below, with the tensor's name
+                with np.errstate(over="ignore", invalid="ignore"):  # reported below, with the tensor's name
                     count += self.files.read_into(out, source.name(numbers), source.split, region)
                 if not all_finite(shard[place]):
                     self._note(source, numbers, region, dtype)
@@ -198,7 +208,7 @@ class _ShardReader:
         return jax.block_until_ready([jax.device_put(shard, device) for device in devices])
 
     def _note(self, source: ParameterSource, numbers: tuple[int, ...], region: Region, dtype: np.dtype) -> None:
-        """Note how many values of a region are not finite, or the largest of those that only `dtype` makes infinite."""
+        """Record how many values of a region are not finite, and the largest finite one, which may overflow `dtype`."""
         name = source.name(numbers)
         stored = np.empty([part.stop - part.start for part in region], self.files.dtype(name))
         self.files.read_into(stored, name, source.split, region)
@@ -208,7 +218,7 @@ class _ShardReader:
         self.faulty[name] = count + int((~finite).sum()), max(beyond, largest), dtype
 
     def faults(self) -> list[str]:
-        """Say of each tensor that is not finite what it has, in the order of the checkpoint's files."""
+        """Return a message for each tensor with values that are not finite, in the order of the checkpoint's files."""
         told = []
         for name in (name for name in self.files.tensors if name in self.faulty):
             count, largest, dtype = self.faulty[name]
@@ -217,5 +227,5 @@ class _ShardReader:
                 told.append(f"{name} has {count:,} of {total:,} values that are NaN or infinite; take an intact copy.")
             else:
                 limit = float(jnp.finfo(dtype).max)
-                told.append(f"{name} has {largest:.6g}, and {dtype} ends at {limit:.6g}; take another dtype.")
+                told.append(f"{name} has {largest:.6g}, but {dtype} ends at {limit:.6g}; take another dtype.")
         return told

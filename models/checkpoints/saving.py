@@ -1,4 +1,4 @@
-"""A model as a checkpoint that transformers loads: safetensors files, config.json, tokenizer.json."""
+"""Saving of a model as a checkpoint that transformers loads: safetensors files, config.json, tokenizer.json."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .files import DTYPES, INDEX, WHOLE, CheckpointError, all_finite
 from .sources import ParameterSource, sources
 from .text import Tokenizer
 
-#: Bytes of one file; a checkpoint that is larger is several files and an index.
+#: Largest size of a file in bytes; a larger checkpoint is split into several files with an index.
 FILE_BYTES = 5_000_000_000
 
 
@@ -36,32 +36,33 @@ def save(
     length: int | None = None,
     file_bytes: int = FILE_BYTES,
 ) -> None:
-    """Write a model as a public checkpoint, in the first family that has its form.
+    """Write a model as a public checkpoint, in the first family that can express it.
 
-    The folder appears when it is complete; if anything fails, nothing is left.
+    The folder appears once it is complete; if anything fails, nothing is left behind.
 
     Args:
-        model: a placed model, all of it on devices of this process.
+        model: a placed model, entirely on devices of this process.
         directory: a new folder.
-        tokenizer: what its tokens mean, written beside it.
-        dtype: of the tensors, float32, float16 or bfloat16; that of the model's embedding table if not given.
-        length: tokens of the longest sequence that config.json promises; as the model says, or else 2048, if not
-            given. A model with a sliding window, which attention here does not have, promises no more than that.
+        tokenizer: the model's tokenizer, written beside it.
+        dtype: dtype of the tensors: float32, float16 or bfloat16; by default that of the model's embedding table.
+        length: tokens of the longest sequence, for config.json; by default the model's `context_length`, or else 2048.
+            It is capped by the model's sliding window, which attention here does not implement. Families of relative
+            positions have no such entry.
         file_bytes: largest size of a file, unless a single tensor is larger.
 
     Raises:
-        CheckpointError: a ValueError: no family has the model's form (it gives all reasons), the folder exists, it
-            cannot be written, or tensors have values that are NaN, infinite, or more than the dtype can hold (all of
-            them named).
+        CheckpointError: a ValueError: no family can express the model (the message gives all reasons), the folder
+            exists or cannot be written, or tensors have values that are NaN, infinite, or too large for the dtype (the
+            message lists all of them).
 
-    Differs: where the model scales embedded tokens by √E and the family does not, √E is multiplied into the table, and
-        divided out of the last norm if the table is tied: the same function. Experts are dropless in a checkpoint: a
-        model with a capacity gives the same logits where it drops no token.
+    Differs: if the model scales embedded tokens by √E and the family does not, √E is multiplied into the table, and
+        divided out of the last norm if the table is tied, so the function stays the same. Experts are dropless in a
+        checkpoint, so a model with a capacity gives the same logits only where it drops no token.
     """
     config, target = model.config, Path(directory)
     doing = f"cannot save a checkpoint to {str(target)!r}:"
     values = arrays(model)
-    faults = ["its weights are int8; save the model that was quantized."] if config.int8 else []
+    faults = ["its weights are int8; save the model from before quantization."] if config.int8 else []
     faults += [
         f"{path} has shards in other processes; gather the model in this one."
         for path, value in values.items()
@@ -84,13 +85,14 @@ def save(
         target.parent.mkdir(parents=True, exist_ok=True)
         beside = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
         try:
-            faulty = _write_tensors(beside, table, values, dtype, names[dtype], file_bytes)
+            copies = () if config.tied else family.copies
+            faulty = _write_tensors(beside, table, copies, values, dtype, names[dtype], file_bytes)
             if faulty:
                 raise CheckpointError(doing, faulty)
             (beside / "config.json").write_text(json.dumps(entries, indent=2) + "\n", encoding="utf-8")
             if tokenizer is not None:
                 tokenizer.save(beside)
-            beside.chmod(0o755)  # a temporary folder is private
+            beside.chmod(0o755)  # mkdtemp makes a private folder
             beside.replace(target)
         finally:
             shutil.rmtree(beside, ignore_errors=True)
@@ -99,40 +101,48 @@ def save(
 
 
 def _factors(family: Family, config: ModelConfig) -> dict[str, float]:
-    """Return the factors of a family's tensors, so that its models' scaling of embedded tokens is this model's."""
+    """Return factors for a family's tensors that make its scaling of embedded tokens equal to this model's."""
     root = math.sqrt(config.embed)
     ratio = (root if config.scale_embedding else 1.0) / (root if family.scale_embedding else 1.0)
-    of_norm = {"output.norm": ratio, "output.norm_bias": ratio} if config.tied else {}
-    return {"embedding.table": 1 / ratio, **of_norm}
+    of_norm = ratio
+    if family.root_scaled:  # what is written says that tied logits are multiplied by 1/√E
+        of_norm /= root
+    norms = {"output.norm": of_norm, "output.norm_bias": of_norm} if config.tied else {}
+    return {"embedding.table": 1 / ratio, **norms}
 
 
 def _write_tensors(
     folder: Path,
     table: Mapping[str, ParameterSource],
+    copies: tuple[str, ...],
     values: Mapping[str, jax.Array],
     dtype: np.dtype,
     kind: str,
     most: int,
 ) -> list[str]:
-    """Write the files and, if there are several, their index; return what is wrong with the values of tensors."""
-    files: list[list[tuple[str, tuple[int, ...]]]] = [[]]
+    """Write the files, and their index if there are several; return the faults of the tensors' values.
+
+    `copies` are further names of the embedding table, each of which is written as a tensor of its own.
+    """
+    every = [(path, numbers, source.name(numbers)) for path, source in table.items() for numbers in source.counts()]
+    every += [("embedding.table", (), name) for name in copies]
+    files: list[list[tuple[str, tuple[int, ...], str]]] = [[]]
     size = total = 0
-    for path, source in table.items():
-        count = math.prod(source.shape) * dtype.itemsize
-        for numbers in source.counts():
-            if files[-1] and size + count > most:
-                files.append([])
-                size = 0
-            files[-1].append((path, numbers))
-            size, total = size + count, total + count
+    for each in every:
+        count = math.prod(table[each[0]].shape) * dtype.itemsize
+        if files[-1] and size + count > most:
+            files.append([])
+            size = 0
+        files[-1].append(each)
+        size, total = size + count, total + count
     places: dict[str, str] = {}
     faults: list[str] = []
     for number, tensors in enumerate(files, 1):
         file = WHOLE if len(files) == 1 else f"model-{number:05}-of-{len(files):05}.safetensors"
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         start = 0
-        for path, numbers in tensors:
-            name, shape = table[path].name(numbers), table[path].shape
+        for path, _, name in tensors:
+            shape = table[path].shape
             end = start + math.prod(shape) * dtype.itemsize
             header[name] = {"dtype": kind, "shape": shape, "data_offsets": (start, end)}
             start, places[name] = end, file
@@ -140,16 +150,16 @@ def _write_tensors(
         text += b" " * (-len(text) % 8)  # so that the tensors are aligned
         with (folder / file).open("wb") as out:
             out.write(len(text).to_bytes(8, "little") + text)
-            for path, numbers in tensors:
+            for path, numbers, name in tensors:
                 tensor, largest, count = _tensor(table[path], numbers, _distinct(values[path]), dtype)
                 out.write(tensor.view(np.uint8).data)
-                name, limit = table[path].name(numbers), float(jnp.finfo(dtype).max)
+                limit = float(jnp.finfo(dtype).max)
                 if largest:
-                    faults.append(f"{name} has {largest:.6g}, and {dtype} ends at {limit:.6g}; take another dtype.")
+                    faults.append(f"{name} has {largest:.6g}, but {dtype} ends at {limit:.6g}; take another dtype.")
                 if count:
                     faults.append(
-                        f"{name} has {count:,} of {tensor.size:,} values that are NaN or infinite, and so has the "
-                        "model; take it from before it went wrong."
+                        f"{name} has {count:,} of {tensor.size:,} values that are NaN or infinite, as in the model; "
+                        "save an earlier state, from before training diverged."
                     )
             out.flush()
             os.fsync(out.fileno())
@@ -162,10 +172,11 @@ def _write_tensors(
 def _tensor(
     source: ParameterSource, numbers: tuple[int, ...], shards: list[Any], dtype: np.dtype
 ) -> tuple[np.ndarray, float, int]:
-    """One tensor of the checkpoint on the host, put together of the shards that have a part of it.
+    """Assemble one tensor of the checkpoint on the host from the shards that hold parts of it.
 
-    Beside it the largest magnitude that became infinite in its dtype, 0 if none did; and how many values of the model
-    are not finite.
+    Returns:
+        The tensor, the largest magnitude that overflowed in its dtype (0 if none did), and the number of values that
+        are not finite in the model.
     """
     out, beyond, count = np.empty(source.split, dtype), 0.0, 0
     for shard in shards:
@@ -189,6 +200,6 @@ def _tensor(
 
 
 def _distinct(value: jax.Array) -> list[Any]:
-    """The shards of an array, one of those that hold the same."""
+    """Return the shards of an array, one for each distinct region."""
     bounds = lambda shard: tuple(part.indices(size)[:2] for part, size in zip(shard.index, value.shape))  # noqa: E731
     return list({bounds(shard): shard for shard in value.addressable_shards}.values())

@@ -1,11 +1,11 @@
-"""The tensors of a checkpoint that a parameter consists of, and the part of each that a shard needs."""
+"""The checkpoint tensors that make up each parameter, and the region of each tensor that a shard needs."""
 
 from __future__ import annotations
 
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
 
@@ -23,73 +23,78 @@ Region = tuple[slice, ...]
 
 @dataclass(frozen=True)
 class ParameterSource:
-    """A parameter and its tensors: one, or one for every layer, or for every expert of every layer.
+    """A parameter and its tensors: a single one, one per layer, or one per expert of every layer.
 
     Attributes:
         row: the parameter, whose shape may be padded.
-        stored: how its tensors are called and shaped.
+        stored: the names and dimensions of its tensors.
         factor: the parameter is factor · (tensor + offset).
+        place: its place in the period of blocks, if it belongs to a block.
+        period: blocks of a period; each is a layer of the checkpoint.
     """
 
     row: ParameterRow
     stored: Stored
     factor: float
+    place: int = 0
+    period: int = 1
 
     @cached_property
     def sizes(self) -> dict[str, int]:
-        """The sizes of the parameter's dimensions, without padding."""
+        """Return the sizes of the parameter's dimensions, without padding."""
         return dict(zip(self.row.spec.dims, self.row.real_shape))
 
     @cached_property
     def dims(self) -> tuple[str, ...]:
-        """The dimensions of a tensor, in its order, none merged."""
+        """Return the dimensions of a tensor, in its order, before merging."""
         return tuple(self.stored.dims.replace("(", "").replace(")", ""))
 
     @cached_property
     def split(self) -> tuple[int, ...]:
-        """The sizes of `dims`."""
+        """Return the sizes of `dims`."""
         return tuple(self.sizes[dim] for dim in self.dims)
 
     @cached_property
     def shape(self) -> tuple[int, ...]:
-        """The shape of a tensor, in which the dimensions in parentheses are one."""
+        """Return the shape of a tensor, with the dimensions in parentheses merged."""
         groups = re.findall(r"\((\w+)\)|(\w)", self.stored.dims)
         return tuple(math.prod(self.sizes[dim] for dim in merged or single) for merged, single in groups)
 
     @cached_property
     def counted(self) -> tuple[str, ...]:
-        """The dimensions of the parameter that its tensors are counted by: layers, experts."""
+        """Return the dimensions of the parameter that number its tensors: layers, experts."""
         return tuple(dim for dim in self.row.spec.dims if f"{{{dim}}}" in self.stored.name)
 
     @cached_property
     def order(self) -> tuple[int, ...]:
-        """The permutation from the parameter's dimensions, but for the counted ones, to those of a tensor."""
+        """Return the permutation from the parameter's dimensions, without the counted ones, to those of a tensor."""
         own = [dim for dim in self.row.spec.dims if dim not in self.counted]
         return tuple(own.index(dim) for dim in self.dims)
 
     def name(self, numbers: tuple[int, ...]) -> str:
-        """The name of the tensor at these numbers of the counted dimensions."""
-        return self.stored.name.format(**dict(zip(self.counted, numbers)))
+        """Return the name of the tensor at these indices of the counted dimensions."""
+        at = dict(zip(self.counted, numbers))
+        return self.stored.name.format(**at | ({"N": at["N"] * self.period + self.place} if "N" in at else {}))
 
     def names(self) -> Iterator[str]:
-        """The names of all its tensors."""
+        """Yield the names of all tensors."""
         yield from map(self.name, self.counts())
 
     def counts(self, index: tuple[slice, ...] | None = None) -> list[tuple[int, ...]]:
-        """The numbers of the tensors that a shard has parts of; of all tensors without one."""
+        """Return the indices of the tensors that a shard has parts of; those of all tensors if no shard is given."""
         parts = dict(zip(self.row.spec.dims, index or [slice(None)] * len(self.row.shape)))
         return list(product(*(range(*parts[dim].indices(self.sizes[dim])) for dim in self.counted)))
 
     def pieces(self, index: tuple[slice, ...], numbers: tuple[int, ...]) -> Iterator[tuple[Place, Region]]:
-        """Cut the part of a tensor that a shard has into pieces: one, or several with padding between them.
+        """Cut a shard's part of a tensor into pieces: one, or several if there is padding between them.
 
         Args:
             index: the shard, one slice for each dimension of the parameter.
-            numbers: of the tensor, one of `counts(index)`.
+            numbers: the indices of the tensor, one of `counts(index)`.
 
         Yields:
-            Where a piece lies in the shard, in the order of the parameter's dimensions, with numbers for the counted
-            ones; and the region of the tensor, in the order of `dims`.
+            The position of a piece in the shard, in the order of the parameter's dimensions, with integers for the
+            counted ones; and its region of the tensor, in the order of `dims`.
         """
         at = dict(zip(self.counted, numbers))
         runs: list[list[tuple[int | slice, slice]]] = []
@@ -104,7 +109,7 @@ class ParameterSource:
 
 
 def _runs(start: int, stop: int, padded: Padded | None) -> Iterator[tuple[slice, slice]]:
-    """The runs of real entries from start to stop: where they lie after start, and which entries they are."""
+    """Yield the runs of real entries between start and stop: their position after start, and their unpadded indices."""
     if padded is None:
         yield slice(0, stop - start), slice(start, stop)
         return
@@ -116,16 +121,30 @@ def _runs(start: int, stop: int, padded: Padded | None) -> Iterator[tuple[slice,
             yield slice(first - start, last - start), slice(first - shift, last - shift)
 
 
+def unplaced(path: str) -> tuple[str, int]:
+    """Split a parameter's path into its name in a family's table and the place of its block in the period.
+
+    Example:
+        >>> unplaced("encoder.blocks.1.ffn.w_in"), unplaced("output.norm")
+        (('encoder.ffn.w_in', 1), ('output.norm', 0))
+    """
+    place = re.search(r"(?<!\w)blocks\.(\d+)\.", path)
+    return (path.replace(place[0], ""), int(place[1])) if place else (path, 0)
+
+
 def sources(checkpoint: Described, config: ModelConfig, layout: Layout) -> dict[str, ParameterSource]:
-    """Return the source of every parameter by its path.
+    """Return the source of every parameter, by its path.
 
     Args:
-        checkpoint: the family's table, and the factors.
+        checkpoint: gives the family's table and the factors.
         config: the model.
         layout: a `gspmd.Layout`.
     """
     table = {}
     for path, row in parameters(config, layout).items():
-        name = path.removeprefix("blocks.0.")  # no family has layers of several kinds
-        table[path] = ParameterSource(row, checkpoint.family.tensors[name], checkpoint.factors.get(name, 1.0))
+        name, place = unplaced(path)
+        stored = checkpoint.family.tensors[name]
+        if config.gated and stored.gated:
+            stored = replace(stored, name=stored.gated)
+        table[path] = ParameterSource(row, stored, checkpoint.factors.get(name, 1.0), place, config.period)
     return table

@@ -1,4 +1,4 @@
-"""Text to token ids and back, by a checkpoint's tokenizer.json."""
+"""Conversion between text and token ids with a checkpoint's tokenizer.json."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers import decoders, models, pre_tokenizers
+from tokenizers import decoders, models, pre_tokenizers, processors
 
 from gspmd.reading import ReadError, read_text
 
@@ -20,19 +20,19 @@ FILE = "tokenizer.json"
 
 
 class Tokenizer:
-    """A tokenizer of the library `tokenizers`, with the ids that end a text.
+    """A tokenizer of the `tokenizers` library, with the ids that end a text.
 
     Attributes:
         ends: ids of end-of-text tokens.
-        begin: id of the beginning-of-text token; None if none is named.
-        settings: tokenizer_config.json.
+        begin: id of the beginning-of-text token; None if there is none.
+        settings: the entries of tokenizer_config.json.
 
     Args:
-        backend: the library's tokenizer. Its truncation and padding are turned off: a prompt is neither cut nor
-            filled up, as in transformers, where the caller asks for either.
+        backend: the library's tokenizer. Its truncation and padding are turned off, as they are in transformers unless
+            the caller asks for them.
         ends: ids of end-of-text tokens.
         begin: id of the beginning-of-text token.
-        settings: what tokenizer_config.json says.
+        settings: the entries of tokenizer_config.json.
 
     Example:
         >>> of_bytes = byte_tokenizer()
@@ -56,25 +56,36 @@ class Tokenizer:
 
         Args:
             text: any text.
-            special: whether to add what tokenizer.json adds around a text, such as a beginning-of-text token.
+            special: whether to add the special tokens of tokenizer.json, such as a beginning-of-text token.
         """
         return self.backend.encode(text, add_special_tokens=special).ids
 
+    def source(self, text: str) -> list[int]:
+        """Return the ids of a text that an encoder reads: it ends with an end-of-text token, as in training.
+
+        Example:
+            >>> byte_tokenizer(358).source("f"), byte_tokenizer().source("f")
+            ([102, 256], [102])
+        """
+        ids = self.encode(text)
+        ended = not self.ends or (ids and ids[-1] in self.ends)
+        return ids if ended else [*ids, min(self.ends)]
+
     def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
-        """Return the text of ids; bytes that are no UTF-8 become U+FFFD.
+        """Return the text of ids; bytes that are not valid UTF-8 become U+FFFD.
 
         Args:
-            tokens: ids.
-            special: whether to show special tokens, such as that of the end of a text.
+            tokens: the ids.
+            special: whether to include special tokens, such as the end-of-text token.
         """
         return self.backend.decode(list(tokens), skip_special_tokens=not special)
 
     def stream(self) -> TextStream:
-        """Return what decodes ids one after another, for text that is shown while it is generated."""
+        """Return a decoder of one id at a time, to show text while it is generated."""
         return TextStream(self)
 
     def __len__(self) -> int:
-        """Number of ids, with those of added tokens."""
+        """Return the number of ids, including those of added tokens."""
         return self.backend.get_vocab_size()
 
     def save(self, directory: str | os.PathLike) -> None:
@@ -86,9 +97,9 @@ class Tokenizer:
 
 
 class TextStream:
-    """Ids to text, one at a time: the pieces joined are the text of all ids.
+    """Decodes ids one at a time; the joined pieces are the text of all ids.
 
-    A character whose UTF-8 bytes are spread over several tokens comes with the last of them.
+    A character whose UTF-8 bytes are spread over several tokens is returned with the last of them.
 
     Example:
         >>> stream = byte_tokenizer().stream()
@@ -103,25 +114,26 @@ class TextStream:
         self._decoder = decoders.DecodeStream(skip_special_tokens=True)
 
     def add(self, token: int) -> str:
-        """Return the text that another id completes; empty in the middle of a character."""
+        """Add an id, and return the text that it completes; empty in the middle of a character."""
         self._tokens.append(int(token))
         piece = self._decoder.step(self._tokenizer.backend, int(token)) or ""
         self._shown += piece
         return piece
 
     def end(self) -> str:
-        """Return what was held back: U+FFFD for bytes of a character that was not completed."""
+        """Return the rest of the text: U+FFFD for the bytes of an incomplete character."""
         return self._tokenizer.decode(self._tokens)[len(self._shown) :]
 
 
 def tokenizer(directory: str | os.PathLike) -> Tokenizer:
     """Read a checkpoint's tokenizer.
 
-    The ids that end a text are those of generation_config.json, else of config.json, else the `eos_token` of
-    tokenizer_config.json; that of its beginning likewise. Whether a prompt begins with it is for tokenizer.json to say.
+    The ids that end a text come from the first of these that has them: generation_config.json, config.json, or the
+    `eos_token` of tokenizer_config.json; likewise the id that begins a text. tokenizer.json decides whether `encode`
+    adds the latter.
 
     Args:
-        directory: the checkpoint's folder, with tokenizer.json; or the path of such a file, of any name.
+        directory: the checkpoint's folder, with tokenizer.json; or the path of such a file under any name.
 
     Raises:
         CheckpointError: a ValueError: tokenizer.json is missing or cannot be read.
@@ -131,19 +143,27 @@ def tokenizer(directory: str | os.PathLike) -> Tokenizer:
     if os.path.isfile(folder) or (folder.suffix == ".json" and not os.path.isdir(folder)):
         folder, file, doing = folder.parent, folder.name, f"cannot read the tokenizer {str(folder)!r}:"
     if not os.path.lexists(folder / file):
-        others = [name for name in ("tokenizer.model", "vocab.json", "vocab.bpe") if os.path.lexists(folder / name)]
-        remedy = (
-            f"there is {' and '.join(others)}; convert it: transformers' AutoTokenizer.from_pretrained(DIR)"
-            ".save_pretrained(DIR) writes tokenizer.json."
-            if others
-            else "take it from where the checkpoint comes from."
-        )
-        raise CheckpointError(doing, [f"{file} is missing; {remedy}"])
+        raise CheckpointError(doing, [f"{file} is missing; {_instead(folder)}"])
     backend = _backend(folder / file, doing)
     settings = _optional(folder / "tokenizer_config.json", doing)
     named = [(name, _optional(folder / name, doing)) for name in ("generation_config.json", "config.json")]
     ends, begins = (_ids(kind, named, settings, backend, doing) for kind in ("eos", "bos"))
     return Tokenizer(backend, ends, begins[0] if begins else None, settings)
+
+
+def _instead(folder: Path) -> str:
+    """Say what to do in a folder without tokenizer.json."""
+    known = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json", "vocab.bpe")
+    found = [name for name in known if os.path.lexists(folder / name)]
+    if not found:
+        return "download it with the rest of the checkpoint."
+    there = f"there is {' and '.join(found)}"
+    if {"sentencepiece.bpe.model", "vocab.json"} <= {*found}:
+        return (
+            f"{there}, the files of M2M-100, which transformers does not convert; encode texts with its "
+            "M2M100Tokenizer, and call gspmd_models.Generator with the ids."
+        )
+    return f"{there}; convert it: transformers' AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR) writes {FILE}."
 
 
 def _ids(
@@ -153,7 +173,7 @@ def _ids(
     backend: tokenizers.Tokenizer,
     doing: str,
 ) -> list[int]:
-    """The ids of end-of-text ("eos") or beginning-of-text ("bos") tokens, of the first file that names some."""
+    """Return the ids of end-of-text ("eos") or beginning-of-text ("bos") tokens, from the first file that has some."""
     key = f"{kind}_token_id"
     for file, entries in named:
         found = entries.get(key)
@@ -173,33 +193,47 @@ def _ids(
 
 
 def _backend(path: Path, doing: str) -> tokenizers.Tokenizer:
-    """Read a file by the library, which is handed its text: it would wait for ever for a FIFO."""
+    """Parse a file with the library. It is given the text, since it would wait forever if the path were a FIFO."""
     try:
         return tokenizers.Tokenizer.from_str(read_text(path))
     except ReadError as error:
         fault = f"{path.name} cannot be read: {error}."
-    except BaseException as error:  # the library raises plain Exceptions, and panics, which are none
+    except BaseException as error:  # the library's panics are not Exceptions
         if isinstance(error, KeyboardInterrupt | SystemExit | MemoryError):
             raise
         fault = f"{path.name} cannot be read: {error!s:.500}."
     raise CheckpointError(doing, [fault])
 
 
-def byte_tokenizer() -> Tokenizer:
-    """Return the tokenizer of models on bytes: an id is a byte of the text's UTF-8.
+def byte_tokenizer(vocabulary: int = 256) -> Tokenizer:
+    """Return the tokenizer of byte-level models: each id is a byte of the text's UTF-8.
+
+    Args:
+        vocabulary: number of ids. With more than 256, they are those of an encoder–decoder on bytes: 256 ends every
+            text, 257 begins every text of the decoder, and the sentinels `<extra_id_0>`, `<extra_id_1>` and so on are
+            the last ids, counted down.
 
     Example:
         >>> byte_tokenizer().encode("def f"), len(byte_tokenizer())
         ([100, 101, 102, 32, 102], 256)
+        >>> byte_tokenizer(358).encode("f(<extra_id_0>)")
+        [102, 40, 357, 41, 256]
     """
-    # The library writes bytes as characters: a printable one as itself, the others as those from 256 on.
+    # The library represents bytes as characters: printable ones as themselves, the others as characters from 256 on.
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     letters = {chr(byte): byte for byte in printable} | {chr(256 + at): byte for at, byte in enumerate(others)}
     backend = tokenizers.Tokenizer(models.BPE(vocab=letters, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     backend.decoder = decoders.ByteLevel()
-    return Tokenizer(backend)
+    if vocabulary <= 256:
+        return Tokenizer(backend)
+    # Sentinels are no special tokens, so that a decoded text shows them.
+    named = ["</s>", "<s>", *(f"<extra_id_{number}>" for number in range(vocabulary - 259, -1, -1))]
+    backend.add_special_tokens(named[:2][: vocabulary - 256])
+    backend.add_tokens(named[2:])
+    backend.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 256)])
+    return Tokenizer(backend, ends=[256])
 
 
 def _optional(path: Path, doing: str) -> dict[str, Any]:
@@ -207,7 +241,13 @@ def _optional(path: Path, doing: str) -> dict[str, Any]:
 
 
 def keep_tokenizer(folder: Path, tokenizer: Tokenizer, checkpoint: str) -> None:
-    """Keep the tokenizer with the run, for `gspmd generate` and `gspmd export`, and the checkpoint's config.json."""
+    """Save a tokenizer, and the checkpoint's config.json, with a run, for `gspmd generate` and `gspmd export`.
+
+    Args:
+        folder: where to save them; created if needed.
+        tokenizer: the tokenizer.
+        checkpoint: the folder of the checkpoint that training started from; empty if it started from none.
+    """
     folder.mkdir(exist_ok=True)
     tokenizer.save(folder)
     ids = {"eos_token_id": sorted(tokenizer.ends) or None, "bos_token_id": tokenizer.begin}

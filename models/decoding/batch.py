@@ -1,4 +1,4 @@
-"""A batch that is generated together: texts in rows, prompts in chunks, and the layouts for that number of rows."""
+"""A batch that is generated together: texts in rows, prompts in chunks, sources, and the layouts for these rows."""
 
 from __future__ import annotations
 
@@ -11,13 +11,26 @@ import jax
 import numpy as np
 
 from gspmd.annotate import LayoutError
+from gspmd.display.tables import counted
 from gspmd.layouts import Layout
+from gspmd.layouts.rules.keys import ENCODER
 
-from ..attention import LONGEST
 from ..config import ModelConfig
+from ..rotary import LONGEST
 from .cache import cache_spec
 from .prefix import Shares, most_prompts, shares
-from .serving import GenerationError, check_length, for_serving, least_length, least_rows, phases
+from .serving import (
+    GenerationError,
+    check_length,
+    check_lengths,
+    check_rows,
+    check_source,
+    for_serving,
+    least_length,
+    least_rows,
+    least_source,
+    phases,
+)
 
 MOST_TEXTS = 2**16
 """The most texts of one batch: more than fit into the devices' caches, and few enough to count on the host."""
@@ -33,6 +46,7 @@ class Sizes:
         chunk: tokens of a row that a prefill step reads.
         room: tokens of a row that the cache has room for, T.
         prefill, decode: the layouts, as returned by `phases`, without alternatives.
+        source: tokens of a source that the encoder reads and the cache has room for; 0 for a decoder alone.
     """
 
     rows: int
@@ -41,6 +55,7 @@ class Sizes:
     room: int
     prefill: Any
     decode: Any
+    source: int = 0
 
 
 @dataclass(frozen=True)
@@ -48,11 +63,12 @@ class Batch:
     """Prompts, and the rows in which they are read and continued.
 
     Attributes:
-        prompts: the token ids of each prompt.
+        prompts: the token ids of each prompt; in an encoder–decoder the decoder's, which begin with the start token.
         texts: number of texts; the samples of a prompt are neighbours.
         sizes: the sizes of the programs.
         owners: for each row of text, the number of its prompt; None for a row without a text.
         shares: the prompt that each row of the prefill reads, and the row of the prefill that each row of text copies.
+        sources: the token ids of each prompt's source; none for a decoder alone.
     """
 
     prompts: tuple[np.ndarray, ...]
@@ -60,6 +76,7 @@ class Batch:
     sizes: Sizes
     owners: tuple[int | None, ...]
     shares: Shares
+    sources: tuple[np.ndarray, ...] = ()
 
     def last(self) -> tuple[np.ndarray, np.ndarray]:
         """Return each row's last prompt token, which the decode loop reads, and the number of tokens before it; [R]."""
@@ -79,18 +96,33 @@ class Batch:
             steps.append((tokens, np.array([len(part) for part in parts], np.int32)))
         return steps
 
+    def source_tokens(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return tokens [P, T] of the sources of the prefill's rows, and how many of each are real, [P]."""
+        read = [np.zeros(0, np.int32) if at is None else self.sources[at] for at in self.shares.prompts]
+        tokens = np.zeros((len(read), self.sizes.source), np.int32)
+        for row, ids in zip(tokens, read):
+            row[: len(ids)] = ids
+        return tokens, np.array([len(ids) for ids in read], np.int32)
+
+    def source_lengths(self) -> np.ndarray:
+        """Return the number of tokens of each row's source, [R]."""
+        return np.array([0 if owner is None else len(self.sources[owner]) for owner in self.owners], np.int32)
+
 
 def make_batch(
     config: ModelConfig,
     layout: Layout,
     prefill: Any,
     mesh: jax.sharding.Mesh,
-    prompts: Sequence[Sequence[int]],
+    prompts: Sequence[Sequence[int]] | None,
     tokens: int,
     *,
+    sources: Sequence[Sequence[int]] | None = None,
     samples: int = 1,
+    beams: int = 0,
     chunk: int = 128,
     cache_length: int | None = None,
+    source_length: int | None = None,
 ) -> Batch:
     """Lay out prompts and texts in rows and chunks: the fewest rows that the mesh divides.
 
@@ -99,23 +131,30 @@ def make_batch(
         layout: the layout for decoding, as for `phases`; the number of rows decides between its alternatives.
         prefill: the layout for reading prompts, likewise; None for the same layout.
         mesh: devices with the layouts' axes.
-        prompts: the token ids of each prompt; at least one prompt.
+        prompts: the token ids of each prompt; at least one prompt. With an encoder they are what each text begins with
+            after the start token, and may be empty; None if all are.
         tokens: the most tokens that a text adds to its prompt.
+        sources: the token ids that the encoder reads for each prompt; at least one source; None for a decoder alone.
         samples: number of texts of each prompt.
+        beams: number of beams of each prompt, which all lie on one device; 0 without beams.
         chunk: the most tokens of a row that are read in one step.
         cache_length: tokens that a row's cache has room for; if None, the needed number, rounded up so that few
             programs serve all lengths.
+        source_length: tokens of a source that the cache has room for; None likewise.
 
     Raises:
-        GenerationError: there is no prompt, a prompt is empty, a token is not in the vocabulary, or a text is longer
-            than the cache or than the model was made for.
-        LayoutError: the mesh does not divide the model's sizes, the chunk or the cache.
+        GenerationError: there is no prompt, a prompt or a source is empty, a token is not in the vocabulary, or a text
+            or a source is longer than the cache or than the model was made for.
+        LayoutError: the mesh does not divide the model's sizes, the chunk or the cache; or the caches of texts and of
+            their sources lie apart.
     """
     config = for_serving(config)
-    held = checked(config, prompts, tokens, samples=samples, chunk=chunk, cache_length=cache_length)
+    given, read = read_sources(config, prompts, sources, source_length)
+    held = checked(config, given, tokens, samples=samples, chunk=chunk, cache_length=cache_length)
     needed, texts = max(map(len, held)) + tokens - 1, samples * len(held)  # the last token of a text is never read
-    rows, reading, decode = _fewest_rows(config, layout, prefill, mesh, texts, cache_length)
-    owners = tuple(text // samples if text < texts else None for text in range(rows))
+    each_row = beams or samples
+    rows, reading, decode = _fewest_rows(config, layout, prefill, mesh, each_row * len(held), cache_length, beams)
+    owners = tuple(row // each_row if row < each_row * len(held) else None for row in range(rows))
     shards, found = _parts(mesh, cache_spec(decode).axes_of("B")), Shares(owners, None)
     # A prompt that several texts begin with is read once on every device that has some of them.
     for each in range(most_prompts(owners, shards), rows // shards):
@@ -128,25 +167,32 @@ def make_batch(
             break
     room = cache_length or _rounded(coarse(needed), _parts(mesh, cache_spec(decode).axes_of("T")))
     length = min(chunk, _rounded(coarse(max(map(len, held)) - 1), least_length(reading, mesh)))
-    sizes = Sizes(rows, len(found.prompts), length, room, reading, decode)
-    reading.check(config.sizes(sizes.prefill_rows, length) | {"T": room}, mesh)
-    decode.one_position().check(config.sizes(rows, 1) | {"T": room}, mesh)
-    return Batch(held, texts, sizes, owners, found)
+    in_source = 0
+    if read:
+        check_rows(decode, mesh.shape)
+        in_source = source_length or _rounded(coarse(max(map(len, read))), least_source(reading, mesh))
+    sizes = Sizes(rows, len(found.prompts), length, room, reading, decode, in_source)
+    check_lengths(reading, config.sizes(sizes.prefill_rows, length), mesh, room, in_source)
+    check_lengths(decode.one_position(), config.sizes(rows, 1), mesh, room, in_source)
+    if read:
+        reading.stack(ENCODER).check(config.sizes(sizes.prefill_rows, in_source), mesh)
+    return Batch(held, texts, sizes, owners, found, read)
 
 
 def _fewest_rows(
-    config: ModelConfig, layout: Layout, prefill: Any, mesh: jax.sharding.Mesh, texts: int, cache_length: int | None
-) -> tuple[int, Any, Any]:
-    """Return the fewest rows for `texts` texts, and the layouts for them."""
-    faults = []
-    # Every product of mesh axes divides mesh.size, so one of that many successive numbers of rows is divided by it.
-    for rows in range(texts, texts + mesh.size):
+    config: ModelConfig, layout: Layout, prefill: Any, mesh: jax.sharding.Mesh, texts: int, cache_length: int | None,
+    beams: int,
+) -> tuple[int, Any, Any]:  # fmt: skip
+    """Return the fewest rows for `texts` texts, and the layouts for them; no device has only some beams of a prompt."""
+    faults, step = [], max(beams, 1)
+    # Every product of mesh axes divides mesh.size, so one of that many successive multiples is divided by it.
+    for rows in range(texts, texts + step * mesh.size, step):
         try:
             found = _layouts(config, layout, prefill, mesh, rows, rows, cache_length)
         except LayoutError as error:
             faults.append(error)
             continue
-        if found:
+        if found and rows // step % _parts(mesh, cache_spec(found[1]).axes_of("B")) == 0:
             return rows, *found
     raise faults[0]
 
@@ -162,6 +208,59 @@ def _layouts(
     reading, decode = phases(layout, prefill, sizes=(wanted[0] | given, wanted[1] | given), mesh=mesh)
     fit = prefill_rows % least_rows(config, reading, mesh) == 0 == rows % least_rows(config, decode, mesh)
     return (reading, decode) if fit else None
+
+
+def read_sources(
+    config: ModelConfig,
+    prompts: Sequence[Sequence[int]] | None,
+    sources: Sequence[Sequence[int]] | None,
+    source_length: int | None = None,
+) -> tuple[Sequence[Sequence[int]], tuple[np.ndarray, ...]]:
+    """Return what each text begins with, with an encoder after the start token, and the sources, after checking them.
+
+    The arguments are those of `make_batch`.
+
+    Raises:
+        GenerationError: a model with an encoder has no source, or one without an encoder has some; there is not one
+            source for each prompt, a source is empty or too long, or a token is not in the vocabulary.
+    """
+    if not config.encoder_layers:
+        if sources is not None or source_length is not None:
+            raise GenerationError("this model is a decoder alone and reads no sources; give prompts only")
+        return () if prompts is None else prompts, ()
+    if not sources:
+        raise GenerationError("this model has an encoder, and there is no source for it; give at least one")
+    if prompts is not None and len(prompts) != len(sources):
+        count = f"{counted(len(prompts), 'prompt')} with {counted(len(sources), 'source')}"
+        raise GenerationError(f"cannot pair {count}; give one for each, or none")
+    if source_length is not None and source_length < 1:
+        raise GenerationError(f"source_length is {source_length}; it must be at least 1")
+    read = token_ids(config.vocabulary, sources, "cannot encode an empty source", "source")
+    check_source(config, max(map(len, read)), source_length)
+    return [[config.start_token, *given] for given in prompts or [()] * len(read)], read
+
+
+def token_ids(vocabulary: int, texts: Sequence[Sequence[int]], empty: str, called: str) -> tuple[np.ndarray, ...]:
+    """Return texts as arrays, after checking that none is empty and all tokens are in the vocabulary.
+
+    Args:
+        vocabulary: number of tokens.
+        texts: the token ids of each.
+        empty: what an error says of an empty one.
+        called: the name by which it counts them.
+
+    Raises:
+        GenerationError: one is empty, or has a token that is not in the vocabulary.
+    """
+    held = tuple(np.asarray(text, np.int32).reshape(-1) for text in texts)
+    for number, ids in enumerate(held):
+        if not ids.size:
+            which = f" ({called} {number + 1} of {len(held)})" if len(held) > 1 else ""
+            raise GenerationError(f"{empty}{which}; give at least one token")
+        wrong = ids[(ids < 0) | (ids >= vocabulary)]
+        if wrong.size:
+            raise GenerationError(f"token {wrong[0]} is not in the model's vocabulary, 0 to {vocabulary - 1}")
+    return held
 
 
 def checked(
@@ -209,14 +308,7 @@ def read_prompts(
     for name, value in (("tokens", tokens), ("samples", samples), ("chunk", chunk)):
         if value < 1:
             raise GenerationError(f"{name} is {value}; it must be at least 1")
-    held = tuple(np.asarray(prompt, np.int32).reshape(-1) for prompt in prompts)
-    for number, ids in enumerate(held):
-        if not ids.size:
-            which = f" (prompt {number + 1} of {len(held)})" if len(held) > 1 else ""
-            raise GenerationError(f"cannot continue an empty prompt{which}; give at least one token")
-        wrong = ids[(ids < 0) | (ids >= vocabulary)]
-        if wrong.size:
-            raise GenerationError(f"token {wrong[0]} is not in the model's vocabulary, 0 to {vocabulary - 1}")
+    held = token_ids(vocabulary, prompts, "cannot continue an empty prompt", "prompt")
     _check_room(max(map(len, held)), tokens, samples * len(held), cache_length)
     return held
 

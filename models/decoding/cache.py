@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -14,6 +14,9 @@ from gspmd.layouts import Layout
 
 from ..config import ModelConfig
 from ..vectors import wide_sizes
+
+SELF, CROSS = "attention.key", "cross.key"
+"""The lines of a layout whose `Layout.cache` places the cache of a text, and that of an encoded source."""
 
 
 @jax.tree_util.register_dataclass
@@ -31,6 +34,8 @@ class Cache:
         key_scales: scales of an int8 cache, one float32 [N, B, K, T] for each block of the period; otherwise None.
         value_scales: scales of the values, likewise.
         lengths: [B] int32, the number of each row's tokens that are in the cache.
+        source: likewise the keys and values to which a decoder's cross-attention attends, one for each of its blocks,
+            of each row's encoded source; None for a decoder alone.
     """
 
     keys: tuple[jax.Array, ...]
@@ -38,9 +43,10 @@ class Cache:
     key_scales: tuple[jax.Array, ...] | None
     value_scales: tuple[jax.Array, ...] | None
     lengths: jax.Array
+    source: Cache | None = None
 
     @property
-    def layers(self) -> tuple[Any, ...]:
+    def layers(self) -> tuple[Any, Any, Any, Any]:
         """The arrays with a leading N: keys, values and their scales."""
         return self.keys, self.values, self.key_scales, self.value_scales
 
@@ -50,9 +56,9 @@ class Cache:
         return self.keys[0].shape[3]
 
 
-def cache_spec(layout: Layout) -> Spec:
+def cache_spec(layout: Layout, line: str = SELF) -> Spec:
     """Return the spec [B, K, T, D] of one layer's keys and values: that of `Layout.cache`, which is written BTKD."""
-    held, dims = Spec.parse(layout.cache()), ("B", "K", "T", "D")
+    held, dims = Spec.parse(layout.cache(line)), ("B", "K", "T", "D")
     return Spec(dims, tuple(map(held.axes_of, dims)))
 
 
@@ -70,6 +76,7 @@ def abstract_cache(
     dtype: Any,
     *,
     int8: bool = False,
+    source_length: int = 0,
 ) -> Cache:
     """Return the shapes, dtypes and shardings of an `empty_cache`; nothing is allocated.
 
@@ -81,9 +88,11 @@ def abstract_cache(
         length: number of tokens that a row has room for, T.
         dtype: dtype of keys and values.
         int8: whether to keep them as int8 instead, with a float32 scale for each token and head.
+        source_length: number of tokens of a source that a row has room for, if the model has an encoder.
 
     Raises:
         SpecError: the mesh axes of B, T or K do not divide their sizes.
+        ValueError: the model has an encoder, and there is no room for sources; or the other way round.
 
     Example:
         >>> from gspmd.layouts import Layout
@@ -92,19 +101,27 @@ def abstract_cache(
         >>> cache.keys[0].shape, cache.keys[0].sharding.spec[1]
         ((2, 4, 8, 32, 16), ('x', 'y', 'z'))
     """
-    spec, sizes = cache_spec(layout), wide_sizes(config, layout, batch, length)
-    shape = tuple(sizes[dim] for dim in spec.dims)
-    spec.check(shape, dict(mesh.shape))
-    repeats, scales = config.layers // config.period, spec.without("D")
+    if bool(config.encoder_layers) != (source_length > 0):
+        fact = "this model has an encoder" if config.encoder_layers else "this model is a decoder alone"
+        remedy = "at least 1" if config.encoder_layers else "0"
+        raise ValueError(f"{fact}, and source_length is {source_length}; it must be {remedy}")
+    repeats = config.layers // config.period
 
-    def tensors(spec: Spec, shape: tuple[int, ...], dtype: Any) -> tuple[Any, ...]:
-        where = NamedSharding(mesh, stacked(spec).partition_spec())
-        return (jax.ShapeDtypeStruct((repeats, *shape), dtype, sharding=where),) * config.period
+    def of(line: str, length: int) -> Cache:
+        spec, sizes = cache_spec(layout, line), wide_sizes(config, layout, batch, length)
+        shape = tuple(sizes[dim] for dim in spec.dims)
+        spec.check(shape, dict(mesh.shape))
 
-    held = tensors(spec, shape, jnp.int8 if int8 else jnp.dtype(dtype))
-    scaled = tensors(scales, shape[:3], jnp.float32) if int8 else None
-    lengths: Any = abstract_whole(mesh, (batch,), jnp.int32)
-    return Cache(held, held, scaled, scaled, lengths)
+        def tensors(spec: Spec, shape: tuple[int, ...], dtype: Any) -> tuple[Any, ...]:
+            where = NamedSharding(mesh, stacked(spec).partition_spec())
+            return (jax.ShapeDtypeStruct((repeats, *shape), dtype, sharding=where),) * config.period
+
+        held = tensors(spec, shape, jnp.int8 if int8 else jnp.dtype(dtype))
+        scaled = tensors(spec.without("D"), shape[:3], jnp.float32) if int8 else None
+        lengths: Any = abstract_whole(mesh, (batch,), jnp.int32)
+        return Cache(held, held, scaled, scaled, lengths)
+
+    return replace(of(SELF, length), source=of(CROSS, source_length) if source_length else None)
 
 
 def empty_cache(
@@ -116,9 +133,10 @@ def empty_cache(
     dtype: Any,
     *,
     int8: bool = False,
+    source_length: int = 0,
 ) -> Cache:
     """Return a sharded cache that holds no token; arguments and errors are those of `abstract_cache`."""
-    shapes = abstract_cache(config, layout, mesh, batch, length, dtype, int8=int8)
+    shapes = abstract_cache(config, layout, mesh, batch, length, dtype, int8=int8, source_length=source_length)
     with jax.set_mesh(mesh):
         return zeros(shapes)
 

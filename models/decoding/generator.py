@@ -1,11 +1,11 @@
-"""Text generation: prompts in, tokens out, in bursts."""
+"""Text generation: continue prompts, and return tokens in bursts."""
 
 from __future__ import annotations
 
 import gc
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -17,76 +17,85 @@ from jax.sharding import NamedSharding
 from gspmd.layouts import Layout
 from gspmd.lowerings.in_force import current as current_lowering
 
+from ..placement import batch_spec
 from ..shapes import abstract_tokens
 from ..transformer import Transformer, arrays, with_arrays
-from .batch import Batch, Sizes, make_batch
+from .batch import Batch, Sizes, coarse, make_batch
+from .beams import BeamSearch, beam_loop, begin, check_beams
 from .cache import Cache, abstract_cache, abstract_whole, cache_spec, zeros
 from .loop import NOTHING, PLAIN, UNDEFINED, Sampling, WrittenTexts, decode_loop
 from .memory import Formats, any_order, format_of, not_finite, put, shapes
 from .prefix import copy_rows
 from .serving import GenerationError, check_seeds, for_serving, served
-from .steps import decode_step, prefill_step
+from .steps import decode_step, encode_step, prefill_step
 
 
 @dataclass(frozen=True)
 class Burst:
-    """New tokens of every text.
+    """The next tokens of every text.
 
     Attributes:
-        tokens: of each text, in their order; none for one that has ended.
+        tokens: the new tokens of each text, in order; empty for a text that has ended.
         ended: whether each text is complete.
-        seconds: since the prompts were given to the devices, compilation not counted.
+        seconds: seconds since the prompts were sent to the devices, without compilation.
+        scores: of each text that beams have found, see `beam_loop`; empty before that, and for texts that are drawn.
     """
 
     tokens: list[list[int]]
     ended: list[bool]
     seconds: float
+    scores: Sequence[float] = ()
 
 
 @dataclass(frozen=True)
 class Generated:
-    """Texts, and how long they took.
+    """Generated texts, with the time that they took.
 
     Attributes:
-        texts: the tokens of each, without its prompt and without a stop token.
-        first_token: seconds until every text had its first token.
-        seconds: seconds until the last one was there.
+        texts: the tokens of each text, without its prompt and without a stop token.
+        first_token: seconds until every text had its first token; with beams, until all texts were complete.
+        seconds: seconds until the last token.
+        scores: of each text that beams have found, see `beam_loop`; empty for texts that are drawn.
     """
 
     texts: list[list[int]]
     first_token: float
     seconds: float
+    scores: Sequence[float] = ()
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens of all texts per second, those after the first ones; 0 where there are no others."""
+        """Tokens per second of all texts together, from the second token on; 0 if there are none."""
         later = sum(max(0, len(text) - 1) for text in self.texts)
-        return later / (self.seconds - self.first_token) if later else 0.0
+        return later / (self.seconds - self.first_token) if later and self.seconds > self.first_token else 0.0
 
 
 class Generator:
-    """Continues prompts, on all devices of a mesh.
+    """Continues prompts, or writes a text for each source of an encoder–decoder, on all devices of a mesh.
 
-    Prompts are read in chunks of fixed length, each text's last token by the decode loop, which stays on the devices
-    for a burst of steps. A prompt that several texts begin with is read once. What a text is depends on its prompt,
-    its seed and the settings alone: neither on the other texts, nor on chunks, bursts or layouts, but for rounding.
+    Sources are encoded first, each once. Prompts are read in chunks of fixed length, except for each text's last token,
+    which the decode loop reads. The loop stays on the devices for a burst of steps. A prompt that several texts share
+    is read once. Apart from rounding, a text depends only on its source, its prompt, its seed and the settings, not on
+    other texts, chunks, bursts or layouts.
 
-    The devices hold the weights once: where the layout stores them, in the order of dimensions that the compiler chose
-    for the decode loop. `model` is that model; one that the caller keeps as well may hold what was moved once more.
+    The devices hold the weights once: placed as the layout stores them, in the order of dimensions that the compiler
+    chose for the decode loop. `model` is updated to hold them; if the caller keeps the old model too, weights that were
+    moved take memory twice.
 
     Args:
-        model: a placed model; experts drop no token (see `for_serving`).
-        layout: a `gspmd.Layout`, the model's own when None: its phase `prefill` for reading prompts and its phase
-            `decode` for decoding, which says where weights and cache lie. The rows of a batch choose its alternatives.
-        prefill: another one for reading prompts, of the same mesh axes.
+        model: a placed model; its experts drop no token (see `for_serving`).
+        layout: a `gspmd.Layout`, by default the model's own. Its phase `prefill` is for reading sources and
+            prompts; its phase `decode` is for decoding, and places weights and cache. The rows of a batch select its
+            alternatives.
+        prefill: another layout for reading prompts, with the same mesh axes.
         chunk: the most tokens of a prompt that are read in one step.
-        burst: tokens of a text that come to the host together.
+        burst: number of tokens of a text that come to the host together.
         int8: whether keys and values are kept as int8, with a float32 scale for each token and head.
-        compiled: called once the programs are compiled, before the first of them runs: processes wait there for one
-            another.
+        compiled: called when the programs are compiled, before the first of them runs; with several processes, they
+            wait for one another there.
 
     Raises:
-        GenerationError: a burst under 1, or a router that reads later tokens.
+        GenerationError: burst is less than 1, or the router reads later tokens.
 
     Example:
         >>> import gspmd_models as models
@@ -98,6 +107,18 @@ class Generator:
         ...     texts = generate([[1, 2, 3], [4]], tokens=5, sampling=Sampling(temperature=0)).texts
         >>> [len(text) for text in texts]
         [5, 5]
+
+        Two sources of an encoder–decoder, and the likeliest texts that four beams find:
+
+        >>> config = models.ModelConfig(layers=1, encoder_layers=1)
+        >>> with jax.set_mesh(mesh):
+        ...     generate = Generator(models.build(config, layout, mesh, jax.random.key(0)))
+        ...     texts = generate(None, tokens=5, sources=[[1, 2, 3], [4]], beams=4).texts
+        ...     best = generate(None, tokens=5, sources=[[1, 2, 3], [4]], beams=4, n_best=3)
+        >>> [len(text) for text in texts]
+        [5, 5]
+        >>> best.texts[::3] == texts, len(best.scores), best.scores[0] >= best.scores[1] >= best.scores[2]
+        (True, 6, True)
 
     Source: Pope et al. 2022 (arXiv 2211.05102), section 3.2.3, for two layouts over one set of weights; Agrawal et al.
         2023, SARATHI (arXiv 2308.16369), for prefill in chunks.
@@ -119,89 +140,112 @@ class Generator:
         for_serving(model.config)
         self.model, self.layout, self.prefill = model, model.layout if layout is None else layout, prefill
         self.chunk, self.burst, self.int8, self.compiled = chunk, burst, int8, compiled
-        self._models: dict[Any, Transformer] = {}  # of shapes
+        self._models: dict[Any, Transformer] = {}  # with shapes in place of weights
         self._compiled: dict[Any, Any] = {}
-        self._formats: dict[Any, Formats] = {}  # in which each placement of the weights is stored
+        self._formats: dict[Any, Formats] = {}  # of the weights, by their shardings
 
-    def __call__(self, prompts: Sequence[Sequence[int]], tokens: int, **options: Any) -> Generated:
-        """Continue prompts, and return all texts at once; arguments and errors as of `stream`."""
+    def __call__(self, prompts: Sequence[Sequence[int]] | None, tokens: int, **options: Any) -> Generated:
+        """Continue prompts, and return all texts at once; arguments and errors are those of `stream`."""
         bursts = list(self.stream(prompts, tokens, **options))
         texts = [[token for new in parts for token in new] for parts in zip(*(burst.tokens for burst in bursts))]
-        return Generated(texts, bursts[0].seconds, bursts[-1].seconds)
+        # With beams, every burst but the last is empty.
+        first = next((burst.seconds for burst in bursts if any(burst.tokens)), bursts[-1].seconds)
+        return Generated(texts, first, bursts[-1].seconds, bursts[-1].scores)
 
     def stream(
         self,
-        prompts: Sequence[Sequence[int]],
+        prompts: Sequence[Sequence[int]] | None,
         tokens: int,
         *,
+        sources: Sequence[Sequence[int]] | None = None,
         samples: int = 1,
         sampling: Sampling = PLAIN,
         seed: int = 0,
+        beams: int = 0,
+        length_penalty: float = 1.0,
+        n_best: int = 1,
         stop: Sequence[int] = (),
         cache_length: int | None = None,
+        source_length: int | None = None,
         ended: Collection[int] = (),
     ) -> Iterator[Burst]:
         """Continue prompts, burst by burst; call and iterate under `jax.set_mesh`.
 
         Args:
-            prompts: token ids of each, at least one.
-            tokens: the most that a text adds to its prompt.
-            samples: texts of each prompt. Text number i, counted over all prompts, has the seed `seed + i`.
+            prompts: token ids of each prompt, at least one. For an encoder–decoder, the tokens with which each text
+                begins after the configuration's `start_token`, such as that of a language; None if there are none.
+            tokens: the most tokens that a text adds to its prompt.
+            sources: for an encoder–decoder, the token ids of each source, at least one; one for each prompt.
+            samples: number of texts for each prompt. Text number i, counted over all prompts, has the seed `seed + i`.
             sampling: how tokens are drawn.
-            seed: of the first text; those of all texts are from 0 to 2³² - 1.
+            seed: seed of the first text; the seeds of all texts have to be from 0 to 2³² - 1.
+            beams: number of beams of a search for the likeliest text, see `beam_loop`; 0 for sampling.
+            length_penalty: exponent of the length by which this search divides the score of a text.
+            n_best: number of texts of each prompt that this search returns, the best first, at most `beams`.
             stop: tokens that end a text; they are not part of it.
-            cache_length: tokens that the cache has room for in a row; when None as many as are needed, or a few more.
-            ended: numbers of texts that shall end; the caller may add to it between two bursts.
+            cache_length: tokens that a row of the cache has room for; by default as many as needed, or a few more.
+            source_length: number of tokens of a source that the cache has room for, likewise.
+            ended: numbers of texts to end early; the caller may add to it between two bursts. Texts of beams do not end
+                early.
 
         Returns:
-            An iterator; the first burst is the first token of every text.
+            An iterator of bursts; the first one holds the first token of every text. With beams, all bursts
+            before the last one are empty, and the last one has `n_best` texts for each prompt, with their scores.
 
         Raises:
-            GenerationError: nothing to continue, a token that the model does not have, a text longer than the cache or
-                than the model was made for, or one whose seed has more than 32 bits; while iterating, a text whose
-                logits are NaN, after the burst with all tokens before it.
+            GenerationError: there is nothing to continue; a prompt has a token outside the vocabulary; a text is longer
+                than the cache or than the model was made for; a seed has more than 32 bits; a model with an encoder has
+                no sources, or one without has some; settings do not go together; or, while iterating, the logits of a
+                text are NaN. In the last case, the burst with the tokens before them is yielded first.
             LayoutError: the mesh does not divide the model's sizes, the rows, the chunk or the cache.
         """
-        batch = self.batch(prompts, tokens, samples=samples, cache_length=cache_length)
+        draws, stop = sampling != PLAIN or seed != 0, tuple(stop)
+        check_beams(beams, length_penalty, samples, draws, self.model.config.vocabulary, len(set(stop)), n_best)
+        rooms = {"cache_length": cache_length, "source_length": source_length}
+        batch = self.batch(prompts, tokens, sources=sources, samples=samples, beams=beams, **rooms)
         check_seeds(seed, batch.texts)
-        return self._bursts(batch, tokens, sampling, seed, tuple(stop), ended)
+        if beams:
+            return self._searched(batch, tokens, beams, float(length_penalty), n_best, stop)
+        return self._bursts(batch, tokens, sampling, seed, stop, ended)
 
     def batch(
-        self, prompts: Sequence[Sequence[int]], tokens: int, *, samples: int = 1, cache_length: int | None = None
+        self,
+        prompts: Sequence[Sequence[int]] | None,
+        tokens: int,
+        *,
+        sources: Sequence[Sequence[int]] | None = None,
+        samples: int = 1,
+        beams: int = 0,
+        cache_length: int | None = None,
+        source_length: int | None = None,
     ) -> Batch:
-        """Return how prompts are laid out in rows and chunks; arguments and errors as of `stream`."""
+        """Lay prompts out in rows and chunks; arguments and errors are those of `stream`."""
         config, mesh = self.model.config, jax.sharding.get_mesh()
         return make_batch(
-            config, self.layout, self.prefill, mesh, prompts, tokens,
-            samples=samples, chunk=self.chunk, cache_length=cache_length,
+            config, self.layout, self.prefill, mesh, prompts, tokens, sources=sources, samples=samples, beams=beams,
+            chunk=self.chunk, cache_length=cache_length, source_length=source_length,
         )  # fmt: skip
 
     def _bursts(
         self, batch: Batch, tokens: int, sampling: Sampling, seed: int, stop: tuple[int, ...], ended: Collection[int]
     ) -> Iterator[Burst]:
-        sizes, whole = batch.sizes, NamedSharding(jax.sharding.get_mesh(), jax.P())
-        put = lambda values, dtype=np.int32: jax.device_put(np.asarray(values, dtype), whole)  # noqa: E731
-        empty, prefill, share, loop = self._programs(batch, sampling, stop)
+        sizes, numbers = batch.sizes, np.arange(batch.sizes.rows)
+        loop, reading = self._loop(sizes, sampling, stop), self._reading(batch)
         self.compiled()
-        weights, (_, ids_like, *_) = self._stored(sizes.decode), self.programs(sizes)["prefill"][1]
-        numbers = np.arange(sizes.rows)
-        seeds = put(np.where(numbers < batch.texts, seed + numbers, 0), np.uint32)
-        cache = jax.block_until_ready(empty())
+        weights = self._stored(sizes.decode)
+        seeds = _put(np.where(numbers < batch.texts, seed + numbers, 0), np.uint32)
+        empty = jax.block_until_ready(reading["empty"]())
         began = time.perf_counter()
-        for ids, counts in batch.chunks():
-            cache = prefill(weights, jax.device_put(ids, ids_like.sharding), put(counts), cache)
-        last, before = batch.last()
-        if share is not None:
-            cache = share(cache, jax.device_put(batch.shares.sources, _sources(sizes).sharding), put(before))
-        rows = WrittenTexts(cache, put(last), put(np.where(numbers < batch.texts, tokens, 0)))
+        cache, last = self._read(batch, reading, weights, empty)
+        rows = WrittenTexts(cache, last, _put(np.where(numbers < batch.texts, tokens, 0)))
 
         def launch(limit: int) -> jax.Array:
             nonlocal rows
             alive = [number not in ended for number in numbers]
-            rows, written = loop(weights, rows, seeds, put(alive, np.bool_), put(limit))
+            rows, written = loop(weights, rows, seeds, _put(alive, np.bool_), _put(limit))
             return written
 
-        # The next burst is on its way to the devices before this one's tokens are looked at.
+        # The next burst is launched before the tokens of this one are fetched, so that the devices never wait.
         limits = [1, *[self.burst] * -(-(tokens - 1) // self.burst)]
         coming, counts = launch(limits[0]), np.zeros(batch.texts, np.int32)
         for steps, following in zip(limits, (*limits[1:], 0)):
@@ -218,50 +262,134 @@ class Generator:
             if all(over):
                 return
 
-    # -- programs, compiled once for their sizes ----------------------------------------------------------------------
+    def _searched(
+        self, batch: Batch, tokens: int, beams: int, length_penalty: float, n_best: int, stop: tuple[int, ...]
+    ) -> Iterator[Burst]:
+        sizes, groups = batch.sizes, batch.sizes.rows // beams
+        loop, reading = self._beams(sizes, beams, length_penalty, stop, coarse(tokens)), self._reading(batch)
+        self.compiled()
+        weights = self._stored(sizes.decode)
+        empty = jax.block_until_ready(reading["empty"]())
+        began = time.perf_counter()
+        cache, last = self._read(batch, reading, weights, empty)
+        search = begin(cache, last, groups, batch.texts, beams, coarse(tokens))
+        search = jax.tree.map(lambda x: x if isinstance(x, jax.Array) else _put(x, x.dtype), search)
+        count = batch.texts * n_best
+        nothing: list[list[int]] = [[] for _ in range(count)]
+        for limit in range(self.burst, tokens + self.burst, self.burst):
+            search = loop(weights, search, _put(limit), _put(tokens))
+            if not np.asarray(search.going).any():
+                break
+            yield Burst(nothing, [False] * count, time.perf_counter() - began)
+        if (undefined := np.asarray(search.undefined)).any():
+            text = int(undefined.argmax())
+            raise GenerationError(_undefined(text, None, not_finite(weights), self.model.dtype))
+        ends = search.end_texts, search.end_lengths, search.end_scores
+        best, lengths, scores = (np.asarray(x)[: batch.texts, :n_best].reshape(count, *x.shape[2:]) for x in ends)
+        found = [row[:length].tolist() for row, length in zip(best, lengths)]
+        yield Burst(found, [True] * count, time.perf_counter() - began, scores.tolist())
+
+    def _read(
+        self, batch: Batch, reading: dict[str, Any], weights: dict[str, jax.Array], cache: Cache
+    ) -> tuple[Cache, jax.Array]:
+        """Read sources and prompts into an empty cache; return that of all rows, and each row's last prompt token."""
+        steps = self.programs(batch.sizes)
+        if batch.sources:
+            tokens, counts = batch.source_tokens()
+            placed = jax.device_put(tokens, steps["encode"][1][1].sharding)
+            cache = replace(cache, source=reading["encode"](weights, placed, _put(counts)))
+        for ids, counts in batch.chunks():
+            placed = jax.device_put(ids, steps["prefill"][1][1].sharding)
+            cache = reading["prefill"](weights, placed, _put(counts), cache)
+        last, before = batch.last()
+        if batch.shares.sources is not None:
+            chosen = jax.device_put(batch.shares.sources, _sources(batch.sizes).sharding)
+            lengths = (before, *([batch.source_lengths()] if batch.sources else []))
+            cache = reading["share"](cache, chosen, *map(_put, lengths))
+        return cache, _put(last)
+
+    # -- programs, compiled once for each set of sizes ----------------------------------------------------------------
 
     def programs(self, sizes: Sizes, *, fresh: bool = False) -> dict[str, tuple[Callable, tuple[Any, ...]]]:
-        """Return the steps `prefill` and `decode`, as of `prefill_step` and `decode_step`, with abstract arguments."""
+        """Return the steps `prefill` and `decode` (`prefill_step`, `decode_step`), each with its abstract arguments.
+
+        With an encoder, `encode` (`encode_step`) comes first.
+        """
         mesh, reader, writer = jax.sharding.get_mesh(), self._served(sizes.prefill), self._served(sizes.decode)
         small, large = (self.abstract_cache(sizes, rows) for rows in (sizes.prefill_rows, sizes.rows))
         tokens = abstract_tokens(sizes.prefill, mesh, sizes.prefill_rows, sizes.chunk)
         each, one = (abstract_whole(mesh, (rows,), jnp.int32) for rows in (sizes.prefill_rows, sizes.rows))
-        return {
+        encode: dict[str, tuple[Callable, tuple[Any, ...]]] = {}
+        if sizes.source:
+            where = NamedSharding(mesh, batch_spec(sizes.prefill).partition_spec())
+            ids: Any = jax.ShapeDtypeStruct((sizes.prefill_rows, sizes.source), jnp.int32, sharding=where)
+            encode = {"encode": (encode_step(reader, int8=self.int8), (arrays(reader), ids, each))}
+        return encode | {
             "prefill": (prefill_step(reader, fresh=fresh), (arrays(reader), tokens, each, small)),
             "decode": (decode_step(writer), (arrays(writer), one, large)),
         }
 
-    def _programs(self, batch: Batch, sampling: Sampling, stop: tuple[int, ...]) -> tuple[Any, ...]:
-        """Return the programs that make an empty cache, read a chunk, copy shared prompts (or None), and decode."""
-        sizes, mesh = batch.sizes, jax.sharding.get_mesh()
-        fresh = len(batch.chunks()) == 1  # then prompts attend to nothing before them
-        steps = self.programs(sizes, fresh=fresh)
-        (read, given), (_, (weights, each, large)) = steps["prefill"], steps["decode"]
-        small, rows = given[-1], WrittenTexts(large, each, each)
+    def _loop(self, sizes: Sizes, sampling: Sampling, stop: tuple[int, ...]) -> Any:
+        """Return the program that decodes a burst."""
+        weights, each, large = self.programs(sizes)["decode"][1]
+        rows, mesh = WrittenTexts(large, each, each), jax.sharding.get_mesh()
         inputs = ((sizes.rows,), jnp.uint32), ((sizes.rows,), jnp.bool_), ((), jnp.int32)
         others = [abstract_whole(mesh, *shape) for shape in inputs]
-        # The first loop over weights that lie so may have them in any order of memory; its choice is all programs'.
-        formats = self._formats.get(_placements(weights)) or any_order(weights)
-        name, out = ("loop", sizes, sampling, stop, self.burst), (_places(rows), each.sharding)
         function = decode_loop(self._served(sizes.decode), sampling, stop, self.burst)
-        loop = self._program(name, function, (weights, rows, *others), 1, out, formats)
-        formats = self._formats.setdefault(_placements(weights), loop.input_formats[0][0])
-        empty = self._program(("empty", sizes), lambda: zeros(small), (), (), _places(small))
-        name, out = ("prefill", sizes, fresh), _places(small)
-        prefill = self._program(name, lambda *given: read(*given)[1], given, 3, out, formats)
-        share = None
+        name, out = ("loop", sizes, sampling, stop, self.burst), (_places(rows), each.sharding)
+        return self._decoding(name, function, (weights, rows, *others), out)
+
+    def _beams(self, sizes: Sizes, beams: int, length_penalty: float, stop: tuple[int, ...], room: int) -> Any:
+        """Return the program that continues a search of beams."""
+        weights, each, large = self.programs(sizes)["decode"][1]
+        mesh = jax.sharding.get_mesh()
+        search = begin(large, each, sizes.rows // beams, 0, beams, room)
+        whole = lambda x: x if hasattr(x, "sharding") else abstract_whole(mesh, x.shape, x.dtype)  # noqa: E731
+        like: BeamSearch = jax.tree.map(whole, search)
+        count = abstract_whole(mesh, (), jnp.int32)
+        function = beam_loop(self._served(sizes.decode), beams, length_penalty, stop)
+        name = ("beams", sizes, beams, length_penalty, stop, room)
+        return self._decoding(name, function, (weights, like, count, count), _places(like))
+
+    def _decoding(self, name: Any, function: Callable, given: Sequence[Any], out: Any) -> Any:
+        """Return a loop of decode steps.
+
+        The first loop compiled for weights with these shardings chooses their order in memory, for all programs.
+        """
+        weights = given[0]
+        formats = self._formats.get(_placements(weights)) or any_order(weights)
+        loop = self._program(name, function, given, 1, out, formats)
+        self._formats.setdefault(_placements(weights), loop.input_formats[0][0])
+        return loop
+
+    def _reading(self, batch: Batch) -> dict[str, Any]:
+        """Return the programs that read: `empty`, to make a cache, and as needed `encode`, `prefill` and `share`."""
+        sizes, chunks = batch.sizes, len(batch.chunks())
+        fresh = chunks == 1  # the only chunk has nothing before it to attend to
+        steps = self.programs(sizes, fresh=fresh)
+        (read, given), (_, (weights, each, large)) = steps["prefill"], steps["decode"]
+        small, formats = given[-1], self._formats[_placements(weights)]
+        alone = replace(small, source=None)
+        found = {"empty": self._program(("empty", sizes), lambda: zeros(alone), (), (), _places(alone))}
+        if batch.sources:
+            function, inputs = steps["encode"]
+            found["encode"] = self._program(("encode", sizes), function, inputs, (), _places(small.source), formats)
+        if chunks:
+            name, out = ("prefill", sizes, fresh), _places(small)
+            found["prefill"] = self._program(name, lambda *given: read(*given)[1], given, 3, out, formats)
         if batch.shares.sources is not None:
-            copied, given = partial(copy_rows, layout=sizes.decode), (small, _sources(sizes), each)
-            share = self._program(("share", sizes), copied, given, (), _places(large))
-        return empty, prefill, share, loop
+            inputs = (small, _sources(sizes), *[each] * (2 if batch.sources else 1))
+            copied = partial(copy_rows, layout=sizes.decode)
+            found["share"] = self._program(("share", sizes), copied, inputs, (), _places(large))
+        return found
 
     def _stored(self, layout: Layout) -> dict[str, jax.Array]:
-        """The weights as the programs of a layout take them; those that are not so are moved, and `model` with them."""
+        """Return the weights in the placement and format of a layout's programs, after moving those that differ."""
         model, weights = self._served(layout), arrays(self.model)
         formats = self._formats[_placements(arrays(model))]
         if any(format_of(x) != formats[path] for path, x in weights.items()):
-            self.model = model  # which lets go of the weights, so that each can leave its old place
-            gc.collect()  # modules of Flax refer to themselves
+            self.model = model  # drops the references to the weights, so that each old copy can be freed
+            gc.collect()  # modules of Flax have reference cycles
             try:
                 put(weights, formats)
             finally:
@@ -269,7 +397,7 @@ class Generator:
         return weights
 
     def _served(self, layout: Layout) -> Transformer:
-        """The model in a layout, with shapes in place of weights."""
+        """Return the model in a layout, with shapes in place of weights."""
         key = layout, jax.sharding.get_mesh()
         if key not in self._models:
             self._models[key] = served(with_arrays(self.model, shapes(arrays(self.model))), layout)
@@ -284,7 +412,7 @@ class Generator:
         out: Any,
         weights: Formats | None = None,
     ) -> Any:
-        """Compile a function once; `weights` are the formats of its first argument."""
+        """Compile a function once, with the formats `weights` for its first argument."""
         key = name, jax.sharding.get_mesh(), current_lowering()
         if key not in self._compiled:
             placed: dict[str, Any] = {}
@@ -295,24 +423,41 @@ class Generator:
         return self._compiled[key]
 
     def abstract_cache(self, sizes: Sizes, rows: int) -> Cache:
-        """Return the shapes of a cache of so many rows."""
+        """Return an abstract cache with this number of rows."""
         mesh, model = jax.sharding.get_mesh(), self.model
-        return abstract_cache(model.config, sizes.decode, mesh, rows, sizes.room, model.dtype, int8=self.int8)
+        return abstract_cache(
+            model.config, sizes.decode, mesh, rows, sizes.room, model.dtype, int8=self.int8, source_length=sizes.source
+        )
 
 
 def _placements(weights: dict[str, Any]) -> tuple[Any, ...]:
     return tuple(x.sharding for x in weights.values())
 
 
-def _undefined(text: int, count: int, weights: Sequence[str], dtype: Any) -> str:
-    """Say that the logits of a text give no token, and which weights that comes from."""
+def _undefined(text: int, count: int | None, weights: Sequence[str], dtype: Any) -> str:
+    """Return the message for a text whose logits are NaN, with the paths of the weights that cause it.
+
+    Args:
+        text: its number.
+        count: number of its tokens before that; None for a text of beams, of which none is left.
+        weights: the paths of the weights that are not finite.
+        dtype: the compute dtype.
+    """
     shown = f"{', '.join(weights[:8])}{f' and {len(weights) - 8} more' if len(weights) > 8 else ''}"
     cause = (
         f"{shown} {'have' if len(weights) > 1 else 'has'} NaN or infinity: take a model whose weights are finite."
         if weights
-        else f"Its weights are finite, so what is computed from them in {jnp.dtype(dtype)} is not: check the model."
+        else f"Its weights are finite, so the NaN comes from computing in {jnp.dtype(dtype)}: check the model."
     )
-    return f"cannot continue text {text + 1} after {count} new tokens: the model's logits are no numbers.\n  {cause}"
+    doing = (
+        f"search text {text + 1} with beams" if count is None else f"continue text {text + 1} after {count} new tokens"
+    )
+    return f"cannot {doing}: the model's logits are NaN.\n  {cause}"
+
+
+def _put(values: Any, dtype: Any = np.int32) -> jax.Array:
+    """Put an array on all devices."""
+    return jax.device_put(np.asarray(values, dtype), NamedSharding(jax.sharding.get_mesh(), jax.P()))
 
 
 def _places(tree: Any) -> Any:

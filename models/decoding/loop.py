@@ -13,7 +13,7 @@ from gspmd import ops
 from gspmd.annotate import Spec
 
 from ..blocks import part
-from ..experts import moved
+from ..placement import moved
 from ..transformer import Transformer
 from .cache import Cache
 from .serving import GenerationError

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ from gspmd.annotate import Spec
 from gspmd.layouts import Layout
 from gspmd.lowerings.program import context, run
 
-from .cache import Cache, cache_spec, stacked
+from .cache import CROSS, SELF, Cache, cache_spec, stacked
 
 
 @dataclass(frozen=True)
@@ -65,23 +66,47 @@ def _parts(owners: Sequence[int | None], shards: int) -> list[Sequence[int | Non
     return [owners[start : start + size] for start in range(0, len(owners), size)]
 
 
-def copy_rows(cache: Cache, sources: jax.Array, lengths: jax.Array, layout: Layout) -> Cache:
+def copy_rows(
+    cache: Cache, sources: jax.Array, lengths: jax.Array, source_lengths: jax.Array | None = None, *, layout: Layout
+) -> Cache:
     """Return a cache whose rows are copies of another's; each device copies its own rows, so nothing is sent.
 
     Args:
         cache: a cache of P rows.
         sources: [R] int32, for each new row the row that it copies, counted on its device; placed as B of the cache.
         lengths: [R] int32, the lengths of the new rows.
+        source_lengths: [R] int32, those of their sources, if the model has an encoder.
         layout: the layout that places the cache.
     """
-    held, rows = cache_spec(layout), Spec(("B",), (cache_spec(layout).axes_of("B"),))
+    source = None
+    if cache.source is not None:
+        assert source_lengths is not None, "rows with sources have lengths of these too"
+        source = Cache(*on_rows(cache.source, sources, layout, "copy", _taken, CROSS), source_lengths)
+    return Cache(*on_rows(cache, sources, layout, "copy", _taken), lengths, source)
 
-    def copied(array: jax.Array) -> jax.Array:
+
+def on_rows(
+    cache: Cache, sources: jax.Array, layout: Layout, name: str, body: Callable[..., jax.Array], line: str = SELF
+) -> tuple[Any, Any, Any, Any]:
+    """Return the `Cache.layers` of rows that each device makes of its own ones.
+
+    Args:
+        cache: the cache.
+        sources: [R] int32, as of `copy_rows`.
+        layout: the layout that places the cache.
+        name: what `body` does, for the plan.
+        body: from the piece of an array [N, B, ...] and of the sources to a new piece; kept, not made for a call.
+        line: the line that places it.
+    """
+    held = cache_spec(layout, line)
+    rows = Spec(("B",), (held.axes_of("B"),))
+
+    def made(array: jax.Array) -> jax.Array:
         spec = stacked(held if array.ndim == 5 else held.without("D"))
-        return run(context(), f"copy rows of {spec}", (), _taken, (spec, rows), spec, array, sources)
+        return run(context(), f"{name} rows of {spec}", (), body, (spec, rows), spec, array, sources)
 
-    keys, values, key_scales, value_scales = (each and tuple(map(copied, each)) for each in cache.layers)
-    return Cache(keys, values, key_scales, value_scales, lengths)
+    keys, values, key_scales, value_scales = (each and tuple(map(made, each)) for each in cache.layers)
+    return keys, values, key_scales, value_scales
 
 
 def _taken(array: jax.Array, sources: jax.Array) -> jax.Array:

@@ -1,42 +1,48 @@
-"""The programs of a phase as they are compiled for devices that need not be there: step, abstract arguments, sizes."""
+"""Serving programs for compilation without devices: the step of a phase with its abstract arguments."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import gcd
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from gspmd.layouts import Layout
-from gspmd.layouts.rules.keys import PHASES
+from gspmd.layouts.rules.keys import ENCODER, PHASES
 
 from ..config import ModelConfig
-from ..shapes import abstract, abstract_tokens
+from ..shapes import abstract, abstract_source, abstract_tokens
 from ..transformer import arrays
 from .cache import abstract_cache, abstract_whole
-from .serving import GenerationError, for_serving, phases
-from .steps import decode_step, prefill_step
+from .serving import GenerationError, check_lengths, for_serving, phases
+from .steps import decode_step, encode_step, prefill_step
+
+PROGRAMS = ("encode", *PHASES)
+"""The programs of serving: sources are encoded in the layout in which prompts are read."""
 
 
 @dataclass(frozen=True)
 class Program:
-    """A step of `prefill_step` or `decode_step`, and what `jax.jit` or `gspmd.audit.compile_offline` needs for it.
+    """A step of serving (`encode_step`, `prefill_step`, `decode_step`), with what `jax.jit` or
+    `gspmd.audit.compile_offline` needs for it.
 
     Attributes:
-        layout: of the phase, with one spec for every key.
+        layout: the layout of the phase, with one spec for every key.
         step: the pure function.
-        arguments: abstract ones: weights, tokens (with their counts in a prefill), cache.
-        donated: number of the argument that the step overwrites: the cache.
-        stored: number of the argument that is stored once and read in every step: the weights.
-        tokens: how many one execution reads, over all rows.
+        arguments: its abstract arguments: weights, tokens (and their counts, unless it decodes) and, unless it encodes,
+            the cache.
+        donated: index of the argument that the step overwrites: the cache; None if it encodes.
+        stored: index of the argument that is stored once and read in every step: the weights.
+        tokens: number of tokens that one execution reads, over all rows.
     """
 
     layout: Layout
     step: Callable[..., Any]
     arguments: tuple[Any, ...]
-    donated: int
+    donated: int | None
     stored: int
     tokens: int
 
@@ -48,32 +54,36 @@ def serving_program(
     phase: str,
     *,
     batch: int,
-    room: int,
+    room: int = 0,
     length: int = 1,
     prefill: Any = None,
     dtype: Any = "bfloat16",
     weights: Any = None,
     cache: Any = None,
+    source_length: int = 0,
 ) -> Program:
     """Build the program that `gspmd generate` runs in a phase, with abstract arguments.
 
     Args:
-        config: of the model; experts drop nothing (`for_serving`).
-        layout: a `gspmd.Layout`; its phase `decode` says where weights and cache are stored.
+        config: the model; its experts drop no token (`for_serving`).
+        layout: a `gspmd.Layout`; its phase `decode` places weights and cache.
         mesh: devices, possibly of an offline topology.
-        phase: `"prefill"` or `"decode"`.
-        batch: rows.
-        room: tokens that a row of the cache has room for.
-        length: tokens that a prefill reads of each row, into an empty cache.
+        phase: `"encode"`, `"prefill"` or `"decode"`.
+        batch: number of rows.
+        room: tokens that a row of the cache has room for; encoding takes none.
+        length: tokens of each row that a prefill reads into an empty cache.
         prefill: another layout for the phase `prefill`, as for `phases`.
-        dtype: of activations.
+        dtype: dtype of activations.
         weights: dtype in which matrices are stored, such as `"int8"`; None for `dtype`.
-        cache: dtype in which keys and values are kept, such as `"int8"`, then with a float32 scale for each token and
-            head; None for `dtype`.
+        cache: dtype in which keys and values are kept; None for `dtype`. `"int8"` adds a float32 scale for each token
+            and head.
+        source_length: tokens of a source that a row of the cache has room for, if the model has an encoder; `encode`
+            reads as many.
 
     Raises:
         LayoutError, SpecError: the layout does not fit the model, the mesh or the sizes.
-        GenerationError: there is no such phase, a size is under 1, or a prefill is longer than the room.
+        GenerationError: the phase does not exist, a size is less than 1, a prefill is longer than the room, or a model
+            has an encoder and no room for sources, or the other way round.
 
     Example:
         >>> from gspmd.layouts import Layout
@@ -82,27 +92,39 @@ def serving_program(
         >>> program.tokens, program.arguments[program.donated].room
         (4, 32)
     """
-    faults = [
-        f"{name} is {n}; it must be at least 1"
-        for name, n in {"batch": batch, "room": room, "length": length}.items()
-        if n < 1
-    ]
-    if phase not in PHASES:
-        faults.append(f"phase is {phase!r}; it must be {' or '.join(PHASES)}")
+    encoding = phase == "encode"
+    counts = {"batch": batch} if encoding else {"batch": batch, "room": room, "length": length}
+    faults = [f"{name} is {n}; it must be at least 1" for name, n in counts.items() if n < 1]
+    if phase not in PROGRAMS:
+        faults.append(f"phase is {phase!r}; it must be {', '.join(PROGRAMS[:-1])} or {PROGRAMS[-1]}")
     if phase == "prefill" and 0 < room < length:
-        faults.append(f"a prefill of {length} tokens needs room for as many, and there is room for {room}")
+        faults.append(f"a prefill of {length} tokens needs room for as many, but room is {room}")
+    if config.encoder_layers and source_length < 1:
+        faults.append(f"the model has an encoder, and source_length is {source_length}; it must be at least 1")
+    if not config.encoder_layers and source_length:
+        faults.append(f"the model is a decoder alone, and source_length is {source_length}; leave it out")
+    if not config.encoder_layers and encoding:
+        faults.append("the model is a decoder alone, and encodes nothing; its phases are prefill and decode")
     if faults:
         raise GenerationError("cannot build this program:\n" + "\n".join(f"  {fault}" for fault in faults))
-    config, reading = for_serving(config), phase == "prefill"
-    read, written = (config.sizes(batch, tokens) | {"T": room} for tokens in (length, 1))
-    used, stored = phases(layout, prefill, sizes=(read, written), mesh=mesh)
-    used = used.check(read, mesh) if reading else stored.one_position().check(written, mesh)
+    config = for_serving(config)
+    read, written = (config.sizes(batch, each) for each in (source_length if encoding else length, 1))
+    lengths = {"T": gcd(room, source_length)}  # both caches' lines choose their alternatives
+    used, stored = phases(layout, prefill, sizes=(read | lengths, written | lengths), mesh=mesh)
+    used = stored.one_position() if phase == "decode" else used
+    # To encode, no block of the decoder runs, so its lines need not divide the length of a source.
+    given = {dim: size for dim, size in read.items() if not (encoding and dim == "L")}
+    check_lengths(used, written if phase == "decode" else given, mesh, 0 if encoding else room, source_length)
     model = abstract(config, used, mesh, dtype, stored=weights or dtype)
-    kept = jnp.dtype(cache or dtype)
-    held = abstract_cache(config, stored, mesh, batch, room, kept, int8=kept == jnp.int8)
-    rows = abstract_whole(mesh, (batch,), jnp.int32)
-    if reading:
-        tokens = abstract_tokens(used, mesh, batch, length)
-        step, given = prefill_step(model, fresh=True), (arrays(model), tokens, rows, held)
+    kept, rows = jnp.dtype(cache or dtype), abstract_whole(mesh, (batch,), jnp.int32)
+    int8 = kept == jnp.int8
+    if encoding:
+        used.stack(ENCODER).check(read, mesh)
+        arguments = arrays(model), abstract_source(used, mesh, batch, source_length), rows
+        return Program(used, encode_step(model, dtype=kept, int8=int8), arguments, None, 0, batch * source_length)
+    held = abstract_cache(config, stored, mesh, batch, room, kept, int8=int8, source_length=source_length)
+    if phase == "prefill":
+        ids = abstract_tokens(used, mesh, batch, length)
+        step, given = prefill_step(model, fresh=True), (arrays(model), ids, rows, held)
         return Program(used, step, given, 3, 0, batch * length)
     return Program(used, decode_step(model), (arrays(model), rows, held), 2, 0, batch)

@@ -1,4 +1,4 @@
-"""A ranking of layouts to serve a model, by the planned seconds of the actual step."""
+"""Ranking of layouts for serving a model, by the planned seconds of the actual step."""
 
 from __future__ import annotations
 
@@ -21,29 +21,31 @@ from gspmd.layouts.rules.keys import PHASES
 from ..config import ModelConfig
 from .cache import cache_spec
 from .programs import Program, serving_program
+from .serving import GenerationError
 
 FEED_FORWARD = (
     "weight-stationary-2d", "weight-stationary-1d", "weight-gathered-x", "weight-gathered-xy", "weight-gathered-xyz"
 )  # fmt: skip
-"""The presets whose feed-forward layers are tried."""
+"""The presets whose feed-forward layers `serving_layouts` tries."""
 
 _REFUSALS = LayoutError, SpecError, PlanError
-"""Errors which say that sizes and a mesh do not fit a layout; anything else is a fault of another kind."""
+"""The errors of sizes and meshes that do not fit a layout; any other error is raised."""
 
 
 @dataclass(frozen=True, repr=False)
 class Served:
-    """The planned cost of one step under one layout and lowering, per device; infinite where the layout does not fit.
+    """The planned cost of one step under one layout and lowering, per device; infinite if the layout does not fit.
 
     Attributes:
-        name: of the layout.
-        lowering: of its equations.
-        seconds: of the step: `collectives` + `products` + `attention`, nothing overlapped but what a loop overlaps.
+        name: name of the layout.
+        lowering: lowering of its equations.
+        seconds: seconds of the step, `collectives` + `products` + `attention`; only a looped lowering overlaps them.
         collectives: seconds of the planned collectives.
-        products: of the planned matrix products, each the longer of its operations and its operands' bytes.
-        attention: of the attention to cached and new tokens, likewise: a decode step reads its whole cache.
-        wire_bytes: sent by one device.
-        held_bytes: weights and cache.
+        products: seconds of the planned matrix products, each the larger of its compute time and its memory time.
+        attention: seconds of the attention to cached and new tokens, counted in the same way; a decode step reads its
+            whole cache.
+        wire_bytes: bytes that one device sends.
+        held_bytes: bytes of weights and cache.
         reason: why the layout does not fit; empty if it does.
     """
 
@@ -85,28 +87,28 @@ def rank_serving(
 ) -> list[Served]:
     """Rank whole-model layouts for a phase by the planned seconds of its step, fastest first.
 
-    The step is the one that is run, traced by `gspmd.trace`:
+    The step that generation runs is traced by `gspmd.trace`:
 
         seconds = collectives + sum over products of max(operations / peak, bytes / bandwidth)
                   + layers · max(4 b l h (t + l) D / peak, 2 b t k (D · itemsize + s) / bandwidth)
 
-    with what one device has of rows b, new tokens l, query heads h, cached tokens t and key/value heads k, and s = 4
-    bytes for the scale that an int8 cache has for each token and head. Bandwidth is that of main memory; the bytes of a
-    product are its weights and activations, so that a decode step of few rows takes the time of reading its weights,
-    and one of many rows with a long context that of reading its cache.
+    where one device has b rows, l new tokens, h query heads, t cached tokens and k key/value heads, and s is 4 bytes
+    for the scale of each token and head of an int8 cache, else 0. Bandwidth is that of main memory, and the bytes of a
+    product are those of its weights and activations. So a decode step with few rows is bound by reading its weights,
+    and one with many rows and a long context by reading its cache.
 
     Args:
         config, mesh, phase, batch, room, length, dtype, weights, cache: as for `serving_program`.
-        layouts: for example those of `serving_layouts`.
+        layouts: the layouts to rank, for example those of `serving_layouts`.
         chip: the hardware.
-        lowerings: of equations, each of which is tried with every layout.
+        lowerings: lowerings of equations, all of which are tried with every layout.
 
     Returns:
         One `Served` for each layout and lowering. Those that do not fit come last, with the reason.
 
     Raises:
         LayoutError: a layout is wrong for any model and mesh.
-        GenerationError: as `serving_program`; or a router that reads later tokens.
+        GenerationError: as for `serving_program`; or the router reads later tokens; or the model has an encoder.
 
     Example:
         >>> mesh = jax.make_mesh((1, 1, 1), ("x", "y", "z"))
@@ -116,10 +118,12 @@ def rank_serving(
         >>> ranked[0].seconds > 0, ranked[0].wire_bytes
         (True, 0)
 
-    Leaves out: what stands between products (norms, activations, softmax), overlap that the compiler finds by itself.
+    Leaves out: the work between products (norms, activations, softmax), and overlap that the compiler finds by itself.
 
     Source: Pope et al. 2022 (arXiv 2211.05102), sections 2 and 3: compute time, memory time, communication time.
     """
+    if config.encoder_layers:
+        raise GenerationError("layouts are ranked for decoders alone, and this model has an encoder; name a layout")
     chip, ranked = chip_named(chip), []
     stored: dict[str, Any] = {"dtype": dtype, "weights": weights, "cache": cache}
     for layout in layouts:
@@ -153,8 +157,8 @@ def _planned(name: str, lowering: str, program: Program, mesh: Any, held: int, a
 
 
 def _held(program: Program) -> int:
-    """Bytes of weights and cache on one device."""
-    leaves = jax.tree.leaves((program.arguments[program.stored], program.arguments[program.donated]))
+    """Return the bytes of weights and cache on one device."""
+    leaves = jax.tree.leaves([program.arguments[at] for at in (program.stored, program.donated) if at is not None])
     return sum(prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
 
 
@@ -162,7 +166,10 @@ def _attention(
     config: ModelConfig, layout: Layout, mesh: Mapping[str, int], batch: int, length: int, room: int, chip: Chip,
     dtype: Any, kept_as: Any,
 ) -> float:  # fmt: skip
-    """Seconds of all layers' attention on one device: it runs where the cache lies, with the rest of the heads."""
+    """Return the seconds of all layers' attention on one device.
+
+    Attention runs where the cache is: axes that shard its batch or length do not also shard the query heads.
+    """
     query, cache = layout.spec("attention.query"), cache_spec(layout)
     over = lambda axes: prod(mesh[axis] for axis in axes)  # noqa: E731
     apart = {*cache.axes_of("B"), *cache.axes_of("T")}
@@ -182,14 +189,14 @@ def serving_layouts(
 ) -> Iterator[Layout]:
     """Yield whole-model layouts for serving: every feed-forward preset with every attention that goes with it.
 
-    Attention is over the heads, over the batch on one, two or all axes and the heads on the others, over a prompt's
-    positions on axes that would have to divide the heads too, and with the cache over the length of the context. A name
-    says the preset, the queries' spec and the cache's.
+    Attention is sharded over the heads; or over the batch on one, two or all axes, with the heads on the others; or
+    over a prompt's positions, on axes that would otherwise have to divide the heads; and the cache also over the length
+    of the context. A layout's name has the preset, the spec of the queries and the spec of the cache.
 
     Args:
         presets: names of layouts over x, y and z.
-        several_keys: whether key/value heads are sharded as query heads are (multi-head), or whole (multiquery).
-        long: whether to try caches over the length too, for contexts that are too long for one device.
+        several_keys: whether key/value heads are sharded like query heads (multi-head), or unsharded (multiquery).
+        long: whether to also try caches sharded over T, for contexts that are too long for one device.
 
     Example:
         >>> [layout.name for layout in serving_layouts(["weight-gathered-xy"], long=False)]

@@ -1,4 +1,4 @@
-"""Models as they are served: experts that drop nothing, and a layout for each phase over one set of stored weights."""
+"""Models for serving: experts that drop no token, and one layout per phase over a single set of stored weights."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ import jax
 from gspmd.annotate import LayoutError, Spec
 from gspmd.layouts import Layout
 from gspmd.layouts.initial import nested
+from gspmd.layouts.rules.keys import ENCODER
 
 from ..config import ModelConfig
 from ..parameters import parameter_specs
 from ..transformer import Transformer, arrays
-from .cache import cache_spec
+from .cache import CROSS, SELF, cache_spec
 
 
 class GenerationError(ValueError):
-    """Something cannot be generated; the message says what, and why."""
+    """Text cannot be generated; the message gives the reason."""
 
 
 def phases(
@@ -30,16 +31,16 @@ def phases(
     sizes: tuple[Mapping[str, int], Mapping[str, int]] | None = None,
     mesh: Any = None,
 ) -> tuple[Any, Any]:
-    """Return the layouts for reading prompts and for decoding, which store weights and cache alike.
+    """Return the layouts for reading prompts and for decoding, which store weights and cache in the same way.
 
     Args:
-        layout: a `gspmd.Layout`; its phase `decode` is the one for decoding, and says how both store.
-        prefill: another one for reading prompts, of which the phase `prefill` is taken; `layout` when None.
-        sizes: of prefill and of decoding, as for `Layout.check`, where the layouts have alternatives.
-        mesh: for these.
+        layout: a `gspmd.Layout`; its phase `decode` is used for decoding, and places weights and cache for both.
+        prefill: the layout whose phase `prefill` is used for reading prompts; by default `layout`.
+        sizes: sizes of prefill and of decoding, as for `Layout.check`; needed if the layouts have alternatives.
+        mesh: the mesh that selects alternatives together with `sizes`.
 
     Raises:
-        LayoutError: they are of different mesh axes, or none of a section's alternatives divides.
+        LayoutError: the layouts have different mesh axes, or the mesh divides no alternative of a section.
 
     Example:
         >>> from gspmd.layouts import Layout
@@ -58,14 +59,14 @@ def phases(
 
 
 def check_seeds(seed: int, texts: int) -> None:
-    """Refuse seeds of texts that do not fit into 32 bits, where they would be those of other texts.
+    """Check that the seeds of all texts fit into 32 bits; otherwise they would wrap around to those of other texts.
 
     Args:
-        seed: of the first text; each of the others has the next one.
-        texts: how many there are.
+        seed: seed of the first text; each further text has the next seed.
+        texts: number of texts.
 
     Raises:
-        GenerationError: one is negative, or larger than 2³² - 1.
+        GenerationError: a seed is negative, or larger than 2³² - 1.
     """
     if seed < 0:
         raise GenerationError(f"seed is {seed}; it must be at least 0")
@@ -74,36 +75,104 @@ def check_seeds(seed: int, texts: int) -> None:
         raise GenerationError(f"seed is {seed}{of}; a seed must be less than 2**32")
 
 
-def check_length(config: ModelConfig, prompt: int, tokens: int) -> None:
-    """Refuse texts that are longer than the model was made for, or than its attention is right for.
+def check_rows(layout: Layout, mesh: Mapping[str, int]) -> None:
+    """Refuse layouts that shard B of a text's cache and of its source's differently: rows could not be copied locally.
+
+    Args:
+        layout: of decoding.
+        mesh: sizes of the mesh axes, of which those of size 1 shard nothing.
+
+    Raises:
+        LayoutError: the mesh axes of B differ.
+    """
+    own, source = (cache_spec(layout, line).without_trivial(mesh) for line in (SELF, CROSS))
+    if own.axes_of("B") != source.axes_of("B"):
+        raise LayoutError(
+            f"layout '{layout.name}' keeps the rows of texts, '{layout.cache(SELF)}', and those of their sources, "
+            f"'{layout.cache(CROSS)}', on different devices.\n"
+            '  Shard B alike in [cache] "attention.key" and "cross.key".'
+        )
+
+
+def check_lengths(layout: Layout, sizes: Mapping[str, int], mesh: Any, room: int, source: int = 0) -> None:
+    """Check a layout of serving, with the length T of each cache in the lines of that cache.
+
+    Args:
+        layout: of a phase.
+        sizes: size of each dimension but T.
+        mesh: as for `Layout.check`.
+        room: length of the cache of texts; 0 for a program without one.
+        source: length of the cache of sources; 0 for a decoder alone.
+
+    Raises:
+        LayoutError: the layout does not fit the sizes.
+    """
+    if not source:
+        layout.check({**sizes, "T": room}, mesh)
+        return
+    texts = {f"cache.{SELF}": layout.cache(SELF)}
+    sources = {f"cache.{CROSS}": layout.cache(CROSS), CROSS: layout[CROSS], "cross.memory": layout["cross.memory"]}
+    for length, others, own in ((room, sources, texts), (source, texts, sources)):
+        whole = {key: str(Spec.parse(text).with_axes("T", ())) for key, text in others.items()}
+        if length:
+            layout.override({**own, **whole}).check({**sizes, "T": length}, mesh)
+
+
+def check_source(config: ModelConfig, source: int, room: int | None) -> None:
+    """Refuse sources that are longer than the cache has room for, or than the model was made for.
 
     Args:
         config: of the model.
-        prompt: tokens of the longest prompt.
-        tokens: the most that a text adds to it.
+        source: tokens of the longest source.
+        room: tokens that the cache of sources has room for; None if it is as long as needed.
 
     Raises:
-        GenerationError: it says how many there are, and how many there may be.
+        GenerationError: the source is too long; the message gives its length and the limit.
+    """
+    if room is not None and source > room:
+        raise GenerationError(
+            f"a source has {source} tokens, and the cache has room for {room}; shorten the source, or raise "
+            "source_length"
+        )
+    if config.context_length is not None and source > config.context_length:
+        raise GenerationError(
+            f"a source has {source} tokens, and the model was made for at most {config.context_length} "
+            "(context_length; max_position_embeddings in the config.json of most checkpoints); shorten it"
+        )
+    if fault := config.length_fault(source):
+        raise GenerationError(f"cannot encode a source: {fault}; shorten it")
+
+
+def check_length(config: ModelConfig, prompt: int, tokens: int) -> None:
+    """Check that texts are no longer than the model's context, and no longer than its attention here is exact for.
+
+    Args:
+        config: the model.
+        prompt: tokens of the longest prompt.
+        tokens: the most tokens that a text adds to its prompt.
+
+    Raises:
+        GenerationError: a text is too long; the message gives its length and the limit.
     """
     text = f"a prompt of {prompt} tokens and {tokens} more"
     if config.context_length is not None and prompt + tokens > config.context_length:
         raise GenerationError(
-            f"{text} are a text of {prompt + tokens}, and the model was made for at most {config.context_length} "
-            "(context_length; max_position_embeddings in the config.json of most checkpoints), beyond which what it "
-            "writes gets worse unnoticed; shorten the prompt, or ask for fewer tokens"
+            f"{text} make a text of {prompt + tokens}, but the model was made for at most {config.context_length} "
+            "(context_length; max_position_embeddings in the config.json of most checkpoints), beyond which its "
+            "output degrades silently; shorten the prompt, or ask for fewer tokens"
         )
     if fault := config.length_fault(prompt + tokens - 1):  # the last token of a text is never read
         raise GenerationError(f"{text}: {fault}; shorten the prompt, or ask for fewer tokens")
 
 
 def for_serving(config: ModelConfig) -> ModelConfig:
-    """Return the config with which a model reads prompts and decodes: every token gets all the experts it asks for.
+    """Return the config with which a model reads prompts and decodes: every token gets all of its experts.
 
-    Experts with a capacity serve the tokens of a group in some order until their slots are taken, so what a token gets
-    depends on the other tokens of the group: on later ones too where a later token's first choice comes before its
-    second (gshard, st-moe) or where confident ones come first, and always on how many are read at a time. Text that
-    is read in chunks or token by token has no such group. So nothing is dropped here (`dispatch` "dropless"), and each
-    row is a group. The logits are those of a full forward pass wherever that one drops nothing.
+    Experts with a capacity serve the tokens of a group in some order until their slots are full, so a token's output
+    depends on the other tokens of the group. It may depend on later ones, if their first choices are served before its
+    second (gshard, st-moe) or confident tokens come first, and it always depends on how many are read at a time. Text
+    that is read in chunks or token by token has no such group. Hence no token is dropped here (`dispatch` "dropless"),
+    and each row is a group. The logits are those of a full forward pass wherever that pass drops no token.
 
     Raises:
         GenerationError: the router lets experts choose among all tokens of a group.
@@ -114,16 +183,16 @@ def for_serving(config: ModelConfig) -> ModelConfig:
     if not moe.causal:
         raise GenerationError(
             f"router {moe.router} cannot generate text: its experts choose among all tokens of a group, "
-            "so what it learned depends on tokens that are not there yet. Train with another router to generate."
+            "so what it learned depends on tokens that are not generated yet. Train with another router to generate."
         )
     return replace(config, moe=replace(moe, dispatch="dropless", groups=None))
 
 
 def served(model: Transformer, layout: Layout) -> Transformer:
-    """Return the model as it is served in another layout; parameters that this one stores elsewhere are moved once.
+    """Return the model for serving in another layout; parameters that the layout places differently are moved.
 
     Raises:
-        LayoutError: that layout pads the model's dimensions to other sizes.
+        LayoutError: the layout pads the model's dimensions to other sizes.
     """
     config = for_serving(model.config)
     values: dict[str, Any] = dict(arrays(model))
@@ -134,7 +203,7 @@ def served(model: Transformer, layout: Layout) -> Transformer:
         raise LayoutError(
             f"cannot serve the model in layout '{layout.name}': {len(wrong)} parameters would have other shapes, "
             f"such as {path}: {values[path].shape} in the model, {shape} in the layout.\n"
-            "  Build or load the model in this layout, or give this one the [padding] of the model's own."
+            "  Build or load the model in this layout, or give the layout the same [padding] as the model's."
         )
     for path, (spec, _) in wanted.items():
         where, x = jax.sharding.NamedSharding(mesh, spec.partition_spec()), values[path]
@@ -146,25 +215,39 @@ def served(model: Transformer, layout: Layout) -> Transformer:
 
 
 def one_position(model: Transformer) -> Transformer:
-    """Return the model in its layout for one position of every sequence, with L whole in every activation."""
+    """Return the model with a layout for one position of every sequence, in which L is whole in every activation."""
     return Transformer(model.config, model.layout.one_position(), nested(arrays(model)), model.dtype)
 
 
 def least_rows(config: ModelConfig, layout: Layout, mesh: jax.sharding.Mesh) -> int:
-    """The smallest number of rows that the mesh axes of B divide in every activation and in the cache."""
-    batch = [spec.axes_of("B") for spec in (*_activations(layout), cache_spec(layout))]
+    """Return the smallest number of rows that the mesh axes of B divide in every activation and in the caches."""
+    stacks = [layout, *([layout.stack(ENCODER)] if config.encoder_layers else [])]
+    batch = [spec.axes_of("B") for stack in stacks for spec in (*_activations(stack), cache_spec(layout))]
+    if config.encoder_layers:
+        batch += [spec.axes_of("B") for spec in _of_sources(layout)]
     if config.moe:
-        batch.append(layout.spec("moe.groups").axes_of("G"))
+        batch += [stack.spec("moe.groups").axes_of("G") for stack in stacks]
     return _least(mesh, batch)
 
 
 def least_length(layout: Layout, mesh: jax.sharding.Mesh) -> int:
-    """The smallest number of positions that the mesh axes of L divide in every activation."""
+    """Return the smallest number of positions that the mesh axes of L divide in every activation."""
     return _least(mesh, [spec.axes_of("L") for spec in _activations(layout)])
 
 
+def least_source(layout: Layout, mesh: jax.sharding.Mesh) -> int:
+    """Return the smallest number of tokens of a source that the mesh axes of its length divide wherever it lies."""
+    inner = [spec.axes_of("L") for spec in _activations(layout.stack(ENCODER))]
+    return _least(mesh, [*inner, *(spec.axes_of("T") for spec in _of_sources(layout))])
+
+
+def _of_sources(layout: Layout) -> list[Spec]:
+    """Return the encoder's output, and its keys and values as they are computed and as they are kept."""
+    return [layout.spec("cross.memory"), layout.spec(CROSS), cache_spec(layout, CROSS)]
+
+
 def _activations(layout: Layout) -> list[Spec]:
-    """Return the activations of tokens and blocks; a layout with experts in all layers has no hidden ones besides."""
+    """Return the specs of the activations of tokens and blocks; `ffn.hidden` is missing if all layers have experts."""
     keys = ("attention.residual", "attention.query", "attention.key", "ffn.residual", "ffn.hidden")
     written = (key for key in keys if key != "ffn.hidden" or key in layout.table)
     return [layout.spec(key) for key in ("embedding.tokens", *written, "output.logits")]

@@ -1,9 +1,9 @@
-"""One step of reading: a chunk of prompts (prefill), or one token of every row (decode), through a cache."""
+"""Single steps with a cache: encode sources, read a chunk of prompts (prefill), or one token of every row (decode)."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,45 +17,103 @@ from gspmd.annotate import Spec
 from gspmd.annotate.equation import Equation, Via
 from gspmd.planner.unknown import is_unknown
 
-from ..attention import angles_at
 from ..blocks import part
-from ..experts import moved, tokens_spec
+from ..context import Context
+from ..placement import batch_spec, moved, tokens_spec
+from ..rotary import Angles, angles_at
 from ..transformer import Transformer, stream, with_arrays
-from .cache import Cache, cache_spec
+from .cache import CROSS, Cache, cache_spec, stacked
 from .serving import one_position
 
 Weights = Mapping[str, jax.Array]
 
 
+def encode_step(
+    model: Transformer, *, dtype: Any = None, int8: bool = False
+) -> Callable[[Weights, jax.Array, jax.Array], Cache]:
+    """Build the reading of sources by an encoder–decoder: (weights, tokens, counts) -> the cache of sources.
+
+    A source is encoded once. Every block of the decoder then has its keys and values of it, which stay as they are.
+
+    Args:
+        model: of `for_serving`, possibly abstract; its layout, `Layout.stack("encoder")` of it for the encoder, says
+            where weights and activations lie, and `Layout.cache("cross.key")` where keys and values are kept.
+        dtype: in which keys and values are kept; the compute dtype when None.
+        int8: whether to keep them as int8 instead, with a float32 scale for each token and head.
+
+    Returns:
+        A pure function of the weights (`arrays`), tokens [B, T] placed as `batch_spec` and counts [B] int32, how many
+        of a row's tokens are real (the rest is padding on the right, to which nothing attends). It returns a `Cache`
+        for the `source` of another one.
+
+    Raises:
+        ValueError: the model has no encoder.
+    """
+    if not model.config.encoder_layers:
+        raise ValueError("this model is a decoder alone, and encodes no source.\n  Take its prefill_step.")
+    layout, kept = model.layout, jnp.dtype(model.dtype if dtype is None else dtype)
+    key, held = layout.spec(CROSS), cache_spec(layout, CROSS)
+
+    def encode(weights: Weights, tokens: jax.Array, counts: jax.Array) -> Cache:
+        placed = with_arrays(model, weights)
+        real = jnp.arange(tokens.shape[1])[None] < counts[:, None]
+        segments = moved(real.astype(jnp.int32), Spec(("B", "L"), ((), ())), batch_spec(layout))
+        memory, _ = placed.encode(tokens, segments)
+        definition, blocks = placed.stacked()
+
+        def layer(memory: jax.Array, weights: Any) -> tuple[jax.Array, list[Any]]:
+            with part(layout, "cross"):
+                return memory, [block.cross.keys(memory) for block in nnx.merge(definition, weights)]
+
+        of_places = jax.lax.scan(layer, memory, blocks)[1]
+        with jax.named_scope("cache"):
+            (keys, key_scales), (values, value_scales) = (
+                zip(*(_kept(x, key, held, kept, int8) for x in each)) for each in zip(*of_places)
+            )
+        return Cache(keys, values, key_scales if int8 else None, value_scales if int8 else None, counts)
+
+    return encode
+
+
+def _kept(x: jax.Array, key: Spec, held: Spec, dtype: Any, int8: bool) -> tuple[jax.Array, jax.Array | None]:
+    """Keys or values [N, B, T, K, D] as the cache keeps them, [N, B, K, T, D], and their scales if it is int8."""
+    if not int8:
+        return moved(x.astype(dtype), stacked(key), stacked(held)), None
+    numbers, scales = ops.quantize_heads(x)
+    of_scales = moved(scales, stacked(key.without("D")), stacked(held.without("D")))
+    return moved(numbers, stacked(key), stacked(held)), of_scales
+
+
 def prefill_step(
     model: Transformer, *, fresh: bool = False
 ) -> Callable[[Weights, jax.Array, jax.Array, Cache], tuple[jax.Array, Cache]]:
-    """Build the reading of one chunk of prompts: (weights, tokens, counts, cache) -> (logits, cache).
+    """Build a step that reads one chunk of prompts: (weights, tokens, counts, cache) -> (logits, cache).
 
-    Chunk after chunk goes through the same program, the cache saying where each row goes on.
+    All chunks run through the same program; the cache says where each row continues.
 
     Args:
-        model: of `for_serving`, possibly abstract; its layout says where weights, activations and the cache lie.
-        fresh: the cache holds no token yet, as for the first chunk: its tokens attend to one another only. The cache
-            is then not read, unless query heads are split so that a device has parts of two groups.
+        model: a model with the config of `for_serving`, possibly abstract; its layout places weights, activations and
+            the cache.
+        fresh: whether the cache holds no tokens yet, as for the first chunk, whose tokens attend only to one another.
+            The cache is then not read, unless query heads are split so that a device has parts of two groups.
 
     Returns:
-        A pure function, to be compiled with the cache donated, of the weights (`arrays`), tokens [B, L] placed as
-        `embedding.tokens`, counts [B] int32, how many of a row's tokens are real (the rest is padding on the right),
-        and the cache. It returns float32 logits [B, V] after the last real token of each row, placed as
-        `output.logits` without L (meaningless for a row without one), and the cache with the tokens in it.
+        A pure function, to be compiled with the cache donated. It takes the weights (`arrays`), tokens [B, L] placed as
+        `embedding.tokens`, counts [B] int32 of the real tokens in each row (the rest is padding on the right), and the
+        cache. It returns float32 logits [B, V] after the last real token of each row, placed as `output.logits` without
+        L (meaningless for a row without real tokens), and the cache with the tokens added.
     """
 
     def prefill(weights: Weights, tokens: jax.Array, counts: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
         placed = with_arrays(model, weights)
         x, cache = _read(placed, tokens, counts, cache, fresh)
         residual = stream(model.config, model.layout)
-        # The last real token by a product with ones and zeros, so that L may be sharded: it adds zeros to one number.
+        # A product with a one-hot vector picks the last real token exactly, and works if L is sharded.
         position = Spec(("B", "L"), (residual.axes_of("B"), residual.axes_of("L")))
         chosen = jnp.arange(tokens.shape[1])[None] == counts[:, None] - 1
         chosen = moved(chosen.astype(x.dtype), Spec(("B", "L"), ((), ())), position)
         pick = Equation.product(residual, position, residual.without("L"))
-        there = Via.of(residual, position)  # nothing has to travel for it
+        there = Via.of(residual, position)  # multiply in place, so that nothing is sent
         last = gspmd.einsum(pick, x, chosen, via=there, precision=jax.lax.Precision.HIGHEST)
         return _logits(one_position(model), weights, last[:, None]), cache
 
@@ -63,14 +121,15 @@ def prefill_step(
 
 
 def decode_step(model: Transformer) -> Callable[[Weights, jax.Array, Cache], tuple[jax.Array, Cache]]:
-    """Build the reading of one token of every row: (weights, tokens, cache) -> (logits, cache).
+    """Build a step that reads one token of every row: (weights, tokens, cache) -> (logits, cache).
 
     Args:
-        model: as for `prefill_step`. One position cannot be sharded: whatever the layout says of L, it is whole here.
+        model: as for `prefill_step`. A single position cannot be sharded, so L is whole, whatever the layout says.
 
     Returns:
-        A pure function, to be compiled with the cache donated, of the weights, tokens [B], whole on every device, and
-        the cache. It returns float32 logits [B, V], placed as `output.logits` without L, and the cache with the tokens.
+        A pure function, to be compiled with the cache donated. It takes the weights, tokens [B] that are whole on every
+        device, and the cache. It returns float32 logits [B, V], placed as `output.logits` without L, and the cache with
+        the tokens added.
     """
     short = one_position(model)
 
@@ -84,9 +143,9 @@ def decode_step(model: Transformer) -> Callable[[Weights, jax.Array, Cache], tup
 
 
 def _logits(model: Transformer, weights: Weights, x: jax.Array) -> jax.Array:
-    """Logits [B, V] of the residual stream [B, 1, E] of one position."""
-    # The weights wait for x. Else libtpu 0.0.42 brings the table into a v4's fast memory before the first layer, and
-    # keeps it there while layers lack the room: reading one prompt takes PaLM 8B 42.8 ms on 8 chips instead of 38.2.
+    """Return logits [B, V] of the residual stream [B, 1, E] of one position."""
+    # The barrier makes the weights wait for x. Otherwise libtpu 0.0.42 loads the table into a v4's fast memory before
+    # the first layer, where layers then lack room: reading one prompt takes PaLM 8B on 8 chips 42.8 ms, not 38.2.
     weights, x = jax.lax.optimization_barrier((weights, x))
     return with_arrays(model, weights).logits(x)[:, 0]
 
@@ -94,41 +153,54 @@ def _logits(model: Transformer, weights: Weights, x: jax.Array) -> jax.Array:
 def _read(
     model: Transformer, tokens: jax.Array, counts: jax.Array | None, cache: Cache, fresh: bool = False
 ) -> tuple[jax.Array, Cache]:
-    """The residual stream [B, L, E] after the last block, and the cache with `counts` (None: all L) more tokens.
+    """Return the residual stream [B, L, E] after the last block, and the cache with `counts` (None: all L) more tokens.
 
-    Layers are scanned with the cache as something to read, and only their new keys and values come out; all of them
-    are written at once after the scan. So no loop over layers carries the cache, and none can copy it.
+    The scan over layers only reads the cache, and returns the layers' new keys and values; all of them are written at
+    once after the scan. So no loop carries the cache, and none can copy it.
     """
     layout, length = model.layout, tokens.shape[1]
+    whole = Spec(("B", "L"), ((), ()))
+    positions = None
+    if model.config.positions == "sinusoidal":
+        positions = cache.lengths[:, None] + jnp.arange(length, dtype=jnp.int32)[None]
+        positions = moved(positions, whole, batch_spec(layout))
     with part(layout, "embedding"):
-        x = model.embedding(tokens)
-    mask = None
+        x = model.embedding(tokens, positions)
+    context = Context(relative=model.table)
     if counts is not None and model.config.moe:
         real = jnp.arange(length)[None] < counts[:, None]
-        mask = moved(real, Spec(("B", "L"), ((), ())), tokens_spec(layout))
+        context = replace(context, real=moved(real, whole, tokens_spec(layout)))
     chunk = replace(Chunk.at(cache.lengths, length, model), fresh=fresh)
     definition, weights = model.stacked()
+    read = cache.source
 
-    def layer(x: jax.Array, of_layer: tuple[Any, Any]) -> tuple[jax.Array, list[Any]]:
-        weights, held = of_layer
-        pasts = [LayerCache(chunk, *(each and each[place] for each in held)) for place in range(len(cache.keys))]
+    def layer(x: jax.Array, of_layer: tuple[Any, Any, Any]) -> tuple[jax.Array, list[Any]]:
+        weights, held, of_source = of_layer
+
+        def at(place: int, arrays: Any) -> list[Any]:
+            return [each and each[place] for each in arrays]
+
+        pasts = [
+            LayerCache(chunk, at(place, held), None if read is None else [*at(place, of_source), read.lengths])
+            for place in range(len(cache.keys))
+        ]
         for block, past in zip(nnx.merge(definition, weights), pasts):
-            x, _ = block(x, key=None, train=False, mask=mask, past=past)
+            x, _ = block(x, context, key=None, train=False, past=past)
         return x, [past.new for past in pasts]
 
-    x, new = jax.lax.scan(layer, x, (weights, cache.layers))
+    x, new = jax.lax.scan(layer, x, (weights, cache.layers, None if read is None else read.layers))
     key, added = layout.spec("attention.key"), length if counts is None else counts
     with jax.named_scope("cache"):
         keys, values, key_scales, value_scales = (
             held and tuple(_written(array, each[which], chunk, key) for array, each in zip(held, new))
             for which, held in enumerate(cache.layers)
         )
-    return x, Cache(keys, values, key_scales, value_scales, cache.lengths + added)
+    return x, Cache(keys, values, key_scales, value_scales, cache.lengths + added, cache.source)
 
 
 def _written(array: jax.Array, new: jax.Array, chunk: Chunk, key: Spec) -> jax.Array:
-    """Keys, values or scales of all layers, with the new ones behind those of each row."""
-    narrow = array.ndim == 4  # scales, which have no D
+    """Return keys, values or scales of all layers with the new ones appended to each row."""
+    narrow = array.ndim == 4  # scales, which lack dimension D
     specs = (spec.without(spec.dims[3]) if narrow else spec for spec in (chunk.spec, key))
     return ops.write_cache(array, new, *specs, lengths=chunk.lengths)
 
@@ -138,48 +210,59 @@ class Chunk:
     """The values that the layers of one step share.
 
     Attributes:
-        lengths: [B] int32, the tokens of each row that are in the cache already.
-        spec: where the cache of one layer lies.
-        angles: `angles_at` the positions of the chunk's tokens, by the mesh axes of B and L with which they are placed.
-        fresh: whether no row has a token in the cache.
+        lengths: [B] int32, number of tokens of each row that are already in the cache.
+        spec: spec of the cache of one layer.
+        source_spec: spec of the cache of one layer of encoded sources.
+        angles: `angles_at` the positions of the chunk's tokens, by the mesh axes that shard their B and L; empty
+            unless queries and keys are rotated.
+        fresh: whether the cache holds no tokens yet.
     """
 
     lengths: jax.Array
     spec: Spec
-    angles: Mapping[tuple[tuple[str, ...], ...], tuple[jax.Array, jax.Array]]
+    source_spec: Spec
+    angles: Mapping[tuple[tuple[str, ...], ...], Angles]
     fresh: bool = False
 
     @classmethod
     def at(cls, lengths: jax.Array, length: int, model: Transformer) -> Chunk:
-        """The next `length` tokens of rows with `lengths`; angles are found here once, and not in every layer."""
+        """Describe the next `length` tokens of rows with `lengths`; angles are computed once, not in every layer."""
         layout = model.layout
         positions = lengths[:, None] + jnp.arange(length, dtype=jnp.int32)[None]
         whole, placed = Spec(("B", "L"), ((), ())), {}
-        for key in ("attention.query", "attention.key"):
+        for key in ("attention.query", "attention.key") if model.config.positions == "rotary" else ():
             axes = layout.spec(key).axes[:2]
             placed[axes] = angles_at(moved(positions, whole, Spec(("B", "L"), axes)), model.config)
-        # without the barrier the TPU compiler moves these few operations back into the loop over layers
-        return cls(lengths, cache_spec(layout), jax.lax.optimization_barrier(placed))
+        # Without the barrier, the TPU compiler moves these few operations back into the loop over layers.
+        return cls(lengths, cache_spec(layout), cache_spec(layout, CROSS), jax.lax.optimization_barrier(placed))
 
 
 class LayerCache:
-    """The cached keys and values of one layer, which an attention reads, and the `new` ones that it leaves.
+    """The cached keys and values of one layer, which its attention reads, and the `new` ones, which it adds.
 
-    `new` holds keys, values and their scales (None where the cache is not int8), as `Cache.layers` does. Those of an
-    narrower cache are rounded before the chunk attends to itself, so that results do not depend on where chunks end.
+    `new` holds keys, values and their scales (None unless the cache is int8), as `Cache.layers` does. For a narrower
+    cache dtype, they are rounded before the chunk attends to itself, so that results do not depend on chunk borders.
+
+    Args:
+        chunk: of the step.
+        held: the cached keys and values, and their scales.
+        source: likewise those of a source, and the number of its tokens in each row [B]; None for a decoder alone.
     """
 
-    def __init__(self, chunk: Chunk, keys: Any, values: Any, key_scales: Any, value_scales: Any):
+    def __init__(self, chunk: Chunk, held: Sequence[Any], source: Sequence[Any] | None):
+        keys, values, key_scales, value_scales = held
         self.chunk, self.held, self.scales = chunk, (keys, values), (key_scales, value_scales)
-        self.new: tuple[Any, ...] = ()
+        self.source, self.new = source, tuple[Any, ...]()
 
-    def angles(self, spec: Spec) -> tuple[jax.Array, jax.Array]:
-        """`angles_at` the positions of the tokens that are read, placed as B and L of `spec`."""
+    def angles(self, spec: Spec) -> Angles:
+        """Return `angles_at` the positions of the chunk's tokens, placed as B and L of `spec`."""
         return self.chunk.angles[spec.axes[:2]]
 
-    def attend(self, q: jax.Array, k: jax.Array, v: jax.Array, query_spec: Spec, key_spec: Spec) -> jax.Array:
-        """Attention of rotated queries to the cache and, causally, to the chunk's own keys and values."""
-        options: dict[str, Any] = {}
+    def attend(
+        self, q: jax.Array, k: jax.Array, v: jax.Array, query_spec: Spec, key_spec: Spec, **options: Any
+    ) -> jax.Array:
+        """Attend with rotated queries to the cache and, causally, to the chunk's own keys and values."""
+        scales: dict[str, Any] = {}
         if self.scales[0] is None:
             self.new = k.astype(self.held[0].dtype), v.astype(self.held[1].dtype), None, None
             k, v = self.new[0].astype(k.dtype), self.new[1].astype(v.dtype)
@@ -188,17 +271,30 @@ class LayerCache:
             self.new = keys, values, key_scales, value_scales
             k = (keys * key_scales[..., None]).astype(k.dtype)
             v = (values * value_scales[..., None]).astype(v.dtype)
-            options = {"key_scales": self.scales[0], "value_scales": self.scales[1]}
+            scales = {"key_scales": self.scales[0], "value_scales": self.scales[1]}
         heads, shared = query_spec.axes[2], k.shape[2]
         devices = math.prod(jax.sharding.get_abstract_mesh().shape[axis] for axis in heads)
         if self.chunk.fresh and (shared % devices == 0 or devices % shared == 0):  # no device has parts of two groups
-            # Where a cache stands between them, keys may lie apart from the queries; here they come to these.
+            # A cache allows keys to be sharded unlike the queries; without one, they are moved to match them.
             held = key_spec.axes[2]
-            # of lines that are not known yet attention says that their first heads have to lie alike
+            # If the spec is unknown, in a search, attention itself requires that the leading heads are sharded alike.
             stays = held == heads[: len(held)] or is_unknown(held)
             near = (query_spec.axes[0], (), held if stays else (), ())
             beside = Spec(key_spec.dims, near)
             k, v = moved(k, key_spec, beside), moved(v, key_spec, beside)
-            return ops.attention(q, k, v, query_spec, beside)
-        specs = query_spec, key_spec, self.chunk.spec
-        return ops.cached_attention(q, k, v, *self.held, *specs, lengths=self.chunk.lengths, **options)
+            return ops.attention(q, k, v, query_spec, beside, **options)
+        cached_k, cached_v = self.held
+        return ops.cached_attention(
+            q, k, v, cached_k, cached_v, query_spec, key_spec, self.chunk.spec, lengths=self.chunk.lengths,
+            **scales, **options,
+        )  # fmt: skip
+
+    def attend_source(self, q: jax.Array, query_spec: Spec, key_spec: Spec, **options: Any) -> jax.Array:
+        """Attention of queries to the keys and values of each row's source, as far as they are real."""
+        assert self.source is not None, "a decoder with cross-attention needs a cache with an encoded source"
+        keys, values, key_scales, value_scales, lengths = self.source
+        scales = {} if key_scales is None else {"key_scales": key_scales, "value_scales": value_scales}
+        return ops.cached_attention(
+            q, None, None, keys, values, query_spec, key_spec, self.chunk.source_spec, lengths=lengths,
+            **scales, **options,
+        )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Texts of a model of one's own: all of them read one token after the other, of their prompts and then their own."""
+"""Text generation with a custom model: all rows advance together, one token per step, first of the prompt."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ Arrays = Mapping[str, jax.Array]
 
 
 def fewest_rows(model: Own, layout: Layout, mesh: Any, texts: int, room: int) -> tuple[int, Layout]:
-    """Return the fewest rows for so many texts, and the layout for them, without alternatives and with L whole.
+    """Return the fewest rows that hold these texts, and the layout for them, without alternatives and with L whole.
 
     Args:
-        model: of one's own.
-        layout: where everything lies.
-        mesh: its devices.
-        texts: how many there are.
-        room: tokens that each may have.
+        model: a custom model.
+        layout: the model's layout.
+        mesh: devices with the layout's axes.
+        texts: number of texts.
+        room: the most tokens of a text.
 
     Raises:
         LayoutError: the mesh does not divide the model's sizes.
     """
     faults = []
-    # Every product of mesh axes divides the number of devices, so that one of as many numbers of rows will do.
+    # Every product of mesh axes divides the number of devices, so one of that many consecutive numbers will do.
     for rows in range(texts, texts + mesh.size):
         sizes = {**model.sizes(rows, 1), "T": room}
         try:
@@ -55,18 +55,18 @@ def fewest_rows(model: Own, layout: Layout, mesh: Any, texts: int, room: int) ->
 
 @dataclass(frozen=True)
 class Stepwise:
-    """Continues prompts with a model of one's own; call and iterate under `jax.set_mesh`.
+    """Continues prompts with a custom model; call and iterate under `jax.set_mesh`.
 
-    No row is ever padded, so that a model need not know of padding: prompts are read in chunks as far as the shortest
-    of them goes, and from there on every row reads a token in each step, of its prompt or its own.
+    No row is ever padded, so the model need not handle padding: prompts are read in chunks up to the length of the
+    shortest one, and from there on every row reads one token per step, from its prompt or from its own text.
 
     Attributes:
-        model: with the methods of `gspmd.training.model.Decoder`.
-        layout: as of `fewest_rows`.
-        rows: how many texts are read together, as of `fewest_rows`.
-        room: tokens that each may have.
+        model: a model with the methods of `gspmd.training.model.Decoder`.
+        layout: the layout that `fewest_rows` returns.
+        rows: the number of rows that `fewest_rows` returns.
+        room: the most tokens of a text.
         chunk: tokens of the prompts that are read in one step.
-        burst: tokens of a text that come to the host together.
+        burst: number of tokens of a text that come to the host together.
     """
 
     model: Own
@@ -91,11 +91,12 @@ class Stepwise:
         """Continue prompts, burst by burst.
 
         Args:
-            params: the parameters by path, each where its line says.
-            prompts, tokens, samples, sampling, seed, stop, ended: as of `Generator.stream`.
+            params: the parameters by path, placed as the layout says.
+            prompts, tokens, samples, sampling, seed, stop, ended: as for `Generator.stream`.
 
         Raises:
-            GenerationError: while iterating, a text whose logits are no numbers, after the burst with what is before.
+            GenerationError: while iterating, the logits of a text are NaN; the burst with the tokens before them is
+                yielded first.
         """
         mesh = jax.sharding.get_mesh()
         put = lambda values, dtype=np.int32: jax.device_put(  # noqa: E731
@@ -133,20 +134,20 @@ class Stepwise:
             for number, row in enumerate(shown):
                 found[number] += [int(token) for token in row if token >= 0]
             undefined = [number for number, row in enumerate(shown) if UNDEFINED in row]
-            if at >= lengths.max() or done.all() or undefined:  # before, some text has no token yet
+            if at >= lengths.max() or done.all() or undefined:  # until then, some text has no new token yet
                 yield Burst(found, [*map(bool, done)], time.monotonic() - began)
                 counts += [len(each) for each in found]
                 found = [[] for _ in range(texts)]
             for number in undefined:
                 raise GenerationError(
-                    f"cannot continue text {number + 1} after {counts[number]} new tokens: the model's logits are no "
-                    "numbers.\n  Check its parameters, and what it computes from them."
+                    f"cannot continue text {number + 1} after {counts[number]} new tokens: the model's logits are "
+                    "NaN.\n  Check its parameters, and what it computes from them."
                 )
 
     # -- programs -----------------------------------------------------------------------------------------------------
 
     def step(self, params: Arrays, kept: Arrays, tokens: jax.Array, position: jax.Array) -> tuple[jax.Array, Arrays]:
-        """Return the logits of tokens [B, L] that every device has whole, and what is kept then."""
+        """Return the logits of tokens [B, L], which are whole on every device, and the updated state."""
         whole = Spec(("B", "L"), ((), ()))
         placed = gspmd.reshard(tokens, Equation.move(whole, self.model.batch_spec(self.layout)))
         return self.model.step(self.layout, params, placed, position, kept)
@@ -156,7 +157,7 @@ class Stepwise:
 
     @cached_property
     def abstract_kept(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """The shapes, dtypes and shardings of what is kept."""
+        """The shapes, dtypes and shardings of the state that the model keeps between steps."""
         mesh = jax.sharding.get_mesh()
         return {
             name: jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec.partition_spec()))
@@ -169,9 +170,12 @@ class Stepwise:
         return jax.jit(made, out_shardings={name: each.sharding for name, each in like.items()})()
 
     def loop(self, sampling: Sampling, stop: tuple[int, ...]) -> Callable[..., Any]:
-        """Build the loop of a burst: a function of the parameters, the state, which is what is kept, the tokens [B] to
-        be read, how many each text may still add [B] and the position, then prompts [B, P] and their lengths [B],
-        seeds [B], who is alive [B] and the number of steps, to the state and tokens [B, burst]."""
+        """Build the loop of a burst: (params, state, prompts, lengths, seeds, alive, limit) -> (state, tokens).
+
+        The state is what the model keeps, the tokens [B] to read next, the number of tokens [B] that each text may
+        still add, and the position. Prompts are [B, P]; lengths, seeds and alive [B]; limit is the number of steps. The
+        result's tokens are [B, burst].
+        """
         line = self.layout.spec(self.model.logits_line).without("L")
         options = {"temperature": sampling.temperature, "top_p": sampling.top_p, "min_p": sampling.min_p}
 

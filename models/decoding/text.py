@@ -1,4 +1,4 @@
-"""Tokens to text while they come, up to a string that ends it."""
+"""Incremental decoding of tokens to text, up to a stop string."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import Any
 
 
 class Text:
-    """One text that is shown while it is generated.
+    """A text that is shown while it is generated.
 
     Args:
-        tokenizer: with a `stream` that decodes tokens one by one (`gspmd_models.checkpoints.Tokenizer`).
+        tokenizer: a tokenizer whose `stream` decodes one token at a time (`gspmd_models.checkpoints.Tokenizer`).
         prompt: the tokens before the text, which decide whether it begins with a space.
-        stop: strings that end it; they are not shown.
+        stop: strings that end the text; they are not shown.
 
     Attributes:
-        ended: whether a stop string has come, or `end` was called.
+        ended: whether a stop string was found, or `end` was called.
 
     Example:
         >>> from gspmd_models.checkpoints import byte_tokenizer
@@ -31,11 +31,11 @@ class Text:
             self._stream.add(token)
 
     def add(self, tokens: Iterable[int]) -> str:
-        """Return what can be shown after these tokens; the beginning of what may be a stop string is held back."""
+        """Add tokens, and return the text that can be shown; a suffix that may begin a stop string is held back."""
         return "" if self.ended else self._shown("".join(map(self._stream.add, tokens)))
 
     def end(self) -> str:
-        """Return what was held back, as nothing comes after it."""
+        """End the text, and return the part that was held back."""
         if self.ended:
             return ""
         rest = self._shown(self._stream.end())

@@ -10,6 +10,7 @@ from gspmd.annotate.errors import suggestion
 TARGETS = {
     "attention.w_q": ("E", "HD"), "attention.w_k": ("E", "KD"), "attention.w_v": ("E", "KD"),
     "attention.w_o": ("HD", "E"),
+    "cross.w_q": ("E", "HD"), "cross.w_k": ("E", "KD"), "cross.w_v": ("E", "KD"), "cross.w_o": ("HD", "E"),
     "ffn.w_in": ("E", "F"), "ffn.w_gate": ("E", "F"), "ffn.w_out": ("F", "E"),
     "moe.shared_in": ("E", "F"), "moe.shared_gate": ("E", "F"), "moe.shared_out": ("F", "E"),
     "output.table": ("E", "V"),
@@ -24,7 +25,7 @@ class LoraConfig:
     Example:
         >>> LoraConfig(rank=8, targets=("attention.w_q", "ffn.w_inn"))
         Traceback (most recent call last):
-        ValueError: lora.targets has 'ffn.w_inn', which is no weight that can have an adapter. Did you mean 'ffn.w_in'?
+        ValueError: lora.targets has 'ffn.w_inn', which cannot have an adapter. Did you mean 'ffn.w_in'?
 
     Source: Hu et al. 2021, LoRA (arXiv 2106.09685), section 4.1.
     """
@@ -53,6 +54,6 @@ class LoraConfig:
         for key in self.targets:
             if key not in TARGETS:
                 near = suggestion(key, TARGETS).strip() or f"These can: {', '.join(TARGETS)}."
-                faults.append(f"lora.targets has {key!r}, which is no weight that can have an adapter. {near}")
+                faults.append(f"lora.targets has {key!r}, which cannot have an adapter. {near}")
         if faults:
             raise ValueError("\n".join(faults))

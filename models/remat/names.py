@@ -32,7 +32,7 @@ PRODUCTS = (
 )  # fmt: skip
 """Names that dots keeps: products with weights, and the statistics of norms, which are small."""
 OPERANDS = (
-    "norm", "attention.rotated", MIXED, "ffn.residual", "ffn.active", "moe.slots", "moe.active",
+    "norm", "attention.rotated", MIXED, "cross.residual", "ffn.residual", "ffn.active", "moe.slots", "moe.active",
 )  # fmt: skip
 """Names that selective keeps too: operands of products, norms and attention. JAX keeps only those that a gradient
 reads."""

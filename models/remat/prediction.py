@@ -87,7 +87,7 @@ def predicted(
     repeats = config.layers // config.period
     if repeats == 1 or stages_axes(layout):
         return ()
-    # Arrays have their shards in their types under Explicit axes.
+    # Under Explicit axes an array's type has its sharding, from which `_kept` takes the shape of a shard.
     typed = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Explicit,) * mesh.devices.ndim)
     rows: list[Recomputation] = []
     with jax.set_mesh(typed), gspmd.lowering("blocking"):

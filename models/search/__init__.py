@@ -1,1 +1,1 @@
-"""Layouts found: the search problems of a model's phases, and their answers as layouts."""
+"""Search for layouts: the search problems of training and serving a model, with their answers as layouts."""

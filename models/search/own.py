@@ -1,4 +1,4 @@
-"""The search problem of the training step of a model of one's own."""
+"""The search problem of a custom model's training step."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from gspmd.training.step import Update, abstract_program
 
 
 class OwnStep:
-    """The training step of a model of one's own, read once for each number of microbatches.
+    """The training step of a custom model, traced once for each number of microbatches.
 
     Args:
         subject: the model, in its compute dtype.
-        update: how parameters are updated; its number of microbatches is not read.
-        batch: sequences, over all devices.
-        length: tokens of a sequence.
-        layout: whose lines are searched; what it writes counts for nothing but dimensions.
+        update: how parameters are updated; its number of microbatches is ignored.
+        batch: sequences per step, over all devices.
+        length: tokens per sequence.
+        layout: a layout of the model, whose lines are searched; only the dimensions of its specs are used.
         fixed: lines that are not searched, with their specs.
 
     Raises:
-        LayoutError: there are no such lines, or the layout lacks lines of the model.
+        LayoutError: a fixed line does not exist, or the layout lacks lines of the model.
     """
 
     def __init__(
         self, subject: Own, update: Update, batch: int, length: int, layout: Layout, fixed: Mapping[str, str] = {}
     ):
-        # Before a program is read, which would say the same of one line and late.
+        # Reading the program would report only the first missing line, and only after tracing.
         subject.rows(layout)
         subject.batch_spec(layout)
         subject.trained(layout, update.frozen)
@@ -43,10 +43,10 @@ class OwnStep:
         self._read: dict[int, tuple[Build, Lines, TracedProgram]] = {}
 
     def read(self, microbatches: int) -> tuple[Build, Lines, TracedProgram]:
-        """Return how it is built in so many microbatches, with its lines and its program.
+        """Return the step's builder, its lines and its traced program for a number of microbatches.
 
         Raises:
-            LayoutError, PlanError, SpecError: it cannot be built or searched.
+            LayoutError, PlanError, SpecError: the step cannot be built or searched.
         """
         if microbatches not in self._read:
             update = replace(self.update, microbatches=microbatches)
@@ -57,13 +57,13 @@ class OwnStep:
 
 
 class OwnProblem(PhaseProblem):
-    """The search problem of a training step of a model of one's own on one mesh.
+    """The search problem of a custom model's training step on one mesh.
 
     Args:
         step: the step.
         mesh: sizes of the mesh axes.
-        chip: whose seconds.
-        microbatches: parts of the batch, one after the other, which divide it.
+        chip: the chip whose seconds are assumed.
+        microbatches: the number of parts of the batch that run one after the other; it divides the batch.
     """
 
     phase = "train"
@@ -77,7 +77,8 @@ class OwnProblem(PhaseProblem):
     def question(self) -> MeshProblem:
         """The search on this mesh."""
         case = self.case
-        # Of several microbatches memory is counted at one moment, so that more of them never hold more.
+        # Memory is counted at the point where the program with two microbatches holds the most, so that with more
+        # microbatches the count never grows.
         like = self._step.read(2)[2] if case.microbatches > 2 and self._step.batch % 2 == 0 else None
         build, lines, program = self._step.read(case.microbatches)
         return MeshProblem(build, program, lines, self.axes, case.chip, case.microbatches, case.sizes, like)

@@ -1,4 +1,4 @@
-"""The problem of a phase by its name, and those in several microbatches."""
+"""Search problems by the name of their phase, and for several numbers of microbatches."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from .workload import Workload
 
 
 def problem_of(workload: Workload, mesh: Mapping[str, int]) -> PhaseProblem:
-    """The problem of a workload on a mesh, whose axes have these sizes.
+    """Return the search problem of a workload on a mesh with these axis sizes.
 
     Raises:
-        PlanError: the model has what is not searched; or the microbatches do not divide the batch.
+        PlanError: the model has a part that cannot be searched, or the microbatches do not divide the batch.
     """
     if workload.phase != "train":
         return ServingProblem(workload, mesh)
@@ -27,7 +27,7 @@ def problem_of(workload: Workload, mesh: Mapping[str, int]) -> PhaseProblem:
 
 
 def several_of(workload: Workload, mesh: Mapping[str, int], limit: float) -> Range:
-    """Return all numbers of microbatches that are searched besides one; the workload's own does not count."""
+    """Return the range of all searched numbers of microbatches above one; the workload's own number is ignored."""
 
     def make(count: int) -> PhaseProblem:
         return problem_of(replace(workload, microbatches=count), mesh)
@@ -37,7 +37,7 @@ def several_of(workload: Workload, mesh: Mapping[str, int], limit: float) -> Ran
 
 
 def searched(meshes: Iterable[Mapping[str, int]], config: ModelConfig) -> list[Mapping[str, int]]:
-    """Return the meshes that can be searched for a model: of one with adapters, those of few axes."""
+    """Return the meshes to search for a model: with adapters, those with few enough axes, or all if none has so few."""
     every = [*meshes]
     few = [mesh for mesh in every if sum(size > 1 for size in mesh.values()) <= MOST_WITH_ADAPTERS]
     return few if config.lora and few else every

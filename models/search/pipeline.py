@@ -1,9 +1,9 @@
 """The search problem of a pipeline's training step, read from the program of all stages.
 
-The mesh axes of the stages, and those along which pipelines run side by side, are those of the program that is traced;
-what lies over the others is unknown. A step is M + S - 1 slots, in which every stage computes, also where it waits
-(`gspmd.pipeline`), and what comes once, outside of them: gradients are reduced over the mesh axes along which pipelines
-run side by side, what every stage has a copy of is summed over the stages, and the optimizer updates.
+The traced program fixes the mesh axis of the stages and the axes along which pipelines run side by side; sharding over
+the other axes is unknown. A step has M + S - 1 slots, in each of which every stage computes, even while it waits for
+input (`gspmd.pipeline`). Some work runs once, outside the slots: gradients are reduced over the axes along which
+pipelines run side by side, gradients of replicated parameters are summed over the stages, and the optimizer updates.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from gspmd.annotate.errors import PlanError
 from gspmd.hardware.dtypes import itemsize
 from gspmd.layouts import Layout
 from gspmd.lowerings.program import program_of
-from gspmd.pipeline.executor import sent
+from gspmd.pipeline.stage import sent
 from gspmd.planner.unknown import UnknownSteps, unknowns_in
 from gspmd.search.finding import MeshProblem
 from gspmd.search.held import work
@@ -34,7 +34,7 @@ from gspmd.training.step import Update, abstract_program
 from ..config import ModelConfig
 from ..step import Language
 from .unsearched import Unsearched
-from .workload import Workload, absent_of, base_of
+from .workload import BASE, Workload
 
 STAGES = "p"
 """The mesh axis of a pipeline's stages."""
@@ -42,16 +42,16 @@ STAGES = "p"
 
 @dataclass(frozen=True)
 class Slots:
-    """Seconds and bytes of a step in stages, taken apart.
+    """The seconds and bytes of a pipeline's step, by part.
 
     Attributes:
-        first, last: seconds of one microbatch in a stage, of the embedding, and of output and loss.
-        sent: of the permutes to the stages beside it.
-        layers: of everything else, the layers of a stage.
-        once: of what a step does outside of its slots.
-        ends_bytes: that embedding and output hold.
-        input_bytes: of one microbatch, the input of a stage, which waits for its backward pass.
-        layers_bytes: that all else holds.
+        first, last: seconds per slot of the embedding, and of output and loss.
+        sent: seconds per slot of the permutes to neighbouring stages.
+        layers: seconds per slot of everything else: the layers of a stage.
+        once: seconds of the work outside the slots.
+        ends_bytes: bytes of embedding and output.
+        input_bytes: bytes of a stage's input for one microbatch, which is kept for the backward pass.
+        layers_bytes: bytes of everything else.
     """
 
     first: float
@@ -65,22 +65,23 @@ class Slots:
 
 
 class StageProblem(PhaseProblem):
-    """The search problem of a training step in S stages of as many layers each, under 1F1B.
+    """The search problem of a training step in S stages with equally many layers, under 1F1B.
 
     Args:
-        workload: the step, of all layers and in M microbatches.
+        workload: the step, with all layers and M microbatches.
         stages: S.
-        mesh: sizes of the mesh axes of one stage, all but that of the stages.
-        side: mesh axes along which pipelines run side by side. Layouts in which more axes split nothing but the batch
-            are in the space too, and cost less than is said here: what they cost is said where `side` has them all.
+        mesh: sizes of the mesh axes of one stage, without the axis of the stages.
+        side: mesh axes along which pipelines run side by side. Layouts in which further axes split only the batch are
+            searched too, but their cost is overestimated; it is exact for the problem whose `side` has these axes.
 
     Attributes:
-        slots: in which each stage runs its layers backward: M + S - 1. As many run forward; of one microbatch nobody
-            takes what the last stage makes there, so it is not made.
+        slots: the number of slots in which each stage runs its layers backward, M + S - 1. There are as many forward
+            slots; with one microbatch, the last stage's forward result is not used, so it is not computed.
 
     Raises:
-        PlanError: the stages do not divide the stacked layers, or the microbatches the batch; or pipelines of experts
-            run side by side, or groups of tokens span microbatches; or parameters are frozen.
+        PlanError: the stages do not divide the stacked layers; the microbatches do not divide the batch; pipelines of a
+            model with experts run side by side; groups of tokens span microbatches; the model has an encoder; or
+            parameters are frozen.
     """
 
     phase = "train"
@@ -95,15 +96,17 @@ class StageProblem(PhaseProblem):
         if config.moe and (side or config.moe.groups):
             what = "pipelines side by side" if side else f"{config.moe.groups} groups of tokens"
             raise Unsearched("stages of this model", [f"it has experts and {what}"])
+        if config.encoder_layers:
+            raise Unsearched("stages of this model", ["it has an encoder"])
         if config.lora or workload.update.frozen:
-            raise Unsearched("stages of this model", ["some of its parameters are not trained"])
+            raise Unsearched("stages of this model", ["some of its parameters are frozen"])
         sizes = config.sizes(batch // count, workload.length)
         if config.moe and not config.is_dropless:
             sizes |= {"C": config.moe.capacity(batch // count * workload.length // sizes["G"])}
         super().__init__(
             Case(
                 config, sizes, dict(mesh), workload.chip, workload.dtype, microbatches=count, side=tuple(side),
-                stages=stages, remat=config.remat_name, absent=absent_of(config),
+                stages=stages, remat=config.remat_name,
             )
         )  # fmt: skip
         self._step = config, workload.dtype, batch, workload.length, replace(workload.update, microbatches=count)
@@ -111,12 +114,12 @@ class StageProblem(PhaseProblem):
 
     @property
     def stages(self) -> int:
-        """S."""
+        """The number of stages, S."""
         return self.case.stages
 
     @property
     def settles(self) -> bool:
-        """Not written: stages settle them in every slot, but over the axes of pipelines side by side."""
+        """False: stages sum gradients in every slot, except over the axes along which pipelines run side by side."""
         return False
 
     @cached_property
@@ -129,13 +132,13 @@ class StageProblem(PhaseProblem):
         return MeshProblem(built, program, lines, self.axes, case.chip, case.microbatches, case.sizes, whole=whole)
 
     def lines(self, picks: Mapping[str, int]) -> list[LayoutLine]:
-        """The lines of the layout that these picks stand for, that of the pipeline behind them."""
+        """Return the lines of the layout that these picks give, followed by the pipeline's own."""
         return [*super().lines(picks), LayoutLine("pipeline.layers", f"N_{STAGES}", "pipeline")]
 
-    # -- what a slot is made of ----------------------------------------------------------------------------------------
+    # -- the parts of a slot -------------------------------------------------------------------------------------------
 
     def apart(self, picks: Mapping[str, int]) -> Slots:
-        """Take the seconds and bytes of picks apart, by the lines of the layout that they hang on."""
+        """Split the seconds and bytes of picks into parts, according to the lines of the layout that they depend on."""
         question, case = self.question, self.case
         at = [picks[option.name] for option in question.prices.choices]
 
@@ -172,7 +175,7 @@ class StageProblem(PhaseProblem):
         )
 
     def _place(self, unknowns: Iterable[str]) -> str:
-        """Return the part of a stage that has these unknowns: embedding, output, or what is between them."""
+        """Return the part of a stage that has these unknowns: "first" (embedding), "last" (output) or "layers"."""
         lines = {line.removeprefix("optimizer.").removeprefix("gradients.") for line in self._lines_of({*unknowns})}
         if any(line.startswith("output.") and line not in _AS_STREAM for line in lines):
             return "last"
@@ -183,11 +186,11 @@ class StageProblem(PhaseProblem):
 
 
 _AS_STREAM = ("output.norm",)
-"""Lines of the output that lie as the stream does."""
+"""Lines of the output that are sharded as the residual stream is."""
 
 
 def _inside(jaxpr: Jaxpr) -> Jaxpr:
-    """The program that stages run: that of the shard_map over their mesh axis."""
+    """Return the program that the stages run: the body of the shard_map over their mesh axis."""
     for equation in jaxpr.eqns:
         if program_of(equation) is None:
             inner = [*inner_jaxprs(equation)]
@@ -209,11 +212,11 @@ def read_stages(
     stages: int,
     beside: tuple[tuple[str, int], ...],
 ) -> tuple[Build, Lines, TracedProgram]:
-    """Return how a training step in stages is built, with its lines and its program.
+    """Return the builder of a training step in stages, its lines and its traced program.
 
     Args:
-        config, dtype, batch, length, update: the step.
-        stages: how many.
+        config, dtype, batch, length, update: describe the step.
+        stages: number of stages.
         beside: mesh axes, with their sizes, along which pipelines run side by side.
     """
     build = abstract_program(Language(config, jnp.dtype(dtype)), update, batch, length)
@@ -227,8 +230,8 @@ def read_stages(
 
 @lru_cache(maxsize=64)
 def _lines(config: ModelConfig) -> Lines:
-    """The lines of a model whose layers are stages, tied as any of its programs so far has wanted them."""
-    layout = Layout.load(base_of(config)).override({"pipeline.layers": f"N_{STAGES}"})
+    """Return the lines of a model in stages, with the ties that its programs read so far need."""
+    layout = Layout.load(BASE).override({"pipeline.layers": f"N_{STAGES}"})
     lines = Lines.of(layout, {})
     for name in lines.trained:
         lines.hold(lines.owed(name))

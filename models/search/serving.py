@@ -1,9 +1,11 @@
-"""The search problems of serving: prompts that are read into a cache, and tokens that are read one by one."""
+"""The search problems of serving: encode reads sources, prefill prompts into a cache, and decode single tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cached_property, lru_cache
+from math import gcd
 from typing import Any
 
 import jax
@@ -16,26 +18,28 @@ from gspmd.search.phase import Case, PhaseProblem, read_alike
 from gspmd.search.program import Build, TracedProgram
 
 from ..config import ModelConfig
+from ..decoding.cache import SELF
 from ..decoding.programs import serving_program
 from ..decoding.serving import for_serving
 from .unsearched import Unsearched
-from .workload import Phase, Workload, absent_of, base_of
+from .workload import BASE, Phase, Workload
 
 _ROWS = ("moe.expert_input", "moe.in_via", "moe.hidden", "moe.out_via")
-"""Lines of rows that have arrived at their experts, where they stay: these lie alike, and C is whole."""
+"""Lines of the rows that experts compute on: they are sharded alike, so that rows stay in place, and C is whole."""
 
 
 class ServingProblem(PhaseProblem):
-    """The search problem of one phase of serving on one mesh, whose terms are read from the program.
+    """The search problem of one phase of serving on one mesh, with terms read from the program.
 
-    Activations keep their length whole; what the two phases store may differ, since each is searched for itself.
+    Dimension L of activations stays unsharded. Each phase is searched alone, so the two may store weights and cache
+    differently.
 
     Args:
-        workload: the step, whose phase is `"prefill"` or `"decode"`.
+        workload: the step, whose phase is `"encode"`, `"prefill"` or `"decode"`.
         mesh: sizes of the mesh axes.
 
     Raises:
-        Unsearched: experts that choose among tokens.
+        Unsearched: the router lets experts choose among tokens.
     """
 
     def __init__(self, workload: Workload, mesh: Mapping[str, int]):
@@ -44,19 +48,25 @@ class ServingProblem(PhaseProblem):
             why = f"the experts of router {moe.router} choose among tokens that are not there yet"
             raise Unsearched("layouts to serve this model", [why])
         config, length = for_serving(workload.config), workload.length
-        room = workload.room or length
-        sizes = config.sizes(workload.batch, 1 if phase == "decode" else length) | {"T": room}
-        super().__init__(
-            Case(config, sizes, dict(mesh), workload.chip, workload.dtype, trains=False, absent=absent_of(config))
-        )
-        self.phase = phase
+        room, source = workload.room or length, config.tokens_of_source(workload.source_length, length)
+        tokens = {"encode": source, "decode": 1}.get(phase, length)
+        # The caches of texts and of their sources may differ in length.
+        sizes = config.sizes(workload.batch, tokens) | {"T": source if phase == "encode" else gcd(room, source)}
+        super().__init__(Case(config, sizes, dict(mesh), workload.chip, workload.dtype, trains=False))
+        self.phase = "decode" if phase == "decode" else "prefill"
+        # Beams of a prompt lie on one device, so devices divide the prompts and not only the rows.
+        self._prompts = workload.batch // workload.beams if workload.beams else 0
         stored = workload.weights, workload.cache
-        self._step = config, phase, workload.batch, length, room, workload.dtype, *stored, workload.fixed
+        self._step = config, phase, workload.batch, length, room, source, workload.dtype, *stored, workload.fixed
 
     @cached_property
     def question(self) -> MeshProblem:
         """The search on this mesh."""
         built, lines, program = read_phase(*self._step)
+        if self._prompts:
+            rows = lines.unknown(f"cache.{SELF}", "B")
+            sizes = program.sizes.get(rows, frozenset()) | {self._prompts}
+            program = replace(program, sizes={**program.sizes, rows: sizes})
         return MeshProblem(built, program, lines, self.axes, self.case.chip, dimensions=self.case.sizes)
 
 
@@ -67,27 +77,29 @@ def read_phase(
     batch: int,
     length: int,
     room: int,
+    source_length: int,
     dtype: str,
     weights: str,
     cache: str,
     fixed: tuple[tuple[str, str], ...] = (),
 ) -> tuple[Build, Lines, TracedProgram]:
-    """Return how a program of serving is built, with its lines and the program, which are the same on every mesh."""
+    """Return the builder of a serving program, its lines and the traced program; all are the same on every mesh."""
     stored: Any = {name: "int8" for name, kind in {"weights": weights, "cache": cache}.items() if kind == "int8"}
 
     def build(layout: Layout, mesh: jax.sharding.Mesh) -> tuple[Any, ...]:
         program = serving_program(
-            config, layout, mesh, phase, batch=batch, length=length, room=room, dtype=dtype, **stored
-        )
+            config, layout, mesh, phase, batch=batch, length=length, room=room, dtype=dtype,
+            source_length=source_length, **stored,
+        )  # fmt: skip
         return program.step, *program.arguments
 
-    return build, *read_alike(build, _lines(config, fixed))
+    return build, *read_alike(build, _lines(config, phase, fixed))
 
 
 @lru_cache(maxsize=64)
-def _lines(config: ModelConfig, fixed: tuple[tuple[str, str], ...]) -> Lines:
-    """The lines of a model that is served, tied as any of its programs so far has wanted them."""
-    lines = Lines.of(Layout.load(base_of(config)), {}).served()
+def _lines(config: ModelConfig, phase: Phase, fixed: tuple[tuple[str, str], ...]) -> Lines:
+    """Return the lines of a model for a phase of serving, with the ties that its programs read so far need."""
+    lines = Lines.of(Layout.load(BASE), {}).served()
     lines.fixed = dict(fixed)
     lines.check_fixed()
     for name, key in KEYS.items():

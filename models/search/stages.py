@@ -1,13 +1,14 @@
-"""Pipelines on a slice: how many stages and microbatches, on which mesh in a stage, by the search's own costs.
+"""Search for pipelines on a slice: the numbers of stages and microbatches, and the mesh in a stage.
 
-For every number of stages that divides the layers and an axis of the torus, each mesh of what is left of the torus, and
-each choice of its axes along which pipelines run side by side, the stage's specs are searched exactly
-(`StageProblem`). The layers of its answer have a price each, embedding and output one apart, and `gspmd.search.stages`
-splits them: alike, as a pipeline here runs them, each stage with embedding and output; and in any way, as Alpa may, on
-submeshes of every size, where these two are on the first and the last stage only.
+For every number of stages that divides both the layers and an axis of the torus (of GPUs, their number), for each mesh
+of the rest, and for each choice of its axes along which pipelines run side by side, the specs of a stage are searched
+exactly (`StageProblem`). The answer gives a price for each layer, and separate ones for embedding and output. With
+these prices `gspmd.search.stages` splits the layers in two ways: into equal stages, each with embedding and output, as
+`gspmd.pipeline` runs them; and freely, as Alpa may, on submeshes of every size, with embedding on the first stage and
+output on the last.
 
-Left out: rounds, and stages over more than one torus axis. Where stages take a part of a torus axis, what is left of it
-counts as a ring, which it is not (`PipelineRow.along`).
+Not covered: rounds, and stages over more than one torus axis. If stages take part of a torus axis, the rest of the axis
+is priced as a ring, although it is a line (`PipelineRow.along`).
 
 Source: Zheng et al. 2022, Alpa (arXiv 2201.12023), section 5.
 """
@@ -23,9 +24,10 @@ import numpy as np
 
 from gspmd.display.tables import Column, Sheet
 from gspmd.display.units import amount_of_bytes, amount_of_seconds, mesh_text
+from gspmd.hardware.chips import Chip
 from gspmd.search import Answer, NothingFits, Search
 from gspmd.search.answers.candidate import TOLERANCE, StepBudget
-from gspmd.search.answers.meshes import meshes
+from gspmd.search.answers.meshes import factorings, meshes
 from gspmd.search.phase import LayoutLine
 from gspmd.search.stages import LayerRange, NoSplit, StageSplit, split
 
@@ -33,19 +35,20 @@ from .pipeline import STAGES, StageProblem
 from .workload import Workload
 
 MOST = 2
-"""Mesh axes of a stage at most: with that of the stages they are the three of a torus."""
+"""The most mesh axes of a stage; with the axis of the stages these are the three of a torus."""
 
 
 @dataclass(frozen=True)
 class StagePrices:
-    """Seconds of a microbatch and bytes, taken apart: of a layer, of embedding and output, of what is sent.
+    """The seconds and bytes of one microbatch, by part.
 
     Attributes:
         layer: seconds of one stacked layer, forward and backward.
-        first, last: of the embedding, and of output and loss.
-        sent: of the permutes behind both.
-        layer_bytes, ends_bytes: what a layer holds, and embedding and output together.
-        input_bytes: the input of a stage, of one microbatch.
+        first, last: seconds of the embedding, and of output and loss.
+        sent: seconds of the permutes to the next stage and back.
+        layer_bytes: bytes of one layer.
+        ends_bytes: bytes of embedding and output together.
+        input_bytes: bytes of a stage's input for one microbatch.
     """
 
     layer: float
@@ -58,7 +61,7 @@ class StagePrices:
 
     @classmethod
     def of(cls, problem: StageProblem, picks: Mapping[str, int], layers: int) -> StagePrices:
-        """Return the seconds and bytes of an answer, in a stage of so many stacked layers."""
+        """Return the seconds and bytes of an answer whose stages have this number of stacked layers."""
         slots = problem.apart(picks)
         return cls(
             slots.layers / layers, slots.first, slots.last, slots.sent,
@@ -66,11 +69,11 @@ class StagePrices:
         )  # fmt: skip
 
     def alike(self, layers: int) -> np.ndarray:
-        """[layers, layers, 1] seconds of stages that all have embedding and output."""
+        """Return seconds [layers, layers, 1] by first and last layer, for stages that all have embedding and output."""
         return self._table(layers, lambda first, last: self.first + self.last)
 
     def apart(self, layers: int) -> np.ndarray:
-        """[layers, layers, 1] seconds of stages of which only the first and the last have them."""
+        """Return seconds [layers, layers, 1], with embedding on the first stage and output on the last only."""
         return self._table(layers, lambda first, last: (first == 0) * self.first + (last == layers - 1) * self.last)
 
     def _table(self, layers: int, ends: Callable[[int, int], float]) -> np.ndarray:
@@ -81,23 +84,24 @@ class StagePrices:
         return table
 
     def held(self, stage: LayerRange, layers: int, waiting: int) -> float:
-        """Bytes of a stage that keeps so many inputs, with embedding and output if it is the first or the last."""
+        """Return the bytes of a stage that keeps `waiting` inputs; the first and last stages have the ends as well."""
         ends = self.ends_bytes * (stage.first == 0 or stage.last == layers - 1)
         return (stage.last - stage.first + 1) * self.layer_bytes + ends + waiting * self.input_bytes
 
 
 @dataclass(frozen=True)
 class PipelineRow:
-    """The best pipeline of so many stages and microbatches.
+    """The best pipeline with a given number of stages and microbatches.
 
     Attributes:
         stages, microbatches: S and M.
-        along: devices along the torus axis that the stages lie on; all of them are stages only if they are S.
-        problem: of the best mesh in a stage, with `problem.case.mesh` and `problem.case.side`.
-        answer: to it: the seconds of a step, and bytes of a device; None where nothing fits.
-        prices: of its layers.
-        split: the layers in stages that are alike, whose seconds are a step's but for what comes once.
-        least: bytes that the smallest holds, where nothing fits.
+        along: number of devices along the torus axis of the stages; the stages take the whole axis only if it is S.
+            GPUs have no torus, and it is S.
+        problem: the search problem on the best mesh, given by `problem.case.mesh` and `problem.case.side`.
+        answer: its answer, with the seconds of a step and the bytes of a device; None if nothing fits.
+        prices: the prices of its parts; None if nothing fits.
+        split: the split into equal stages, whose seconds are those of a step without the work that runs once.
+        least: bytes of the smallest layout, if nothing fits.
     """
 
     stages: int
@@ -111,7 +115,7 @@ class PipelineRow:
 
     @property
     def mesh(self) -> dict[str, int]:
-        """The sizes of all mesh axes, that of the stages first."""
+        """The sizes of all mesh axes, with the axis of the stages first."""
         return {STAGES: self.stages, **self.problem.case.mesh}
 
     @property
@@ -121,7 +125,7 @@ class PipelineRow:
 
     @property
     def lines(self) -> list[LayoutLine]:
-        """The lines of the layout; none where nothing fits."""
+        """The lines of the layout; empty if nothing fits."""
         return self.problem.lines(self.answer.picks) if self.answer else []
 
 
@@ -130,9 +134,9 @@ class Table:
     """Pipelines by their numbers of stages and microbatches.
 
     Attributes:
-        rows: the best of each.
-        free: by microbatches, the split of any kind that Alpa's program finds over the same prices; its submeshes are
-            the rows with so many microbatches that fit, in order.
+        rows: the best pipeline for each pair of numbers.
+        free: for each number of microbatches, the unrestricted split that Alpa's program finds with the same prices;
+            its submeshes are the fitting rows with that number of microbatches, in order.
     """
 
     rows: tuple[PipelineRow, ...]
@@ -140,7 +144,7 @@ class Table:
 
     @property
     def best(self) -> PipelineRow | None:
-        """The row with the fewest seconds, with the fewest stages of those that are the same; None if nothing fits."""
+        """The fastest row, with ties broken by fewer stages; None if nothing fits."""
         found = [row for row in self.rows if row.answer]
         return min(found, key=lambda row: (float(f"{_seconds(row):.9g}"), row.stages), default=None)
 
@@ -155,14 +159,14 @@ def table(
     """Find the best pipeline for every number of stages and of microbatches.
 
     Args:
-        workload: the training step, in whichever number of microbatches.
-        torus: devices along each torus axis.
+        workload: the training step; its number of microbatches is ignored.
+        torus: devices along each torus axis; of GPUs, nodes and GPUs of a node.
         limit: bytes that a device may hold.
-        microbatches: which numbers of them are tried; those that do not divide the batch are not.
-        tell: told what is being done.
+        microbatches: the numbers of microbatches to try; those that do not divide the batch are skipped.
+        tell: called with a line of progress.
 
     Raises:
-        PlanError: the model has what is not searched.
+        PlanError: the model has a part that cannot be searched.
 
     Example:
         >>> from gspmd.hardware.chips import CHIPS
@@ -175,8 +179,9 @@ def table(
         'N_p'
     """
     rows, periods = [], workload.config.layers // workload.config.period
-    for stages in range(2, max(torus) + 1):
-        if periods % stages or not any(size % stages == 0 for size in torus):
+    whole = [prod(torus)] if workload.chip.is_switch else torus  # what stages may divide
+    for stages in range(2, max(whole) + 1):
+        if periods % stages or not any(size % stages == 0 for size in whole):
             continue
         for count in microbatches:
             if workload.batch % count == 0:
@@ -188,20 +193,32 @@ def table(
 
 
 def _problems(workload: Workload, stages: int, torus: Sequence[int]) -> Iterator[tuple[int, StageProblem]]:
-    """The problem of every mesh in a stage and every choice of pipelines side by side; whole torus axes first."""
+    """Yield the problem of every mesh of a stage and every choice of `side`, with the torus axis that it splits."""
+    nodes = workload.chip.nodes({"x": prod(torus) // stages})
+    for size, mesh in _meshes_of_stages(workload.chip, stages, torus):
+        axes = [axis for axis, devices in mesh.items() if devices > 1]
+        for number in range(len(axes) + 1 if not workload.config.moe else 1):
+            for side in combinations(axes, number):
+                # The mesh of one pipeline is priced as devices next to each other, which matters between nodes.
+                if nodes > 1 and side != tuple(axes[:number]):
+                    continue
+                if workload.batch // workload.microbatches % prod(mesh[axis] for axis in side) == 0:
+                    yield size, StageProblem(workload, stages, mesh, side)
+
+
+def _meshes_of_stages(chip: Chip, stages: int, torus: Sequence[int]) -> Iterator[tuple[int, dict[str, int]]]:
+    """Yield every mesh of the devices of a stage, with the size of the torus axis that the stages split."""
+    if chip.is_switch:  # A stage is devices next to each other, behind switches.
+        yield from ((stages, mesh) for mesh in factorings(prod(torus) // stages, chip) if len(mesh) <= MOST)
+        return
     seen = set()
     for size in sorted({size for size in torus if size % stages == 0}):
         rest = list(torus)
         rest[rest.index(size)] = size // stages
         for mesh in meshes(rest, MOST):
-            if (shape := tuple(sorted(mesh.values()))) in seen:
-                continue
-            seen.add(shape)
-            axes = [axis for axis, devices in mesh.items() if devices > 1]
-            for number in range(len(axes) + 1 if not workload.config.moe else 1):
-                for side in combinations(axes, number):
-                    if workload.batch // workload.microbatches % prod(mesh[axis] for axis in side) == 0:
-                        yield size, StageProblem(workload, stages, mesh, side)
+            if (shape := tuple(sorted(mesh.values()))) not in seen:
+                seen.add(shape)
+                yield size, mesh
 
 
 def _best(made: Iterator[tuple[int, StageProblem]], periods: int, limit: float) -> PipelineRow | None:
@@ -235,7 +252,7 @@ def _rank(row: PipelineRow) -> tuple[float, float]:
 
 
 def _free(rows: Sequence[PipelineRow], count: int, periods: int, devices: int, limit: float) -> StageSplit | None:
-    """The cheapest split of any kind over the prices of all submeshes."""
+    """Return the cheapest unrestricted split with the prices of all submeshes; None if there is none."""
     prices = [(row.stages, row.prices) for row in rows if row.prices and row.microbatches == count]
     if not prices:
         return None
@@ -251,7 +268,7 @@ def _free(rows: Sequence[PipelineRow], count: int, periods: int, devices: int, l
 
 
 def sheet(found: Table) -> Sheet:
-    """The pipelines as a table."""
+    """Lay the pipelines out as a table for the terminal."""
     names = ("stages", "microbatches", "mesh", "side by side", "a step", "bubble", "of any split", "memory", "fits")
     left = ("mesh", "side by side", "fits")
     shown = Sheet(

@@ -1,4 +1,4 @@
-"""The search problem of a training step, and one that bounds it in any number of microbatches."""
+"""The search problem of a training step, and a relaxed problem that bounds it for any number of microbatches."""
 
 from __future__ import annotations
 
@@ -10,38 +10,38 @@ import jax.numpy as jnp
 
 from gspmd.annotate.errors import PlanError
 from gspmd.layouts import Layout
-from gspmd.planner.unknown import dims_in
+from gspmd.planner.unknown import UnknownReduction, dims_in
 from gspmd.search import Problem
 from gspmd.search.finding import MeshProblem
 from gspmd.search.held import HeldArray
 from gspmd.search.lines import Lines
 from gspmd.search.phase import Case, PhaseProblem, RelaxedProblem, read_alike
 from gspmd.search.pricing import Table
-from gspmd.search.program import Build, TracedProgram
+from gspmd.search.program import Build, TracedProgram, Use
 from gspmd.training.step import Update, abstract_program
 
 from ..config import ModelConfig
 from ..step import Language
-from .workload import Workload, absent_of, base_of
+from .workload import BASE, Workload
 
 MOST_WITH_ADAPTERS = 2
-"""Mesh axes of a model with adapters. No line says where an adapter meets its operand, so that its products are planned
-for every place of all their tensors: a minute on two axes, and hours on three."""
+"""The most mesh axes for a model with adapters. No line says where an adapter meets its operand, so its products are
+planned for every placement of all their tensors: this takes a minute on two axes, and hours on three."""
 
 
 _TOKENS = ("B", "G", "C")
-"""Dimensions whose size is another in another number of microbatches."""
+"""Dimensions whose size depends on the number of microbatches."""
 
 
 class TrainingProblem(PhaseProblem):
-    """The search problem of a training step on one mesh, whose terms are read from the program.
+    """The search problem of a training step on one mesh, with terms read from the program.
 
     Args:
         workload: the step.
         mesh: sizes of the mesh axes.
 
     Raises:
-        PlanError: the microbatches do not divide the batch, or the program has what cannot be searched.
+        PlanError: the microbatches do not divide the batch, or the program has a part that cannot be searched.
     """
 
     phase = "train"
@@ -50,9 +50,8 @@ class TrainingProblem(PhaseProblem):
         config, batch, count = workload.config, workload.batch, workload.microbatches
         if batch % count:
             raise PlanError(f"cannot cut a batch of {batch} into {count} microbatches.\n  Choose a divisor.")
-        sizes = config.sizes(batch // count, workload.length)
-        if config.moe and not config.is_dropless:
-            sizes |= {"C": config.moe.capacity(batch // count * workload.length // sizes["G"])}
+        source = config.tokens_of_source(workload.source_length, workload.length)
+        sizes = config.common_sizes(batch // count, workload.length, source)
         if config.lora and sum(size > 1 for size in mesh.values()) > MOST_WITH_ADAPTERS:
             raise PlanError(
                 f"cannot search layouts of adapters on the {len(mesh)} mesh axes {', '.join(mesh)}: their products are "
@@ -61,16 +60,16 @@ class TrainingProblem(PhaseProblem):
         super().__init__(
             Case(
                 config, sizes, dict(mesh), workload.chip, workload.dtype, microbatches=count,
-                remat=config.remat_name, absent=absent_of(config),
+                remat=config.remat_name,
             )
         )  # fmt: skip
-        self._step = config, workload.dtype, batch, workload.length, workload.update, workload.fixed
+        self._step = config, workload.dtype, batch, workload.length, source, workload.update, workload.fixed
 
     @cached_property
     def question(self) -> MeshProblem:
         """The search on this mesh."""
         case = self.case
-        # Of several microbatches memory is counted at one moment, so that more of them never hold more.
+        # Memory is counted at the moment of the program with two microbatches, so that more of them never hold more.
         like = self._read(2)[2] if case.microbatches > 2 else None
         built, lines, program = self._read(case.microbatches)
         return MeshProblem(built, program, lines, self.axes, case.chip, case.microbatches, case.sizes, like)
@@ -81,19 +80,19 @@ class TrainingProblem(PhaseProblem):
 
 
 class RelaxedTraining(TrainingProblem, RelaxedProblem):
-    """The search problem that bounds a training step in 2 microbatches or more on one mesh.
+    """The search problem that bounds a training step with two or more microbatches on one mesh.
 
-    In M microbatches, weights move M times in place of 2. Activations, one part of the batch after the other, take no
-    less time than in two parts, and hold no less than 2/M of what these hold; gathered weights and gradients, as much:
+    With M microbatches, weights move M times instead of twice. Activations take at least as long as in two parts, and
+    hold at least 2/M of their bytes; gathered weights and gradients hold as much as with two:
 
         seconds ≥ once + M/2 · weights + activations in two,    bytes ≥ arguments + weights + 2/M · activations in two
 
-    So the seconds of the fewest with the bytes of the most bound all numbers between them. The options are those of two
-    microbatches, which all others are among. The global norm of the gradients, which costs no less than nothing, is
-    left out.
+    Hence the seconds for the fewest microbatches with the bytes for the most bound all numbers between them. The
+    options are those for two microbatches, which include the options for any larger number. The global norm of the
+    gradients is left out, which only lowers the bound.
 
     Args:
-        workload: the step, in whichever number of microbatches.
+        workload: the step; its number of microbatches is ignored.
         mesh: sizes of the mesh axes.
     """
 
@@ -101,13 +100,13 @@ class RelaxedTraining(TrainingProblem, RelaxedProblem):
         super().__init__(replace(workload, microbatches=2), mesh)
 
     def between(self, fewest: int, most: int, limit: float | None = None) -> Problem:
-        """Return the problem whose answer is no worse than that of any number of microbatches between these two."""
+        """Return a relaxed problem whose cost is a lower bound for all microbatch numbers from `fewest` to `most`."""
         once, each = self._tables
         question, weights = self.question, self._weights
         others = {array: count if array in weights else 2 / most * count for array, count in question.others.items()}
         moe = self._step[0].moe
         if moe and moe.groups:
-            # Groups that span sequences are smaller in a smaller part, and so is what is masked: tokens by their slots.
+            # Groups that span sequences shrink with the microbatch, and so do the masks, of tokens times slots.
             once, others = [(of, 2 / most * table) for of, table in once], {}
         seconds = [*once, *((of, fewest / 2 * table) for of, table in each)]
         held = [*question.arguments, *question.spread(others)]
@@ -115,7 +114,7 @@ class RelaxedTraining(TrainingProblem, RelaxedProblem):
 
     @cached_property
     def _weights(self) -> set[HeldArray]:
-        """Arrays that are as large in any number of microbatches: sharded, and over no tokens."""
+        """The sharded arrays without token dimensions, whose size does not depend on the number of microbatches."""
         lines = self.question.lines
         pairs = [pair for each in lines.tensors().values() for pair in each]
         tokens = {unknown for dim, unknown in pairs if dim in _TOKENS}
@@ -123,16 +122,20 @@ class RelaxedTraining(TrainingProblem, RelaxedProblem):
 
     @cached_property
     def _tables(self) -> tuple[list[Table], list[Table]]:
-        """Seconds of what does not run more often, and of weights."""
+        """The seconds that do not depend on the number of microbatches, and those of weights, which do."""
         question, tables = self.question, self.question.prices.tables
         _, _, in_one = self._read(1)
         before = in_one.times
-        # What runs more often than in one microbatch, and is no part of the batch, is of a weight.
-        weights = [
-            use for use in question.uses if "B" not in dims_in(use.what) and use.times > before.get(use.what, use.times)
-        ]
+
+        def repeats(use: Use) -> bool:
+            # With one microbatch there is no loop over them, behind which a reduction could move.
+            none = 0 if isinstance(use.what, UnknownReduction) else use.times
+            return use.times > before.get(use.what, none)
+
+        # A step that repeats with the microbatches and does not have dimension B moves or computes on a weight.
+        weights = [use for use in question.uses if "B" not in dims_in(use.what) and repeats(use)]
         rest = [use for use in question.uses if use not in weights]
-        # Of a tensor that stays the same in the loop the first steps of its move leave it.
+        # If a tensor does not change in the loop over microbatches, the first steps of its move leave the loop.
         staying = [replace(use, once=0 if use.once < use.times else use.times) for use in weights]
         leaving = [replace(use, times=use.once) for use in weights if use.once < use.times]
         first = [*tables(leaving), *((of, -table) for of, table in tables(replace(use, once=0) for use in leaving))]
@@ -141,19 +144,27 @@ class RelaxedTraining(TrainingProblem, RelaxedProblem):
 
 @lru_cache(maxsize=64)
 def read_step(
-    config: ModelConfig, dtype: str, batch: int, length: int, update: Update, fixed: tuple[tuple[str, str], ...] = ()
+    config: ModelConfig,
+    dtype: str,
+    batch: int,
+    length: int,
+    source_length: int,
+    update: Update,
+    fixed: tuple[tuple[str, str], ...] = (),
 ) -> tuple[Build, Lines, TracedProgram]:
-    """Return how a training step is built, with its lines and its program, which are the same on every mesh."""
-    build = abstract_program(Language(config, jnp.dtype(dtype)), update, batch, length)
+    """Return the builder of a training step, its lines and its traced program; all are the same on every mesh."""
+    # Pairs of sources and targets are packed into rows, or have padding.
+    subject = Language(config, jnp.dtype(dtype), packed=source_length > 0, source_length=source_length)
+    build = abstract_program(subject, update, batch, length)
     return build, *read_alike(build, _lines(replace(config, remat="none"), fixed))
 
 
 @lru_cache(maxsize=64)
 def _lines(config: ModelConfig, fixed: tuple[tuple[str, str], ...]) -> Lines:
-    """The lines of a model that is trained, tied as any of its programs so far has wanted them."""
-    lines = Lines.of(Layout.load(base_of(config)), dict(fixed))
+    """Return the lines of a model in training, with the ties that its programs read so far need."""
+    lines = Lines.of(Layout.load(BASE), dict(fixed))
     if config.lora:
-        # [gradients] is of the adapters then, and the rules of a layout are those of the weights beside them.
+        # [gradients] then applies to the adapters, while the rules of a layout apply to the frozen weights.
         for name in lines.trained:
             lines.hold(lines.owed(name))
     return lines

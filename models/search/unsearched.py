@@ -1,4 +1,4 @@
-"""Models that a search does not price, and what is said of them."""
+"""The error for models that the search cannot price."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from gspmd.annotate.errors import PlanError
 
 
 class Unsearched(PlanError):
-    """A model has what is not priced. A command says in place of the last line which of its flags help.
+    """A model has a part that the search cannot price. Commands replace the message's last line by their own flags.
 
     Attributes:
-        fact: what was asked, and why there is no answer.
+        fact: the question, and the reasons why it has no answer.
     """
 
     def __init__(self, asked: str, faults: Iterable[str]):

@@ -1,4 +1,4 @@
-"""Workloads that layouts are searched for: a model, how much of it a step runs, and the chip that runs it."""
+"""Workloads to search layouts for: a model, the sizes of its step, and the chip that runs it."""
 
 from __future__ import annotations
 
@@ -11,32 +11,40 @@ from gspmd.training.step import Update
 
 from ..config import ModelConfig
 
-Phase = Literal["train", "prefill", "decode"]
+Phase = Literal["train", "encode", "prefill", "decode"]
 Stored = Literal["dtype", "int8"]
 
 
+BASE = "replicated"
+"""A preset with every line of every model. A search only uses the dimensions of its specs, and only writes the lines
+that the model's program uses."""
+
 STEPS = 1000
-"""Updates of the schedule of a step that is priced; any number costs the same."""
+"""Length of the learning rate schedule of a step that is priced; it does not affect the cost."""
 
 
 @dataclass(frozen=True)
 class Workload:
-    """A step of a model: all that a search problem is made of but the mesh.
+    """A step of a model: everything that a search problem needs except the mesh.
 
     Attributes:
-        config: the model, all of its layers; experts drop nothing where they are served.
-        chip: whose seconds.
-        batch: sequences of a step, over all devices; rows where it is served.
+        config: the whole model; in serving, its experts drop no token.
+        chip: the chip whose seconds are assumed.
+        batch: sequences per step, over all devices; in serving, the rows of the cache.
         length: tokens per sequence.
-        dtype: compute dtype; where it is served, of weights and cache, too, unless they are int8.
-        phase: `"train"`, a whole update; `"prefill"`, `length` tokens of every row into an empty cache; `"decode"`, one
-            behind a full one.
-        microbatches: parts of a training step's batch, one after the other.
-        weights: `"int8"` where they are served with matrices of int8, with a scale for every channel; else `"dtype"`.
-        cache: `"int8"` where keys and values are kept as int8, with a scale for each token and head; else `"dtype"`.
+        dtype: compute dtype; in serving, also the dtype of weights and cache unless they are int8.
+        phase: `"train"`, a whole update; `"encode"`, which reads the source of every row; `"prefill"`, which reads
+            `length` tokens of every row into an empty cache; or `"decode"`, which reads one token of every row with a
+            full cache.
+        microbatches: the number of parts of a training step's batch that run one after the other.
+        weights: in serving, `"int8"` for int8 matrices with a scale for each channel; else `"dtype"`.
+        cache: in serving, `"int8"` for int8 keys and values with a scale for each token and head; else `"dtype"`.
         room: tokens that a row of the cache has room for; 0 for `length`.
         fixed: lines that are not searched, with their specs.
-        update: how a training step updates parameters; its number of microbatches is not read.
+        update: how a training step updates parameters; its number of microbatches is ignored.
+        source_length: tokens per source of an encoder–decoder; 0 for `length`.
+        beams: in decoding, the successive rows that are the beams of one prompt, whose caches lie on one device; 0
+            without beams.
     """
 
     config: ModelConfig
@@ -51,13 +59,5 @@ class Workload:
     cache: Stored = "dtype"
     fixed: tuple[tuple[str, str], ...] = ()
     update: Update = field(default_factory=lambda: Update(OptimizerConfig(), STEPS))
-
-
-def base_of(config: ModelConfig) -> str:
-    """Return the name of a preset that has every line of a model."""
-    return "gshard" if config.moe else "replicated"
-
-
-def absent_of(config: ModelConfig) -> tuple[str, ...]:
-    """Return the lines of tensors that a model does not have, which lie as others do that it has: those of gates."""
-    return () if config.gated else ("ffn.w_gate", "moe.w_gate")
+    source_length: int = 0
+    beams: int = 0

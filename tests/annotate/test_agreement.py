@@ -34,7 +34,7 @@ PARTIALS = [
 
 @st.composite
 def _nearly_specs(draw) -> str:
-    """A spec, but for a dimension or a mesh axis that may stand twice."""
+    """A spec, but for a dimension or a mesh axis that may appear twice."""
     dims = draw(st.lists(st.sampled_from("ABCDE"), max_size=3))
     return "".join(d + draw(st.sampled_from(SUFFIXES)) for d in dims) + draw(st.sampled_from(PARTIALS))
 
@@ -51,6 +51,7 @@ def _nearly_equations(draw) -> str:
     return f"{draw(space)}{terms}{draw(st.sampled_from(['', ' -> ', '->']))}{result}{draw(space)}"
 
 
+@pytest.mark.turns(1)
 @pytest.mark.parametrize("what", READ)
 @settings(deadline=None, max_examples=400)
 @given(text=st.one_of(TEXT, _nearly_specs(), _nearly_equations()))

@@ -200,7 +200,7 @@ cannot annotate an array of shape (8, 12) with 'BE partialsum-y'
     BE partialsum-y
     ^^^^^^^^^^^^^^^
   the spec says 'BE partialsum-y', and the array is 'BE' by its type.
-  A partial sum is left by an equation; annotate() cannot make one."""
+  Only an equation makes a partial sum: write one whose result is this spec."""
         )
 
 
@@ -227,7 +227,7 @@ cannot annotate an array of shape (8, 12) with 'BE_x'
     BE_x
     ^^^^
   the spec says 'BE_x', and the array is 'B_xE_y' by its type.
-  Bring it there by gspmd.reshard(x, 'B_xE_y -> BE_x')."""
+  Move it with gspmd.reshard(x, 'B_xE_y -> BE_x')."""
     )
 
 

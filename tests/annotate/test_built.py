@@ -85,7 +85,7 @@ def test_what_does_not_go_together_is_refused_with_a_caret():
 cannot read the equation 'BLE_xyz, E_xF_yz -> BTF_yzx'
     BLE_xyz, E_xF_yz -> BTF_yzx
                          ^
-  dimension T stands in the result and in no operand.
+  dimension T is in the result but in no operand.
   The operands have B, L, E, F."""
     )
     with pytest.raises(SpecError, match="cannot read via='BLE_xyz, BLE_xyz, BLE_xyz'"):
@@ -94,5 +94,5 @@ cannot read the equation 'BLE_xyz, E_xF_yz -> BTF_yzx'
 
 @pytest.mark.parametrize("specs", [3, None, [3], [X, None]])
 def test_what_is_no_spec(specs):
-    with pytest.raises(SpecError, match="it is no text"):
+    with pytest.raises(SpecError, match="it is not a string"):
         Equation.product(X, specs, X)

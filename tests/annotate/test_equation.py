@@ -179,15 +179,15 @@ UNREADABLE = {
     "BL, LE": [("      ^", "an equation has an arrow, and this has none.", ARROW)],
     "": [("^", "an equation has an arrow, and this has none.", ARROW)],
     "A -> A -> A": [("       ^^", "an equation has one arrow, and this is a second.", "Write two equations.")],
-    "A => A_x": [("  ^^", "'=>' is no arrow.", "Write the arrow '->'.")],
+    "A => A_x": [("  ^^", "'=>' is not an arrow.", "Write the arrow '->'.")],
     "BL, LE -> BF": [
-        ("           ^", "dimension F stands in the result and in no operand.", "The operands have B, L, E."),
+        ("           ^", "dimension F is in the result but in no operand.", "The operands have B, L, E."),
     ],
     "BL, LE + BF -> BE": [
-        ("                ^", "dimension E stands in the result and not in term 2.", "That term has B, F."),
+        ("                ^", "dimension E is in the result but not in term 2.", "That term has B, F."),
     ],
     "B, (L, E) -> (BL, BL)": [
-        ("                   ^", "dimension L stands in the result and in no operand.", "The operands have B, E."),
+        ("                   ^", "dimension L is in the result but in no operand.", "The operands have B, E."),
     ],
     "BL_x, LE_y, EF -> BF_y": [
         (
@@ -215,28 +215,28 @@ UNREADABLE = {
         ("      ^^^^^^", "a product has two operands, and this has 3.", "Write an equation for each two of them."),
     ],
     "A,, B -> A": [
-        (" ^", "this comma stands beside nothing, so that the product has 3 operands.", "Drop the comma."),
+        (" ^", "there is no operand beside this comma, so that the product has 3 operands.", "Drop the comma."),
     ],
     "A, (B, C) + A, (B, C) -> (A, A)": [
         (
             "   ^^^^^^",
-            "a group cannot stand in a sum of products.",
+            "a group cannot be in a sum of products.",
             "Write one sum for each result: 'A, B + A, B -> A' and 'A, C + A, C -> A'.",
         ),
     ],
     "A, (B, C) + A -> (AB, AC)": [
         (
             "   ^^^^^^",
-            "a group cannot stand in a sum of products.",
+            "a group cannot be in a sum of products.",
             "Write one sum for each result: 'A, B + A -> AB' and 'A, C + A -> AC'.",
         ),
-        ("                   ^", "dimension B stands in the result and not in term 2.", "That term has A."),
-        ("                       ^", "dimension C stands in the result and not in term 2.", "That term has A."),
+        ("                   ^", "dimension B is in the result but not in term 2.", "That term has A."),
+        ("                       ^", "dimension C is in the result but not in term 2.", "That term has A."),
     ],
     "A, (B, C) + A -> A": [
         (
             "   ^^^^^^",
-            "a group cannot stand in a sum of products.",
+            "a group cannot be in a sum of products.",
             "Write the group as an equation of its own, and the sum as another.",
         ),
     ],
@@ -268,13 +268,17 @@ UNREADABLE = {
         ("^^^^^^", "a move takes one array, and a group is several.", "Write an equation for each."),
     ],
     "A, (A, A) -> A, A": [
-        ("             ^^^^", "an equation has one result.", "The results of a group stand in parentheses: '(A, A)'."),
+        (
+            "             ^^^^",
+            "an equation has one result.",
+            "The results of a group are written in parentheses: '(A, A)'.",
+        ),
     ],
     "A -> A + A": [
-        ("     ^^^^^", "a sum stands to the right of the arrow.", "Write the products to its left, and one result."),
+        ("     ^^^^^", "a sum appears to the right of the arrow.", "Write the products to its left, and one result."),
     ],
     "A, ((A, A), A) -> (A, A, A)": [
-        ("    ^^^^^^", "a group cannot stand inside a group.", "Write all its specs in one pair of parentheses."),
+        ("    ^^^^^^", "a group cannot be inside a group.", "Write all its specs in one pair of parentheses."),
     ],
     "A, () -> ()": [
         ("   ^^", "this group is empty.", "Write a group as '(A, B)'; a scalar is written as nothing at all."),
@@ -303,12 +307,12 @@ UNREADABLE = {
     "BLE_xyzE_xF_yz -> BLF": [
         (
             "       ^^^",
-            "dimension E stands twice in one spec.",
+            "dimension E appears twice in one spec.",
             "Every dimension has a letter of its own; two operands have a comma: 'BLE_xyz, E_xF_yz'.",
         ),
     ],
     "BE, EF -> B BF": [
-        ("            ^", "dimension B stands twice in one spec.", "Every dimension has a letter of its own."),
+        ("            ^", "dimension B appears twice in one spec.", "Every dimension has a letter of its own."),
     ],
     "(BF,)": [
         ("   ^", "nothing follows this comma.", "Drop it: '(BF)'. A scalar as the last member is a space: '(BF, )'."),
@@ -322,23 +326,23 @@ UNREADABLE = {
         ),
     ],
     "BE, EF, -> BF": [
-        ("      ^", "this comma stands beside nothing, so that the product has 3 operands.", "Drop the comma."),
+        ("      ^", "there is no operand beside this comma, so that the product has 3 operands.", "Drop the comma."),
     ],
     ", BE, EF -> BF": [
-        ("^", "this comma stands beside nothing, so that the product has 3 operands.", "Drop the comma."),
+        ("^", "there is no operand beside this comma, so that the product has 3 operands.", "Drop the comma."),
     ],
     "BE, EF -> BF,": [
-        ("            ^", "this comma stands beside nothing, and an equation has one result.", "Drop the comma."),
+        ("            ^", "there is no operand beside this comma, and an equation has one result.", "Drop the comma."),
     ],
-    "A * B -> AB": [("  ^", "'*' is no comma.", "Write a product with a comma, as in 'A, B -> AB'.")],
-    "BE; EF -> BF": [("  ^", "';' is no comma.", "Write a product with a comma, as in 'A, B -> AB'.")],
+    "A * B -> AB": [("  ^", "'*' is not a comma.", "Write a product with a comma, as in 'A, B -> AB'.")],
+    "BE; EF -> BF": [("  ^", "';' is not a comma.", "Write a product with a comma, as in 'A, B -> AB'.")],
     "bl, LE_yy -> BE": [
         ("^^", "'bl' is neither a dimension nor the mesh axes of one.", "Dimensions are capital letters: write 'BL'."),
-        ("       ^^", "mesh axis y stands twice in 'E_yy'.", "If 'yy' is the name of one mesh axis, write 'E_{yy}'."),
+        ("       ^^", "mesh axis y appears twice in 'E_yy'.", "If 'yy' is the name of one mesh axis, write 'E_{yy}'."),
     ],
     "BL_xx, LE -> BG": [
-        ("   ^^", "mesh axis x stands twice in 'L_xx'.", "If 'xx' is the name of one mesh axis, write 'L_{xx}'."),
-        ("              ^", "dimension G stands in the result and in no operand.", "The operands have B, L, E."),
+        ("   ^^", "mesh axis x appears twice in 'L_xx'.", "If 'xx' is the name of one mesh axis, write 'L_{xx}'."),
+        ("              ^", "dimension G is in the result but in no operand.", "The operands have B, L, E."),
     ],
 }
 
@@ -364,7 +368,7 @@ def test_an_arrow_of_another_kind_is_all_that_is_wrong(arrow):
         parse_equation(f"BE, EF {arrow} BF")
     (fault,) = error.value.faults
     assert (fault.start, fault.end) == (7, 7 + len(arrow))
-    assert (fault.fact, fault.remedy) == (f"{arrow!r} is no arrow.", "Write the arrow '->'.")
+    assert (fault.fact, fault.remedy) == (f"{arrow!r} is not an arrow.", "Write the arrow '->'.")
 
 
 def test_parentheses_without_end_are_read():
@@ -423,7 +427,10 @@ cannot read via='A, B -> AB'
 def test_what_is_no_text(parse, what, example):
     with pytest.raises(SpecError) as error:
         parse(3)
-    assert str(error.value) == f"cannot read {what} from 3: it is no text (int).\n  Write a string such as {example!r}."
+    assert (
+        str(error.value)
+        == f"cannot read {what} from 3: it is not a string (int).\n  Write a string such as {example!r}."
+    )
 
 
 @pytest.mark.parametrize("sizes", [{"B": [4], "E": 8, "F": 8}, {"B": 3, "E": 8, "F": 8}, {"E": 8, "F": 8}])

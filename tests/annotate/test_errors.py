@@ -52,7 +52,7 @@ UNREADABLE = {
         ("^^", "'B_' names no mesh axis.", "Write 'B_x', or 'B' alone where it is unsharded."),
     ],
     "BLB_x": [
-        ("  ^^^", "dimension B stands twice in one spec.", "Every dimension has a letter of its own."),
+        ("  ^^^", "dimension B appears twice in one spec.", "Every dimension has a letter of its own."),
     ],
     "B_xLE_yx": [
         (
@@ -65,30 +65,30 @@ UNREADABLE = {
         (
             "                  ^",
             "mesh axis x shards dimension B and belongs to the partial sum as well.",
-            "Each mesh axis stands once in a spec: drop it from one of the two.",
+            "Each mesh axis appears once in a spec: drop it from one of the two.",
         ),
     ],
     "BLE_data": [
         (
             "    ^^^^",
-            "mesh axis a stands twice in 'E_data'.",
+            "mesh axis a appears twice in 'E_data'.",
             "If 'data' is the name of one mesh axis, write 'E_{data}'.",
         ),
     ],
     "BLE_xyxy": [
         (
             "    ^^^^",
-            "mesh axes x and y stand twice in 'E_xyxy'.",
+            "mesh axes x and y appear twice in 'E_xyxy'.",
             "If 'xyxy' is the name of one mesh axis, write 'E_{xyxy}'.",
         ),
     ],
     "BLE_{data,data}": [
-        ("    ^^^^^^^^^^^", "mesh axis data stands twice in 'E_{data,data}'.", "Name each mesh axis once."),
+        ("    ^^^^^^^^^^^", "mesh axis data appears twice in 'E_{data,data}'.", "Name each mesh axis once."),
     ],
     "BLE partialsum-data": [
         (
             "               ^^^^",
-            "mesh axis a stands twice in 'partialsum-data'.",
+            "mesh axis a appears twice in 'partialsum-data'.",
             "If 'data' is the name of one mesh axis, write 'partialsum-{data}'.",
         ),
     ],
@@ -131,12 +131,16 @@ UNREADABLE = {
         ),
     ],
     "BLE_x?": [
-        ("    ^^", "'?' leaves dimension E to the compiler whole, and stands alone.", "Write 'E_?' or 'E_x'."),
+        (
+            "    ^^",
+            "'?' leaves all of dimension E to the compiler, so no mesh axis goes with it.",
+            "Write 'E_?' or 'E_x'.",
+        ),
     ],
     "BLE_{?,data}": [
         (
             "    ^^^^^^^^",
-            "'?' leaves dimension E to the compiler whole, and stands alone.",
+            "'?' leaves all of dimension E to the compiler, so no mesh axis goes with it.",
             "Write 'E_?' or 'E_{data}'.",
         ),
     ],
@@ -188,13 +192,13 @@ UNREADABLE = {
         (
             "             ^",
             "mesh axis x shards dimension B and belongs to 'reduced-' as well.",
-            "Each mesh axis stands once in a spec: drop it from one of the two.",
+            "Each mesh axis appears once in a spec: drop it from one of the two.",
         ),
     ],
     "BL partialsum-x E": [
         (
             "                ^",
-            "dimension E stands after the partial sum.",
+            "dimension E appears after the partial sum.",
             "Write every dimension first: the partial sum ends a spec.",
         ),
     ],
@@ -213,7 +217,7 @@ UNREADABLE = {
     ],
     "b L_xx M_{ N_x": [
         ("^", "'b' is neither a dimension nor the mesh axes of one.", "Dimensions are capital letters: write 'B'."),
-        ("    ^^", "mesh axis x stands twice in 'L_xx'.", "If 'xx' is the name of one mesh axis, write 'L_{xx}'."),
+        ("    ^^", "mesh axis x appears twice in 'L_xx'.", "If 'xx' is the name of one mesh axis, write 'L_{xx}'."),
         ("         ^^^^^", "the brace after 'M_' is not closed.", "Write 'M_{data,model}'."),
     ],
 }
@@ -237,7 +241,7 @@ def test_what_is_no_text(value, name):
     with pytest.raises(SpecError) as error:
         Spec.parse(value)
     assert str(error.value) == (
-        f"cannot read a spec from {value!r}: it is no text ({name}).\n  Write a string such as 'B_xLE_yz'."
+        f"cannot read a spec from {value!r}: it is not a string ({name}).\n  Write a string such as 'B_xLE_yz'."
     )
 
 
@@ -311,7 +315,7 @@ def test_letters_that_spell_the_name_of_a_mesh_axis(text, name, written):
     with pytest.raises(SpecError) as error:
         Spec.parse(text).check(dict.fromkeys("BE", 8), {name: 2, "x": 2})
     assert len(error.value.faults) == 1
-    assert error.value.faults[0].remedy == f"The name of one mesh axis stands in braces: '{written}'."
+    assert error.value.faults[0].remedy == f"The name of one mesh axis is written in braces: '{written}'."
 
 
 def test_a_dimension_left_open_has_no_local_size():

@@ -53,6 +53,10 @@ def test_a_section_with_a_value(section, value, tmp_path):
     ("specs", "message"),
     [
         ({"ffn__w_inn": "EF"}, "no layout has a key 'ffn.w_inn'.\n  Did you mean 'ffn.w_in'?"),
+        (
+            {"moe__scale_in": "XF"},
+            "no layout has a key 'moe.scale_in'.\n  Write 'moe.b_in', its name after release 0.2.0.",
+        ),
         ({"fnn__w_in": "EF"}, "no section of a layout is called 'fnn'.\n  Did you mean 'ffn'?"),
         ({"ffn__w_in": "FE"}, "ffn.w_in must have dimensions E and F, in this order; here the order is F and E."),
         ({"ffn__w_in": "E_xF_w"}, "^^^\n  the mesh has no axis w."),
@@ -251,3 +255,33 @@ def test_query_heads_that_part_groups_are_refused():
     layout.check({"H": 6, "K": 3}, {"x": 3})
     layout.override({"attention.query": "BLH_xyD"}).check({"H": 6, "K": 3}, {"x": 3, "y": 2})
     layout.phase("decode").check({"H": 6, "K": 3}, {"x": 2})  # queries are moved to the cache
+
+
+@pytest.mark.parametrize(
+    ("lines", "fact"),
+    [
+        ({"cross.key": "B_xT_yK_zD"}, "dimension T of cross.key is sharded over y, and of queries ('B_xLH_yzD') "),
+        (
+            {"cross.key": "B_xyTK_zD"},
+            "dimension B of cross.key is sharded over x and y, and of cross.query ",
+        ),
+        (
+            {"cross.key": "B_xTK_zD"},
+            "key/value heads are sharded over z, and query heads ('B_xLH_yzD') sharded over y and z.",
+        ),
+        ({"encoder.cross.key": "B_xTKD"}, "cross.key is an activation, which this section does not take."),
+        ({"encoder.embedding.table": "VE"}, "embedding.table is a parameter, which this section does not take."),
+    ],
+)
+def test_one_written_line_of_two_stacks_is_held_against_the_defaults_of_others(lines, fact):
+    with pytest.raises(LayoutError) as error:
+        Layout.load("megatron-1d").override(lines).check()
+    assert fact in str(error.value)
+
+
+def test_the_length_of_a_source_is_cut_as_attention_without_order_allows():
+    layout, sizes = Layout.load("context-parallel"), {"B": 8, "L": 20}
+    mesh = {"x": 2, "y": 4, "z": 1}
+    layout.stack("encoder").check(sizes, mesh)
+    with pytest.raises(LayoutError, match="zigzag order cuts it into 8 chunks"):
+        layout.check(sizes, mesh)

@@ -8,6 +8,7 @@ import pytest
 from gspmd.annotate import LayoutError
 from gspmd.layouts import Layout
 from gspmd.layouts.mesh import factorise
+from gspmd.layouts.rules.keys import keys_of_override
 
 
 def test_a_file_may_stand_on_a_preset(tmp_path):
@@ -269,3 +270,18 @@ def test_the_last_norm_has_the_rows_of_the_residual_stream():
     """The logits may lie over other axes than the stream that is normed for them."""
     taken = Layout.load("zero-3").override({"output.logits": "BLV_xyz", "output.norm": "E"}).for_loss(microbatches=2)
     assert taken["output.norm"] == "E reduced-xyz"
+
+
+@pytest.mark.parametrize("change", ["stored_as", "for_loss", "inside", "one_position"])
+def test_variants_of_a_layout_with_an_encoder_are_layouts(change):
+    """They change the lines of both stacks, and write none that [encoder] does not take."""
+    layout = Layout.load("megatron-1d").override({"encoder.ffn.w_in": "E_xF_yz", "encoder.embedding.tokens": "B_xL_y"})
+    given = {"stored_as": (layout,), "for_loss": (2,), "inside": (["x"],), "one_position": ()}[change]
+    changed = getattr(layout, change)(*given)
+    assert changed.overrides["encoder"].keys() <= keys_of_override("encoder").keys()
+    wanted = {
+        "stored_as": ("ffn.w_in", "E_xF_yz"), "for_loss": ("ffn.w_gate", "EF_yz reduced-x"),
+        "inside": ("ffn.w_in", "EF_yz"), "one_position": ("embedding.tokens", "B_xL"),
+    }  # fmt: skip
+    key, spec = wanted[change]
+    assert changed.stack("encoder")[key] == spec

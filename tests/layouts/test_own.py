@@ -56,6 +56,21 @@ def test_a_section_of_ones_own_is_one_like_any_other(load):
     layout.override({"ssm.state": "BS_yE", "optimizer.ssm.state": "B_xS_yE"}).check(SIZES, MESH)
 
 
+def test_a_section_encoder_is_a_custom_models_or_overrides(load):
+    """Keys with a dot override those of the transformer; others are lines of one's own, unless they are a slip."""
+    text = '[mesh]\naxes = ["x"]\nfactor = ["x"]\n[encoder]\nstream = "B_xLE"\nw_q = "EHD"\n'
+    custom = load(f'{text}[optimizer]\n"encoder.w_q" = "E_xHD"\n')
+    layout = custom.override({"encoder.w_q": "EH_xD"}).check({"B": 8, "L": 16, "E": 64, "H": 8}, {"x": 2})
+    assert (layout.encoder.stream, layout["encoder.w_q"]) == ("B_xLE", "EH_xD")
+    assert layout.optimizer("encoder.w_q") == "E_xHD"
+    assert not layout.overrides.get("encoder")
+    unknown = fault(load('base = "megatron-1d"\n[encoder]\ntokens = "B_xL"\n"attention.w_q" = "EHD"\n'))
+    assert 'Write "embedding.tokens".' in unknown
+    message = fault(load('base = "megatron-1d"\n[encoder]\nw_q = "EHD"\n'))
+    assert "a key of [encoder] names the section of the line that it overrides, and 'w_q' does not." in message
+    assert 'Write "attention.w_q".' in message
+
+
 def test_a_letter_is_explained_or_has_a_size(load):
     layout = load(OWN.replace('S = "state"', ""))
     layout.check(SIZES, MESH)

@@ -45,6 +45,10 @@ def test_an_error_proposes_the_line_that_pads():
     assert "or leave H unsharded: 'EHD'. Or pad it: H = 4 in [padding]." in text
     assert "E = 2" not in text
     with pytest.raises(LayoutError) as error:
+        Layout.load("megatron-1d").check({"V": 250}, MESH)
+    remedy = "Or pad it: V = 4 in [padding], or vocabulary_multiple = 4 in [model] (--model.vocabulary-multiple)."
+    assert remedy in str(error.value)
+    with pytest.raises(LayoutError) as error:
         Layout.load("megatron-1d").check(sizes | {"H": 8, "K": 1}, MESH)
     assert "leave K unsharded: 'EKD'." in str(error.value)
     assert "pad it" not in str(error.value)  # to four times as many heads

@@ -1,6 +1,6 @@
 """A tiny model, its batch, and the same parameters placed by any layout on any mesh."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import gspmd_models as models
+from gspmd.commands.file import File
 from gspmd.layouts import Layout
 from gspmd.layouts.initial import nested
 from gspmd.training import load_toml
@@ -18,15 +19,8 @@ BATCH, LENGTH = 8, 16
 CONFIGS = Path(__file__).parents[2] / "configs"
 
 
-@dataclass(frozen=True)
-class File:
-    """The part of a configuration file that describes the model."""
-
-    model: models.ModelConfig
-
-
 def load(name: str) -> models.ModelConfig:
-    """The model of configs/NAME.toml, which says nothing else."""
+    """The model of configs/NAME.toml."""
     return load_toml(File, CONFIGS / f"{name}.toml").model
 
 

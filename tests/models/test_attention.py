@@ -7,7 +7,7 @@ import numpy as np
 from gspmd.annotate import Spec
 from gspmd.layouts import Layout
 from gspmd_models import ModelConfig
-from gspmd_models.attention import rotate
+from gspmd_models.rotary import rotate
 
 
 def test_rotation_turns_pairs_by_position():

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from gspmd.layouts import Layout
@@ -34,15 +36,49 @@ PUBLISHED = [
     ("palm-540b", 540.35, 0.01),
     # Fedus et al. 2021 (arXiv 2101.03961), table 9, to the billion.
     ("switch-c", 1571, 0.5),
+    # The same table, for an encoder–decoder: its 26 billion are those of the experts, 26.6.
+    ("switch-large", 26.6, 0.6),
     # Lepikhin et al. 2020 (arXiv 2006.16668), table 1, rounded to one digit ("beyond 600 billion" in the abstract): the
     # published sizes make 618.5 in the experts alone.
     ("gshard-600b", 600, 20),
+    # NLLB Team 2022 (arXiv 2207.04672), section 8.
+    ("nllb-moe-54b", 54.5, 0.05),
 ]
 
 
 @pytest.mark.parametrize(("name", "billions", "within"), PUBLISHED, ids=[row[0] for row in PUBLISHED])
 def test_models_have_their_published_numbers_of_parameters(name, billions, within):
     assert abs(load(name).num_parameters / 1e9 - billions) < within
+
+
+def test_a_t5_and_its_switch_have_the_parameters_of_the_published_weights():
+    """t5-base of Raffel et al. 2020 has 222,903,552; Switch adds seven experts to every second layer, and routers."""
+    switch = load("switch-base-8")
+    assert replace(switch, moe=None).num_parameters == 222_903_552
+    assert switch.num_parameters == 222_903_552 + 12 * (7 * 2 * 768 * 3072 + 768 * 8)
+
+
+def test_nllb_by_hand():
+    """Biases of experts among them; without experts it is the dense model of 3.3 billion."""
+    nllb = load("nllb-moe-54b")
+    feed_forward = 2 * 2048 * 8192 + 8192 + 2048
+    experts, routers = 12 * 127 * feed_forward, 12 * 2048 * 128
+    dense = replace(nllb, moe=None)
+    assert nllb.num_parameters == dense.num_parameters + experts + routers
+    assert dense.num_parameters / 1e9 == pytest.approx(3.3, abs=0.05)
+    assert nllb.num_active_parameters == dense.num_parameters + 12 * feed_forward + routers
+
+
+def test_tables_of_encoder_decoders_in_billions():
+    """Switch's table 9, and GShard's table 1, whose numbers are those of 600 billion, divided."""
+    large, gshard = load("switch-large"), load("gshard-m4")
+    base = replace(large, embed=768, feed_forward=2048, heads=12, kv_heads=12, layers=12, encoder_layers=12)
+    largest = replace(large, embed=4096, feed_forward=10240, heads=64, kv_heads=64)
+    assert base.num_parameters / 1e9 == pytest.approx(7, abs=0.5)
+    assert largest.num_parameters / 1e9 == pytest.approx(395, abs=0.5)
+    for experts, billions in ((128, 37.5), (512, 150), (2048, 600)):
+        of = replace(gshard, moe=replace(gshard.moe, experts=experts))
+        assert of.num_parameters / 1e9 == pytest.approx(billions, rel=0.06)
 
 
 def test_experts_of_the_large_models_by_hand():

@@ -47,7 +47,7 @@ SQUARE = [
 SQUARE += [(name, 1, LOWERINGS[at % 3], "explicit") for at, name in enumerate(presets()[::4])]
 
 
-@pytest.mark.turns(2)
+@pytest.mark.turns(1)
 @pytest.mark.parametrize(("name", "devices", "lowering", "kind", "config"), ONCE)
 def test_every_preset_trains_as_one_device_does(make_mesh, placed, name, devices, lowering, kind, config):
     compare(make_mesh, placed, name, devices, lowering, kind, config)

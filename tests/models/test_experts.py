@@ -60,8 +60,8 @@ def test_shared_experts_are_added_to_the_others(config, one_device, tokens):
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "lowering"), [("gshard", "blocking"), ("switch-expert-model", "looped")])
 def test_a_layout_never_changes_a_loss(config, one_device, placed, make_mesh, tokens, name, lowering):
-    """With shared experts, no token lost, expert dropout, and recomputation."""
-    alone = one_device(config(moe=SHARED))
+    """With shared experts, biases, no token lost, expert dropout, and recomputation."""
+    alone = one_device(config(moe=SHARED, ffn_bias=True))
     layout = Layout.load(name)
     mesh, whole = make_mesh(layout.mesh_for(8)), make_mesh(layout.mesh_for(1))
     found = []

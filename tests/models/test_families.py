@@ -9,9 +9,8 @@ import gspmd
 import gspmd_models as models
 from gspmd.layouts import Layout
 from gspmd.layouts.rules.alternatives import singles
-from gspmd.moe import MoEConfig
-from gspmd_models.attention import angles_at, rotate
 from gspmd_models.config import RopeScaling
+from gspmd_models.rotary import angles_at, rotate
 from tests.models import plain
 from tests.models.conftest import put
 
@@ -108,11 +107,10 @@ def test_llama_3_stretches_long_wavelengths_alone():
 
 def test_what_does_not_fit_a_family_is_refused():
     with pytest.raises(ValueError) as error:
-        models.ModelConfig(rotary_size=18, norm="batch", ffn_bias=True, moe=MoEConfig())
+        models.ModelConfig(rotary_size=18, norm="batch")
     assert str(error.value).splitlines()[1:] == [
         "  norm is 'batch'; it must be one of rms, layer",
         "  rotary_size is 18; it must be at most head_size (16), or 0 for all",
-        "  ffn_bias is set, and experts have no biases",
     ]
     with pytest.raises(ValueError, match="norm_bias is set, and an RMS norm has none"):
         models.ModelConfig(norm_bias=True)

@@ -99,12 +99,12 @@ def test_adapters_of_every_weight(config, make_mesh, tokens, preset, lowering):
 
 @pytest.mark.slow
 def test_adapters_add_partial_gradients_over_microbatches(config, make_mesh, tokens):
-    """In zero-2 the loss takes every weight with a partial sum for its gradient, those that have none too."""
+    """Under zero-2 the loss takes every weight with a partial sum for its gradient, frozen ones too."""
     adapters_train(config, make_mesh, tokens.repeat(2, 0), "zero-2", "blocking", 10, ("attention.w_o",), microbatches=2)
 
 
 def adapters_train(config, make_mesh, tokens, preset, lowering, steps, targets, microbatches=1, **changes):
-    """In a layout and alone: the same losses, and nothing but adapters has changed or has moments."""
+    """Losses equal those of one device, and only adapters change and have moments."""
     settings = config(**{"layers": 1, "remat": "none"} | changes, lora=LoraConfig(4, 8.0, targets))
     (model, mesh), (alone, single) = (
         start(settings, preset, make_mesh),

@@ -67,6 +67,7 @@ def test_the_loss_is_the_mean_over_predicted_tokens():
     assert found["predicted"] == count
 
 
+@pytest.mark.turns(1)
 @pytest.mark.parametrize(
     ("name", "microbatches", "kind"),
     [

@@ -22,7 +22,7 @@ BIASED = models.ModelConfig(
     **SIZES, qkv_bias=True, ffn_bias=True, activation="gelu", qk_norm=True, norm="layer", norm_bias=True, tied=False
 )
 # Without jitter, and in groups of one sequence, experts do the same in every microbatch.
-EXPERTS = models.ModelConfig(**SIZES, remat=False, moe=MoEConfig(experts=8, router="top-k", every=1))
+EXPERTS = models.ModelConfig(**SIZES, remat=False, ffn_bias=True, moe=MoEConfig(experts=8, router="top-k", every=1))
 
 
 class Program:
@@ -76,6 +76,7 @@ def check(config, name, kind, lowering):
     np.testing.assert_allclose(curve[:, 1], wanted[:, 1], rtol=1e-3)
 
 
+@pytest.mark.slow
 def test_two_microbatches_train_as_one_device_does_with_whole_batches():
     check(DENSE, "zero-2", "auto", "blocking")
 

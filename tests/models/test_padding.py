@@ -7,8 +7,9 @@ import pytest
 import gspmd
 import gspmd_models as models
 from gspmd.layouts import Layout
+from gspmd.layouts.initial import Normal
 from gspmd.moe import MoEConfig
-from gspmd_models.parameters import Normal, _compiled, pad, parameters
+from gspmd_models.parameters import _compiled, pad, parameters
 from gspmd_models.step import OptimizerConfig, initial_state, training_step
 from tests.models.conftest import put
 
@@ -19,7 +20,7 @@ CASES = [
     # one key/value head, three query heads more; tables are padded too
     ("weight-stationary-2d", {"H": 8, "F": 8, "V": 8}, {"kv_heads": 1, "block": "parallel"}, "xla", "explicit"),
 ]
-EXPERTS = {"layers": 2, "moe": MoEConfig(experts=4, shared=1)}
+EXPERTS = {"layers": 2, "ffn_bias": True, "moe": MoEConfig(experts=4, shared=1)}
 MORE = [
     # every key/value head gets a third query head that is none
     ("megatron-1d", {"H": 9, "F": 9, "V": 9}, {"tied": False, "activation": "gelu"}, "blocking", "auto"),

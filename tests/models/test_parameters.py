@@ -8,8 +8,9 @@ import gspmd
 import gspmd_models as models
 from gspmd.annotate import LayoutError, Spec
 from gspmd.layouts import Layout
+from gspmd.layouts.initial import Normal
 from gspmd.moe import MoEConfig
-from gspmd_models.parameters import Normal, initialise, parameters
+from gspmd_models.parameters import initialise, parameters
 
 VARIANTS = [
     {},
@@ -46,6 +47,8 @@ def test_dense_layers_beside_experts_need_their_lines(config):
         "cannot use layout 'gshard': 1 of the model's 2 layers have no experts, and ffn.w_in, ffn.hidden and ffn.w_out "
         'are not written.\n  Write w_in = "EF", hidden = "BLF" and w_out = "FE" in [ffn], with their mesh axes.'
     )
+    with pytest.raises(LayoutError, match="3 of the model's 6 layers have no experts"):
+        parameters(replace(mixed, encoder_layers=4), lacking)
 
 
 def test_layers_are_stacked_by_their_place_in_the_pattern(config):

@@ -16,7 +16,7 @@ from gspmd.layouts import Layout
 from gspmd.moe import MoEConfig
 from gspmd.training import OptimizerConfig
 from gspmd_models import step
-from gspmd_models.objective import check_lowering_of_stages, for_stages
+from gspmd_models.stages import check_lowering_of_stages, check_splits, for_stages
 from tests.models.conftest import put
 
 STEPS = 50
@@ -75,16 +75,22 @@ def test_what_does_not_go_through_stages(config, make_mesh, tokens):
         "  Each device splits its own: use a batch that is a multiple of 16."
     )
     grouped = config(moe=MoEConfig(experts=8, every=1, groups=4))
-    assert "cannot cut a batch into 2 microbatches that has 4 groups of tokens." in refused(grouped, microbatches=2)
+    assert "cannot cut a batch with 4 groups of tokens into 2 microbatches." in refused(grouped, microbatches=2)
     assert refused(config(), microbatches=2, rounds=2) == (
         "2 stacked layers do not make 2 rounds of 2 stages.\n"
         "  Their number has to be a multiple of 4: change layers, rounds or mesh."
+    )
+    with pytest.raises(PlanError) as error:
+        check_splits(config(layers=4, encoder_layers=6, moe=MoEConfig(experts=8, every=2)), stages=2)
+    assert str(error.value) == (
+        "3 stacked layers of the encoder and 2 of the decoder do not make 1 round of 2 stages.\n"
+        "  Their numbers have to be multiples of 2: change layers, rounds or mesh."
     )
     for build in (
         step.evaluation_step,
         lambda model, **options: step.training_step(model, OptimizerConfig(), 1, **options),
     ):
-        with pytest.raises(PlanError, match="rounds is 2, and no layout here has stages to go round; set rounds to 1"):
+        with pytest.raises(PlanError, match="rounds is 2, but no layout here has stages; set rounds to 1"):
             build(models.abstract(config(), Layout.load("zero-2"), make_mesh({"x": 2, "y": 1, "z": 1})), rounds=2)
     with pytest.raises(LayoutError, match=r"dimension N has size 2, which mesh axis p \(size 4\) does not divide"):
         layout.check(config().sizes(8, 16), {"p": 4, "x": 2})
@@ -98,14 +104,12 @@ def test_partial_sums_that_stages_cannot_leave_are_named_together():
     with pytest.raises(PlanError) as error:
         for_stages(models.ModelConfig(moe=MoEConfig(experts=8)), layout)
     head, *lines = str(error.value).split("\n")
-    assert head.startswith(
-        "stages settle gradients for each microbatch, but over a mesh axis that splits the batch and"
-    )
+    assert head.startswith("stages settle gradients for each microbatch, except over an axis that splits the batch and")
     named = [line.partition(" over ")[0].removeprefix("  the gradient of ") for line in lines[:-2]]
     assert len({*named}) == len(named) == 6
     assert lines[0].endswith(" over x, y, z: write 'VE' in [gradients], not 'VE partialsum-xyz'.")
     assert lines[-2] == "  ... and 9 more."
-    assert lines[-1].startswith("  No axis does in a model with experts:")
+    assert lines[-1].startswith("  A model with experts has no such axis:")
 
 
 @pytest.mark.slow
@@ -146,7 +150,7 @@ def test_ids_that_lie_elsewhere_are_refused_with_where_they_belong(config, make_
         with pytest.raises(SpecError, match="B_xL") as error:
             model(ids)
     remedy = "gspmd.annotate(x, 'B_xL')" if elsewhere else "gspmd.reshard(x, 'BL -> B_xL')"
-    assert f"by {remedy}" in str(error.value) or f": {remedy}" in str(error.value)
+    assert f"with {remedy}" in str(error.value) or f": {remedy}" in str(error.value)
 
 
 def test_the_only_layer_of_a_stage_gathers_its_weights_once_and_that_is_planned(config, make_mesh):

@@ -118,8 +118,8 @@ SLOW = pytest.mark.slow
 CASES = [
     ("weight-stationary-2d", "blocking", {"block": "parallel", "tied": True, "kv_heads": 1}),
     pytest.param("weight-gathered-xyz", "looped", {"block": "serial", "tied": False, **BIASES}, marks=SLOW),
-    ("gshard", "blocking", {"block": "serial", "moe": DROPLESS}),
-    pytest.param("gshard", "looped", {"block": "parallel", "moe": SWITCH}, marks=SLOW),
+    ("gshard", "blocking", {"block": "serial", "moe": DROPLESS, "ffn_bias": True}),
+    pytest.param("gshard", "looped", {"block": "parallel", "moe": SWITCH, "ffn_bias": True}, marks=SLOW),
     pytest.param("switch-expert-model", "blocking", {"block": "parallel", "moe": DROPLESS}, marks=SLOW),
     pytest.param("switch-expert-model", "xla", {"block": "serial", "moe": SWITCH}, marks=SLOW),
     pytest.param("weight-stationary-1d", "xla", {"block": "parallel", **BIASES}, marks=SLOW),

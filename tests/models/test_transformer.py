@@ -39,7 +39,7 @@ def test_a_sequence_longer_than_the_sliding_window_is_refused(config, make_mesh,
             run(9)
 
 
-@pytest.mark.turns(3)
+@pytest.mark.turns(1)
 @pytest.mark.parametrize(("changes", "preset", "lowering", "kind"), VARIANTS)
 def test_loss_and_gradients_are_those_of_plain_code(
     config, one_device, placed, make_mesh, tokens, changes, preset, lowering, kind
@@ -63,6 +63,7 @@ def test_loss_and_gradients_are_those_of_plain_code(
         assert kind == "auto" or gradient.sharding == models.arrays(model)[path].sharding, path
 
 
+@pytest.mark.slow
 def test_bfloat16_computes_near_float32_and_keeps_parameters_wide(config, make_mesh, tokens):
     layout = Layout.load("weight-stationary-2d")
     mesh = make_mesh(layout.mesh_for(8))

@@ -11,6 +11,7 @@ import numpy as np
 
 import gspmd
 from gspmd.annotate.equation import parse_equation
+from gspmd.annotate.spec import Spec
 from gspmd.moe import MoEConfig, combine, dispatch, expert_layer, route
 
 G, L, E, F, X = 8, 12, 8, 16, 8
@@ -39,13 +40,14 @@ class Placed:
         return SimpleNamespace(**self.specs)
 
 
-def specs(equation: str, hidden: str, w_in: str, w_out: str, *, router: str = "EX", **vias: str) -> dict[str, str]:
+def specs(equation: str, hidden: str, w_in: str, w_out: str, *, router: str = "EX", **more: str) -> dict[str, str]:
     """A section from what slots do, "G_xXCE -> GX_xCE", and from what is multiplied with them."""
     move = parse_equation(equation)
     dispatched, there = str(move.operands[0].specs[0]), str(move.outputs[0])
     groups = dispatched.replace("XCE", "LE")
     named = {"router": router, "groups": groups, "dispatched": dispatched, "expert_input": there}
-    return {**named, "w_in": w_in, "w_gate": w_in, "hidden": hidden, "w_out": w_out, **vias}
+    biases = {f"b_{to}": str(Spec.parse(spec).without("G", "C")) for to, spec in (("in", hidden), ("out", there))}
+    return {**named, "w_in": w_in, "w_gate": w_in, "hidden": hidden, "w_out": w_out, **biases, **more}
 
 
 TWO, THREE = {"x": 4, "y": 2}, {"x": 2, "y": 2, "z": 2}
@@ -98,7 +100,7 @@ LAYOUTS = {
         TWO,
         specs(
             "G_yxXCE -> G_yX_xCE", "G_yX_xCF", "X_xE_yF", "X_xFE_y",
-            in_via="G_yX_xCE, X_xEF", out_via="G_yX_xCF, X_xFE",
+            in_via="G_yX_xCE, X_xEF", out_via="G_yX_xCF, X_xFE", b_in="X_xF_y", b_out="X_xE_y",
         ),
         {("all-to-all", "x"): 2, ("all-reduce", "xy"): 1, ("all-gather", "y"): 3},
         {("all-to-all", "x"): 2, ("all-reduce", "xy"): 1, ("reduce-scatter", "y"): 3},
@@ -109,12 +111,14 @@ TWO_DIMENSIONAL = Placed(
 )  # its gathers and scatters are those of a dense layer
 
 
-def inputs() -> tuple[np.ndarray, dict[str, np.ndarray], np.ndarray]:
-    """Tokens [G, L, E], all weights, and the mask of real tokens [G, L]."""
+def inputs(biased: bool = False) -> tuple[np.ndarray, dict[str, np.ndarray], np.ndarray]:
+    """Tokens [G, L, E], all weights, with or without biases, and the mask of real tokens [G, L]."""
     draw = np.random.default_rng(0)
     shapes = {"router": (E, X), "w_in": (X, E, F), "w_gate": (X, E, F), "w_out": (X, F, E)}
     weights = {name: (draw.standard_normal(shape) / 3).astype(np.float32) for name, shape in shapes.items()}
-    return draw.standard_normal((G, L, E)).astype(np.float32), weights, draw.random((G, L)) < 0.8
+    x, mask = draw.standard_normal((G, L, E)).astype(np.float32), draw.random((G, L)) < 0.8
+    shapes = {"b_in": (X, F), "b_gate": (X, F), "b_out": (X, E)} if biased else {}
+    return x, weights | {name: draw.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}, mask
 
 
 def loss_of(y: jax.Array, loss: jax.Array) -> jax.Array:
@@ -123,11 +127,11 @@ def loss_of(y: jax.Array, loss: jax.Array) -> jax.Array:
 
 
 @cache
-def on_one_device(config: MoEConfig, activation: str = "swiglu"):
+def on_one_device(config: MoEConfig, activation: str = "swiglu", biased: bool = False):
     """The layer from its pure parts, as a reader would write it without a mesh; dropless as slots for everything."""
     if config.dispatch == "dropless":
         config = replace(config, dispatch="sort", capacity_factor=float(X))
-    (x, weights, mask), key = inputs(), jax.random.key(5)
+    (x, weights, mask), key = inputs(biased), jax.random.key(5)
 
     def objective(x, w):
         jitter_key, route_key = jax.random.split(key)
@@ -136,10 +140,11 @@ def on_one_device(config: MoEConfig, activation: str = "swiglu"):
         logits = jnp.einsum("GLE,EX->GLX", jittered, w["router"])
         routing = route(logits, config, key=route_key, mask=mask)
         slots = dispatch(x, routing, X, config.capacity(L))
-        up = jnp.einsum("GXCE,XEF->GXCF", slots, w["w_in"])
-        gate = jnp.einsum("GXCE,XEF->GXCF", slots, w["w_gate"])
+        bias = {name: w[f"b_{name}"][None, :, None] if biased else 0 for name in ("in", "gate", "out")}
+        up = jnp.einsum("GXCE,XEF->GXCF", slots, w["w_in"]) + bias["in"]
+        gate = jnp.einsum("GXCE,XEF->GXCF", slots, w["w_gate"]) + bias["gate"]
         h = jax.nn.silu(gate) * up if activation == "swiglu" else getattr(jax.nn, activation)(up)
-        y = combine(jnp.einsum("GXCF,XFE->GXCE", h, w["w_out"]), routing)
+        y = combine(jnp.einsum("GXCF,XFE->GXCE", h, w["w_out"]) + bias["out"], routing)
         loss = jnp.mean(sum(routing.losses.values()))
         sent = jnp.stack([jnp.sum((routing.expert == e) & mask[..., None]) for e in range(X)])
         dropped = jnp.sum(routing.slot >= config.capacity(L)) / jnp.sum(sent)
@@ -152,10 +157,11 @@ def on_one_device(config: MoEConfig, activation: str = "swiglu"):
     return jax.tree.map(np.asarray, jax.jit(jax.value_and_grad(objective, (0, 1), has_aux=True))(x, weights))
 
 
-def arrays(layout: Placed) -> tuple[jax.Array, dict[str, jax.Array], jax.Array]:
+def arrays(layout: Placed, biased: bool = False) -> tuple[jax.Array, dict[str, jax.Array], jax.Array]:
     """The inputs, placed on the current mesh."""
-    x, weights, mask = inputs()
-    placed = {name: gspmd.annotate(w, layout.specs[name]) for name, w in weights.items()}
+    x, weights, mask = inputs(biased)
+    lines = {name: name for name in weights} | {"b_gate": "b_in"}
+    placed = {name: gspmd.annotate(w, layout.specs[lines[name]]) for name, w in weights.items()}
     spec = gspmd.Spec.parse(layout.specs["groups"])
     return gspmd.annotate(x, spec), placed, gspmd.annotate(mask, spec.without("E"))
 

@@ -57,7 +57,7 @@ def _check(case, config):
     np.testing.assert_allclose(y, _looped(inputs[0], routing, inputs[2]), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.turns(4)
+@pytest.mark.turns(1)
 @by_router
 @pytest.mark.parametrize("case", [HARD[1], SCARCE[0]], ids=lambda case: case.name)
 def test_forms_agree_with_each_other_and_a_loop(case, router):

@@ -67,7 +67,7 @@ def test_without_tokens_nothing_runs(form, router, make_mesh):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_layer_without_groups_is_refused(form, make_mesh):
-    with pytest.raises(gspmd.SpecError, match=r"x \(0, 4, 8\) has no groups.\n  Pass one group G of tokens at least."):
+    with pytest.raises(gspmd.SpecError, match=r"x \(0, 4, 8\) has no groups.\n  Pass at least one group G of tokens."):
         _run(LAYOUTS["one axis"], MoEConfig(experts=8, dispatch=form), make_mesh, groups=0)
 
 

@@ -17,36 +17,44 @@ from tests.moe.placed import LAYOUTS, X
 ALL = {**LAYOUTS, "2d": placed.TWO_DIMENSIONAL}
 
 CASES = [
-    ("two axes", "explicit", "blocking", "gshard", "sort", "swiglu"),
-    ("two axes, the other first", "explicit", "looped", "gshard", "dropless", "gelu"),
-    ("one axis", "explicit", "looped:paired", "switch", "sort", "relu"),
-    ("experts x model", "explicit", "looped", "gshard", "dropless", "swiglu"),
-    ("experts x data", "auto", "looped", "gshard", "onehot", "swiglu"),
-    ("experts x data", "explicit", "blocking", "switch", "dropless", "swiglu"),
-    ("experts x data x model", "explicit", "xla", "gshard", "sort", "gelu"),
-    ("experts x zero", "auto", "xla", "gshard", "dropless", "swiglu"),
-    ("data", "explicit", "auto", "gshard", "dropless", "swiglu"),
-    ("2d", "explicit", "blocking", "switch", "sort", "swiglu"),
+    ("two axes", "explicit", "blocking", "gshard", "sort", "swiglu", "biases"),
+    ("two axes, the other first", "explicit", "looped", "gshard", "dropless", "gelu", "biases"),
+    ("one axis", "explicit", "looped:paired", "switch", "sort", "relu", ""),
+    ("experts x model", "explicit", "looped", "gshard", "dropless", "swiglu", ""),
+    ("experts x data", "auto", "looped", "gshard", "onehot", "swiglu", "biases"),
+    ("experts x data", "explicit", "blocking", "switch", "dropless", "swiglu", ""),
+    ("experts x data x model", "explicit", "xla", "gshard", "sort", "gelu", "biases"),
+    ("experts x zero", "auto", "xla", "gshard", "dropless", "swiglu", "biases"),
+    ("data", "explicit", "auto", "gshard", "dropless", "swiglu", ""),
+    ("2d", "explicit", "blocking", "switch", "sort", "swiglu", "biases"),
 ]
 # Types of axes take turns, so that every lowering meets both in every layout and with every form. `auto` is blocking on
 # host devices.
 PRODUCT = [
-    (layout, ("explicit", "auto")[(at + turn + number) % 2], lowering, router, form, "swiglu")
+    (
+        layout,
+        ("explicit", "auto")[(at + turn + number) % 2],
+        lowering,
+        router,
+        form,
+        "swiglu",
+        "biases" * ((at + number) % 2),
+    )
     for at, layout in enumerate(ALL)
     for turn, lowering in enumerate(("blocking", "looped", "xla"))
     for number, (router, form) in enumerate([("switch", "onehot"), ("gshard", "sort"), ("gshard", "dropless")])
 ]
 
 
-def _check(make_mesh, layout, axes, lowering, router, form, activation):
+def _check(make_mesh, layout, axes, lowering, router, form, activation, biases):
     config = MoEConfig(experts=X, router=router, dispatch=form)
     with jax.set_mesh(make_mesh(ALL[layout].mesh, axes)), gspmd.lowering(lowering):
-        found = placed.program(ALL[layout], config, activation)(*placed.arrays(ALL[layout]))
-    wanted = placed.on_one_device(config, activation)
+        found = placed.program(ALL[layout], config, activation)(*placed.arrays(ALL[layout], bool(biases)))
+    wanted = placed.on_one_device(config, activation, bool(biases))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), found, wanted)
 
 
-@pytest.mark.turns(3)
+@pytest.mark.turns(1)
 @pytest.mark.parametrize("case", CASES, ids=" ".join)
 def test_a_layout_never_changes_a_result(case, make_mesh):
     _check(make_mesh, *case)
@@ -88,13 +96,14 @@ def test_groups_that_are_not_whole_are_refused(make_mesh):
     )
 
 
+@pytest.mark.turns(1)
 @pytest.mark.parametrize(("form", "lowering"), [("sort", "blocking"), ("onehot", "looped"), ("dropless", "xla")])
 def test_an_expert_that_got_no_token_may_be_anything(make_mesh, form, lowering):
     layout, config = ALL["replicated"], MoEConfig(experts=X, router="gshard", dispatch=form)
     with jax.set_mesh(make_mesh({"x": 1, "y": 1})), gspmd.lowering(lowering):
-        x, weights, *_ = jax.tree.map(jnp.asarray, placed.arrays(layout))
+        x, weights, *_ = jax.tree.map(jnp.asarray, placed.arrays(layout, biased=True))
         x, router = x.at[..., 0].set(5.0), weights["router"].at[0, 3].set(-50.0)  # nobody chooses it
-        spoiled = {key: weights[key].at[3].set(jnp.nan) for key in ("w_in", "w_gate", "w_out")}
+        spoiled = {key: weights[key].at[3].set(jnp.nan) for key in weights if key != "router"}
         layer = lambda x, router, weights: expert_layer(x, {**weights, "router": router}, layout.section, config)[0]  # noqa: E731
         values = [jax.vjp(partial(layer, weights=some), x, router) for some in (weights | spoiled, weights)]
         found, wanted = ((y, *back(jnp.cos(y))) for y, back in values)

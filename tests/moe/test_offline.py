@@ -1,4 +1,4 @@
-"""As the TPU compiler schedules it, an expert layer is products and all-to-alls, not passes over its slots."""
+"""The TPU compiler schedules an expert layer as products and all-to-alls, not as passes over its slots."""
 
 from importlib import import_module, util
 

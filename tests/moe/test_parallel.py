@@ -80,12 +80,12 @@ BOTH = [
 PRODUCT = list(product(LAYOUTS, ("blocking", "looped"), ("sort", "dropless")))
 
 
-def _check(make_mesh, name, lowering, form, passes):
+def _check(make_mesh, name, lowering, form, passes, biases=None):
     layout, config = LAYOUTS[name], CONFIG if form == "sort" else DROPLESS
     function = (placed.layer if passes == 1 else placed.pullback)(layout, config)
     with jax.set_mesh(make_mesh(layout.mesh)), gspmd.lowering(lowering):
-        sent = _sent(function, placed.arrays(layout))
-    assert _counts(sent) == _wanted(layout, lowering, form, passes)
+        sent = _sent(function, placed.arrays(layout, biased=biases is not None))
+    assert _counts(sent) == Counter(_wanted(layout, lowering, form, passes)) + Counter(biases)
     crossing = [amount for (kind, _), (_, amount) in sent.items() if kind == "all-to-all"]
     if crossing:
         counts = crossing[0] - 2 * passes * _slot_bytes(layout, form)
@@ -102,6 +102,21 @@ def test_a_forward_pass_sends_its_list(case, make_mesh):
 @pytest.mark.parametrize("case", BOTH, ids=" ".join)
 def test_a_backward_pass_sends_its_list(case, make_mesh):
     _check(make_mesh, *case, passes=2)
+
+
+# Three biases, each moved to its product once, and its gradient summed over the devices of its slots once.
+BIASES = [
+    ("experts x model", "blocking", "sort", {}),
+    ("experts x data", "looped", "dropless", {("all-reduce", "y"): 3}),
+    ("experts x zero", "blocking", "sort", {("all-gather", "y"): 3, ("reduce-scatter", "y"): 3}),
+    ("experts x zero", "looped", "dropless", {("all-gather", "y"): 3, ("reduce-scatter", "y"): 3}),
+]
+
+
+@pytest.mark.turns(1)
+@pytest.mark.parametrize(("name", "lowering", "form", "biases"), BIASES, ids=[" ".join(case[:3]) for case in BIASES])
+def test_biases_are_gathered_once_and_their_gradients_summed_once(name, lowering, form, biases, make_mesh):
+    _check(make_mesh, name, lowering, form, passes=2, biases=biases)
 
 
 @pytest.mark.slow

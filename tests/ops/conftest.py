@@ -11,6 +11,7 @@ import pytest
 import gspmd
 from gspmd.hardware.links import wire_bytes
 from gspmd.lowerings.partitioner import may_abort
+from gspmd.ops._attention import blocks
 from tests.references.compiled import group_size
 
 _INSTRUCTION = re.compile(
@@ -105,3 +106,13 @@ def _by_group(planned: dict, mesh: dict[str, int]) -> dict[tuple[str, int], tupl
         before = grouped.get(key, (0, 0))
         grouped[key] = before[0] + count, before[1] + size
     return grouped
+
+
+@pytest.fixture
+def tiny_blocks(monkeypatch):
+    """Blocks of about 128 logits, from 64 logits on; buckets are counted like heads."""
+    jax.clear_caches()
+    for name, value in (("LARGEST", 64), ("_BLOCK", 128), ("_LENGTHS", (2, 5)), ("_MULTIPLES", (2, 1))):
+        monkeypatch.setattr(blocks, name, value)
+    yield
+    jax.clear_caches()

@@ -13,16 +13,6 @@ from tests.ops.test_cached_attention import Case
 CUBE = {"x": 2, "y": 2, "z": 2}
 
 
-@pytest.fixture
-def tiny_blocks(monkeypatch):
-    """Blocks of about 128 logits, from 64 logits on."""
-    jax.clear_caches()
-    for name, value in (("LARGEST", 64), ("_BLOCK", 128), ("_LENGTHS", (2, 5)), ("_MULTIPLES", (2, 1))):
-        monkeypatch.setattr(blocks, name, value)
-    yield
-    jax.clear_caches()
-
-
 def _arrays(batch, length, keys, heads, key_heads, size=4):
     rng = np.random.default_rng(0)
     shapes = [(batch, length, heads, size)] + [(batch, keys, key_heads, size)] * 2

@@ -12,7 +12,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 
 import gspmd
 from gspmd.audit import compile_offline, topology
-from gspmd.ops import attention, cached_attention
+from gspmd.ops import Buckets, attention, cached_attention
 from gspmd.ops._attention import blocks
 from gspmd.ops._attention.kernels import splash
 from gspmd.ops._attention.local import MIXED
@@ -97,6 +97,36 @@ def test_values_and_gradients(case, on_tpu, make_mesh, place):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("key_heads", [1, 2])
+def test_segments(key_heads, on_tpu, make_mesh, monkeypatch):
+    """Packed rows, with NaN in padding, of which none reaches a result; against the same in plain code."""
+    q, k, v = _arrays(200, 2, key_heads, 40)
+    g, of_tokens = _arrays(200, 2, 2, 40)[1], jnp.asarray(np.arange(200)[None] // [[60], [101]] + 1)
+    of_tokens = jnp.where(of_tokens > jnp.array([[3], [1]]), 0, of_tokens)
+
+    def value_and_gradients(hidden):
+        def both(g, *arrays):
+            attend = lambda *a: attention(*a, "BLHD", "BTKD", segments=(of_tokens, of_tokens))  # noqa: E731
+            y, transpose = jax.vjp(attend, *arrays)
+            return y, *transpose(g)
+
+        arrays = [jnp.where(of_tokens[..., None, None] != 0, x, hidden) for x in (g, q, k, v)]
+        return both, arrays
+
+    with jax.set_mesh(make_mesh({"x": 1}, "auto")), gspmd.lowering("blocking"):
+        assert len(_kernels(*(lambda f, a: (f, *a))(*value_and_gradients(0.0)))) == 3
+        got = [jax.jit(f)(*arrays) for f, arrays in map(value_and_gradients, (1.0, jnp.nan))]
+    jax.clear_caches()
+    monkeypatch.setattr("gspmd.lowerings.in_force.device_kind", lambda: "cpu")
+    monkeypatch.setattr(blocks, "LARGEST", 2**25)
+    with jax.set_mesh(make_mesh({"x": 1}, "auto")), gspmd.lowering("blocking"):
+        function, arrays = value_and_gradients(0.0)
+        want = jax.jit(function)(*arrays)
+    jax.tree.map(np.testing.assert_array_equal, *got)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), got[0], want)
+
+
+@pytest.mark.slow
 def test_a_prompt_over_a_cache(on_tpu, make_mesh):
     q, k, v = _arrays(130, 2, 1, 64)
     held = jnp.ones((2, 8, 1, 64))
@@ -113,12 +143,14 @@ def test_a_prompt_over_a_cache(on_tpu, make_mesh):
 
 
 @pytest.mark.slow
-def test_second_derivatives_are_those_of_blocks(on_tpu, make_mesh, monkeypatch):
-    arrays = _arrays(20, 2, 1, 8, rows=1)
+@pytest.mark.parametrize("packed", [False, True])
+def test_second_derivatives_are_those_of_blocks(packed, on_tpu, make_mesh, monkeypatch):
+    arrays, of_tokens = _arrays(20, 2, 1, 8, rows=1), jnp.arange(20)[None] // 8
+    segments = (of_tokens, of_tokens) if packed else None
 
     def curved(q, k, v):
         def slope(k):
-            return jax.grad(lambda q: (attention(q, k, v, "BLHD", "BTKD") ** 3).sum())(q)
+            return jax.grad(lambda q: (attention(q, k, v, "BLHD", "BTKD", segments=segments) ** 3).sum())(q)
 
         return jax.grad(lambda k: (slope(k) ** 2).sum())(k)
 
@@ -143,6 +175,10 @@ def test_what_the_kernel_takes(on_tpu, make_mesh):
         assert asked() == asked(dtype="bfloat16") == 1
         assert asked("xla") == asked(dtype="float16") == asked(keys=128) == asked(causal=False) == 0
         assert asked(offset=3) == asked(mask=jnp.ones((2, 130), bool)) == 0
+        of_tokens = jnp.ones((2, 130), int)
+        assert asked(segments=(of_tokens, of_tokens)) == 1
+        assert asked(segments=(of_tokens, 2 * of_tokens)) == 0  # where a query may attend to nothing
+        assert asked(bias=jnp.ones((32, 2)), bias_spec="RH", buckets=Buckets()) == 0
 
 
 def test_what_is_kept_is_not_computed_again(on_tpu, make_mesh):

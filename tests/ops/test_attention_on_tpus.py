@@ -52,7 +52,7 @@ def test_a_step_over_an_int8_cache_takes_no_longer_than_over_bfloat16():
 @pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize("cache", ["B_xyzTKD", "BT_xyzKD", "B_xT_yzKD", "B_zTKD"])
 def test_a_step_copies_no_cache_and_sends_what_is_planned(cache, int8):
-    """In bfloat16, to the byte; temporaries are a small part of one layer of the cache, and nothing is padded."""
+    """Bytes agree exactly in bfloat16; temporaries are a small part of a layer of the cache, and nothing is padded."""
     target = topology("tpu-v4:4x4x4")
     mesh = target.mesh({"x": 4, "y": 4, "z": 4})
     query, key, held = "BLH_xyzD", "BLKD", gspmd.Spec.parse(cache)

@@ -146,7 +146,7 @@ def test_preferred_element_type_is_the_results(operands):
 
 @pytest.mark.parametrize("lowering", ["blocking", "xla"])
 def test_sums_over_many_narrow_numbers_are_exact(make_mesh, lowering):
-    """In bfloat16 a running sum of ones stops at 256."""
+    """A running sum of ones in bfloat16 stops at 256."""
     with jax.set_mesh(make_mesh({"x": 2})):
         x = gspmd.annotate(jnp.ones((4096,), jnp.bfloat16), "E_x")
         total = jax.jit(lambda x: gspmd.einsum("E_x, E_x -> ", x, x, lowering=lowering))(x)

@@ -183,5 +183,5 @@ def test_scales_come_with_the_dtype_of_what_is_scaled(make_mesh):
 
 @pytest.mark.parametrize("kind", ["explicit", "auto"])
 def test_lookups_of_stages_are_planned_under_xla_too(kind):
-    """In a process of its own, which XLA would end on this gather: docs/compiler.md."""
+    """Run in a process of its own, because XLA aborts on this gather: docs/compiler.md."""
     assert faults([("random_operations:check_lookup_in_stages", [kind])]) == []

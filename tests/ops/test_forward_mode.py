@@ -7,7 +7,6 @@ import pytest
 
 import gspmd
 from gspmd import ops
-from tests.ops.test_attention_blocks import tiny_blocks  # noqa: F401
 
 RNG = np.random.default_rng(0)
 

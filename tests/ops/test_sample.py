@@ -264,10 +264,10 @@ def test_is_a_constant_to_gradients(make_mesh, place):
             "temperature is -0.5.\n  Pass 0, which takes the likeliest token, or a number above 0.",
         ),
         ({"temperature": float("nan")}, "temperature is nan.\n"),
-        ({"temperature": np.ones(3)}, "temperature has shape (3,).\n  Pass one for each of the 8 rows of B, (8,)."),
-        ({"seeds": 3}, "seeds has shape ().\n  Pass one for each of the 8 rows of B, (8,)."),
+        ({"temperature": np.ones(3)}, "temperature has shape (3,).\n  Pass shape (8,), a number for each row of B."),
+        ({"seeds": 3}, "seeds has shape ().\n  Pass shape (8,), a number for each row of B."),
         ({"seeds": np.ones(8)}, "seeds is an array of float64.\n  Cast it: it holds integers."),
-        ({"positions": np.arange(4)}, "positions has shape (4,).\n  Pass one for each of the 8 rows of B, (8,)."),
+        ({"positions": np.arange(4)}, "positions has shape (4,).\n  Pass shape (8,), a number for each row of B."),
     ],
 )
 def test_bad_settings_are_refused_by_name(change, message, make_mesh):

@@ -207,7 +207,7 @@ def test_the_forward_pass_alone(make_mesh):
 
 @pytest.mark.slow
 def test_memory_of_1f1b_stays_where_that_of_gpipe_grows_with_microbatches(make_mesh):
-    """By the compiler: what eight more microbatches add, in inputs of a chunk, [B, E/2] on one device."""
+    """Compare the compiler's bytes for eight more microbatches, in inputs of a chunk, [B, E/2] on one device."""
     with jax.set_mesh(make_mesh({"p": 2, "x": 2})):
 
         def temporary(name, microbatches):
@@ -223,7 +223,7 @@ def test_memory_of_1f1b_stays_where_that_of_gpipe_grows_with_microbatches(make_m
 
 
 def test_a_split_backward_pass_computes_nothing_twice(make_mesh):
-    """By the plan: what a further microbatch multiplies is the same, and gradients of weights wait for no stage."""
+    """The plan of one more microbatch has as many products, and gradients of weights wait for no stage."""
     with jax.set_mesh(make_mesh({"p": 2, "x": 2})), gspmd.lowering("blocking"):
 
         def flops(name, microbatches):
@@ -250,7 +250,7 @@ def test_a_mesh_without_the_stages(make_mesh):
 
 
 def test_gradients_of_narrow_weights_are_added_in_float32(make_mesh):
-    """In bfloat16, 1/512 added to 1/2 is 1/2."""
+    """Adding 1/512 to 1/2 in bfloat16 gives 1/2."""
     stages = Stages(
         first=lambda shared, batch: batch,
         chunk=lambda w, x, batch, number: (x * w[0].astype(jnp.float32), 0.0, {}),

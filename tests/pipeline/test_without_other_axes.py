@@ -32,6 +32,7 @@ STAGES = Stages(
 )
 
 
+@pytest.mark.turns(1)
 @pytest.mark.parametrize(
     ("name", "stages", "rounds", "microbatches", "data", "axis_type", "lowering"),
     [

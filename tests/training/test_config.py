@@ -46,6 +46,24 @@ def test_moments_decay(name, beta):
     assert not getattr(OptimizerConfig(**{name: 0.0}), name)
 
 
+def test_what_the_objective_does_not_use_is_refused():
+    assert faults(TrainingConfig, source_length=512, noise_density=0.5, data_source="en", data_prompt="q") == (
+        "source_length is 512, but the objective is next-token, which does not use it; leave it out, or set objective "
+        "to span-corruption or prefix or pairs.",
+        "noise_density is 0.5, but the objective is next-token, which does not use it; leave it out, or set objective "
+        "to span-corruption.",
+        "data_source is 'en', but the objective is next-token, which does not use it; leave it out, or set objective "
+        "to pairs.",
+    )
+    assert faults(TrainingConfig, objective="span-corruption", pack=True, mean_span=0.5, noise_density=1.0) == (
+        "noise_density must be between 0 and 1, but is 1.0.",
+        "mean_span must be at least 1, but is 0.5.",
+        "pack is True, but the objective is span-corruption, which does not use it; leave it out, or set objective to "
+        "next-token or pairs.",
+    )
+    assert TrainingConfig(pack=True, data_prompt="q").objective == "next-token"
+
+
 def test_choices():
     assert faults(TrainingConfig, dtype="int3") == ("dtype must be one of 'float32', 'bfloat16', but is 'int3'.",)
     assert faults(ShardingConfig, lowering="bloking") == (

@@ -145,6 +145,13 @@ def test_pictures_are_drawn(tmp_path):
         assert len(np.unique(pixels.reshape(-1, pixels.shape[-1]), axis=0)) > 20
 
 
+@pytest.mark.parametrize(("name", "value"), [("val_bits_per_byte", 30.0), ("gzip_bits_per_byte", 12.0)])
+def test_a_curve_that_ends_above_the_clipped_axes_leaves_room_for_them(tmp_path, name, value):
+    """Warnings are errors: matplotlib warns if a label takes all the room."""
+    plots.loss_curve([*rows(), {"step": 60, name: value}], tmp_path / "loss.png")
+    assert image.imread(tmp_path / "loss.png").std() > 0.05
+
+
 def test_a_mean_neither_lags_nor_is_biased_at_its_ends():
     line = 3 - 0.01 * np.arange(200)
     np.testing.assert_allclose(plots._smooth(line), line, atol=1e-12)

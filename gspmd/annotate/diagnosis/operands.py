@@ -28,7 +28,7 @@ class EquationReader(Reader):
         while self.at < len(self.text):
             start, arrow = self.at, self.arrow()
             if arrow != "->":
-                self.fault(start, f"{arrow!r} is no arrow.", "Write the arrow '->'.")
+                self.fault(start, f"{arrow!r} is not an arrow.", "Write the arrow '->'.")
             if len(sides) == 2:
                 self.fault(start, "an equation has one arrow, and this is a second.", "Write two equations.")
             self.has_others = False
@@ -70,7 +70,7 @@ class EquationReader(Reader):
             return True
         wrong = self.match(_COMMA_MEANT)
         if wrong:
-            self.fault(start, f"{wrong!r} is no comma.", "Write a product with a comma, as in 'A, B -> AB'.")
+            self.fault(start, f"{wrong!r} is not a comma.", "Write a product with a comma, as in 'A, B -> AB'.")
         return bool(wrong)
 
     def _missing_comma(self, one: LocatedOperand | LocatedSpec, two: LocatedOperand | LocatedSpec) -> None:
@@ -121,7 +121,7 @@ class EquationReader(Reader):
         left, right = self.text[spec.start : dim.start].strip(), self.text[dim.start : spec.end]
         self.fault(
             dim.start,
-            f"dimension {dim.name} stands twice in one spec.",
+            f"dimension {dim.name} appears twice in one spec.",
             f"Every dimension has a letter of its own; two operands have a comma: '{left}, {right}'.",
             dim.end,
         )
@@ -175,7 +175,7 @@ class EquationReader(Reader):
             return [self.spec()]
         inner = self._group(start)
         self.fault(
-            start, "a group cannot stand inside a group.", "Write all its specs in one pair of parentheses.", inner.end
+            start, "a group cannot be inside a group.", "Write all its specs in one pair of parentheses.", inner.end
         )
         self.space()
         return inner.specs

@@ -24,12 +24,12 @@ def unfit_array(spec: Any, shape: tuple[int, ...], mesh: Any, doing: str) -> Spe
 def other_type(spec: Any, actual: Any, doing: str) -> SpecError:
     """Return the error of an array whose type, `actual`, is not that of the spec."""
     fact = f"the spec says '{spec}', and the array is '{actual}' by its type."
-    remedy = f"Bring it there by gspmd.reshard(x, '{actual} -> {spec}')."
+    remedy = f"Move it with gspmd.reshard(x, '{actual} -> {spec}')."
     if actual.is_open:
         fact = f"the spec says '{spec}', and the type of the array does not say its placement."
-        remedy = f"Place it before, outside of jit: gspmd.annotate(x, '{spec}')."
+        remedy = f"Place it outside of jit first: gspmd.annotate(x, '{spec}')."
     elif not set(spec.partial) <= set(actual.partial):
-        remedy = "A partial sum is left by an equation; annotate() cannot make one."
+        remedy = "Only an equation makes a partial sum: write one whose result is this spec."
     return report(SpecError, doing, [_of_whole(spec, fact, remedy)])
 
 
@@ -71,7 +71,7 @@ def _of_whole(spec: Any, fact: str, remedy: str) -> Fault:
 
 
 def _bring_here(spec: Any) -> str:
-    return f"Bring it here before, outside of jit: gspmd.annotate(x, '{spec.without_partial()}'), or jax.device_put."
+    return f"Move it outside of jit first: gspmd.annotate(x, '{spec.without_partial()}'), or jax.device_put."
 
 
 def _mesh_text(sizes: Mapping[str, int]) -> str:

@@ -105,7 +105,7 @@ class Reader:
         if spec.partial:
             self.fault(
                 dim.start,
-                f"dimension {dim.name} stands after the partial sum.",
+                f"dimension {dim.name} appears after the partial sum.",
                 "Write every dimension first: the partial sum ends a spec.",
             )
             spec.broken = True
@@ -196,7 +196,7 @@ class Reader:
             rest = axes_suffix([n for n in names if n != OPEN]) or "x"
             self.fault(
                 first,
-                f"'?' leaves {owner} to the compiler whole, and stands alone.",
+                f"'?' leaves all of {owner} to the compiler, so no mesh axis goes with it.",
                 f"Write '{before}?' or '{before}{rest}'.",
             )
         elif dim.braced and (suffix[0] != "{" or suffix.find("}") != len(suffix) - 1):
@@ -219,7 +219,7 @@ class Reader:
         twice = sorted({n for n in names if names.count(n) > 1}, key=names.index)
         if not twice:
             return
-        which = f"mesh axis {twice[0]} stands" if len(twice) == 1 else f"mesh axes {listed(twice)} stand"
+        which = f"mesh axis {twice[0]} appears" if len(twice) == 1 else f"mesh axes {listed(twice)} appear"
         self.fault(
             first,
             f"{which} twice in '{before}{suffix}'.",
@@ -231,14 +231,14 @@ class Reader:
     # -- what is wrong ------------------------------------------------------------------------------------------------
 
     def _clashes(self, spec: LocatedSpec) -> None:
-        """Report a dimension, or a mesh axis, that stands twice in one spec."""
+        """Report a dimension, or a mesh axis, that appears twice in one spec."""
         first: dict[str, Dim] = {}
         seen: dict[str, Dim] = {}
         for dim in [*spec.dims, *([spec.partial] if spec.partial else [])]:
             if dim.name in first:
                 self.fault(
                     dim.start,
-                    f"dimension {dim.name} stands twice in one spec.",
+                    f"dimension {dim.name} appears twice in one spec.",
                     "Every dimension has a letter of its own.",
                     dim.end,
                 )
@@ -252,7 +252,7 @@ class Reader:
         if two.name in ("partialsum", "reduced"):
             whose = "belongs to the partial sum" if two.name == "partialsum" else "belongs to 'reduced-'"
             fact = f"mesh axis {axis.name} shards dimension {one.name} and {whose} as well."
-            remedy = "Each mesh axis stands once in a spec: drop it from one of the two."
+            remedy = "Each mesh axis appears once in a spec: drop it from one of the two."
         else:
             fact = f"mesh axis {axis.name} shards dimension {one.name} and dimension {two.name} as well."
             remedy = "A mesh axis shards one dimension of a tensor: drop it from one of them."

@@ -18,11 +18,11 @@ _EXAMPLES = {
 
 
 def unreadable(what: str, text: object) -> SpecError:
-    """Return the error of a text that is refused as `what` ("spec", "equation" or "via"), or of what is no text."""
+    """Return the error of a text refused as `what` ("spec", "equation" or "via"), or of an object that is not text."""
     if not isinstance(text, str):
         name, example = _EXAMPLES[what]
         return SpecError(
-            f"cannot read {name} from {shown(text)}: it is no text ({type(text).__name__}).\n"
+            f"cannot read {name} from {shown(text)}: it is not a string ({type(text).__name__}).\n"
             f"  Write a string such as {example!r}."
         )
     doing, faults_of = {

@@ -79,7 +79,7 @@ def _lone_comma(text: str, operands: LocatedTerm, empty: int, so: str) -> Fault:
     """The fault of a comma beside an empty operand: the comma before it or, for the first operand, after it."""
     behind, end = text[: operands[empty].start].rstrip(), operands[empty].end
     at = len(behind) - 1 if empty else len(text) - len(text[end:].lstrip())
-    return Fault(text, at, at + 1, f"this comma stands beside nothing, {so}.", "Drop the comma.")
+    return Fault(text, at, at + 1, f"there is no operand beside this comma, {so}.", "Drop the comma.")
 
 
 # -- groups -----------------------------------------------------------------------------------------------------------
@@ -87,7 +87,7 @@ def _lone_comma(text: str, operands: LocatedTerm, empty: int, so: str) -> Fault:
 
 def _group_in_sum(text: str, terms: list[LocatedTerm], outputs: list | None) -> Fault:
     group = next(o for term in terms for o in term if o.group)
-    fact = "a group cannot stand in a sum of products."
+    fact = "a group cannot be in a sum of products."
     return _at(text, group, fact, _split_sum(text, terms, outputs))
 
 
@@ -125,13 +125,13 @@ def _group_faults(text: str, terms: list[LocatedTerm], output: LocatedOperand) -
 def _several_outputs(text: str, outputs: list[LocatedTerm]) -> Fault:
     first, last = outputs[0][0], outputs[-1][-1]
     if len(outputs) > 1:
-        fact = "a sum stands to the right of the arrow."
+        fact = "a sum appears to the right of the arrow."
         return _at(text, first, fact, "Write the products to its left, and one result.", last.end)
     empty = next((n for n, o in enumerate(outputs[0]) if o.start == o.end), None)
     if empty is not None:
         return _lone_comma(text, outputs[0], empty, "and an equation has one result")
     specs = ", ".join(_slice(text, s) for o in outputs[0] for s in o.specs)
-    remedy = f"The results of a group stand in parentheses: '({specs})'."
+    remedy = f"The results of a group are written in parentheses: '({specs})'."
     return _at(text, first, "an equation has one result.", remedy, last.end)
 
 
@@ -160,10 +160,10 @@ def _missing_dim(text: str, dim: Dim, known: list[list[str] | None]) -> Fault | 
         return None
     if len(missing) == len(known):
         have = list(dict.fromkeys(name for dims in known if dims for name in dims))
-        fact, whose = f"dimension {dim.name} stands in the result and in no operand.", "The operands have"
+        fact, whose = f"dimension {dim.name} is in the result but in no operand.", "The operands have"
     else:
         have = known[missing[0]]
-        fact, whose = f"dimension {dim.name} stands in the result and not in term {missing[0] + 1}.", "That term has"
+        fact, whose = f"dimension {dim.name} is in the result but not in term {missing[0] + 1}.", "That term has"
     return Fault(text, dim.start, dim.end, fact, f"{whose} {', '.join(have) if have else 'no dimension'}.")
 
 

@@ -67,7 +67,7 @@ def _unknown_axes(spec: Any, at: int, mesh: Mapping[str, int]) -> list[Fault]:
     name = _spelled(spec, axes, mesh)
     if missing and name:
         fact = f"'{before}{''.join(axes)}' names the mesh axes {listed(axes)}, one letter each."
-        return [fault_at(spec, at, fact, f"The name of one mesh axis stands in braces: '{before}{{{name}}}'.")]
+        return [fault_at(spec, at, fact, f"The name of one mesh axis is written in braces: '{before}{{{name}}}'.")]
     known = f"The mesh has {listed(mesh)}." if mesh else "The mesh has no axes."
     return [fault_at(spec, at, f"the mesh has no axis {a}.", suggestion(a, mesh) + known) for a in missing]
 

@@ -1,13 +1,14 @@
 """Rules across lines: tensors without an equation between them are sharded alike; a mesh axis has one purpose."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from math import prod
 from typing import Any
 
-from gspmd.annotate import Fault, Spec, SpecError, parse_via
+from gspmd.annotate import Fault, LayoutError, Spec, SpecError, parse_via
 from gspmd.annotate.errors import listed
 from gspmd.layouts.rules.faults import Line, over
-from gspmd.layouts.rules.keys import ALIKE
+from gspmd.layouts.rules.keys import ALIKE, look_up
 from gspmd.layouts.rules.sizes import GivenSizes
 from gspmd.layouts.table import LayoutTable
 from gspmd.ops._attention.heads import share
@@ -27,19 +28,43 @@ def disagreements(section: str, table: Mapping[str, Any], specs: Mapping[str, Sp
       specs: key to spec, without the lines that cannot be read.
       serves: the phase of the layout; empty for training.
     """
+    specs = with_cross(table, specs)
     for first, second, dims in ALIKE:
-        if first in specs and second in specs and not (serves and second == "attention.key"):
-            yield from _unlike(Line(second, table[second], section), first, specs[first], specs[second], dims)
-    query, key = specs.get("attention.query"), specs.get("attention.key")
-    if key:
-        yield from _keys_apart(Line("attention.key", table["attention.key"], section), query, key, serves)
-    if serves or not (query and key):  # attention to a cache moves queries and keys to the cache
-        return
-    # A device attends with its own key heads. Query head h uses key head h // (H/K), and major axes cut a dimension
-    # into runs: if K is over the first axes of H, a device's key heads are those of its query heads.
+        if first in specs and second in specs and not (serves and second.endswith(".key")):
+            yield from _unlike(
+                Line(second, str(table.get(second, specs[second])), section), first, specs[first], specs[second], dims
+            )
+    for part, length in (("attention", "L"), ("cross", "T")):
+        query, key = specs.get(f"{part}.query"), specs.get(f"{part}.key")
+        if key:
+            line = Line(f"{part}.key", str(table.get(f"{part}.key", key)), section)
+            yield from _keys_apart(line, query, key, length, serves)
+            if query and not serves:  # attention to a cache moves queries and keys to the cache
+                yield from _heads_apart(line, query, key)
+
+
+def with_cross(table: Mapping[str, Any], specs: Mapping[str, Spec]) -> Mapping[str, Spec]:
+    """Add the default of the queries or of the keys of cross-attention, if the layout writes only the other line."""
+    names = ("cross.query", "cross.key")
+    if not any(name in specs for name in names):
+        return specs
+    found = dict(specs)
+    for name in names:
+        if name not in found and name not in table:
+            with suppress(LayoutError, SpecError):  # its default is missing or cannot be read, which is a fault itself
+                text = look_up(table, name)
+                found |= {} if text is None else {name: Spec.parse(text)}
+    return found
+
+
+def _heads_apart(line: Line, query: Spec, key: Spec) -> Iterator[Fault]:
+    """Yield a fault if a device has other key heads than its query heads attend to.
+
+    Query head h uses key head h // (H/K), and major axes cut a dimension into runs: if K is over the first axes of H, a
+    device's key heads are those of its query heads.
+    """
     heads, held = query.axes_of("H"), key.axes_of("K")
     if held != heads[: len(held)]:
-        line = Line("attention.key", table["attention.key"], section)
         fact = f"key/value heads are {over(held)}, and query heads ('{query}') {over(heads)}."
         yield line.at_dim(key, "K", fact, "Shard K over the same mesh axes, over the first of them, or leave it whole.")
 
@@ -59,22 +84,24 @@ def _unlike(line: Line, first: str, model: Spec, spec: Spec, dims: str) -> Itera
     yield line.at_dim(spec, dim, fact, f"{written}, or change {first}.")
 
 
-def _keys_apart(line: Line, query: Spec | None, key: Spec, serves: str) -> Iterator[Fault]:
+def _keys_apart(line: Line, query: Spec | None, key: Spec, length: str, serves: str) -> Iterator[Fault]:
     """Yield a fault for keys whose length is sharded differently from the queries', or sharded in serving.
 
     Args:
-      line: the line of attention.key.
+      line: the line of the keys.
       query, key: the specs of queries and keys; None if there are no queries.
+      length: the dimension of the keys' length: T if they are those of a source.
       serves: the phase of the layout; empty for training.
     """
     # A device attends with the queries of its own chunk, while chunks of keys go round a ring of the devices.
-    axes, whole = key.axes_of("L"), str(key.with_axes("L", ()))
-    if axes and serves:
+    axes, whole = key.axes_of(length), str(key.with_axes(length, ()))
+    if axes and serves and length == "L":
         fact = f"dimension L of {line.name} is {over(axes)}, and stays whole in serving: one position cannot be cut."
         yield line.at_dim(key, "L", fact, f"Write '{whole}' in [serving]; [cache] may shard the cached length T.")
-    elif axes and query and query.axes_of("L") != axes:
-        fact = f"dimension L of {line.name} is {over(axes)}, and of queries ('{query}') {over(query.axes_of('L'))}."
-        yield line.at_dim(key, "L", fact, f"Cut both alike, or leave the keys whole: '{whole}'.")
+    elif axes and query and query.axes_of("L") != axes and not serves:
+        cut = f"dimension {length} of {line.name} is {over(axes)}"
+        fact = f"{cut}, and of queries ('{query}') {over(query.axes_of('L'))}."
+        yield line.at_dim(key, length, fact, f"Cut both alike, or leave the keys whole: '{whole}'.")
 
 
 def uneven_chunks(line: Line, key: Spec, given: GivenSizes) -> Iterator[Fault]:
@@ -101,7 +128,7 @@ def parted_groups(line: Line, query: Spec, key: Spec, given: GivenSizes) -> Iter
     of equal size, with their key heads.
 
     Args:
-      line: the line of attention.query.
+      line: the line of the queries.
       query, key: the specs; K is sharded over the first of the mesh axes of H.
       given: sizes and mesh; without H and K there is no fault.
     """
@@ -118,9 +145,10 @@ def parted_groups(line: Line, query: Spec, key: Spec, given: GivenSizes) -> Iter
     ):
         return  # no sizes, or a fault of another rule
     if share(wanted[len(held) :], key_heads // key_parts, given.mesh) is None:
+        keys = f"'{key}' in {line.name.replace('query', 'key')}"
         fact = (
             f"a device has {heads // parts} of {heads} query heads, and {heads // key_heads} share each of the "
-            f"{key_heads} key heads ('{key}' in attention.key): some device would need parts of two groups."
+            f"{key_heads} key heads ({keys}): some device would need parts of two groups."
         )
         remedy = f"Shard H over mesh axes whose size divides {key_heads}, or is a multiple of it, or leave it whole."
         yield line.at_dim(query, "H", fact, remedy)

@@ -15,6 +15,7 @@ from gspmd.layouts.rules.agreement import (
     parted_groups,
     stages_faults,
     uneven_chunks,
+    with_cross,
 )
 from gspmd.layouts.rules.alternatives import resolve, singles, without_partner
 from gspmd.layouts.rules.faults import Line, one_for_each_cause, over
@@ -81,11 +82,14 @@ def _faults_of_table(layout: LayoutTable, given: GivenSizes) -> Iterator[Fault]:
     more = own.keys(layout.own)
     specs, wrong = _read("", layout.table, KEYS | more, given)
     yield from (*wrong, *disagreements("", layout.table, specs, layout.serves), *key_via_faults(layout.table))
-    query, key = specs.get("attention.query"), specs.get("attention.key")
-    if key:
+    if (key := specs.get("attention.key")) and not layout.is_encoder:  # zigzag order is that of causal attention
         yield from uneven_chunks(Line("attention.key", str(layout.table["attention.key"])), key, given)
-    if query and key and not layout.serves:  # serving moves both to the cache
-        yield from parted_groups(Line("attention.query", str(layout.table["attention.query"])), query, key, given)
+    everywhere = with_cross(layout.table, specs)
+    for part in ("attention", "cross"):
+        query, key = everywhere.get(f"{part}.query"), everywhere.get(f"{part}.key")
+        if query and key and not layout.serves:  # serving moves both to the cache
+            line = Line(f"{part}.query", str(layout.table.get(f"{part}.query", query)))
+            yield from parted_groups(line, query, key, given)
     yield from stages_faults("", layout.table, specs, specs)
     for section, lines in layout.overrides.items():
         # The layout of a phase has the phase's section in its table; the other phase's batch and length are not known.
@@ -168,7 +172,11 @@ def _whole_faults(line: Line, spec: Spec, key: Key) -> Iterator[Fault]:
 
 
 def _unknown_key(line: Line, keys: Mapping[str, Key]) -> Fault:
-    section = line.name.partition(".")[0]
+    section, dot, _ = line.name.partition(".")
+    if line.section and not dot:
+        meant = [f'"{name}"' for name in keys if name.endswith(f".{line.name}")]
+        fact = f"a key of [{line.section}] names the section of the line that it overrides, and {line.name!r} does not."
+        return line.at_key(fact, f"Write {listed(meant, 'or')}." if meant else 'Write a key such as "attention.w_q".')
     if line.name in KEYS:
         kind = KEYS[line.name].kind
         fact = f"{line.name} is {'an' if kind == 'activation' else 'a'} {kind}, which this section does not take."

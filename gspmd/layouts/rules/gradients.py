@@ -13,6 +13,9 @@ WEIGHTS = {
     "attention.in_via": ("attention.w_q",),
     "attention.key_via": ("attention.w_k", "attention.w_v"),
     "attention.out_via": ("attention.w_o",),
+    "cross.in_via": ("cross.w_q",),
+    "cross.key_via": ("cross.w_k", "cross.w_v"),
+    "cross.out_via": ("cross.w_o",),
     "ffn.in_via": ("ffn.w_in", "ffn.w_gate"),
     "ffn.out_via": ("ffn.w_out",),
     "moe.in_via": ("moe.w_in", "moe.w_gate"),
@@ -22,7 +25,7 @@ WEIGHTS = {
     "output.in_via": ("embedding.table", "output.table"),
 }
 
-#: For parameters that no einsum takes, the activations over whose rows the gradient is summed, in one or both of them.
+#: For parameters outside einsums, the activations over whose rows the gradient is summed; of two, over one or both.
 ROWS = {
     "embedding.table": ("embedding.tokens", "attention.residual"),
     "attention.norm": ("attention.residual",),
@@ -33,11 +36,21 @@ ROWS = {
     "attention.q_norm": ("attention.query",),
     "attention.k_norm": ("attention.key",),
     "attention.b_o": ("attention.residual",),
+    "attention.relative": ("attention.query",),
+    "cross.norm": ("attention.residual",),
+    "cross.norm_bias": ("attention.residual",),
+    "cross.b_q": ("cross.query",),
+    "cross.b_k": ("cross.key",),
+    "cross.b_v": ("cross.key",),
+    "cross.b_o": ("attention.residual",),
     "ffn.norm": ("ffn.residual",),
     "ffn.norm_bias": ("ffn.residual",),
     "ffn.b_in": ("ffn.hidden",),
     "ffn.b_gate": ("ffn.hidden",),
     "ffn.b_out": ("ffn.residual",),
+    "moe.b_in": ("moe.hidden",),
+    "moe.b_out": ("moe.expert_input",),
+    "moe.shared_bias": ("moe.shared_hidden",),
     "output.norm": ("ffn.residual",),
     "output.norm_bias": ("ffn.residual",),
     "output.bias": ("output.logits",),
@@ -45,12 +58,18 @@ ROWS = {
 
 #: For each tensor other than the residual stream, the parameters that produce it, consume it, or are added to it.
 _BESIDE = {
-    "attention.query": ("attention.w_q", "attention.b_q", "attention.q_norm", "attention.w_o"),
+    "attention.query": (
+        "attention.w_q", "attention.b_q", "attention.q_norm", "attention.relative", "attention.w_o",
+    ),
     "attention.key": (
         "attention.w_k", "attention.w_v", "attention.b_k", "attention.b_v", "attention.k_norm",
     ),
+    "cross.query": ("cross.w_q", "cross.b_q", "cross.w_o"),
+    "cross.key": ("cross.w_k", "cross.w_v", "cross.b_k", "cross.b_v"),
     "ffn.hidden": ("ffn.w_in", "ffn.w_gate", "ffn.b_in", "ffn.b_gate", "ffn.w_out"),
-    "moe.shared_hidden": ("moe.shared_in", "moe.shared_gate", "moe.shared_out"),
+    "moe.hidden": ("moe.b_in",),
+    "moe.expert_input": ("moe.b_out",),
+    "moe.shared_hidden": ("moe.shared_in", "moe.shared_gate", "moe.shared_bias", "moe.shared_out"),
 }  # fmt: skip
 
 
@@ -70,7 +89,7 @@ def loss_specs(layout: LayoutTable, microbatches: int) -> dict[str, Spec]:
 def _axes_of_rows(layout: LayoutTable, key: str) -> set[str]:
     """Return the mesh axes that shard the rows (tokens or slots) over which a parameter's gradient is summed."""
     beside = next((name for name, keys in _BESIDE.items() if key in keys), None)
-    if beside and not key.partition(".")[2].startswith(("w_", "shared_")):
+    if beside and key in ROWS:
         # A vector is moved to its tensor; all other dimensions of the tensor are rows, even the heads for a norm.
         spec = layout.spec(beside)
         return {axis for dim in spec.dims if dim not in KEYS[key].dims for axis in spec.axes_of(dim)}

@@ -20,11 +20,11 @@ Text = str | tuple[str, ...]
 DIMENSIONS = {
     "B": "batch", "L": "length", "E": "embed", "F": "feed-forward", "H": "query heads", "K": "key/value heads",
     "D": "head size", "V": "vocabulary", "T": "key/value length", "X": "experts", "C": "capacity", "G": "token groups",
-    "N": "layers of one kind, in a stack",
+    "N": "layers of one kind, in a stack", "R": "buckets of relative positions",
 }  # fmt: skip
 
 #: The sections that describe a part of the model, in the order of the forward pass.
-PARTS = ("embedding", "attention", "ffn", "moe", "output")
+PARTS = ("embedding", "attention", "cross", "ffn", "moe", "output")
 
 #: The section that splits the stacked layers into the stages of a pipeline.
 PIPELINE = "pipeline"
@@ -41,6 +41,10 @@ OVERRIDES = {
         "(`gspmd_models.gradient_specs`). A gradient with `partialsum-` in this spec is reduced only by the last move; "
         "see below."
     ),
+    "encoder": (
+        "any tensor of the encoder of an encoder–decoder, but for the tables, which both stacks share: "
+        '`Layout.stack("encoder")`. A decoder alone ignores it.'
+    ),
     "prefill": (
         'any tensor, while a prompt is read: `Layout.phase("prefill")`, with which `gspmd_models.Generator` reads. '
         "Parameters and cache are stored as [decode] says. Training ignores it."
@@ -51,9 +55,12 @@ OVERRIDES = {
     ),
     "cache": (
         "the key/value cache: `Layout.cache`, over batch, length and heads in any mix, however queries and keys are "
-        "sharded."
+        "sharded; of cross-attention too, whose keys are those of the encoded source."
     ),
 }
+
+#: The overriding section of a second stack of blocks.
+ENCODER = "encoder"
 
 #: The overriding sections that are a phase of serving.
 PHASES = ("prefill", "decode")
@@ -141,6 +148,45 @@ _ALL = (
         "If only in_via is given: E is sharded as in its w_q, K as in attention.key.",
     ),
     _via("attention.out_via", "attention.query", "attention.w_o", "Where the core's result and w_o meet."),
+    _parameter(
+        "attention.relative", "RH", "Table of the relative position bias of every head.", default="attention.query"
+    ),
+    _parameter("cross.norm", "E", "Scale of the norm before cross-attention.", default="attention.norm"),
+    _parameter("cross.norm_bias", "E", "Bias of the norm before cross-attention.", default="attention.norm_bias"),
+    _activation("cross.memory", "BTE", "The encoder's output, T tokens.", default="attention.residual"),
+    _parameter("cross.w_q", "EHD", "Query projection of the decoder.", default="attention.w_q"),
+    _parameter("cross.w_k", "EKD", "Key projection of the encoder's output.", default="attention.w_k"),
+    _parameter("cross.w_v", "EKD", "Value projection of the encoder's output.", default="attention.w_v"),
+    _activation(
+        "cross.query",
+        "BLHD",
+        "Queries as the core of cross-attention takes them, and its result.",
+        default="attention.query",
+        local="D",
+    ),
+    _activation(
+        "cross.key",
+        "BTKD",
+        "Keys and values of the encoder's output, as the core of cross-attention takes them.",
+        default="attention.key",
+        local="D",
+    ),
+    _parameter("cross.b_q", "HD", "Bias of the queries; scales of an int8 w_q.", default="cross.query"),
+    _parameter("cross.b_k", "KD", "Bias of the keys; scales of an int8 w_k.", default="cross.key"),
+    _parameter("cross.b_v", "KD", "Bias of the values; scales of an int8 w_v.", default="cross.key"),
+    _parameter("cross.w_o", "HDE", "Output projection of cross-attention.", default="attention.w_o"),
+    _parameter(
+        "cross.b_o", "E", "Bias of cross-attention's output; scales of an int8 w_o.", default="attention.residual"
+    ),
+    _via("cross.in_via", "attention.residual", "cross.w_q", "Where residual and w_q meet.", default="attention.in_via"),
+    _via("cross.key_via", "cross.memory", "cross.w_k", "Where memory and w_k (and w_v) meet."),
+    _via(
+        "cross.out_via",
+        "cross.query",
+        "cross.w_o",
+        "Where the core's result and w_o meet.",
+        default="attention.out_via",
+    ),
     _activation("ffn.residual", "BLE", "The residual stream around the feed-forward block."),
     _parameter("ffn.norm", "E", "Scale of the norm before the feed-forward block."),
     _parameter("ffn.norm_bias", "E", "Bias of the norm before the feed-forward block.", default="ffn.norm"),
@@ -167,9 +213,16 @@ _ALL = (
     _parameter("moe.w_in", "XEF", "First matrix of every expert."),
     _parameter("moe.w_gate", "XEF", "The gate of every expert.", default="moe.w_in"),
     _activation("moe.hidden", "GXCF", "The input of the experts' activation function."),
-    _parameter("moe.scale_in", "XF", "Scales of w_in and of w_gate, if they are int8.", default="moe.hidden"),
+    _parameter(
+        "moe.b_in",
+        "XF",
+        "Biases of the products with w_in and with w_gate, and their scales if they are int8.",
+        default="moe.hidden",
+    ),
     _parameter("moe.w_out", "XFE", "Second matrix of every expert."),
-    _parameter("moe.scale_out", "XE", "Scales of w_out, if it is int8.", default="moe.expert_input"),
+    _parameter(
+        "moe.b_out", "XE", "Bias of every expert's output; scales of an int8 w_out.", default="moe.expert_input"
+    ),
     _via("moe.in_via", "moe.expert_input", "moe.w_in", "Where expert_input and w_in (and w_gate) meet."),
     _via("moe.out_via", "moe.hidden", "moe.w_out", "Where hidden and w_out meet."),
     _parameter(
@@ -182,7 +235,12 @@ _ALL = (
     _activation(
         "moe.shared_hidden", "BLF", "The input of the shared experts' activation function.", default="ffn.hidden"
     ),
-    _parameter("moe.shared_scale", "F", "Scales of shared_in and shared_gate, if int8.", default="moe.shared_hidden"),
+    _parameter(
+        "moe.shared_bias",
+        "F",
+        "Biases of the products with shared_in and shared_gate, and their scales if they are int8.",
+        default="moe.shared_hidden",
+    ),
     _parameter("moe.shared_out", "FE", "Second matrix of the shared experts.", default="ffn.w_out"),
     _via(
         "moe.shared_in_via",
@@ -211,21 +269,35 @@ _ALL = (
 #: Every key by name, in the order of the forward pass.
 KEYS = {key.name: key for key in _ALL}
 
-#: The only key of [cache]; its length is T.
+#: The keys of [cache]; their length is T.
 CACHE = {
     "attention.key": Key(
         "attention.key", "BTKD", "activation", "The key/value cache; as attention.key if absent.", local="D"
-    )
+    ),
+    "cross.key": Key(
+        "cross.key", "BTKD", "activation", "Keys and values of the source; as cross.key if absent.", local="D"
+    ),
 }
+
+#: Keys of earlier releases, and what they are called now.
+RENAMED = {"moe.scale_in": "moe.b_in", "moe.scale_out": "moe.b_out", "moe.shared_scale": "moe.shared_bias"}
 
 #: Lines that only feed-forward layers without experts need. Layers with experts also use norm and residual of [ffn].
 DENSE = ("ffn.w_in", "ffn.hidden", "ffn.w_out")
+
+#: Lines that every layout writes, whatever its model.
+ALWAYS = tuple(
+    key.name
+    for key in _ALL
+    if key.default is None and not key.optional and key.section != "moe" and key.name not in DENSE
+)
 
 #: Pairs of tensors whose specs must agree on some dimensions, because no equation moves one to the other: both blocks
 #: add to one residual stream, a device attends within its own sequences, and it dispatches its own groups.
 ALIKE = (
     ("attention.residual", "ffn.residual", "BLE"),
     ("attention.query", "attention.key", "B"),
+    ("cross.query", "cross.key", "B"),
     ("moe.groups", "moe.dispatched", "G"),
 )
 
@@ -254,13 +326,26 @@ def keys_of_override(section: str) -> dict[str, Key]:
     """Return the keys of an overriding section: parameters for gradients and optimizer, the cache's key, or all keys.
 
     >>> list(keys_of_override("cache"))
-    ['attention.key']
+    ['attention.key', 'cross.key']
     """
     if section == "cache":
         return CACHE
+    if section == ENCODER:  # it attends to no memory, and both stacks have one table and the decoder's logits
+        shared = ("embedding.table", "output.table", "output.logits", "output.bias", "output.in_via")
+        return {name: key for name, key in KEYS.items() if key.section != "cross" and name not in shared}
     if section in ("gradients", "optimizer"):
         return {name: key for name, key in KEYS.items() if key.kind == "parameter"}
     return KEYS
+
+
+def is_override(name: str) -> bool:
+    """Return whether a line, named with its section, overrides another: `optimizer.ffn.w_in` overrides `ffn.w_in`.
+
+    >>> is_override("encoder.ffn.w_in"), is_override("encoder.stream")  # the latter is a custom model's
+    (True, False)
+    """
+    section, _, key = name.partition(".")
+    return section in OVERRIDES and "." in key
 
 
 class UnresolvedError(LayoutError):
@@ -296,6 +381,11 @@ def unknown_key(key: str, known: Iterable[str]) -> tuple[str, str]:
       >>> unknown_key("attention.w_gate", ["attention.w_q", "ffn.w_gate"])[1]
       "Did you mean 'ffn.w_gate'? docs/layouts.md lists every key."
     """
+    if key in RENAMED:
+        return (
+            f"no layout has a key {shown(key)}.",
+            f"Write {RENAMED[key]!r}, its name after release 0.2.0.",
+        )
     known = list(known)
     section, dot, name = key.partition(".")
     is_custom = dot and section not in (*PARTS, PIPELINE)
@@ -330,10 +420,19 @@ def look_up(table: Mapping[str, Text], key: str) -> str | None:
         raise LayoutError("\n  ".join(unknown_key(key, (*KEYS, *table))))
     if known.default is not None:
         text = look_up(table, known.default)
-        more = set(KEYS[known.default].dims).difference(known.dims) if known.kind != "via" else ()
-        return str(Spec.parse(text).without(*more)) if text is not None and more else text
+        return text if text is None or known.kind == "via" else _in_dims(text, known.dims)
     if not known.optional:
         section, _, short = key.partition(".")
         remedy = f'Write {short} = "{known.dims}" in [{section}], with its mesh axes.'
         raise LayoutError(f"the layout does not write {key}, which has no default.\n  {remedy}")
     return None
+
+
+def _in_dims(text: str, dims: str | tuple[str, ...]) -> str:
+    """Return a spec in other dimensions: those that it has are sharded alike, T as its L, and others are whole."""
+    spec = Spec.parse(text)
+    if spec.dims == tuple(dims):
+        return text
+    held = dict(zip(spec.dims, spec.axes))
+    held.setdefault("T", held.get("L", ()))
+    return str(Spec(tuple(dims), tuple(held.get(dim, ()) for dim in dims), spec.partial, spec.reduced))

@@ -7,12 +7,24 @@ from typing import Any
 from gspmd.annotate import Fault, Spec, SpecError, parse_via
 from gspmd.annotate.errors import shown
 from gspmd.layouts.rules.faults import Line
-from gspmd.layouts.rules.keys import DIMENSIONS, OVERRIDES, PARTS, PIPELINE, SERVING, Key, keys_of_override, of_part
+from gspmd.layouts.rules.keys import (
+    DIMENSIONS,
+    ENCODER,
+    OVERRIDES,
+    PARTS,
+    PIPELINE,
+    SERVING,
+    Key,
+    keys_of_override,
+    of_part,
+)
 
 #: Sections with a fixed meaning; every other section is user-defined.
 KNOWN = (*PARTS, PIPELINE, *OVERRIDES, SERVING, "mesh", "lowering", "dimensions", "padding")
 
 _VIA = "_via"
+
+_BLOCKS = frozenset({"attention", "ffn", "moe"})  # the sections of a transformer's blocks
 
 #: The methods and attributes of `gspmd.layouts.section.Section`: no line may have one of these names.
 METHODS = (
@@ -44,9 +56,22 @@ def declared(table: Mapping[str, Any]) -> dict[str, Dims]:
     result, written = {}, sections(table)
     for name, text in table.items():
         section, dot, key = name.partition(".")
-        if dot and section.isidentifier() and section not in KNOWN and not misspelt(section, key, written):
+        known = section in KNOWN and not is_own_encoder(section, key, written)
+        if dot and section.isidentifier() and not known and not misspelt(section, key, written):
             result[name] = _dims(text, via=key.endswith(_VIA))
     return result
+
+
+def is_own_encoder(section: str, key: str, written: Iterable[str]) -> bool:
+    """Return whether a line is of a custom model's section `[encoder]`, rather than of the one that overrides.
+
+    The keys of the overriding section have a dot, `"attention.w_q"`. A key without one is a slip in a layout with the
+    sections of a transformer's blocks, and a line of a custom model in any other layout.
+
+    >>> is_own_encoder("encoder", "w_q", ["embedding", "head"]), is_own_encoder("encoder", "w_q", ["attention"])
+    (True, False)
+    """
+    return section == ENCODER and "." not in key and _BLOCKS.isdisjoint(written)
 
 
 def sections(own: Iterable[str]) -> tuple[str, ...]:
@@ -77,10 +102,12 @@ def misspelt(section: str, key: str, written: Iterable[str] = PARTS) -> str:
     """
     for near in get_close_matches(section, KNOWN, n=1, cutoff=0.6):
         if near in PARTS:
-            if {"attention", "ffn", "moe"}.isdisjoint(written) or not _one_slip(section, near):
+            if _BLOCKS.isdisjoint(written) or not _one_slip(section, near):
                 return ""
             theirs = [known.name.partition(".")[2] for known in of_part(near)]
             return near if get_close_matches(key, theirs, n=1, cutoff=0.75) else ""
+        if near == section:
+            continue
         if near in OVERRIDES or near == SERVING:
             return near if "." in key or key in keys_of_override(near) else ""
         return near

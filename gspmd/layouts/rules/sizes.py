@@ -21,7 +21,7 @@ from gspmd.layouts.table import LayoutTable
 #: padded because of PaLM's 48 heads on 64 chips (Pope et al. 2022, section 4).
 PADDED = {
     "H": "the attention core's result is 0 there; every key/value head has at least as many query heads as before",
-    "K": "as H, which is padded too, so that each real key/value head keeps its query heads",
+    "K": "padded together with H, so that each real key/value head keeps its query heads; treated as H",
     "F": "the hidden layer is 0 there, or the rows of an expert's second matrix are 0",
     "V": "logits are -1e30 there",
     "T": "room in the cache that no position reaches",
@@ -125,7 +125,8 @@ def padding_faults(padding: Mapping[str, Any]) -> Iterator[Fault]:
 def proposal(dim: str, size: int, parts: int) -> str:
     """Return a sentence that proposes the line of [padding] for `parts` shards; empty if that would double the size."""
     fits = dim in PADDED and _up(size, parts) <= 2 * size
-    return f"Or pad it: {dim} = {parts} in [padding]." if fits else ""
+    of_model = f", or vocabulary_multiple = {parts} in [model] (--model.vocabulary-multiple)" if dim == "V" else ""
+    return f"Or pad it: {dim} = {parts} in [padding]{of_model}." if fits else ""
 
 
 def _up(size: int, multiple: int) -> int:

@@ -61,7 +61,7 @@ def grouped_matmul(rows: jax.Array, weights: jax.Array, sizes: jax.Array, *, for
     sizes = inputs.array(doing, "sizes", sizes, "X", whole=True)
     fact = _fact(rows.shape, weights.shape, sizes)
     if fact:
-        raise SpecError(f"cannot {doing}: {fact}\n  Give rows [R, E], weights [X, E, F], and sizes [X] of R together.")
+        raise SpecError(f"cannot {doing}: {fact}\n  Give rows [R, E], weights [X, E, F], and sizes [X] with sum R.")
     return _grouped(form, rows, weights, sizes.astype(jnp.int32))
 
 

@@ -21,12 +21,12 @@ CHUNKS = (1, 2, 4, 8)
 def chunks_of(work: ExpertWork, ctx: Context) -> tuple[int, ...]:
     """Choose the sizes of the chunks that C is cut into.
 
-    There is one chunk if no slot leaves its device, and under `blocking` and `xla`. Otherwise the number n of chunks is
-    the one with the least seconds
+    There is one chunk under `blocking` and `xla`, if no slot leaves its device, for dropless rows with dropout, and if
+    C is too small to cut. Otherwise the number n of chunks is the one with the least seconds
 
         2 a + max(n m, 2 (n - 1) a + m)
 
-    plus those of gathering the weights before. Here a is the time of one all-to-all of a chunk, and m the time of its
+    plus the seconds of gathering the weights first. Here a is the time of one all-to-all of a chunk, and m that of its
     products: links and matrix unit work in parallel, except during the first and the last all-to-all. Smaller chunks
     wait for more hops, and read all weights more often. `looped` takes at least two chunks; `auto` may take one, whose
     equations are looped if that is cheaper.

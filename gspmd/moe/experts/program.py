@@ -20,27 +20,33 @@ from gspmd.moe.experts.activation import ACTIVATIONS
 from gspmd.moe.experts.dropout import KEY
 from gspmd.moe.experts.exchange import Exchange
 from gspmd.moe.experts.stages import ChunkedEquation
-from gspmd.moe.experts.work import ExpertWork, Products, products, scaled
+from gspmd.moe.experts.work import ExpertWork, Products, bias_gradient, biased, products, scaled
 from gspmd.planner.steps import NumberedSteps
 from gspmd.planner.unknown import is_unknown
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def run_experts(
-    ctx: Context, work: ExpertWork, slots: jax.Array, weights: tuple[jax.Array, ...], extras: tuple[jax.Array, ...]
+    ctx: Context,
+    work: ExpertWork,
+    slots: jax.Array,
+    weights: tuple[jax.Array, ...],
+    biases: tuple[jax.Array, ...],
+    extras: tuple[jax.Array, ...],
 ) -> jax.Array:
     """Send slots to their experts, compute, and send the answers back.
 
     Each chunk has an all-to-all to the experts, the products, the collectives that reduce their partial sums, and an
-    all-to-all back. Chunks share only weights, which are gathered once, and whose gradients are reduced once. So a
-    scheduler is free to send one chunk while another is multiplied. All chunks together send as many bytes as the slots
-    would at once.
+    all-to-all back. Chunks share only weights and biases, which are gathered once, and whose gradients are reduced
+    once. So a scheduler is free to send one chunk while another is multiplied. All chunks together send as many bytes
+    as the slots would at once.
 
     Args:
         ctx: the context of the call.
         work: the work to do.
         slots: [G, X, C, E]; for dropless, rows [G, shards, C, E].
         weights: the weights, sharded as `work.weights`.
+        biases: the float32 biases of their products, sharded as `work.biases`; none if there are none.
         extras: for dropless the counts [G, X, chunks] int32; for int8 weights their scales; for dropout the two words
             of a key.
 
@@ -49,14 +55,14 @@ def run_experts(
 
     Source: Lepikhin et al., *GShard*, arXiv 2006.16668, §3.2; in chunks, Hwang et al., *Tutel*, arXiv 2206.03382.
     """
-    return _forward(ctx, work, slots, weights, extras)[0]
+    return _forward(ctx, work, slots, weights, biases, extras)[0]
 
 
-def _forward(ctx: Context, work: ExpertWork, slots, weights, extras):
+def _forward(ctx: Context, work: ExpertWork, slots, weights, biases, extras):
     found = _program(work, ctx)
-    ins = (work.dispatched, *work.weights, *found.extras)
+    ins = (work.dispatched, *work.weights, *work.biases, *found.extras)
     outs = (work.dispatched, found.kept_specs, found.moved_specs)
-    y, kept, moved = run(ctx, found.name, found.steps, found.forward, ins, outs, slots, *weights, *extras)
+    y, kept, moved = run(ctx, found.name, found.steps, found.forward, ins, outs, slots, *weights, *biases, *extras)
     # Under `jax.checkpoint` weights that were moved are moved again: otherwise those of every layer would be held.
     return checkpoint_name(y, "moe.answers"), (checkpoint_name(kept, "moe.hidden"), moved, weights, extras)
 
@@ -70,9 +76,10 @@ def _backward(ctx: Context, work: ExpertWork, saved, cotangent):
     flat = [x for chunk in kept for x in chunk]
     ins = (work.dispatched, *(s for chunk in found.kept_specs for s in chunk), *found.held_specs, *found.extras)
     name = f"gradient of {found.name}"
-    steps, outs = found.backward_steps, (work.dispatched, *(spec.cotangent for spec in work.weights))
-    d_slots, *d_weights = run(ctx, name, steps, found.backward, ins, outs, cotangent, *flat, *held, *extras)
-    return d_slots, tuple(d_weights), tuple(None for _ in extras)
+    outs = (work.dispatched, *(spec.cotangent for spec in (*work.weights, *work.biases)))
+    steps, count = found.backward_steps, len(work.weights)
+    d_slots, *others = run(ctx, name, steps, found.backward, ins, outs, cotangent, *flat, *held, *extras)
+    return d_slots, tuple(others[:count]), tuple(others[count:]), tuple(None for _ in extras)
 
 
 run_experts.defvjp(_forward, _backward)
@@ -92,6 +99,7 @@ class _Program:
         self.name = f"experts {work.dispatched} -> {work.there}"
         program = NumberedSteps()
         self.counted = program.add(work.counted(ctx))
+        self.biases = [program.add(steps) for steps in work.biases_moved(ctx)]
         self.exchange = Exchange(work, ctx, program)
         runs = self._executors(ctx)
         self.stages = [self._stage(each.forward, program, run) for each, run in zip((self.into, self.out), runs[:2])]
@@ -101,6 +109,7 @@ class _Program:
         self.stages_back = [
             self._stage(each.backward, program, run) for each, run in zip((self.into, self.out), runs[2:])
         ]
+        self.biases_back = [program.add(steps) for steps in work.biases_summed(ctx)]
         self.backward_steps = tuple(program.steps)
         if is_unknown(ctx.mesh):  # its products are marked instead of planned
             self.steps, self.backward_steps = (), ()
@@ -167,24 +176,29 @@ class _Program:
 
     def forward(self, slots: jax.Array, *rest: jax.Array):
         """Compute from local pieces the answers, the tensors to keep of every chunk, and the moved weights."""
-        weights, extras = rest[: len(self.work.weights)], rest[len(self.work.weights) :]
+        count = len(self.work.weights)
+        weights, biases, extras = rest[:count], rest[count : count + len(self.biases)], rest[count + len(self.biases) :]
         counts = emit(self.counted, extras[0], self.mesh) if self.work.rows else None
         into, out = self.stages
         moved_in = into.weights(dict(enumerate(weights[:-1], 1)))
         moved_out = out.weights({1: weights[-1]})
         exchange, kept = self.exchange.start(slots), []
         first = int(self.work.rows is not None)
-        scales = extras[first : first + len(self.work.scales)] or (None,) * len(self.work.weights)
+        none = (None,) * len(self.work.weights)
+        scales = extras[first : first + len(self.work.scales)] or none
+        added = [emit(chain, bias, self.mesh) for chain, bias in zip(self.biases, biases)] or none
         for number in range(len(self.work.chunks)):
             rows = self._rows(counts, number)
             sizes = None if rows is None else rows.sizes
             x = self._sorted(rows, exchange.dispatch(number))
             h, _, arrived = into.chunk(number, {0: x}, moved_in, sizes)
-            expert = rows.origin()[1] if rows and self.work.quantized else None
-            hidden = tuple(scaled(h[n], scale, expert) for n, scale in zip(sorted(h), scales))
+            origin = rows.origin() if rows and (self.work.quantized or self.biases) else None
+            expert = origin and origin[1]
+            affine = lambda x, n, expert=expert, origin=origin: biased(scaled(x, scales[n], expert), added[n], origin)  # noqa: E731
+            hidden = tuple(affine(h[at], n) for n, at in enumerate(sorted(h)))
             h = self._activated(hidden, number, rows, extras)
             y, _, on = out.chunk(number, {0: h}, moved_out, sizes)
-            exchange.combine(number, self._unsorted(rows, scaled(y[0], scales[-1], expert)))
+            exchange.combine(number, self._unsorted(rows, affine(y[0], -1)))
             behind = _of_slots(self.out, on, always=False)
             kept.append((*_of_slots(self.into, arrived, always=True), *hidden, *behind, *_counts(rows)))
         moved = (*_of_weights(self.into, moved_in), *_of_weights(self.out, moved_out))
@@ -212,12 +226,12 @@ class _Program:
     # -- the gradient --------------------------------------------------------------------------------------------------
 
     def backward(self, cotangent: jax.Array, *rest: jax.Array):
-        """Compute the cotangents of slots and weights, from the answers' cotangent and the kept tensors."""
+        """Compute the cotangents of slots, weights and biases, from the answers' cotangent and the kept tensors."""
         sizes = [len(specs) for specs in self.kept_specs]
         flat, rest = rest[: sum(sizes)], rest[sum(sizes) :]
         held, extras = rest[: len(self.held_specs)], rest[len(self.held_specs) :]
         weights, exchange = self._weights_back(held), self.exchange_back.start(cotangent)
-        sums: tuple[dict[int, jax.Array], ...] = ({}, {})
+        sums: tuple[dict[int, jax.Array], ...] = ({}, {}, {})
         for number in range(len(self.work.chunks)):
             kept = flat[sum(sizes[:number]) : sum(sizes[: number + 1])]
             x, more = self._chunk_back(number, exchange.dispatch(number), kept, weights, extras)
@@ -225,7 +239,8 @@ class _Program:
             for total, made in zip(sums, more):
                 total.update({n: total[n] + value if n in total else value for n, value in made.items()})
         settled = [stage.settle(total) for stage, total in zip(self.stages_back, sums)]
-        return (exchange.result(), *(each[n] for each in settled for n in sorted(each)))
+        biases = (emit(chain, sums[-1][n], self.mesh) for n, chain in enumerate(self.biases_back))
+        return (exchange.result(), *(each[n] for each in settled for n in sorted(each)), *biases)
 
     def _weights_back(self, held: Sequence[jax.Array]):
         """Return the weights, moved as the gradients of both equations need them."""
@@ -237,7 +252,11 @@ class _Program:
         return tuple(stage.weights(each) for stage, each in zip(self.stages_back, (into, out)))
 
     def _chunk_back(self, number: int, g: jax.Array, kept: Sequence[jax.Array], weights, extras):
-        """Compute the cotangent of a chunk's slots from that of its answers, and its summands of weight gradients."""
+        """Compute the cotangent of a chunk's slots from that of its answers, and its summands of other gradients.
+
+        Returns:
+            The cotangent, and three mappings: products of both equations' weight gradients, and the biases' gradients.
+        """
         rows = ReceivedRows(kept[-1], self.work.chunks[number], self.stays) if self.work.rows else None
         arrived = [n for n, (source, *_) in enumerate(self.into.kept) if source == 0]
         on = [n for n, (source, *_) in enumerate(self.out.kept) if source == 0]
@@ -249,9 +268,12 @@ class _Program:
         held = {1 + n: next(moved) if self.out.kept[n][2] else h for n in on}
         d_hidden, sums_out, _ = out.chunk(number, {0: g, **held}, weights[1], sizes)
         cotangents = dict(enumerate(pull(d_hidden[0])))
+        sums_bias = {}
+        if self.biases_back:
+            sums_bias = {n: bias_gradient(d, sizes) for n, d in enumerate((*cotangents.values(), g))}
         held = {len(hidden) + n: x for n, x in zip(arrived, slots)}
         d_slots, sums_in, _ = into.chunk(number, cotangents | held, weights[0], sizes)
-        return self._unsorted(rows, d_slots[0]), (sums_in, sums_out)
+        return self._unsorted(rows, d_slots[0]), (sums_in, sums_out, sums_bias)
 
 
 def _of_slots(equation: Products, moved: dict[int, jax.Array], *, always: bool) -> list[jax.Array]:

@@ -26,7 +26,7 @@ class StageEquation:
         routine: the routine.
         inputs, outputs: its tensors.
         weights: the numbers of the inputs that are moved once.
-        sums: the numbers of the outputs that are added up over the chunks and reduced once.
+        sums: the numbers of the outputs that are added up over the chunks and then reduced once.
     """
 
     routine: Routine

@@ -13,6 +13,7 @@ from gspmd.annotate.spec import Spec
 from gspmd.hardware.dtypes import itemsize
 from gspmd.lowerings.call import make_plan
 from gspmd.lowerings.program import Context
+from gspmd.moe.dropless.grouped import grouped_outer
 from gspmd.moe.dropless.rows import RowSizes
 from gspmd.moe.experts.dropout import Dropout
 from gspmd.moe.experts.stages import StageEquation
@@ -52,6 +53,7 @@ class ExpertWork:
         chunks: the sizes of the chunks into which C is cut.
         rows: the buffers of rows if dispatch is dropless; otherwise None.
         dropout: the dropout of training; None if there is none.
+        biases: the specs of the biases of all weights' products, in the order of the weights; none if there are none.
     """
 
     dispatched: Spec
@@ -68,6 +70,7 @@ class ExpertWork:
     chunks: tuple[int, ...] = ()
     rows: Buffers | None = None
     dropout: Dropout | None = None
+    biases: tuple[Spec, ...] = ()
 
     @property
     def capacity(self) -> int:
@@ -87,8 +90,17 @@ class ExpertWork:
     @property
     def scales(self) -> tuple[Spec, ...]:
         """The specs of int8 weights' scales in their products, in the order of the weights; none for other weights."""
-        products = (*(self.hidden for _ in self.w_in), self.there) if self.quantized else ()
-        return tuple(product.without("G", "C") for product in products)
+        return self.vector_specs if self.quantized else ()
+
+    @property
+    def product_specs(self) -> tuple[Spec, ...]:
+        """The specs of all weights' products, in the order of the weights."""
+        return (*(self.hidden for _ in self.w_in), self.there)
+
+    @property
+    def vector_specs(self) -> tuple[Spec, ...]:
+        """The specs of biases and scales where they meet the weights' products, in the order of the weights."""
+        return tuple(product.without("G", "C") for product in self.product_specs)
 
     @property
     def equation_in(self) -> Equation:
@@ -121,6 +133,21 @@ class ExpertWork:
             return self._unknown("counts", ctx)
         sizes = dict(self.sizes) | {"N": len(self.chunks)}
         return move(*self.counts, sizes, ctx.mesh, itemsize("int32"), ctx.chip, "counts") if self.rows else ()
+
+    def biases_moved(self, ctx: Context) -> list[tuple[Step, ...]]:
+        """Return the steps that bring each bias to the product of its weight."""
+        return [self._bias_steps(ctx, held, used) for held, used in zip(self.biases, self.vector_specs)]
+
+    def biases_summed(self, ctx: Context) -> list[tuple[Step, ...]]:
+        """Return the steps that sum the gradient of each bias over the devices of its rows, and bring it back."""
+        summed = [
+            used.with_partial((*product.axes_of("G"), *product.axes_of("C")))
+            for product, used in zip(self.product_specs, self.vector_specs)
+        ]
+        return [self._bias_steps(ctx, part, held.cotangent) for part, held in zip(summed, self.biases)]
+
+    def _bias_steps(self, ctx: Context, before: Spec, after: Spec) -> tuple[Step, ...]:
+        return move(before, after, dict(self.sizes), ctx.mesh, itemsize("float32"), ctx.chip, "bias")
 
     def _unknown(self, name: str, ctx: Context) -> tuple[Step, ...]:
         from gspmd.moe.experts.unknown import rows_sent  # imported here, because no program that runs has such a step
@@ -156,6 +183,35 @@ def scaled(x: jax.Array, scale: jax.Array | None, expert: jax.Array | None = Non
         return x
     factor = scale[None, :, None] if expert is None else scale[expert].reshape(x.shape)
     return (x.astype(jnp.float32) * factor).astype(x.dtype)
+
+
+def biased(x: jax.Array, bias: jax.Array | None, origin: Sequence[jax.Array] | None = None) -> jax.Array:
+    """Add biases [X, F] to products [G, X, C, F], in their dtype.
+
+    Args:
+        x: the products.
+        bias: the biases; None returns x unchanged.
+        origin: for rows [G, 1, C, F] sorted by expert, `ReceivedRows.origin`; unused rows stay 0.
+    """
+    if bias is None:
+        return x
+    if origin is None:
+        return x + bias[None, :, None].astype(x.dtype)
+    _, expert, _, real = origin
+    return x + jnp.where(real[:, None], bias[expert], 0).astype(x.dtype).reshape(x.shape)
+
+
+def bias_gradient(g: jax.Array, sizes: jax.Array | None = None) -> jax.Array:
+    """Sum the cotangents of products [G, X, C, F] for each expert, in float32: [X, F].
+
+    Args:
+        g: the cotangents.
+        sizes: the number of rows of each expert, [X] int32, if they are rows [G, 1, C, F] sorted by expert.
+    """
+    if sizes is None:
+        return jnp.sum(g.astype(jnp.float32), axis=(0, 2))
+    rows = g.reshape(-1, g.shape[-1])
+    return grouped_outer(jnp.ones((len(rows), 1), g.dtype), rows, sizes)[:, 0]
 
 
 @dataclass(frozen=True)

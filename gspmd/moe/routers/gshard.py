@@ -19,7 +19,7 @@ def route(logits: jax.Array, config: MoEConfig, draws: jax.Array | None, mask: j
 
     Args:
         logits: [G, L, X]; cast to float32.
-        config: its capacity_factor and aux_weight are used.
+        config: its experts, capacity factors, aux_weight and priority are used.
         key: the random key for second experts; None, as in evaluation, keeps them all.
         mask: [G, L] bool, False for padding, which takes no slot and enters no loss; None if every token is real.
 

@@ -10,7 +10,7 @@ from gspmd.moe.routers.rule import router
 
 @router("st-moe")
 def route(logits: jax.Array, config: MoEConfig, draws: jax.Array | None, mask: jax.Array) -> Routing:
-    """Send each token always to both of its two most probable experts, and penalise large logits.
+    """Always send each token to both of its two most probable experts, and penalise large logits.
 
         p = softmax(logits)    p1, e1, p2, e2 = top2(p)    gates p1/(p1 + p2), p2/(p1 + p2)    C = (2 L / X) · factor
         aux = α · X · Σ_i f_i · P_i, of first choices      α = config.aux_weight
@@ -36,8 +36,8 @@ def route(logits: jax.Array, config: MoEConfig, draws: jax.Array | None, mask: j
     Source: Zoph et al., *ST-MoE: Designing Stable and Transferable Sparse Expert Models*, arXiv 2202.08906, §2, §3.3
     (z-loss, equations 5 and 6) and appendix A (load balance).
 
-    Differs: the paper's text weights by p; its authors' public layer (Mesh TensorFlow, top-2) divides both by their
-    sum, as here; for p itself use `top-k` with renormalize = false. Their layer can also drop a second expert at random
+    Differs: the paper's text uses p as gates. Its authors' public layer (Mesh TensorFlow, top-2) divides the two p by
+    their sum, as here; for p itself use `top-k` with renormalize = false. It can also drop a second expert at random
     or by a threshold on its gate; here every token has both.
     """
     gates, expert, pair = best_pair(logits)

@@ -11,6 +11,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from gspmd.ops._attention.online import Attended, attend
+from gspmd.ops._attention.terms import Terms, biases, table_gradient
 
 LARGEST = 2**25
 """The number of logits of one device above which attention runs in blocks: 128 MiB of float32."""
@@ -73,112 +74,122 @@ class Form:
     causal: bool
 
 
-def attended(form: Form, q, k, v, seen, ahead, dtype, scales=()) -> tuple[jax.Array, jax.Array, jax.Array]:
+def attended(form: Form, q, k, v, terms: Terms, dtype, scales=()) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return output [B, K, Q, L, D], largest logit and denominator [B, K, Q, L] of queries, block by block.
 
     Args:
-        form: sizes of blocks, scale of the logits, and whether query i attends to keys j ≤ i + ahead alone.
+        form: sizes of blocks, scale of the logits, and whether query i attends to keys j ≤ i + terms.ahead alone.
         q: [B, K, Q, L, D]; L is a multiple of the blocks' length.
         k, v: [B, T, K, D] of any dtype.
-        seen: [B, T] booleans, or None.
-        ahead: an int32 scalar, or None for 0.
+        terms: which keys are seen, and a bias.
         dtype: the dtype of the output.
         scales: the scales of keys and of values, [B, T, K], or empty.
     """
     blocks, shape = form.blocks, q.shape
-    part = (blocks.rows, *shape[1:3], blocks.queries)
+    block = (blocks.rows, *shape[1:3], blocks.queries)
 
     def step(carry, at):
         state, out, top, total = carry
         first = at[2] == 0
         state = Attended(*(jnp.where(first, start, x) for start, x in zip(nothing, state)))
         q_block, k_block, v_block, *more = _cut(form, at, q, k, v, *scales)
-        visible, again = _seen(form, at, seen, ahead), _again(form, at, k.shape[1])
-        state = state.merge(attend(q_block, k_block, v_block, visible, form.scale, *more, again=again))
+        part = _terms(form, at, terms)
+        visible, again = _seen(form, at, part), _again(form, at, k.shape[1])
+        bias = None if part.bias is None else part.bias.logits(k.shape[2])
+        state = state.merge(attend(q_block, k_block, v_block, visible, form.scale, *more, again=again, bias=bias))
         begin = (at[0], 0, 0, at[1])
         out = jax.lax.dynamic_update_slice(out, state.output(dtype), (*begin, 0))
         top, total = (jax.lax.dynamic_update_slice(x, y, begin) for x, y in ((top, state.top), (total, state.total)))
         return (state, out, top, total), None
 
-    nothing = Attended(jnp.full(part, -jnp.inf), jnp.zeros(part), jnp.zeros((*part, shape[4])))
+    nothing = Attended(jnp.full(block, -jnp.inf), jnp.zeros(block), jnp.zeros((*block, shape[4])))
     results = jnp.zeros(shape, dtype), jnp.zeros(shape[:4]), jnp.zeros(shape[:4])
-    starts = blocks.starts(shape[0], shape[3], k.shape[1], form.causal and ahead is None)
+    starts = blocks.starts(shape[0], shape[3], k.shape[1], form.causal and terms.ahead is None)
     return jax.lax.scan(step, (nothing, *results), starts)[0][1:]
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
-def attention_in_blocks(form: Form, q, k, v, seen, ahead) -> jax.Array:
+def attention_in_blocks(form: Form, q, k, v, terms: Terms) -> jax.Array:
     """Return softmax attention [B, K, Q, L, D]. Neither it nor its gradient has all logits in memory at once."""
-    return attended(form, q, k, v, seen, ahead, q.dtype)[0]
+    return attended(form, q, k, v, terms, q.dtype)[0]
 
 
 @attention_in_blocks.defjvp
 def _linearised(form: Form, primals, tangents):
-    q, k, v, seen, ahead = primals
-    out, top, total = attended(form, q, k, v, seen, ahead, q.dtype)
-    kept, tree = jax.tree.flatten((q, k, v, seen, ahead, out, top, total))
-    return out, _tangent.bind(*kept, *tangents[:3], form=form, tree=tree, batches=())
+    q, k, v, terms = primals
+    out, top, total = attended(form, q, k, v, terms, q.dtype)
+    kept, tree = jax.tree.flatten((q, k, v, terms, out, top, total))
+    moving = tangents[:3] if terms.bias is None else (*tangents[:3], tangents[3].bias.table)
+    return out, _tangent.bind(*kept, *moving, form=form, tree=tree, batches=())
 
 
-def _forward(form: Form, kept, d_q, d_k, d_v):
+def _forward(form: Form, kept, d_q, d_k, d_v, d_table=None):
     """Return the tangent of the output; the probabilities of each block are computed again from its logits."""
-    q, k, v, seen, ahead, out, top, total = kept
+    q, k, v, terms, out, top, total = kept
 
     def step(sums, at):
         d_out, mean = sums
         q_block, k_block, v_block, d_k_block, d_v_block = _cut(form, at, q, k, v, d_k, d_v)
-        weights = _weights(form, at, q_block, k_block, k.shape[1], seen, ahead, top, total)
+        weights, chosen = _weights(form, at, q_block, k_block, k.shape[1], terms, top, total)
         slope = _product("bkqld,btkd->bkqlt", _queries(form, at, d_q), k_block)
         slope = weights * (slope + _product("bkqld,btkd->bkqlt", q_block, d_k_block)) * form.scale
+        if chosen is not None:
+            slope += weights * biases(chosen, d_table, k.shape[2])
         part = _product("bkqlt,btkd->bkqld", slope.astype(q.dtype), v_block)
         part += _product("bkqlt,btkd->bkqld", weights.astype(q.dtype), d_v_block)
         begin = (at[0], 0, 0, at[1])
         return (_add(d_out, part, (*begin, 0)), _add(mean, jnp.sum(slope, axis=-1), begin)), None
 
-    starts = form.blocks.starts(q.shape[0], q.shape[3], k.shape[1], form.causal and ahead is None)
+    starts = form.blocks.starts(q.shape[0], q.shape[3], k.shape[1], form.causal and terms.ahead is None)
     (d_out, mean), _ = jax.lax.scan(step, (jnp.zeros(q.shape, jnp.float32), jnp.zeros(q.shape[:4])), starts)
     return (d_out - mean[..., None] * out.astype(jnp.float32)).astype(q.dtype)
 
 
-def gradients(form: Form, kept, g) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Return the gradients of queries, keys and values in float32, block by block.
+def gradients(form: Form, kept, g) -> tuple[jax.Array, ...]:
+    """Return the gradients of queries, keys and values in float32, block by block; then that of a bias [R, H].
 
     The probabilities of a block are computed again from its logits. So the keys may be a part of those that the queries
     attended to; the gradients are then the contributions of these keys.
 
     Args:
         form: the form of `attended`.
-        kept: q, k, v, seen and ahead of `attended`, and its results for all keys.
+        kept: q, k, v and terms of `attended`, and its results for all keys.
         g: the cotangent of the output.
     """
-    q, k, v, seen, ahead, out, top, total = kept
+    q, k, v, terms, out, top, total = kept
     mean = jnp.sum(g.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
 
     def step(sums, at):
-        d_q, d_k, d_v = sums
+        d_q, d_k, d_v, *of_bias = sums
         q_block, k_block, v_block = _cut(form, at, q, k, v)
         g_block, mean_block = (_queries(form, at, x) for x in (g, mean))
-        weights = _weights(form, at, q_block, k_block, k.shape[1], seen, ahead, top, total)
-        slope = weights * (_product("bkqld,btkd->bkqlt", g_block, v_block) - mean_block[..., None]) * form.scale
+        weights, chosen = _weights(form, at, q_block, k_block, k.shape[1], terms, top, total)
+        slope = weights * (_product("bkqld,btkd->bkqlt", g_block, v_block) - mean_block[..., None])
+        if chosen is not None:
+            of_bias = [of_bias[0] + table_gradient(chosen, slope)]
+        slope = slope * form.scale
         weights, slope = weights.astype(g.dtype), slope.astype(q.dtype)
         d_q = _add(d_q, _product("bkqlt,btkd->bkqld", slope, k_block), (at[0], 0, 0, at[1], 0))
         d_k = _add(d_k, _product("bkqlt,bkqld->btkd", slope, q_block), (at[0], at[2], 0, 0))
         d_v = _add(d_v, _product("bkqlt,bkqld->btkd", weights, g_block), (at[0], at[2], 0, 0))
-        return (d_q, d_k, d_v), None
+        return (d_q, d_k, d_v, *of_bias), None
 
-    starts = form.blocks.starts(q.shape[0], q.shape[3], k.shape[1], form.causal and ahead is None)
-    d_q, d_k, d_v = jax.lax.scan(step, tuple(jnp.zeros(x.shape, jnp.float32) for x in (q, k, v)), starts)[0]
-    return d_q, d_k, d_v
+    starts = form.blocks.starts(q.shape[0], q.shape[3], k.shape[1], form.causal and terms.ahead is None)
+    of_bias = () if terms.bias is None else (terms.bias.table,)
+    return jax.lax.scan(step, tuple(jnp.zeros(x.shape, jnp.float32) for x in (q, k, v, *of_bias)), starts)[0]
 
 
 # JAX would transpose `_forward` with the probabilities of all blocks in memory, so it is a primitive whose transpose is
-# `gradients`. `batches` has the batch dimensions of the operands, or None, for each vmap around it, innermost first.
+# `gradients`. Its operands are the leaves of what is kept, `tree`, and then the tangents. `batches` has the batch
+# dimensions of the operands, or None, for each vmap around it, innermost first.
 _tangent = Primitive("gspmd_attention_tangent")
 
 
 def _evaluate(*operands, form: Form, tree, batches):
+    count = tree.num_leaves
+
     def tangent(*operands):
-        return _forward(form, jax.tree.unflatten(tree, operands[:-3]), *operands[-3:])
+        return _forward(form, jax.tree.unflatten(tree, operands[:count]), *operands[count:])
 
     for dims in batches:
         tangent = jax.vmap(tangent, in_axes=dims)
@@ -186,15 +197,19 @@ def _evaluate(*operands, form: Form, tree, batches):
 
 
 def _transpose(g, *operands, form: Form, tree, batches):
+    count = tree.num_leaves
+
     def transposed(g, *kept):
-        kept = jax.tree.unflatten(tree, kept)
-        return tuple(total.astype(x.dtype) for total, x in zip(gradients(form, kept, g), kept))
+        q, k, v, terms, *rest = jax.tree.unflatten(tree, kept)
+        of_bias = () if terms.bias is None else (terms.bias.table,)
+        found = gradients(form, (q, k, v, terms, *rest), g)
+        return tuple(total.astype(x.dtype) for total, x in zip(found, (q, k, v, *of_bias)))
 
     for dims in batches:
-        transposed = jax.vmap(transposed, in_axes=(0, *dims[:-3]))
-    found = transposed(ad.instantiate_zeros(g), *operands[:-3])
-    wanted = (d if ad.is_undefined_primal(x) else None for d, x in zip(found, operands[-3:]))
-    return [*(None for _ in operands[:-3]), *wanted]
+        transposed = jax.vmap(transposed, in_axes=(0, *dims[:count]))
+    found = transposed(ad.instantiate_zeros(g), *operands[:count])
+    wanted = (d if ad.is_undefined_primal(x) else None for d, x in zip(found, operands[count:]))
+    return [*(None for _ in operands[:count]), *wanted]
 
 
 def _differentiate(operands, tangents, **form):
@@ -207,32 +222,41 @@ def _differentiate(operands, tangents, **form):
     return jax.jvp(of, [operands[n] for n in moving], [tangents[n] for n in moving])
 
 
-def _batch(operands, dims, *, batches, **form):
+def _batch(operands, dims, *, tree, batches, **form):
+    count = tree.num_leaves
     size = next(x.shape[dim] for x, dim in zip(operands, dims) if dim is not None)
     # All tangents get the batch dimension, so that JAX adds up the gradients of those that had none.
-    tangents = [batching.bdim_at_front(x, dim, size) for x, dim in zip(operands[-3:], dims[-3:])]
-    dims = (*dims[:-3], 0, 0, 0)
-    return _tangent.bind(*operands[:-3], *tangents, batches=(*batches, dims), **form), 0
+    tangents = [batching.bdim_at_front(x, dim, size) for x, dim in zip(operands[count:], dims[count:])]
+    dims = (*dims[:count], *(0 for _ in tangents))
+    return _tangent.bind(*operands[:count], *tangents, tree=tree, batches=(*batches, dims), **form), 0
 
 
 _tangent.def_impl(_evaluate)
-_tangent.def_abstract_eval(lambda *operands, batches, **_: operands[-3])
+_tangent.def_abstract_eval(lambda *operands, tree, **_: operands[tree.num_leaves])  # as the tangent of the queries
 mlir.register_lowering(_tangent, mlir.lower_fun(_evaluate, multiple_results=False))
 ad.primitive_transposes[_tangent] = _transpose
 ad.primitive_jvps[_tangent] = _differentiate
 batching.primitive_batchers[_tangent] = _batch
 
 
-def _weights(form: Form, at, q_block, k_block, keys: int, seen, ahead, top, total) -> jax.Array:
-    """Compute the probabilities of a block again; unseen keys drop out before exp, which is infinite for some."""
-    logits = _product("bkqld,btkd->bkqlt", q_block, k_block) * form.scale
-    visible, again = _seen(form, at, seen, ahead), _again(form, at, keys)
+def _weights(form: Form, at, q_block, k_block, keys: int, terms: Terms, top, total):
+    """Compute the probabilities of a block again; unseen keys drop out before exp, which is infinite for some.
+
+    Returns:
+        The probabilities, and the chosen buckets of the bias, or None without one.
+    """
+    logits, part = _product("bkqld,btkd->bkqlt", q_block, k_block) * form.scale, _terms(form, at, terms)
+    chosen = None
+    if part.bias is not None:
+        chosen = part.bias.chosen()
+        logits += biases(chosen, part.bias.table, k_block.shape[2])
+    visible, again = _seen(form, at, part), _again(form, at, keys)
     if visible is not None:
         logits = jnp.where(visible, logits, -jnp.inf)
     if again is not None:
         logits = jnp.where(again, -jnp.inf, logits)
     top, total = (_queries(form, at, x)[..., None] for x in (top, total))
-    return jnp.exp(logits - top) / total
+    return jnp.exp(logits - top) / total, chosen
 
 
 _product = partial(jnp.einsum, preferred_element_type=jnp.float32)
@@ -260,11 +284,20 @@ def _add(whole, part, begin):
     return jax.lax.dynamic_update_slice(whole, old + part, begin)
 
 
-def _seen(form: Form, at, seen, ahead):
+def _terms(form: Form, at, terms: Terms) -> Terms:
+    """Return the terms of the block."""
+
+    def cut(x, begin, size):
+        rows, first = (1, 0) if x.shape[0] == 1 else (form.blocks.rows, at[0])
+        return jax.lax.dynamic_slice(x, (first, begin), (rows, size))
+
+    return terms.on(lambda x: cut(x, at[1], form.blocks.queries), lambda x: cut(x, at[2], form.blocks.keys))
+
+
+def _seen(form: Form, at, part: Terms):
     """Return which keys of the block its queries attend to, broadcasting to [B, K, Q, L, T]; None for all."""
-    blocks, visible = form.blocks, None
-    if seen is not None:
-        visible = jax.lax.dynamic_slice(seen, (at[0], at[2]), (blocks.rows, blocks.keys))[:, None, None, None, :]
+    blocks, ahead, visible = form.blocks, part.ahead, part.visible()
+    visible = None if visible is None else visible[:, None, None]
     if form.causal:
         shape = (1, 1, 1, blocks.queries, blocks.keys)
         row, column = (jax.lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (3, 4))

@@ -1,6 +1,6 @@
 """Attention of new tokens to a key/value cache: queries are moved to the cache, and the cache stays."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from math import prod
@@ -12,21 +12,23 @@ from gspmd.annotate.errors import Fault, PlanError, SpecError, report
 from gspmd.annotate.spec import Spec
 from gspmd.lowerings.program import Context, context, run
 from gspmd.lowerings.xla.constrained import left_to_compiler
+from gspmd.ops._attention.buckets import Buckets
 from gspmd.ops._attention.kernels import splash
 from gspmd.ops._attention.local import ALONE, Shards, local_attended
 from gspmd.ops._attention.online import Attended
 from gspmd.ops._attention.placement import CachePlacement, by_position, placement
+from gspmd.ops._attention.terms import Bias, Terms, by_heads, positions, read_bias
 from gspmd.ops.interface.operands import array
 from gspmd.ops.interface.options import number
-from gspmd.ops.interface.planned_op import FLOAT32, Chains, fault, planned_op, read, shard_index, steps_of
+from gspmd.ops.interface.planned_op import FLOAT32, Chains, fault, float32, planned_op, read, shard_index, steps_of
 from gspmd.planner.steps import Step
 from gspmd.planner.unknown import UnknownMove, UnknownMoves, UnknownStep, is_unknown
 
 
 def cached_attention(
     q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    k: jax.Array | None,
+    v: jax.Array | None,
     cached_k: jax.Array,
     cached_v: jax.Array,
     query_spec: str | Spec,
@@ -37,10 +39,14 @@ def cached_attention(
     scale: float | None = None,
     key_scales: jax.Array | None = None,
     value_scales: jax.Array | None = None,
+    bias: jax.Array | None = None,
+    bias_spec: str | Spec | None = None,
+    buckets: Buckets | None = None,
 ) -> jax.Array:
     """Attend to the cached keys of each row and, causally, to the keys of the new tokens themselves.
 
-    Query i of row b attends to cached t < lengths[b] and to new j ≤ i. The cache stays where it is, over any mix of
+    Query i of row b attends to cached t < lengths[b] and to new j ≤ i. Without new keys it attends to the cache alone,
+    as a decoder's queries do to the encoder's keys. The cache stays where it is, over any mix of
     batch, heads and length; the plan moves queries there, and the result back. Where T is sharded, each device
     attends to its own part, and the results are combined by the logarithm of the sum of exponentials: two
     all-reduces of [B, L, H] float32 (the maximum, then the denominator), and one sum of the weighted values in q's
@@ -50,10 +56,11 @@ def cached_attention(
     Args:
         q: [B, L, H, D] the new tokens' queries.
         k, v: [B, L, K, D] the new tokens' own keys and values; K divides H, and query head h attends to key head
-            h // (H/K).
+            h // (H/K). Both None for attention to the cache alone.
         cached_k, cached_v: [B, K, T, D] finite numbers, in any order of dimensions; int8 if scales are given.
         query_spec: the spec of `q` and of the result, `"BLH_xyzD"`.
-        key_spec: the spec of `k` and `v`, `"BLKD"`, in the order of `k`. D is unsharded in all three specs.
+        key_spec: the spec of `k` and `v`, `"BLKD"`, in the order of `k`; without them only its letters count. D is
+            unsharded in all three specs.
         cache_spec: order and placement of the cache, `"B_xKT_yzD"`, with the letters of batch, heads and head size of
             `key_spec`, and one for the cached length. The order affects only how memory is read: TPUs read best with
             heads before length.
@@ -61,9 +68,11 @@ def cached_attention(
         scale: the factor of the logits; 1/sqrt(D) when None.
         key_scales, value_scales: [B, K, T] float32 scales of an int8 cache, ordered and placed like the cache; they
             scale logits and probabilities, and the cache is never widened in memory.
+        bias, bias_spec, buckets: T5's relative position bias, as in `attention`. Query i and new key i of row b are at
+            position lengths[b] + i, cached key t is at t.
 
     Returns:
-        [B, L, H, D] in q's dtype; logits and softmax are float32.
+        [B, L, H, D] in q's dtype; logits and softmax are float32. A query of a row without any key gets 0.
 
     Raises:
         SpecError: a spec does not fit its array or the mesh, or the shapes do not agree.
@@ -83,8 +92,11 @@ def cached_attention(
     """
     ctx = context()
     doing = f"cannot attend from '{query_spec}' to the cache '{cache_spec}'"
-    names = "q", "k", "v", "cached_k", "cached_v"
-    q, k, v, *cache = (array(doing, name, x, "real numbers") for name, x in zip(names, (q, k, v, cached_k, cached_v)))
+    if (k is None) != (v is None):
+        raise SpecError(f"{doing}: k or v is missing.\n  Give both, or None for both to attend to the cache alone.")
+    new = [array(doing, name, x, "real numbers") for name, x in (("k", k), ("v", v)) if x is not None]
+    names = "q", "cached_k", "cached_v"
+    q, *cache = (array(doing, name, x, "real numbers") for name, x in zip(names, (q, cached_k, cached_v)))
     lengths = array(doing, "lengths", lengths, "integers").astype(jnp.int32)
     scale = None if scale is None else number(doing, "scale", scale)
     if (key_scales is None) != (value_scales is None):
@@ -92,18 +104,25 @@ def cached_attention(
     if key_scales is not None:
         scales = (("key_scales", key_scales), ("value_scales", value_scales))
         cache += [array(doing, name, x, "real numbers") for name, x in scales]
-    query, key = read(doing, query_spec, q, ctx), read(doing, key_spec, k, ctx)
+    query = read(doing, query_spec, q, ctx)
+    if new:
+        key = read(doing, key_spec, new[0], ctx)
+    else:
+        key = Spec.parse(key_spec)
+        key = Spec(key.dims, ((),) * len(key.dims))
     held, quantized = read(doing, cache_spec, cache[0], ctx), key_scales is not None
-    order = _check(doing, (query, key, held), quantized, q, k, v, *cache, lengths=lengths)
+    order = _check(doing, (query, key, held), quantized, q, new, *cache, lengths=lengths)
+    table = read_bias(doing, bias, bias_spec, buckets, query, q.shape[2], ctx)
     scales_order = [held.without(held.dims[order[3]]).dims.index(held.dims[at]) for at in order[:3]]
     # Nothing is copied in memory: products read their operands in any order.
     cache = [x.transpose(order if x.ndim == 4 else scales_order) for x in cache]
     ordered = Spec(tuple(held.dims[at] for at in order), tuple(held.axes[at] for at in order))
-    form = _CachedAttention(query, key, ordered, scale, quantized, f"cached attention {query}, {held}")
-    operands = q, k, v, *cache, lengths
-    if ctx.compiler_chooses:
-        at = placement(form.query, form.key, form.cache, q.shape, k.shape[2], ctx.mesh)
-        f = partial(_whole, form.scale, at, ctx.mesh)
+    name = f"cached attention {query}, {held}"
+    form = _CachedAttention(query, key, ordered, scale, quantized, name, bool(new), *(table[1:] if table else ()))
+    operands = q, *new, *cache, *(table[:1] if table else ()), lengths
+    if ctx.compiler_chooses and not (form.bias is not None and form.bias.reduced):
+        at = placement(form.query, form.key, form.cache, q.shape, cache[0].shape[2], ctx.mesh)
+        f = partial(_whole, form, at, ctx.mesh)
         return left_to_compiler(ctx, f, form.inputs, form.query, *operands, name=form.name)
     return _planned(form, ctx, *operands)
 
@@ -112,7 +131,7 @@ _Shapes = tuple[tuple[tuple[int, ...], int], ...]
 """The shape of every operand, and the bytes of an element."""
 
 _CACHED = ("cached keys", "cached values", "key scales", "value scales")
-_COMBINED = ("lengths", "maximum", "total", "result")
+_COMBINED = ("maximum", "total", "result")
 _CALLED = {"key": "new keys", "value": "new values", "total": "denominator"}
 """The names that plans use for tensors with other names here."""
 
@@ -125,15 +144,76 @@ class _CachedAttention:
     scale: float | None
     quantized: bool
     name: str
+    has_new: bool
+    """Whether the new tokens have keys of their own."""
+    bias: Spec | None = None
+    buckets: Buckets | None = None
 
     @property
     def scales(self) -> Spec:
         return self.cache.without(self.cache.dims[3])
 
     @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the operands, in order."""
+        new, bias = ("key", "value") * self.has_new, () if self.bias is None else ("bias",)
+        return ("query", *new, *_CACHED[: 4 if self.quantized else 2], *bias, "lengths")
+
+    @property
     def inputs(self) -> tuple[Spec, ...]:
-        cache = (self.cache, self.cache, *(self.scales, self.scales) * self.quantized)
-        return (self.query, self.key, self.key, *cache, Spec(("B",), ((),)))
+        of = {
+            "query": self.query,
+            "key": self.key,
+            "value": self.key,
+            "bias": self.bias,
+            "lengths": Spec(("B",), ((),)),
+        }
+        of |= dict(zip(_CACHED, (self.cache, self.cache, self.scales, self.scales)))
+        return tuple(spec for name in self.names if (spec := of[name]) is not None)
+
+    def placement(self, shapes: "_Shapes", ctx: Context) -> CachePlacement:
+        """Return the specs while a device attends to its part of the cache."""
+        key_heads = shapes[self.names.index("cached keys")][0][2]
+        return placement(self.query, self.key, self.cache, shapes[0][0], key_heads, ctx.mesh)
+
+    def terms(self, table: Sequence[jax.Array], queries: jax.Array, keys: jax.Array) -> Terms:
+        """Return the terms of queries [B, L] and keys [1, T] at these positions."""
+        return Terms(bias=Bias(float32(table[0]), queries, keys, self.buckets)) if table and self.buckets else Terms()
+
+    def attend_cached(
+        self, q, cache: Sequence[jax.Array], lengths, table, queries, keys, shards: Shards = ALONE
+    ) -> Attended:
+        """Attend with queries [B, L, H, D] to cached keys, and return [B, L, H] and [B, L, H, D].
+
+        Args:
+            q: the queries.
+            cache: keys and values [B, T, K, D], and their scales if there are any.
+            lengths: [B], the number of these cached keys to attend to; of any sign and size.
+            table: the bias [R, H], or nothing.
+            queries, keys: [B, L] and [1, T], the positions of queries and of cached keys.
+            shards: the shards of the cached keys, for arrays of all devices.
+        """
+        k, v, *scales = cache
+        held = jax.lax.broadcasted_iota(jnp.int32, k.shape[:2], 1) < lengths[:, None]
+        terms = self.terms(table, queries, keys)._replace(seen=held)
+        return local_attended(q, k, v, terms, False, self.scale_of(q), *scales, shards=shards)
+
+    def attend_new(self, q, k, v, terms: Terms, shards: Shards | None = None) -> Attended:
+        """Attend to the new tokens' keys, or a part of them, up to each query.
+
+        Args:
+            q, k, v: [B, L, H, D] and [B, L, K, D].
+            terms: which new keys count, the position of the first query minus that of the first new key, and a bias.
+            shards: the shards of the new keys, for arrays of all devices; None for the pieces of one device.
+        """
+        if shards is None and terms.is_plain and terms.ahead is None and splash.fits(q, k, v):
+            out, normaliser = splash.attended(self.scale_of(q), q, k, v, None)
+            return Attended(normaliser, jnp.ones_like(normaliser), out.astype(jnp.float32))
+        return local_attended(q, k, v, terms, True, self.scale_of(q), shards=shards or ALONE)
+
+    def scale_of(self, q: jax.Array) -> float:
+        """Return the scale of the logits."""
+        return q.shape[3] ** -0.5 if self.scale is None else self.scale
 
 
 _SCALED = "the cache is {}, and scales are those of int8: give none."
@@ -144,7 +224,7 @@ def _is_int(x: jax.Array) -> bool:
     return jnp.issubdtype(x.dtype, jnp.integer)
 
 
-def _check(doing: str, specs: tuple[Spec, ...], quantized: bool, q, k, v, *cache, lengths) -> tuple[int, ...]:
+def _check(doing: str, specs: tuple[Spec, ...], quantized: bool, q, new, *cache, lengths) -> tuple[int, ...]:
     """Check that specs and shapes agree; return the dimensions of the cache with batch, length, heads and head size."""
     faults = [
         Fault(str(spec), 0, len(str(spec)), f"the {name} have four dimensions: batch, length, heads, head size.")
@@ -155,6 +235,8 @@ def _check(doing: str, specs: tuple[Spec, ...], quantized: bool, q, k, v, *cache
         raise report(SpecError, doing, faults) from None
     (query, key, held), (cached_k, cached_v, *scales), fact = specs, cache, _SCALED if quantized else _UNSCALED
     batch, along, heads, size = order = by_position(doing, held, key)
+    as_cached = jax.ShapeDtypeStruct((*q.shape[:2], cached_k.shape[heads], cached_k.shape[size]), q.dtype)
+    k, v = new or (as_cached, as_cached)
     cached_heads = cached_k.shape[heads], cached_k.shape[size]
     there = (*cached_k.shape[:size], *cached_k.shape[size + 1 :])
     checks = (
@@ -206,23 +288,29 @@ _planned = planned_op(_forward, _refuse, lambda form: form.name)
 
 @lru_cache(maxsize=1024)
 def _value(form: _CachedAttention, shapes: _Shapes, ctx: Context):
-    at = placement(form.query, form.key, form.cache, shapes[0][0], shapes[1][0][2], ctx.mesh)
+    at = form.placement(shapes, ctx)
     parts = at.cache.axes[1]
     chains = Chains(ctx.mesh, **_chains_of(form, shapes, ctx))
-    names = (*_CACHED[: 4 if form.quantized else 2], "lengths")
     in_parts = bool(parts) or is_unknown(ctx.mesh)
 
-    def body(q, k, v, *rest):
-        q, k, v = chains.send("query", q), chains.send("key", k), chains.send("value", v)
-        *cache, lengths = (chains.send(name, x) for name, x in zip(names, rest))
-        k, v, *cache = at.share.pick(k, v, *cache)
+    def body(*operands):
+        given = {name: chains.send(name, x) for name, x in zip(form.names, operands)}
+        q, lengths, table = given["query"], given["lengths"], [given[name] for name in ("bias",) if name in given]
+        new, cache = ([given[name] for name in names if name in given] for names in (("key", "value"), _CACHED))
+        new, cache = at.share.pick(*new), at.share.pick(*cache)
         part = shard_index(parts)
-        ahead, counted = None, None  # if neither queries nor new keys are sharded, later keys can be left out
-        if at.query.axes[1] or at.key.axes[1]:
-            ahead = shard_index(at.query.axes[1]) * q.shape[1] - shard_index(at.key.axes[1]) * k.shape[1]
-        if parts and not at.key.axes[1]:
-            counted = jnp.broadcast_to(part == 0, k.shape[:2])  # replicated on every part, each new key counts once
-        found = _attended(form.scale, q, k, v, cache, lengths - part * cache[0].shape[1], ahead, counted)
+        first, first_cached = shard_index(at.query.axes[1]) * q.shape[1], part * cache[0].shape[1]
+        queries = positions(q.shape[1], first)
+        places = lengths[:, None] + queries, positions(cache[0].shape[1], first_cached)
+        found = form.attend_cached(q, cache, lengths - first_cached, table, *places)
+        if new:
+            first_new = shard_index(at.key.axes[1]) * new[0].shape[1]
+            # if neither queries nor new keys are sharded, later keys can be left out
+            ahead = first - first_new if at.query.axes[1] or at.key.axes[1] else None
+            # replicated on every part, each new key counts once
+            counted = jnp.broadcast_to(part == 0, new[0].shape[:2]) if parts and not at.key.axes[1] else None
+            terms = form.terms(table, queries, positions(new[0].shape[1], first_new))
+            found = found.merge(form.attend_new(q, *new, terms._replace(seen=counted, ahead=ahead)))
         if in_parts:
             total, values = found.relative_to(chains.send("maximum", found.top, reduce="max"))
             found = found._replace(total=chains.send("total", total), values=values)
@@ -235,60 +323,36 @@ def _chains_of(form: _CachedAttention, shapes: _Shapes, ctx: Context) -> dict[st
     """Return the steps of everything that moves, by name."""
     if not is_unknown(ctx.mesh):
         return {name: steps_of(each, ctx, _CALLED.get(name, name)) for name, each in _moves(form, shapes, ctx).items()}
-    # The moves to the cache are not known either. They do not depend on the source of the new keys.
-    asked = replace(form, key=Spec(form.key.dims, ((),) * 4)), shapes, ctx
-    names = ("query", "key", "value", *_CACHED[: 4 if form.quantized else 2], *_COMBINED)
-    comes = {"key": form.key, "value": form.key}
+    # The moves to the cache are not known either. They do not depend on the sources of new keys and bias.
+    bias = None if form.bias is None else Spec(form.bias.dims, ((), ()))
+    asked = replace(form, key=Spec(form.key.dims, ((),) * 4), bias=bias), shapes, ctx
+    names = (*form.names, *_COMBINED)
+    comes = {"key": form.key, "value": form.key, "bias": form.bias}
     marks = {name: UnknownMoves(_moves, asked, name, before=comes.get(name)) for name in names}
     return {name: (UnknownStep.of(mark, form.query, form.query),) for name, mark in marks.items()}
 
 
 def _moves(form: _CachedAttention, shapes: _Shapes, ctx: Context) -> dict[str, UnknownMove]:
     """Return every move, by the name of its tensor."""
-    at = placement(form.query, form.key, form.cache, shapes[0][0], shapes[1][0][2], ctx.mesh)
+    at = form.placement(shapes, ctx)
     parts = at.cache.axes[1]
-    per_row, per_query = Spec(("B",), ((),)), at.query.without(at.query.dims[3])
+    per_query = at.query.without(at.query.dims[3])
     scales = at.cache.without(at.cache.dims[3])
-    there = (at.cache, at.cache, scales, scales)
-    cached = zip(_CACHED, form.inputs[3:-1], there, shapes[3:-1])
-    (queries, width), (keys, key_width), (values, value_width) = shapes[:3]
+    there = {"query": at.query, "key": at.key, "value": at.key, "lengths": Spec(("B",), (at.query.axes[0],))}
+    there |= dict(zip(_CACHED, (at.cache, at.cache, scales, scales)))
+    if form.bias is not None:
+        there["bias"] = by_heads(form.bias, at.query)
+    queries, width = shapes[0]
     rows, split = queries[:3], per_query.with_partial(parts)
     return {
-        "query": UnknownMove((form.query,), at.query, queries, width),
-        "key": UnknownMove((form.key,), at.key, keys, key_width),
-        "value": UnknownMove((form.key,), at.key, values, value_width),
-        **{name: UnknownMove((src,), dst, *shape) for name, src, dst, shape in cached},
-        "lengths": UnknownMove((per_row,), Spec(("B",), (at.query.axes[0],)), queries[:1], 4),
+        **{name: UnknownMove((src,), there[name], *of) for name, src, of in zip(form.names, form.inputs, shapes)},
         "maximum": UnknownMove((split,), per_query, rows, FLOAT32, "max"),
         "total": UnknownMove((split,), per_query, rows, FLOAT32),
         "result": UnknownMove((at.query.with_partial(parts),), form.query, queries, width),
     }
 
 
-def _attended(scale: float | None, q, k, v, cache, lengths, ahead=None, counted=None, shards=None) -> Attended:
-    """Return the result of queries [B, L, H, D]: [B, L, H] and [B, L, H, D].
-
-    Args:
-        scale, q, k, v: the arguments of `cached_attention`; the keys may be a part of the new tokens'.
-        cache: keys and values [B, T, K, D], and their scales if there are any.
-        lengths: [B], the number of these cached keys to attend to; of any sign and size.
-        ahead: the position of the first query minus that of the first new key; None for 0.
-        counted: [B, L] whether a new key counts; None if all do.
-        shards: for arrays of all devices, the shards of the cached and of the new keys; None for the pieces of one
-            device.
-    """
-    cached_k, cached_v, *scales = cache
-    scale = q.shape[3] ** -0.5 if scale is None else scale
-    held = jax.lax.broadcasted_iota(jnp.int32, cached_k.shape[:2], 1) < lengths[:, None]
-    of_cached, of_new = shards or (ALONE, ALONE)
-    found = local_attended(q, cached_k, cached_v, held, None, False, scale, *scales, shards=of_cached)
-    if counted is None and ahead is None and shards is None and splash.fits(q, k, v):
-        out, normaliser = splash.attended(scale, q, k, v)
-        return found.merge(Attended(normaliser, jnp.ones_like(normaliser), out.astype(jnp.float32)))
-    return found.merge(local_attended(q, k, v, counted, ahead, True, scale, shards=of_new))
-
-
-def _whole(scale: float | None, at: CachePlacement, mesh: Mapping[str, int], q, k, v, *rest) -> jax.Array:
+def _whole(form: _CachedAttention, at: CachePlacement, mesh: Mapping[str, int], *operands: jax.Array) -> jax.Array:
     """Plain code on arrays of all devices for the compiler to partition; constraints bring queries to the cache."""
 
     def shards(key: Spec) -> Shards:
@@ -298,7 +362,15 @@ def _whole(scale: float | None, at: CachePlacement, mesh: Mapping[str, int], q, 
     def placed(x: jax.Array, spec: Spec) -> jax.Array:
         return jax.lax.with_sharding_constraint(x, spec.partition_spec())
 
-    q, k, v = placed(q, at.query), placed(k, at.key), placed(v, at.key)
+    given = dict(zip(form.names, operands))
+    q, lengths, table = placed(given["query"], at.query), given["lengths"], [given[n] for n in ("bias",) if n in given]
+    cache = [given[name] for name in _CACHED if name in given]
+    queries = positions(q.shape[1])
+    places = lengths[:, None] + queries, positions(cache[0].shape[1])
+    found = form.attend_cached(q, cache, lengths, table, *places, shards(at.cache))
+    if form.has_new:
+        k, v = (placed(given[name], at.key) for name in ("key", "value"))
+        terms = form.terms(table, queries, positions(k.shape[1]))
+        found = found.merge(form.attend_new(q, k, v, terms, shards(at.key)))
     # the result is constrained too: jax 0.10.2 miscompiles it if it is moved right after the product
-    found = _attended(scale, q, k, v, rest[:-1], rest[-1], shards=(shards(at.cache), shards(at.key)))
     return placed(found.output(q.dtype), at.query)

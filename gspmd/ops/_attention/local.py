@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from gspmd.lowerings import in_force
 from gspmd.ops._attention.blocks import Blocks, Form, attended, attention_in_blocks, gradients
 from gspmd.ops._attention.online import Attended, attend, group, ungroup
+from gspmd.ops._attention.terms import Terms
 from gspmd.ops._attention.together import attend_together, suits
 
 Shards = tuple[int, int, int, int]
@@ -20,8 +21,7 @@ def local_attention(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    seen: jax.Array | None,
-    ahead: jax.Array | None,
+    terms: Terms,
     causal: bool,
     scale: float | None,
     shards: Shards = ALONE,
@@ -29,49 +29,51 @@ def local_attention(
     """Softmax attention of queries [B, L, H, D] to keys [B, T, K, D].
 
     If a device has more than 2**25 logits, they are never in memory at once. A GPU then runs cuDNN's fused attention,
-    if it takes the arrays: float16 or bfloat16, a head size that 8 divides, up to 128, no mask except `causal`.
-        Everything else attends in blocks, including TPUs if their own kernels, which are tried first, do not fit.
+    if it takes the arrays: float16 or bfloat16, a head size that 8 divides, up to 128, no mask except `causal`, no
+    bias. Everything else attends in blocks, including TPUs if their own kernels, which are tried first, do not fit.
 
     Args:
         q, k, v: arrays of one device, or of all devices for the compiler to partition.
-        seen: [B, T] booleans: the keys that are not padding.
-        ahead: int32 scalar, the position of the first query minus that of the first key; None for 0.
-        causal: whether query i attends only to keys j ≤ i + ahead.
+        terms: which keys are seen, and a bias.
+        causal: whether query i attends only to keys j ≤ i + terms.ahead.
         scale: the factor of the logits; 1/sqrt(D) when None.
         shards: the shards of arrays of all devices.
     """
-    blocks = _blocks(q, k.shape[1], shards)
+    blocks = _blocks(q, k.shape[1], shards, terms)
     if blocks is None:
-        return _plain(q, k, v, seen, ahead, causal, scale)
-    if seen is None and not (causal and ahead is not None) and _fits_cudnn(q, k):
+        return _plain(q, k, v, terms, causal, scale)
+    if terms.is_plain and not (causal and terms.ahead is not None) and _fits_cudnn(q, k):
         return jax.nn.dot_product_attention(q, k, v, scale=scale, is_causal=causal, implementation="cudnn")
     form = Form(blocks, q.shape[3] ** -0.5 if scale is None else scale, causal)
-    found = attention_in_blocks(form, _padded(group(q, k.shape[2]), blocks), k, v, seen, ahead)
+    terms = terms.with_more_queries(-q.shape[1] % blocks.queries)
+    found = attention_in_blocks(form, _padded(group(q, k.shape[2]), blocks), k, v, terms)
     return ungroup(found[:, :, :, : q.shape[1]])
 
 
-def _plain(q, k, v, seen, ahead, causal, scale) -> jax.Array:
-    mask = None if seen is None else seen[:, None, None, :]
-    if causal and (seen is not None or ahead is not None):
+def _plain(q, k, v, terms: Terms, causal, scale) -> jax.Array:
+    visible, ahead = terms.visible(), terms.ahead
+    mask = None if visible is None else visible[:, None]
+    if causal and (mask is not None or ahead is not None):
         # positions in the whole sequence, which is_causal does not know
         rows = (0 if ahead is None else ahead) + jax.lax.broadcasted_iota(jnp.int32, (1, 1, q.shape[1], k.shape[1]), 2)
         past = rows >= jax.lax.broadcasted_iota(jnp.int32, rows.shape, 3)
         mask, causal = past if mask is None else mask & past, False
     dtype = q.dtype
-    if in_force.is_host() and dtype == jnp.float16:  # JAX uses a product that XLA does not have for CPUs
+    if in_force.is_host() and dtype == jnp.float16:  # XLA has no such product for CPUs
         q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
-    found = jax.nn.dot_product_attention(q, k, v, mask=mask, scale=scale, is_causal=causal).astype(dtype)
+    bias = terms.bias
+    added = None if bias is None else bias.logits(1)[:, 0]
+    found = jax.nn.dot_product_attention(q, k, v, added, mask, scale=scale, is_causal=causal).astype(dtype)
     if mask is None:
         return found
-    return jnp.where(jnp.any(mask, axis=3)[:, 0, :, None, None], found, 0)  # JAX gives it a mean
+    return jnp.where(jnp.any(mask, axis=3)[:, 0, :, None, None], found, 0)  # JAX: the mean, if no key is seen
 
 
 def local_attended(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    seen: jax.Array | None,
-    ahead: jax.Array | None,
+    terms: Terms,
     causal: bool,
     scale: float,
     *scales: jax.Array,
@@ -80,32 +82,37 @@ def local_attended(
     """Attend to some of the keys, and return the statistics too, as [B, L, H]; in blocks if the logits are many.
 
     Args:
-        q, k, v, seen, ahead, causal, scale: as in `local_attention`.
+        q, k, v, terms, causal, scale: as in `local_attention`.
         scales: the scales of int8 keys and values, [B, T, K], or empty.
         shards: the shards of arrays of all devices.
     """
-    blocks = _blocks(q, k.shape[1], shards)
+    blocks = _blocks(q, k.shape[1], shards, terms)
     if q.shape[1] == 1 < k.shape[1] and not causal and in_force.is_tpu():
-        if shards == ALONE and blocks is None and suits(q.shape[2], k.shape[2], bool(scales)):
-            return attend_together(q, k, v, seen, scale, *scales)
+        simple = terms.segments is None and terms.bias is None
+        if shards == ALONE and blocks is None and simple and suits(q.shape[2], k.shape[2], bool(scales)):
+            return attend_together(q, k, v, terms.seen, scale, *scales)
         if q.shape[2] == k.shape[2]:
             # The TPU compiler computes a product with one row by elementwise code, which takes twice as long as reading
             # the cache: 232 µs a layer instead of 104 with two rows (libtpu 0.0.42, v4: 64 rows, 2048 keys of 128).
             two = jnp.pad(q, ((0, 0), (0, 1), (0, 0), (0, 0)))
-            found = local_attended(two, k, v, seen, ahead, causal, scale, *scales, shards=shards)
+            found = local_attended(two, k, v, terms.with_more_queries(1), causal, scale, *scales, shards=shards)
             return Attended(*(x[:, :1] for x in found))
     grouped = group(q, k.shape[2])
     if blocks is None:
-        visible = None if seen is None else seen[:, None, None, None, :]
+        visible = terms.visible()
+        visible = None if visible is None else visible[:, None, None]
         if causal:
             rows, columns = (
                 jax.lax.broadcasted_iota(jnp.int32, (1, 1, 1, q.shape[1], k.shape[1]), at) for at in (3, 4)
             )
-            past = rows + (0 if ahead is None else ahead) >= columns
+            past = rows + (0 if terms.ahead is None else terms.ahead) >= columns
             visible = past if visible is None else visible & past
-        return attend(grouped, k, v, visible, scale, *scales).by_query()
+        bias = None if terms.bias is None else terms.bias.logits(k.shape[2])
+        key_scales, value_scales = scales or (None, None)
+        return attend(grouped, k, v, visible, scale, key_scales, value_scales, bias=bias).by_query()
     form = Form(blocks, scale, causal)
-    found = attended(form, _padded(grouped, blocks), k, v, seen, ahead, jnp.float32, scales)
+    terms = terms.with_more_queries(-q.shape[1] % blocks.queries)
+    found = attended(form, _padded(grouped, blocks), k, v, terms, jnp.float32, scales)
     output, top, total = (x[:, :, :, : q.shape[1]] for x in found)
     return Attended(top, total, output * total[..., None]).by_query()
 
@@ -114,38 +121,43 @@ def local_gradients(
     q: jax.Array,
     k: jax.Array,
     v: jax.Array,
-    seen: jax.Array | None,
+    terms: Terms,
     causal: bool,
     scale: float,
     out: jax.Array,
     normaliser: jax.Array,
     g: jax.Array,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> tuple[jax.Array, ...]:
     """Return, in float32, the contributions of some keys to the queries' gradients, and those keys' own gradients.
 
+    With a bias, the contributions to its gradient [R, H] come last.
+
     Args:
-        q, k, v, seen, causal, scale: as in `local_attention`.
+        q, k, v, terms, causal, scale: as in `local_attention`.
         out: [B, L, H, D] the output of the queries for all their keys.
         normaliser: [B, L, H] the logarithm of the sum of exponentials of all their logits.
         g: [B, L, H, D] the cotangent of `out`.
     """
     if not (q.size and k.size):
-        d_q, d_k, d_v = (jnp.zeros(x.shape, jnp.float32) for x in (q, k, v))
-        return d_q, d_k, d_v
-    blocks = _blocks(q, k.shape[1], ALONE) or Blocks(q.shape[0], q.shape[1], k.shape[1])
+        of_bias = () if terms.bias is None else (terms.bias.table,)
+        return tuple(jnp.zeros(x.shape, jnp.float32) for x in (q, k, v, *of_bias))
+    blocks = _blocks(q, k.shape[1], ALONE, terms) or Blocks(q.shape[0], q.shape[1], k.shape[1])
     length, (q, out, normaliser, g) = (
         q.shape[1],
         (_padded(group(x, k.shape[2]), blocks) for x in (q, out, normaliser, g)),
     )
-    kept = q, k, v, seen, None, out, normaliser, jnp.ones_like(normaliser)
-    d_q, d_k, d_v = gradients(Form(blocks, scale, causal), kept, g)
-    return ungroup(d_q[:, :, :, :length]), d_k, d_v
+    kept = q, k, v, terms.with_more_queries(-length % blocks.queries), out, normaliser, jnp.ones_like(normaliser)
+    d_q, *rest = gradients(Form(blocks, scale, causal), kept, g)
+    return ungroup(d_q[:, :, :, :length]), *rest
 
 
-def _blocks(q: jax.Array, keys: int, shards: Shards) -> Blocks | None:
+def _blocks(q: jax.Array, keys: int, shards: Shards, terms: Terms) -> Blocks | None:
     """Return blocks for one device's share, which do not cut dimensions that the compiler cuts already."""
     rows, queries, heads, _ = q.shape
-    blocks = Blocks.of(rows // shards[0], heads // shards[1], queries // shards[2], keys // shards[3])
+    numbers = heads // shards[1]
+    if terms.bias is not None:  # each pair of a query and a key has a number for every bucket, too
+        numbers = max(numbers, terms.bias.buckets.count)
+    blocks = Blocks.of(rows // shards[0], numbers, queries // shards[2], keys // shards[3])
     if blocks is None or shards == ALONE:
         return blocks
     whole = zip((rows, queries, keys), (blocks.rows, blocks.queries, blocks.keys), (shards[0], *shards[2:]))

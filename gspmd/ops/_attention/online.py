@@ -49,6 +49,7 @@ def attend(
     key_scales: jax.Array | None = None,
     value_scales: jax.Array | None = None,
     again: jax.Array | None = None,
+    bias: jax.Array | None = None,
 ) -> Attended:
     """Attend to one part of the keys.
 
@@ -60,10 +61,13 @@ def attend(
         key_scales, value_scales: [B, T, K] float32 of quantized keys and values: they scale logits and probabilities,
             which are fewer than the keys.
         again: booleans like `seen`: the keys that another part has counted already, some but not all.
+        bias: float32 that broadcasts to [B, K, Q, L, T] and is added to the scaled logits.
     """
     logits = jnp.einsum("bkqld,btkd->bkqlt", q, k.astype(q.dtype), preferred_element_type=jnp.float32) * scale
     if key_scales is not None:
         logits *= _along_keys(key_scales)
+    if bias is not None:
+        logits += bias
     if seen is not None:
         logits = jnp.where(seen, logits, LOW)
     if again is not None:

@@ -1,7 +1,7 @@
 """Attention of sequences that are sharded over devices: queries stay, keys and values arrive chunk by chunk.
 
 A device attends to its own chunk first, and then to one of each other device. Chunks either come round a ring, one
-permute each, while the device attends to the one before, or all are gathered first. Results for different keys are
+permute each, while the device attends to the previous chunk, or all are gathered first. Results for different keys are
 merged (`online.Attended`). The gradients of a chunk go round the same ring, and every device adds its part, or they are
 reduce-scattered.
 
@@ -10,7 +10,7 @@ late queries attend to the early one. In addition, either the early queries atte
 queries attend to the late chunk (j > i). So every device has two products of half by half, without a mask, for every j.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from math import prod
@@ -28,7 +28,8 @@ from gspmd.ops._attention.circulation import Gathered, RingOfChunks, is_looped
 from gspmd.ops._attention.heads import Share
 from gspmd.ops._attention.local import MIXED, local_attended, local_attention, local_gradients
 from gspmd.ops._attention.online import Attended
-from gspmd.ops._attention.zigzag import Pairs, in_order, zigzag
+from gspmd.ops._attention.terms import Extras, Terms, positions
+from gspmd.ops._attention.zigzag import ZigzagPairs, in_order, zigzag
 from gspmd.ops.interface.planned_op import Chains, fault, planned_op
 from gspmd.planner.graph.resharding import move
 
@@ -40,7 +41,7 @@ class _Cut:
     causal: bool
     scale: float
     share: Share
-    masked: bool
+    extras: Extras
 
     @property
     def name(self) -> str:
@@ -48,7 +49,7 @@ class _Cut:
 
     @property
     def inputs(self) -> tuple[Spec, ...]:
-        return (self.query, self.key, self.key) + (Spec(self.key.dims[:2], self.key.axes[:2]),) * self.masked
+        return (self.query, self.key, self.key, *self.extras.specs(self.query, self.key))
 
     @property
     def statistic(self) -> Spec:
@@ -56,7 +57,7 @@ class _Cut:
 
     @property
     def used(self) -> Spec:
-        """A device's chunk of the keys, with the heads that it sends of those that several devices hold."""
+        """The spec of the keys that a device uses: K is also sharded over the axes `sliced` of the share."""
         head = self.key.dims[2]
         return self.key.with_axes(head, (*self.key.axes_of(head), *self.share.sliced))
 
@@ -66,14 +67,14 @@ class _Cut:
 
 
 def check(doing: str, key: Spec, mesh: Mapping[str, int], causal: bool, shifted: bool, queries: int, keys: int) -> None:
-    """Check that queries and keys are the same tokens, and that zigzag order can cut them.
+    """Check that causal queries and keys are the same tokens, and that zigzag order can cut them.
 
     Raises:
-        SpecError: the numbers of queries and keys differ.
+        SpecError: the numbers of causal queries and keys differ.
         PlanError: zigzag order does not divide the length, or the first query has an offset.
     """
     devices, dim = prod(mesh[axis] for axis in key.axes[1]), key.dims[1]
-    if queries != keys:
+    if causal and queries != keys:
         fact = f"there are {queries} queries in a sequence and {keys} keys, and both are cut over the same devices."
         raise report(SpecError, doing, [fault(key, dim, fact, "Leave the keys whole, or give as many.")]) from None
     faults = []
@@ -88,47 +89,51 @@ def check(doing: str, key: Spec, mesh: Mapping[str, int], causal: bool, shifted:
 
 
 def attend(
-    query: Spec, key: Spec, causal: bool, scale: float, share: Share, ctx: Context, q, k, v, *mask: jax.Array
-) -> jax.Array:
+    query: Spec, key: Spec, causal: bool, scale: float, share: Share, extras: Extras, compiler_chooses: bool,
+    ctx: Context, q, k, v, *more: jax.Array,
+) -> jax.Array:  # fmt: skip
     """Attend with arrays that are placed as the specs say; see `whole.attention`."""
-    cut = _Cut(query, key, causal, scale, share, bool(mask))
-    if ctx.compiler_chooses:
+    cut = _Cut(query, key, causal, scale, share, extras)
+    if compiler_chooses:
         f = partial(_whole, cut, tuple(prod(ctx.mesh[axis] for axis in axes) for axes in query.axes))
-        return checkpoint_name(left_to_compiler(ctx, f, cut.inputs, query, q, k, v, *mask, name=cut.name), MIXED)
-    return _attend(cut, ctx, q, k, v, *mask)
+        return checkpoint_name(left_to_compiler(ctx, f, cut.inputs, query, q, k, v, *more, name=cut.name), MIXED)
+    return _attend(cut, ctx, q, k, v, *more)
 
 
-def _whole(cut: _Cut, parts: tuple[int, ...], q, k, v, *mask) -> jax.Array:
+def _whole(cut: _Cut, parts: tuple[int, ...], q, k, v, *more) -> jax.Array:
     """Plain code on arrays of all devices, for the compiler to partition; in zigzag order if attention is causal."""
     rows, length, heads, _ = parts
-    if cut.causal:
-        q, k, v, *mask = (in_order(x, length) for x in (q, k, v, *mask))
-    seen = mask[0].astype(bool) if mask else None
-    y = local_attention(q, k, v, seen, None, cut.causal, cut.scale, (rows, heads, length, 1))
+    order = (lambda x: in_order(x, length)) if cut.causal else (lambda x: x)
+    given = cut.extras.named(more)
+    terms = given.terms(positions(q.shape[1]), positions(k.shape[1]), None, cut.extras.buckets)
+    terms = terms._replace(bias=None).on(order, order)._replace(bias=terms.bias)  # positions are those of the text
+    q, k, v = terms.cleared(*map(order, (q, k, v)))
+    y = terms.real(local_attention(q, k, v, terms, cut.causal, cut.scale, (rows, heads, length, 1)))
     return zigzag(y, length) if cut.causal else y
 
 
-def _forward(cut: _Cut, ctx: Context, q, k, v, *mask):
+def _forward(cut: _Cut, ctx: Context, q, k, v, *more):
     steps, body = _value(cut.without_trivial(ctx.mesh), q.shape, k.shape, k.dtype.name, ctx)
-    found = run(ctx, cut.name, steps, body, cut.inputs, (cut.query, cut.statistic), q, k, v, *mask)
-    y, normaliser = checkpoint_name(found, MIXED)  # computed here, or the gradient would send keys round again for them
-    return y, (q, k, v, mask, y, normaliser)
+    found = run(ctx, cut.name, steps, body, cut.inputs, (cut.query, cut.statistic), q, k, v, *more)
+    y, normaliser = checkpoint_name(found, MIXED)  # named, so that remat keeps them: else keys go round again
+    return y, (q, k, v, more, y, normaliser)
 
 
 def _backward(cut: _Cut, ctx: Context, kept, g):
-    q, k, v, mask, y, normaliser = kept
+    q, k, v, more, y, normaliser = kept
     steps, body = _gradient(cut.without_trivial(ctx.mesh), q.shape, k.shape, k.dtype.name, ctx)
     ins = (cut.query, cut.query, cut.statistic, *cut.inputs)
-    outs = (cut.query, cut.key, cut.key)
-    grads = run(ctx, f"gradient of {cut.name}", steps, body, ins, outs, g, y, normaliser, q, k, v, *mask)
-    return (*grads, *(None for _ in mask))
+    outs = (cut.query, cut.key, cut.key, *cut.extras.gradients)
+    name = f"gradient of {cut.name}"
+    d_q, d_k, d_v, *d_bias = run(ctx, name, steps, body, ins, outs, g, y, normaliser, q, k, v, *more)
+    return d_q, d_k, d_v, *cut.extras.cotangents(more, *d_bias)
 
 
 _attend = planned_op(_forward, _backward, lambda cut: cut.name)
 
 
 class _Chains:
-    """The chains of steps that bring keys, values and the mask to a device, and gradients back."""
+    """The chains of steps that bring keys, values, mask, segments and bias to a device, and gradients back."""
 
     def __init__(self, cut: _Cut, q_shape: tuple[int, ...], shape: tuple[int, ...], dtype: str, ctx: Context):
         sizes, used, parts = dict(zip(cut.key.dims, shape)), cut.used, cut.key.axes[1]
@@ -146,13 +151,18 @@ class _Chains:
         gathers = chains(used, whole, "{}s", "{}s", sent)
         scatters = chains(whole.with_partial(parts), used, "d_{}s", "gradient of {}s", sent)
         self.bring = chains(cut.key, used, "{}", "{}") | gathers
-        if cut.masked:
-            mask = Spec(cut.key.dims[:2], cut.key.axes[:2])
-            self.bring["mask"] = move(mask, mask.with_axes(dim, ()), sizes, ctx.mesh, 1, ctx.chip, "mask")
+        tokens = Spec(cut.key.dims[:2], cut.key.axes[:2])
+        for name, bytes_each, is_given in (("mask", 1, cut.extras.masked), ("segments", 4, cut.extras.segmented)):
+            if is_given:
+                to_all = tokens.with_axes(dim, ())
+                self.bring[name] = move(tokens, to_all, sizes, ctx.mesh, bytes_each, ctx.chip, name)
+        self.bring |= cut.extras.bring(cut.query, q_shape[2], ctx)
         self.back = scatters | chains(used.with_partial(cut.share.common), cut.key, "d_{}", "gradient of {}")
+        self.back |= cut.extras.back(cut.query, q_shape[2], ctx)
         queries = tuple(size // prod(ctx.mesh[axis] for axis in axes) for size, axes in zip(q_shape, cut.query.axes))
         steps = [step for each in (gathers, gathers, scatters) for chain in each.values() for step in chain]
-        chunk = queries[1] // 2 if cut.causal else queries[1]
+        keys = sizes[dim] // prod(ctx.mesh[axis] for axis in parts)
+        chunk = keys // 2 if cut.causal else keys
         self.carrier = RingOfChunks if is_looped(ctx, parts, queries, chunk, dtype, steps) else Gathered
 
 
@@ -161,22 +171,24 @@ def _value(cut: _Cut, q_shape: tuple[int, ...], shape: tuple[int, ...], dtype: s
     planned = _Chains(cut, q_shape, shape, dtype, ctx)
     chains = Chains(ctx.mesh, **planned.bring)
 
-    def body(q, k, v, *mask):
-        k, v = cut.share.pick(chains.send("key", k), chains.send("value", v))
+    def body(q, k, v, *more):
+        k, v = chains.send("key", k), chains.send("value", v)
         circulation = planned.carrier(chains, cut.key.axes[1], ("keys", "values"))
-        here, seen_of = circulation.device(0), _seen(chains, k.shape[1], *mask)
+        here = circulation.device(0)
+        terms_of = _terms(cut, chains, circulation, q.shape[1], k.shape[1], more)
+        terms = terms_of(here)
+        q, k, v = terms.cleared(q, *cut.share.pick(k, v))
 
         def visit(found: Attended, there: jax.Array, k: jax.Array, v: jax.Array) -> Attended:
-            seen = seen_of(there)
+            terms = terms_of(there)
             if not cut.causal:
-                return found.merge(local_attended(q, k, v, seen, None, False, cut.scale))
-            half = Pairs(there < here)
-            seen = None if seen is None else half.keys(seen)
-            more = local_attended(half.queries(q), half.keys(k), half.keys(v), seen, None, False, cut.scale)
-            return found.merge(half.found(more))
+                return found.merge(local_attended(q, k, v, terms, False, cut.scale))
+            half = ZigzagPairs(there < here)
+            halves = half.queries(q), half.keys(k), half.keys(v), _in_halves(half, terms, q.shape[0])
+            return found.merge(half.found(local_attended(*halves, False, cut.scale)))
 
         # in zigzag order too, a device's own chunk is causal in its stored order
-        own = local_attended(q, k, v, seen_of(here), None, cut.causal, cut.scale)
+        own = local_attended(q, k, v, terms, cut.causal, cut.scale)
         found = circulation.visit(visit, own, (k, v))
         return found.output(q.dtype), found.top + jnp.log(found.total)
 
@@ -188,34 +200,74 @@ def _gradient(cut: _Cut, q_shape: tuple[int, ...], shape: tuple[int, ...], dtype
     planned = _Chains(cut, q_shape, shape, dtype, ctx)
     chains = Chains(ctx.mesh, **planned.bring, **planned.back)
 
-    def body(g, y, normaliser, q, k, v, *mask):
-        (k, v), unpick = jax.vjp(cut.share.pick, chains.send("key", k), chains.send("value", v))
+    def body(g, y, normaliser, q, k, v, *more):
+        k, v = chains.send("key", k), chains.send("value", v)
         circulation = planned.carrier(chains, cut.key.axes[1], ("keys", "values"))
-        here, seen_of = circulation.device(0), _seen(chains, k.shape[1], *mask)
-        kept = y, normaliser, g
+        here = circulation.device(0)
+        terms_of = _terms(cut, chains, circulation, q.shape[1], k.shape[1], more)
+        terms = terms_of(here)
+        (q, k, v), clear = jax.vjp(lambda q, k, v: terms.cleared(q, *cut.share.pick(k, v)), q, k, v)
+        kept = y, normaliser, terms.real(g)
 
-        def visit(d_q: jax.Array, there: jax.Array, k: jax.Array, v: jax.Array):
-            seen = seen_of(there)
+        def visit(state: tuple[jax.Array, ...], there: jax.Array, k: jax.Array, v: jax.Array):
+            terms = terms_of(there)
             if not cut.causal:
-                more, *parts = local_gradients(q, k, v, seen, False, cut.scale, *kept)
-                return d_q + more, parts
-            half = Pairs(there < here)
-            seen = None if seen is None else half.keys(seen)
-            halves, of_queries = (half.queries(q), half.keys(k), half.keys(v)), map(half.queries, kept)
-            more, *parts = local_gradients(*halves, seen, False, cut.scale, *of_queries)
-            return d_q + half.query_gradient(more), [*map(half.key_gradient, parts)]
+                d_q, d_k, d_v, *d_table = local_gradients(q, k, v, terms, False, cut.scale, *kept)
+                return _sum(state, (d_q, *d_table)), [d_k, d_v]
+            half = ZigzagPairs(there < here)
+            halves = half.queries(q), half.keys(k), half.keys(v), _in_halves(half, terms, q.shape[0])
+            d_q, d_k, d_v, *d_table = local_gradients(*halves, False, cut.scale, *map(half.queries, kept))
+            parts = [half.key_gradient(d_k), half.key_gradient(d_v)]
+            return _sum(state, (half.query_gradient(d_q), *d_table)), parts
 
-        d_q, *own = local_gradients(q, k, v, seen_of(here), cut.causal, cut.scale, *kept)
-        d_q, *d_keys = circulation.visit_and_return(visit, d_q, (k, v), own, ("d_keys", "d_values"))
-        d_k, d_v = unpick(tuple(d_keys))
-        return d_q.astype(q.dtype), chains.send("d_key", d_k), chains.send("d_value", d_v)
+        d_q, d_k, d_v, *d_table = local_gradients(q, k, v, terms, cut.causal, cut.scale, *kept)
+        gradients = "d_keys", "d_values"
+        state, d_k, d_v = circulation.visit_and_return(visit, (d_q, *d_table), (k, v), (d_k, d_v), gradients)
+        d_q, d_k, d_v = clear((state[0].astype(q.dtype), d_k, d_v))
+        d_k, d_v = chains.send("d_key", d_k), chains.send("d_value", d_v)
+        return d_q, d_k, d_v, *(chains.send("d_bias", x) for x in state[1:])
 
     return chains.steps, body
 
 
-def _seen(chains: Chains, length: int, *mask: jax.Array) -> Callable[[jax.Array], jax.Array | None]:
-    """Return which keys of a device's chunk are not padding; None for all."""
-    if not mask:
-        return lambda device: None
-    whole = chains.send("mask", mask[0].astype(bool))
-    return lambda device: lax.dynamic_slice_in_dim(whole, device * length, length, axis=1)
+def _sum(state: tuple[jax.Array, ...], more: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    return tuple(x + part for x, part in zip(state, more, strict=True))
+
+
+def _terms(
+    cut: _Cut, chains: Chains, circulation: Gathered, queries: int, keys: int, more: Sequence[jax.Array]
+) -> Callable[[jax.Array | int], Terms]:
+    """Return a function from a device to the terms of this device's queries and that device's chunk of keys.
+
+    Mask and segments of all keys are gathered at once, since they are small. `queries` and `keys` are one device's.
+    """
+    given = cut.extras.sent(chains, more)
+    if given.mask is not None:
+        given = given._replace(mask=chains.send("mask", given.mask.astype(bool)))
+    if given.of_keys is not None:
+        given = given._replace(of_keys=chains.send("segments", given.of_keys))
+
+    def place(device: jax.Array | int, length: int) -> jax.Array:
+        if not cut.causal:
+            return positions(length, device * length)
+        chunks = device, 2 * circulation.devices - 1 - device
+        return jnp.concatenate([positions(length // 2, chunk * (length // 2)) for chunk in chunks], axis=1)
+
+    def terms_of(device: jax.Array | int) -> Terms:
+        mask, of_keys = (
+            None if x is None else lax.dynamic_slice_in_dim(x, device * keys, keys, axis=1)
+            for x in (given.mask, given.of_keys)
+        )
+        here = given._replace(mask=mask, of_keys=of_keys)
+        return here.terms(place(circulation.device(0), queries), place(device, keys), None, cut.extras.buckets)
+
+    return terms_of
+
+
+def _in_halves(half: ZigzagPairs, terms: Terms, rows: int) -> Terms:
+    """Return the terms of the products of `ZigzagPairs`, whose rows have different positions."""
+
+    def every_row(x: jax.Array) -> jax.Array:
+        return jnp.broadcast_to(x, (rows, x.shape[1]))
+
+    return terms.on(lambda x: half.queries(every_row(x)), lambda x: half.keys(every_row(x)))

@@ -1,6 +1,6 @@
 """The attention core: every device attends with its own heads and sequences, to all keys of a sequence."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from math import prod
@@ -13,12 +13,14 @@ from gspmd.annotate.errors import Fault, PlanError, SpecError, report
 from gspmd.annotate.spec import Spec
 from gspmd.lowerings.program import Context, context, run
 from gspmd.lowerings.xla.constrained import left_to_compiler
+from gspmd.ops._attention.buckets import Buckets
 from gspmd.ops._attention.heads import Share, placed
 from gspmd.ops._attention.kernels import splash
 from gspmd.ops._attention.local import ALONE, MIXED, Shards, local_attention
+from gspmd.ops._attention.terms import Extras, Given, Terms, positions, read_bias, read_segments
 from gspmd.ops.interface.operands import array
 from gspmd.ops.interface.options import flag, number
-from gspmd.ops.interface.planned_op import Chains, fault, planned_op, read, shard_index, sizes_of
+from gspmd.ops.interface.planned_op import FLOAT32, Chains, fault, float32, planned_op, read, shard_index, sizes_of
 from gspmd.planner.graph.resharding import move
 from gspmd.planner.steps import Step
 from gspmd.planner.unknown import UnknownStep, UnknownSteps, is_unknown
@@ -33,10 +35,14 @@ def attention(
     *,
     causal: bool = True,
     mask: jax.Array | None = None,
+    segments: tuple[jax.Array, jax.Array] | None = None,
     scale: float | None = None,
     offset: jax.Array | int = 0,
+    bias: jax.Array | None = None,
+    bias_spec: str | Spec | None = None,
+    buckets: Buckets | None = None,
 ) -> jax.Array:
-    """Scaled dot-product attention: softmax(scale · q·kᵀ + mask) · v, heads in groups that share a key head.
+    """Scaled dot-product attention: softmax(scale · q·kᵀ + bias + mask) · v, heads in groups that share a key head.
 
     Batch and heads stay where they are, so the value sends nothing. Mesh axes that shard H but not K pick their key
     heads by a slice. The gradients of `k` and `v` are summed over the axes that only the queries are sharded over.
@@ -44,8 +50,11 @@ def attention(
     If mesh axes shard the queries' L, the keys' T must be unsharded or sharded over the same axes: `"BL_xHD",
     "BT_xKD"`. In the second case keys and values go round a ring of their devices while the queries attend to those
     that have arrived (lowering `looped`), or are gathered first (`blocking`); `auto` takes the cheaper way. With
-    `causal` the sequence must be in zigzag order, in which every device has the same work. Tokens, positions, labels
-    and `mask` all follow that order: see `gspmd.ops.zigzag_positions`.
+    `causal` the sequence must be in zigzag order, in which every device has the same work. Tokens, positions, labels,
+    `mask` and `segments` all follow that order: see `gspmd.ops.zigzag_positions`.
+
+    Padding may hold anything, NaN included: it changes no bit of the result and of the gradients elsewhere, and its own
+    gradients are 0.
 
     Args:
         q: [B, L, H, D].
@@ -56,12 +65,22 @@ def attention(
             unsharded or over those of L, D unsharded.
         causal: whether query i attends only to keys j ≤ i + offset.
         mask: [B, T] booleans, placed like B and T of `k`: the keys that are not padding.
+        segments: [B, L] and [B, T] int32, placed like B and L of `q`, and like B and T of `k`: the documents of packed
+            rows. A query attends only to keys of its own segment. Segment 0 is padding, of keys and of queries. In
+            self-attention give one array twice, from which the TPU's kernel knows that no query sees nothing.
         scale: the factor of the logits; 1/sqrt(D) when None.
         offset: the position of the first query among the keys: an int, or an int32 scalar.
+        bias: [R, H], T5's relative position bias: `bias[buckets.of(j - i), h]` is added to the scaled logit of query i
+            and key j in head h, where i and j are positions in the text, counted through a packed row. Each device
+            computes the biases of its own logits, so only the table is sent.
+        bias_spec: the spec of `bias`, `"RH_yz"`; it is moved to the axes of the query heads, if it has others. Its
+            gradient is summed over the axes of B and L, or stays a partial sum over those that are `reduced`:
+            `"RH_yz reduced-x"`.
+        buckets: the buckets of relative positions, as many as R.
 
     Returns:
-        [B, L, H, D] in q's dtype; logits and softmax are float32. A query that may attend to nothing,
-        such as one of padding on the left, gets 0.
+        [B, L, H, D] in q's dtype; logits, biases and softmax are float32. A query that may attend to nothing,
+        such as one of padding on the left or of segment 0, gets 0.
 
     Raises:
         SpecError: a spec does not fit its array or the mesh, or the shapes do not agree.
@@ -78,7 +97,8 @@ def attention(
 
     Source: Vaswani et al. 2017 (arXiv 1706.03762), section 3.2.1; Shazeer 2019 (arXiv 1911.02150) and Ainslie et al.
         2023 (arXiv 2305.13245) for shared key heads; Pope et al. 2022 (arXiv 2211.05102), section 3.3, for the layouts;
-        Liu et al. 2023 (arXiv 2310.01889) for the ring.
+        Liu et al. 2023 (arXiv 2310.01889) for the ring; Raffel et al. 2020 (arXiv 1910.10683), section 2.1, for the
+        bias.
     Differs: forward-mode differentiation works under lowering "xla" only.
     """
     ctx = context()
@@ -88,21 +108,26 @@ def attention(
     causal, scale = flag(doing, "causal", causal), None if scale is None else number(doing, "scale", scale)
     query, key = read(doing, query_spec, q, ctx), read(doing, key_spec, k, ctx)
     _check_shapes(doing, query, key, q, k, v, mask)
-    extras = _Extras(mask is not None, not (isinstance(offset, int) and offset == 0))
-    more = () if mask is None else (mask,)
-    if extras.shifted:
-        more += (_position(doing, offset),)
+    of_queries, of_keys = (None, None) if segments is None else read_segments(doing, segments, query, key, q, k)
+    table, of_table, buckets = read_bias(doing, bias, bias_spec, buckets, query, q.shape[2], ctx) or (None, None, None)
+    shifted = not (isinstance(offset, int) and offset == 0)
+    bias_bytes = FLOAT32 if table is None else table.dtype.itemsize
+    alike = segments is not None and segments[0] is segments[1]
+    extras = Extras(mask is not None, segments is not None, shifted, of_table, buckets, bias_bytes, alike)
+    more = Given(mask, of_queries, of_keys, table, _position(doing, offset) if shifted else None).operands
+    # annotations cannot ask a compiler for a partial sum
+    compiler_chooses = ctx.compiler_chooses and not (of_table is not None and of_table.reduced)
     if key.without_trivial(ctx.mesh).axes[1]:
         from gspmd.ops._attention import ring  # imported here, since most attention does not need it
 
         found, _ = placed(doing, query, key, q.shape[2], k.shape[2], ctx.mesh)
         ring.check(doing, key, ctx.mesh, causal, extras.shifted, q.shape[1], k.shape[1])
         scale = q.shape[3] ** -0.5 if scale is None else scale
-        return ring.attend(query, key, causal, scale, found, ctx, q, k, v, *more)
-    if ctx.compiler_chooses:
+        return ring.attend(query, key, causal, scale, found, extras, compiler_chooses, ctx, q, k, v, *more)
+    if compiler_chooses:
         rows, length, heads, _ = (prod(ctx.mesh.get(axis, 1) for axis in axes) for axes in query.axes)
         f = partial(_attend, extras, causal, scale, (rows, heads, length, 1))
-        ins, name = (query, key, key, *extras.specs(key)), f"attention {query}, {key}"
+        ins, name = (query, key, key, *extras.specs(query, key)), f"attention {query}, {key}"
         return checkpoint_name(left_to_compiler(ctx, f, ins, query, q, k, v, *more, name=name), MIXED)
     found, spread = placed(doing, query, key, q.shape[2], k.shape[2], ctx.mesh)
     core = _Core(query, key, causal, scale, extras, found, spread)
@@ -117,24 +142,12 @@ def _position(doing: str, offset: jax.Array | int) -> jax.Array:
 
 
 @dataclass(frozen=True)
-class _Extras:
-    """The names of the optional operands that are given."""
-
-    masked: bool
-    shifted: bool
-
-    def specs(self, key: Spec) -> tuple[Spec, ...]:
-        padding = Spec(key.dims[:2], key.axes[:2])
-        return (padding,) * self.masked + (Spec((), ()),) * self.shifted
-
-
-@dataclass(frozen=True)
 class _Core:
     query: Spec
     key: Spec
     causal: bool
     scale: float | None
-    extras: _Extras
+    extras: Extras
     share: Share
     spread: tuple[str, ...]
     """The axes that shard the queries of a sequence; each device needs all of its keys."""
@@ -148,6 +161,10 @@ class _Core:
         return self.key.with_axes(head, (*self.key.axes_of(head), *self.share.sliced))
 
     @property
+    def inputs(self) -> tuple[Spec, ...]:
+        return (self.query, self.key, self.key, *self.extras.specs(self.query, self.key))
+
+    @property
     def partial_key(self) -> Spec:
         """The spec of the keys' gradient as each device computes it."""
         return self.used.with_partial((*self.share.common, *self.spread))
@@ -158,6 +175,11 @@ class _Core:
         first = shard_index(self.spread) * q.shape[1] if self.spread else None
         return _attend(self.extras, self.causal, self.scale, ALONE, q, k, v, *more, first=first)
 
+    def kernel_terms(self, more: Sequence[jax.Array]) -> tuple[Terms, jax.Array | None]:
+        """Return the terms that the kernel takes, and the segments [B, L] of its tokens, or None."""
+        of_tokens = self.extras.named(more).of_queries
+        return Terms(segments=None if of_tokens is None else (of_tokens, of_tokens)), of_tokens
+
     def scale_of(self, q: jax.Array) -> float:
         """Return the scale of the logits."""
         return q.shape[3] ** -0.5 if self.scale is None else self.scale
@@ -165,7 +187,7 @@ class _Core:
 
 def _fits_kernel(core: _Core, mesh: Mapping[str, int], q: jax.Array, k: jax.Array, v: jax.Array) -> bool:
     """Return whether the TPU's kernel runs: causal attention from the sequences' start, to arrays that it takes."""
-    if not core.causal or core.spread or core.extras.masked or core.extras.shifted:
+    if not core.causal or core.spread or core.extras not in (Extras(), Extras(segmented=True, alike=True)):
         return False
     queries, keys, values = (
         jax.ShapeDtypeStruct(spec.local_shape(sizes_of(spec, x.shape), mesh), x.dtype)
@@ -174,13 +196,14 @@ def _fits_kernel(core: _Core, mesh: Mapping[str, int], q: jax.Array, k: jax.Arra
     return splash.fits(queries, keys, values)
 
 
-def _attend(
-    extras: _Extras, causal: bool, scale: float | None, shards: Shards, q, k, v, *more, first=None
-) -> jax.Array:
+def _attend(extras: Extras, causal: bool, scale: float | None, shards: Shards, q, k, v, *more, first=None) -> jax.Array:
     """Attend with arrays of all devices, or with a device's part whose queries begin at `first`."""
-    seen = more[0].astype(bool) if extras.masked else None
-    starts = [start for start in (first, more[-1] if extras.shifted else None) if start is not None]
-    return local_attention(q, k, v, seen, sum(starts) if starts else None, causal, scale, shards)
+    given = extras.named(more)
+    starts = [start for start in (first, given.offset) if start is not None]
+    ahead = jnp.asarray(sum(starts), jnp.int32) if starts else None
+    queries = positions(q.shape[1], 0 if ahead is None else ahead)
+    terms = given.terms(queries, positions(k.shape[1]), ahead, extras.buckets)
+    return terms.real(local_attention(*terms.cleared(q, k, v), terms, causal, scale, shards))
 
 
 def _check_shapes(doing: str, query: Spec, key: Spec, q, k, v, mask) -> None:
@@ -209,9 +232,8 @@ def _check_shapes(doing: str, query: Spec, key: Spec, q, k, v, mask) -> None:
 
 def _forward(core: _Core, ctx: Context, q: jax.Array, k: jax.Array, v: jax.Array, *more: jax.Array):
     steps, body = _value(core, q.shape[2], k.shape, k.dtype.itemsize, ctx)
-    ins = (core.query, core.key, core.key, *core.extras.specs(core.key))
     outs = (core.query, core.query.without(core.query.dims[3])) if core.kernel else core.query
-    found = run(ctx, f"attention {core.query}, {core.key}", steps, body, ins, outs, q, k, v, *more)
+    found = run(ctx, f"attention {core.query}, {core.key}", steps, body, core.inputs, outs, q, k, v, *more)
     found = checkpoint_name(found, MIXED)  # the gradient reads exactly the kept values
     y, kept = (found[0], found) if core.kernel else (found, ())
     return y, (q, k, v, kept, more)
@@ -221,11 +243,11 @@ def _backward(core: _Core, ctx: Context, residuals, g: jax.Array):
     q, k, v, kept, more = residuals
     steps, body = _gradient(core, q.shape[2], k.shape, k.dtype.itemsize, ctx)
     of_kept = (core.query, core.query.without(core.query.dims[3]))[: len(kept)]
-    ins = (core.query, core.query, core.key, core.key, *of_kept, *core.extras.specs(core.key))
-    outs = (core.query, core.key, core.key)
+    ins = (core.query, core.query, core.key, core.key, *of_kept, *core.extras.specs(core.query, core.key))
+    outs = (core.query, core.key, core.key, *core.extras.gradients)
     name = f"gradient of attention {core.query}, {core.key}"
-    grads = run(ctx, name, steps, body, ins, outs, g, q, k, v, *kept, *more)
-    return (*grads, *(None for _ in more))
+    d_q, d_k, d_v, *d_bias = run(ctx, name, steps, body, ins, outs, g, q, k, v, *kept, *more)
+    return d_q, d_k, d_v, *core.extras.cotangents(more, *d_bias)
 
 
 _core = planned_op(_forward, _backward, lambda core: f"attention {core.query}, {core.key}")
@@ -235,33 +257,44 @@ _core = planned_op(_forward, _backward, lambda core: f"attention {core.query}, {
 def _value(core: _Core, heads: int, shape: tuple[int, ...], width: int, ctx: Context):
     # slices, which send nothing, pick a device's key heads
     planned = _planned(core, heads, shape, width, ctx)
-    chains = Chains(ctx.mesh, **{name: planned[name] for name in ("key", "value")})
+    bring = {name: planned[name] for name in ("key", "value")} | core.extras.bring(core.query, heads, ctx)
+    chains = Chains(ctx.mesh, **bring)
 
     def body(q, k, v, *more):
         k, v = chains.send("key", k), chains.send("value", v)
-        return (
-            splash.attended(core.scale_of(q), q, *core.share.pick(k, v)) if core.kernel else core.attend(q, k, v, *more)
-        )
+        if core.kernel:
+            terms, of_tokens = core.kernel_terms(more)
+            out, normaliser = splash.attended(core.scale_of(q), *terms.cleared(q, *core.share.pick(k, v)), of_tokens)
+            return terms.real(out), normaliser
+        return core.attend(q, k, v, *core.extras.sent(chains, more).operands)
 
     return chains.steps, body
 
 
 @lru_cache(maxsize=1024)
 def _gradient(core: _Core, heads: int, shape: tuple[int, ...], width: int, ctx: Context):
-    chains = Chains(ctx.mesh, **_planned(core, heads, shape, width, ctx))
+    planned = _planned(core, heads, shape, width, ctx)
+    bring = {name: planned[name] for name in ("key", "value")} | core.extras.bring(core.query, heads, ctx)
+    back = {name: planned[name] for name in ("d_key", "d_value")} | core.extras.back(core.query, heads, ctx)
+    chains = Chains(ctx.mesh, **bring, **back)
 
     def body(g, q, k, v, *more):
         # the logits are computed again, as they are larger than everything that is kept; if those of the value are
         # still held, the compiler uses them
         k, v = chains.send("key", k), chains.send("value", v)
         if core.kernel:
-            picked, unpick = jax.vjp(core.share.pick, k, v)
-            d_q, *d_keys = splash.gradients(core.scale_of(q), q, *picked, *more, g)
-            d_k, d_v = unpick(tuple(d_keys))
+            out, normaliser, *more = more
+            terms, of_tokens = core.kernel_terms(more)
+            picked, unpick = jax.vjp(lambda q, k, v: terms.cleared(q, *core.share.pick(k, v)), q, k, v)
+            given = *picked, of_tokens, out, normaliser, terms.real(g)
+            (d_q, d_k, d_v), d_bias = unpick(splash.gradients(core.scale_of(q), *given)), ()
         else:
-            _, transpose = jax.vjp(lambda q, k, v: core.attend(q, k, v, *more), q, k, v)
-            d_q, d_k, d_v = transpose(g)
-        return d_q, chains.send("d_key", d_k), chains.send("d_value", d_v)
+            given = core.extras.sent(chains, more)
+            attend = lambda q, k, v, *table: core.attend(q, k, v, *given.with_table(table).operands)  # noqa: E731
+            _, transpose = jax.vjp(attend, q, k, v, *map(float32, given.table))
+            d_q, d_k, d_v, *d_bias = transpose(g)
+        d_k, d_v = chains.send("d_key", d_k), chains.send("d_value", d_v)
+        return d_q, d_k, d_v, *(chains.send("d_bias", x) for x in d_bias)
 
     return chains.steps, body
 
@@ -286,6 +319,6 @@ _CHAINS = ("key", "value", "d_key", "d_value")
 def _chains(query: Spec, key: Spec, heads: int, shape: tuple[int, ...], width: int, ctx: Context):
     """Return the chains of `_planned`, once the specs of queries and keys are known."""
     if key.without_trivial(ctx.mesh).axes[1]:
-        raise PlanError(f"keys that are cut along the sequence, as '{key}', go round a ring, which is not searched.")
+        raise PlanError(f"cannot search with keys sharded along the sequence ('{key}'): rings are not searched.")
     share, spread = placed(f"cannot attend from '{query}' to '{key}'", query, key, heads, shape[2], ctx.mesh)
-    return _planned(_Core(query, key, True, None, _Extras(False, False), share, spread), heads, shape, width, ctx)
+    return _planned(_Core(query, key, True, None, Extras(), share, spread), heads, shape, width, ctx)

@@ -31,7 +31,7 @@ def zigzag_positions(length: int, devices: int) -> np.ndarray:
         [L] integers.
 
     Raises:
-        PlanError: 2n does not divide the length, or an argument is no whole number.
+        PlanError: 2n does not divide the length, or an argument is not a whole number.
 
     Example:
         >>> zigzag_positions(8, 2).tolist()
@@ -84,7 +84,7 @@ def in_order(x: jax.Array, devices: int) -> jax.Array:
     return jnp.concatenate([early, late], axis=1).reshape(x.shape)
 
 
-class Pairs:
+class ZigzagPairs:
     """The products of a device's queries with the chunks of another: two of half by half, without a mask.
 
     The late queries attend to the other device's early keys. If the other device is before this one, the early queries

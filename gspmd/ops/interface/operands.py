@@ -17,10 +17,11 @@ def flat_operands(equation: Equation, operands: Sequence[Any]) -> list[jax.Array
     """Return the arrays of a call in reading order, group members one by one.
 
     Raises:
-        SpecError: the number of operands is not that of the equation, or an operand is no array or no tuple of arrays.
+        SpecError: the number of operands is not that of the equation, or an operand is not an array or no tuple of
+            arrays.
     """
     if len(operands) != len(equation.operands):
-        equation.sizes([()] * len(operands))  # says what it takes
+        equation.sizes([()] * len(operands))  # raises the error that lists the operands
     flat: list[jax.Array] = []
     for operand, given in zip(equation.operands, operands):
         number = len(flat) + 1
@@ -51,7 +52,7 @@ def array(doing: str, name: str, given: Any, holds: str = "numbers") -> jax.Arra
         holds: "numbers"; "real numbers", if the arithmetic is float32; or "integers".
 
     Raises:
-        SpecError: the operand is no array, or has other numbers than `holds`.
+        SpecError: the operand is not an array, or has other numbers than `holds`.
     """
     known = isinstance(given, (jax.Array, np.ndarray, np.generic, bool, int, float, complex))
     remedy = "Pass a jax.Array, a numpy array of numbers, or a number."

@@ -20,7 +20,7 @@ def number(doing: str, name: str, given: Any) -> float:
     """Return an option that is a number known when the program is made.
 
     Raises:
-        PlanError: the option is no number, not finite, an array, or traced.
+        PlanError: the option is not a number, not finite, an array, or traced.
     """
     is_number = isinstance(given, Real) and not isinstance(given, bool)
     if not is_number or not abs(given) < 2**64 or not isfinite(given):
@@ -71,7 +71,7 @@ def refuse_precision(equation: Equation, precision: Any) -> None:
         return
     raise PlanError(
         f"cannot compute '{equation}' with precision {shown(precision)}.\n"
-        "  Use None, 'default', 'high', 'highest', or what else jax.lax.dot takes."
+        "  Use None, 'default', 'high', 'highest', or another precision of jax.lax.dot."
     )
 
 
@@ -126,5 +126,5 @@ def _available(doing: str, option: str, dtype: Any) -> str:
             f"  Use a narrower {option}, or jax.config.update('jax_enable_x64', True)."
         )
     if not any(jnp.issubdtype(jnp.dtype(name), kind) for kind in (np.bool_, np.number)):
-        raise PlanError(f"{doing} as {name}: it is no dtype of numbers.\n  Use a {option} such as bfloat16.")
+        raise PlanError(f"{doing} as {name}: it is not a dtype of numbers.\n  Use a {option} such as bfloat16.")
     return name

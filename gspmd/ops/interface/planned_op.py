@@ -42,9 +42,9 @@ def read(
         weight: whether the operand's gradient is summed over rows, and may stay a partial sum: `E reduced-x`.
 
     Raises:
-        SpecError: the text is no spec, or does not fit the array or the mesh, or the array is on other devices.
-        PlanError: the spec is a partial sum; or it has `reduced` and the operand is no weight; or it leaves a dimension
-            open while collectives are planned, or in a shard_map.
+        SpecError: the text is not a spec, or does not fit the array or the mesh, or the array is on other devices.
+        PlanError: the spec is a partial sum; or it has `reduced` and the operand is not a weight; or it leaves a
+            dimension open while collectives are planned, or in a shard_map.
     """
     spec = Spec.parse(text)
     spec.check(x.shape, ctx.mesh)
@@ -133,8 +133,8 @@ def steps_of(what: UnknownMove, ctx: Context, name: str) -> tuple[Step, ...]:
 def planned_op(forward: Callable, backward: Callable, title: Callable[[Any], str]) -> Callable:
     """Make an operation that JAX differentiates by its own planned gradient, in the context of its call.
 
-    Everything that either pass needs besides arrays is in the form, which is hashed: specs and options, nothing traced.
-        So each pass can cache its steps and its body by the form, and `run` finds its compiled program.
+    Everything that either pass needs besides arrays is in the form, which is hashable: specs and options, nothing
+    traced. So each pass can cache its steps and its body by the form, and `run` finds its compiled program.
 
     Args:
         forward: (form, ctx, *arrays) to (results, residuals).

@@ -17,7 +17,7 @@ from gspmd.training.state import TrainState, abstract
 from gspmd.training.toml import ConfigError
 
 _FOLDER = "checkpoints"
-# Number of arrays of an optimizer that a message names.
+# The most arrays of an optimizer that a message names.
 _SHOWN = 3
 
 
@@ -49,8 +49,9 @@ def check_step(out: str | Path, step: int) -> None:
         ConfigError: the step has no checkpoint; lists the steps that have one.
     """
     if step not in (steps := saved_steps(out)):
-        fault = f"under {str(folder_of(out))!r} it has no checkpoint. Steps that have one: "
-        raise ConfigError(f"cannot resume from step {step}:", [f"{fault}{', '.join(map(str, steps)) or 'none'}."])
+        fault = f"there is no checkpoint of it under {str(folder_of(out))!r}."
+        remedy = f"Name a step that has one: {', '.join(map(str, steps))}." if steps else "No step has one: start anew."
+        raise ConfigError(f"cannot resume from step {step}:", [f"{fault} {remedy}"])
 
 
 def newest_intact(out: str | Path, tell: Callable[[str], None], doing: str = "cannot resume:") -> int:
@@ -73,7 +74,8 @@ def newest_intact(out: str | Path, tell: Callable[[str], None], doing: str = "ca
             return step
         faults.append(f"{str(folder_of(out, step))!r} {fault}")
     if not faults:
-        raise ConfigError(doing, [f"there is no checkpoint under {str(folder_of(out))!r}."])
+        fault = f"there is no checkpoint under {str(folder_of(out))!r}. Name the folder of a run, or start anew."
+        raise ConfigError(doing, [fault])
     raise ConfigError(doing, [*(f"{fault}." for fault in faults), "No checkpoint is intact: start anew."])
 
 
@@ -100,7 +102,8 @@ def read_state(out: str | Path, step: int, like: TrainState) -> tuple[TrainState
     doing, folder = f"cannot resume from step {step}", folder_of(out, step)
     run = _read_run(folder)
     if faults := _mismatches(run["shapes"], shapes_of(like.params)):
-        raise ConfigError(f"{doing}: the checkpoint is of another model.", faults)
+        remedy = "Resume with the [model] of the run, or start anew."
+        raise ConfigError(f"{doing}: the checkpoint is of another model.", [*faults, remedy])
     doing, optimizer = f"{doing}: its optimizer state has another form.", shapes_of(like.optimizer)
     if faults := _mismatches(run.get("optimizer", optimizer), optimizer, "optimizer"):  # Older ones have none.
         more = [f"... and {len(faults) - _SHOWN} more."] if len(faults) > _SHOWN else []
@@ -110,7 +113,8 @@ def read_state(out: str | Path, step: int, like: TrainState) -> tuple[TrainState
         with ocp.StandardCheckpointer() as reader:
             state = TrainState(**reader.restore(folder / "state", tree_of(abstract(like))))
     except (ValueError, KeyError, TypeError) as error:  # Its files are those that were saved.
-        raise ConfigError(doing, [_first_line(error)]) from None
+        remedy = "Resume with the versions of jax and orbax that wrote it, from another step, or start anew."
+        raise ConfigError(doing, [_first_line(error), remedy]) from None
     if int(state.step) != step:  # Older checkpoints have their step only here.
         raise ConfigError(f"cannot resume from step {step}:", [f"{str(folder)!r} {_misnamed(int(state.step))}."])
     return state, run["data"]
@@ -141,9 +145,10 @@ def load_parameters(out: str | Path, step: int, like: Mapping[str, Any]) -> dict
                 arguments = ocp.checkpoint_utils.construct_restore_args(wanted)
                 options = ocp.args.PyTreeRestore(wanted, restore_args=arguments, partial_restore=True)
                 return reader.restore(folder / "state", args=options)["params"]
+        remedy = "Load them into the model of the run."
     except Exception as error:  # Damaged files raise errors of many types.
-        faults = [f"{str(folder)!r} is damaged: {_first_line(error)}."]
-    raise ConfigError("cannot load the parameters:", faults)
+        faults, remedy = [f"{str(folder)!r} is damaged: {_first_line(error)}."], "Take another step of the run."
+    raise ConfigError("cannot load the parameters:", [*faults, remedy])
 
 
 def tree_of(state: TrainState) -> dict[str, Any]:
@@ -191,7 +196,8 @@ def _read_run(folder: Path) -> dict[str, Any]:
         if isinstance(run, dict) and all(isinstance(run.get(name), dict) for name in ("shapes", "data")):
             return run
         fault = "it has no shapes and data of a run"
-    raise ConfigError("cannot read the checkpoint:", [f"{str(folder / 'run' / 'metadata')!r}: {fault}."])
+    remedy = "Take another step, or the folder of another run."
+    raise ConfigError("cannot read the checkpoint:", [f"{str(folder / 'run' / 'metadata')!r}: {fault}. {remedy}"])
 
 
 def _first_line(error: Exception) -> str:

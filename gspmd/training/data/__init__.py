@@ -1,10 +1,14 @@
 """Texts to batches: files found and read, tokenized once to disk, a part held out, and batched.
 
-Reading order: sources, split, tokens, shards, corpus, preparation.
+Reading order: sources, split, tokens, shards, spans, packing, objectives, corpus, preparation.
 """
 
-from gspmd.training.data.corpus import Corpus, check_size, check_stream, stream
+from gspmd.training.data.corpus import Batch, Corpus, check_size, check_stream, stream
+from gspmd.training.data.objectives import Objective, objective
 from gspmd.training.data.preparation import load
 from gspmd.training.data.tokens import number_of_ids, usual_ends
 
-__all__ = ["Corpus", "check_size", "check_stream", "load", "number_of_ids", "stream", "usual_ends"]
+__all__ = [
+    "Batch", "Corpus", "Objective", "check_size", "check_stream", "load", "number_of_ids", "objective", "stream",
+    "usual_ends",
+]  # fmt: skip

@@ -3,15 +3,32 @@
 import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import Any, Protocol
 
 import grain
 import numpy as np
 
 from gspmd.display.units import amount_of_bytes
+from gspmd.training.data.objectives import Objective, Part, Rows
+from gspmd.training.data.packing import Items, PackedBatches, PackedRows, Row, count_rows
 from gspmd.training.data.shards import Tokens
 from gspmd.training.data.split import count_of
 from gspmd.training.toml import ConfigError
+
+Batch = np.ndarray | Row
+
+
+class Batches(Protocol):
+    """An endless iterator over batches, with a position that is saved in checkpoints."""
+
+    def __next__(self) -> Any: ...
+
+    def get_state(self) -> dict[str, Any]:
+        """Return the position."""
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Go to a position."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +46,9 @@ class Corpus:
         tokenizer: digest of the tokenizer; empty if tokens are bytes.
         unit: what texts are, "file" or "record".
         digest: what `identity` returns, if it is known.
+        objective: how rows are made of the texts; None for windows of the joined texts.
+        starts: of both parts, the index of each text's first token and the end of the last text, [texts + 1], if the
+            objective needs them.
     """
 
     name: str
@@ -41,6 +61,8 @@ class Corpus:
     tokenizer: str = ""
     unit: str = "file"
     digest: str = ""
+    objective: Objective | None = None
+    starts: tuple[np.ndarray | Tokens, np.ndarray | Tokens] | tuple[None, None] = (None, None)
 
     def describe(self) -> str:
         """One line: source, size and number of texts of both parts."""
@@ -51,48 +73,60 @@ class Corpus:
 
     def identity(self) -> str:
         """A hash of the tokens and of their split."""
-        parts = (hashlib.sha256(np.asarray(part).tobytes()).hexdigest() for part in self._parts)
+        kept = (part for part in (*self._parts, *self.starts) if part is not None)
+        parts = (hashlib.sha256(np.asarray(part).tobytes()).hexdigest() for part in kept)
         return self.digest or digest_of(*parts)
 
-    def batches(
-        self, batch: int, length: int, seed: int, process: int = 0, processes: int = 1
-    ) -> grain.DatasetIterator:
+    def batches(self, batch: int, length: int, seed: int, process: int = 0, processes: int = 1) -> Batches:
         """Return an endless iterator over training batches, [B / processes, L+1], reshuffled every epoch.
 
-        The tokens are cut into windows of `length` predicted tokens, shuffled all together; the rest after the last
-        whole window is dropped. A batch may span two epochs. `get_state` and `set_state` read and set the iterator's
-        position, a small dictionary that is saved in checkpoints. It counts batches, so it does not depend on the
-        number of processes.
+        Without an objective the tokens are cut into windows of `length` predicted tokens, shuffled all together; the
+        rest after the last whole window is dropped. With one, a batch is a dictionary of int32 arrays (see
+        `gspmd.training.data.objectives`), and spans and splits are drawn anew in every epoch. A batch may span two
+        epochs. `get_state` and `set_state` read and set the iterator's position, a small dictionary that is saved in
+        checkpoints. It does not depend on the number of processes.
 
         Args:
             batch: sequences of a batch, of all processes together.
             length: tokens that a sequence predicts.
-            seed: of the order.
+            seed: seed of the order, and of spans and splits.
             process: which rows: the first batch / processes for 0, the next for 1, and so on.
             processes: in how many parts the rows of a batch are read.
 
         Raises:
             ConfigError: `processes` does not divide the batch.
         """
-        rows = rows_of(batch, process, processes)
-        windows = grain.MapDataset.source(_Windows(self.train, length)).shuffle(seed=seed % 2**32).repeat()
+        mine = rows_of(batch, process, processes)
+        if self.objective is None:
+            rows = grain.MapDataset.source(_Windows(self.train, length)).shuffle(seed=seed % 2**32).repeat()
+        else:
+            examples = self.objective.examples(Part(self.train, self.starts[0]), length)
+            if isinstance(examples, Items):
+                return PackedBatches(examples, batch, mine, seed)
+
+            def draw(position: int, index: int) -> Row:
+                epoch = position // len(examples)
+                return examples.row(index, np.random.default_rng([seed, epoch, index]))
+
+            rows = grain.MapDataset.range(len(examples)).shuffle(seed=seed % 2**32).repeat().map_with_index(draw)
         # A batch of n processes is n smaller ones, of which each process takes its own.
-        parts = windows.batch(len(rows), drop_remainder=True).slice(slice(process, None, processes))
+        parts = rows.batch(len(mine), drop_remainder=True).slice(slice(process, None, processes))
         return iter(parts.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)))
 
     def validation_count(self, batch: int, length: int, limit: int = 0) -> int:
         """The number of validation batches: all of the held-out part, at most `limit` unless it is 0."""
-        sequences = -(-(len(self.validation) - 1) // length)
+        sequences = len(self._held_out_rows(length)) if self.objective else -(-(len(self.validation) - 1) // length)
         whole = -(-sequences // batch)
         return min(whole, limit or whole)
 
     def validation_batches(
         self, batch: int, length: int, limit: int = 0, process: int = 0, processes: int = 1
-    ) -> Iterator[np.ndarray]:
+    ) -> Iterator[Batch]:
         """Yield the held-out part as full batches, [B / processes, L+1].
 
         Without a limit every token but the first is predicted. Sequences overlap as needed to fill all batches; the
-        tokens of an overlap count twice.
+        tokens of an overlap count twice. With an objective every row stands once, and the last batch is filled with
+        rows of padding; spans and splits are the same in every validation.
 
         Args:
             batch: sequences of a batch, of all processes together.
@@ -100,10 +134,35 @@ class Corpus:
             limit: at most so many batches, their sequences spread evenly over the part; 0 for all.
             process, processes: which rows, as for `batches`.
         """
-        rows, count = rows_of(batch, process, processes), self.validation_count(batch, length, limit)
-        starts = np.linspace(0, len(self.validation) - length - 1, count * batch).round().astype(np.int64)
-        for each in starts.reshape(count, batch):
-            yield np.stack([self.validation[start : start + length + 1] for start in each[rows.start : rows.stop]])
+        mine, count = rows_of(batch, process, processes), self.validation_count(batch, length, limit)
+        if self.objective is None:
+            starts = np.linspace(0, len(self.validation) - length - 1, count * batch).round().astype(np.int64)
+            for each in starts.reshape(count, batch):
+                yield np.stack([self.validation[start : start + length + 1] for start in each[mine.start : mine.stop]])
+            return
+        rows = self._held_out_rows(length)
+        chosen = np.linspace(0, len(rows) - 1, min(count * batch, len(rows))).round().astype(np.int64)
+        padding = {name: np.zeros_like(values) for name, values in rows.row(0, np.random.default_rng(0)).items()}
+        for first in range(0, count * batch, batch):
+            each = [*chosen[first : first + batch]][mine.start : mine.stop]
+            made = [rows.row(index, np.random.default_rng(index)) for index in each]
+            made += [padding] * (len(mine) - len(made))
+            yield {name: np.stack([row[name] for row in made]) for name in padding}
+
+    def training_rows(self, length: int, most: int) -> int:
+        """Return the number of different training rows, at most `most`; for a corpus with an objective."""
+        assert self.objective is not None
+        examples = self.objective.examples(Part(self.train, self.starts[0]), length)
+        return count_rows(examples, most) if isinstance(examples, Items) else min(len(examples), most)
+
+    def bytes_per_prediction(self, length: int) -> float:
+        """Return the bytes of held-out text for each predicted token."""
+        return self.bytes_per_token * (self.objective.text_share(length) if self.objective else 1.0)
+
+    @property
+    def predicts_texts(self) -> bool:
+        """Whether all of a text is predicted, so that its bits per byte compare with those of a compressor."""
+        return self.objective is None or self.objective.predicts_texts
 
     @property
     def masked(self) -> bool:
@@ -111,13 +170,30 @@ class Corpus:
         return self.train.dtype.kind == "i"
 
     @property
+    def weighed(self) -> bool:
+        """Whether batches may differ in the number of tokens that they predict."""
+        return self.masked or self.objective is not None
+
+    def _held_out_rows(self, length: int) -> Rows:
+        if length not in self._held_out:
+            assert self.objective is not None
+            examples = self.objective.examples(Part(self.validation, self.starts[1]), length)
+            self._held_out[length] = PackedRows(examples) if isinstance(examples, Items) else examples
+        return self._held_out[length]
+
+    @cached_property
+    def _held_out(self) -> dict[int, Rows]:
+        """Held-out rows by their length: they are packed once, and not for every validation."""
+        return {}
+
+    @property
     def _parts(self) -> tuple[np.ndarray | Tokens, np.ndarray | Tokens]:
         return self.train, self.validation
 
 
-def digest_of(train: str, validation: str) -> str:
+def digest_of(*parts: str) -> str:
     """The identity of a corpus from the SHA-256 of its parts."""
-    return hashlib.sha256((train + validation).encode()).hexdigest()[:16]
+    return hashlib.sha256("".join(parts).encode()).hexdigest()[:16]
 
 
 def rows_of(batch: int, process: int, processes: int) -> range:
@@ -140,12 +216,18 @@ def check_size(corpus: Corpus, batch: int, length: int) -> None:
         ConfigError: with both numbers.
     """
     faults, unit = [], "tokens" if corpus.tokenizer else "bytes"
-    if len(corpus.train) < batch * length + 1:
-        needs = f"a batch of {batch} sequences of {length} needs {batch * length + 1}."
-        faults.append(f"the training text has {len(corpus.train)} {unit}, but {needs}")
-    if len(corpus.validation) < length + 1:
-        needs = f"a sequence of {length} needs {length + 1}."
-        faults.append(f"the held-out text has {len(corpus.validation)} {unit}, but {needs}")
+    if corpus.objective is not None:
+        if (rows := corpus.training_rows(length, batch)) < batch:
+            faults.append(f"the training text is {count_of(rows, 'sequence')}, but a batch needs {batch}.")
+        if not corpus.validation_count(batch, length):
+            faults.append(f"the held-out text has {len(corpus.validation)} {unit}, less than one sequence needs.")
+    else:
+        if len(corpus.train) < batch * length + 1:
+            needs = f"a batch of {batch} sequences of {length} needs {batch * length + 1}."
+            faults.append(f"the training text has {len(corpus.train)} {unit}, but {needs}")
+        if len(corpus.validation) < length + 1:
+            needs = f"a sequence of {length} needs {length + 1}."
+            faults.append(f"the held-out text has {len(corpus.validation)} {unit}, but {needs}")
     if faults:
         faults.append("Give more text with --data, or lower --batch or --length.")
         raise ConfigError(f"cannot train on {corpus.name!r}:", faults)
@@ -154,6 +236,7 @@ def check_size(corpus: Corpus, batch: int, length: int) -> None:
 def stream(corpus: Corpus, config: Any) -> dict[str, Any]:
     """Return what determines the order of training batches, for `check_stream`; `config` is a TrainingConfig."""
     wanted = {"text": corpus.identity(), "batch": config.batch, "length": config.length, "seed": config.seed}
+    wanted |= corpus.objective.identity() if corpus.objective else {}
     return wanted | ({"tokenizer": corpus.tokenizer} if corpus.tokenizer else {})
 
 
@@ -163,8 +246,9 @@ def check_stream(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: naming everything that differs.
     """
-    names = [name for name in wanted if saved.get(name) != wanted[name]]
-    faults = [f"{name} was {saved.get(name)}, but is {wanted[name]}." for name in names if name != "text"]
+    names = [name for name in dict.fromkeys([*wanted, *saved]) if saved.get(name) != wanted.get(name)]
+    was, now = ({name: values.get(name, "not set") for name in names} for values in (saved, wanted))
+    faults = [f"{name} was {was[name]}, but is {now[name]}." for name in names if name != "text"]
     if "text" in names:
         faults.insert(0, "the text differs: other files, other contents, or another validation_fraction.")
     if faults:

@@ -5,7 +5,7 @@ import json
 import os
 import shutil
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,15 +17,18 @@ from gspmd import host
 from gspmd.display.progress import Progress
 from gspmd.training.data import shards
 from gspmd.training.data.corpus import Corpus, digest_of
-from gspmd.training.data.sources import FIELD, Faults, compression, kind, matching
+from gspmd.training.data.objectives import Objective, Pairs
+from gspmd.training.data.sources import FIELD, Faults, compression, is_of_pairs, kind, matching
 from gspmd.training.data.split import HELD_OUT, TRAIN, Piece, no_text, split
 from gspmd.training.data.tokens import Encoding, of_bytes, of_tokenizer
 from gspmd.training.toml import ConfigError
 
 #: Bytes of text that are encoded at once: enough pieces for every core, and little memory.
 BATCH = 1 << 20
-# To be raised when the same texts become other tokens.
+# Version of the stored tokens; raise it when the same texts would give other tokens.
 _FORMAT = 1
+# The beginnings of texts, counted in tokens.
+_STARTS = np.dtype("<i8")
 
 Stamp = tuple[int, int]
 
@@ -37,6 +40,9 @@ def load(
     tokenizer: Any = None,
     field: str = FIELD,
     prompt: str = "",
+    source: str = "",
+    objective: Objective | None = None,
+    length: int = 0,
     cache: str | os.PathLike = "",
     console: Console | None = None,
 ) -> Corpus:
@@ -57,20 +63,27 @@ def load(
         field: field of a record with its text.
         prompt: field of a record with its prompt. Its tokens stand before those of the text, each as its complement
             `~t`: they are read, and not predicted. Empty for records without one.
+        source: field of a record with the source of a pair, whose target is in `field`.
+        objective: how rows are made of the texts; None for windows of the joined texts.
+        length: tokens that a row predicts, which a target of a pair with its end must not exceed.
         cache: folder for tokens; `$GSPMD_CACHE`, or ~/.cache/gspmd, if empty.
         console: where progress is shown.
 
     Raises:
-        ConfigError: a pattern matches no file, a file or line cannot be read, there is no text, or tokens cannot be
-            written; all faults at once.
+        ConfigError: a pattern matches no file, a file or line cannot be read, a pair lacks a side or is too long, there
+            is no text, or tokens cannot be written; all faults at once.
 
     Differs: a text longer than 64 KiB is tokenized in pieces that end with a line, or before a word. That makes no
         difference to tokenizers that split texts there themselves, as those on bytes do.
     """
     encoding = of_tokenizer(tokenizer) if tokenizer is not None else of_bytes()
     name = " ".join(patterns) or "Python's standard library"
+    if isinstance(objective, Pairs) and not patterns:
+        raise ConfigError("cannot find the data:", ["the objective pairs needs files of pairs; name them with --data."])
     stamps = {path: _stamp(path) for path in matching(patterns)}
-    if field != FIELD and all(kind(path) == "text" for path in stamps):
+    if isinstance(objective, Pairs):
+        _check_pairs(stamps, source, field)
+    elif field != FIELD and all(kind(path) == "text" for path in stamps):
         fault = f"no file has records with a field {field!r}: {name} is read as plain text. Leave out --data-field."
         raise ConfigError("cannot read the data:", [fault])
     if prompt and all(kind(path) == "text" for path in stamps):
@@ -82,21 +95,27 @@ def load(
     with Progress(console, "Reading the text") as progress:
         files = _files(stamps, name, progress)
         settings = [_FORMAT, fraction, field, encoding.digest, encoding.vocabulary, *([prompt] if prompt else [])]
+        # Only for objectives that need borders, so that tokens kept before objectives existed are still found.
+        settings += ["borders"] if objective and objective.borders else []
+        if rooms := (objective.source_length, length) if isinstance(objective, Pairs) else None:
+            settings += ["pairs", source, *rooms]
         key = hashlib.sha256(json.dumps([settings, *files]).encode()).hexdigest()[:32]
+        names = (TRAIN, HELD_OUT, *((_starts(TRAIN), _starts(HELD_OUT)) if objective and objective.borders else ()))
         folder = (Path(cache) if cache else host.cache_folder("tokens")) / key
         with _writing_to(folder.parent):
-            index = _kept(folder, progress)
+            index = _kept(folder, names, progress)
             if index is None:
                 folder.parent.mkdir(parents=True, exist_ok=True)
                 waiting = "Waiting for another process, which is tokenizing the text"
                 with shards.locked(folder, lambda: progress.say(lambda: waiting)):
-                    index = _kept(folder, progress, tell=True)
+                    index = _kept(folder, names, progress, tell=True)
                     if index is None:
                         shutil.rmtree(folder, ignore_errors=True)
                         taken = {path: stamps[path] for path in files.values()}
-                        index = _tokenize(taken, folder, encoding, name, (field, prompt), fraction, progress)
+                        fields = field, source if rooms else prompt
+                        index = _tokenize(taken, folder, encoding, name, fields, fraction, progress, names, rooms)
         progress.begin("Mapping the tokens into memory")
-        train, held_out = (shards.read_tokens(folder, part, index) for part in (TRAIN, HELD_OUT))
+        train, held_out, *starts = (shards.read_tokens(folder, part, index) for part in names)
         return Corpus(
             name,
             train,
@@ -106,9 +125,30 @@ def load(
             vocabulary=encoding.vocabulary,
             bytes_per_token=index[HELD_OUT]["bytes"] / max(1, index[HELD_OUT].get("predicted", len(held_out))),
             tokenizer=encoding.digest,
-            unit="file" if {kind(path) for path in files.values()} == {"text"} else "record",
-            digest=digest_of(index[TRAIN]["sha256"], index[HELD_OUT]["sha256"]),
+            unit="pair" if rooms else "file" if {kind(path) for path in files.values()} == {"text"} else "record",
+            digest=digest_of(*(index[part]["sha256"] for part in names)),
+            objective=objective,
+            starts=(starts[0], starts[1]) if starts else (None, None),
         )
+
+
+def _check_pairs(paths: Iterable[Path], source: str, target: str) -> None:
+    """Refuse files that cannot hold pairs, and fields that they do not have.
+
+    Raises:
+        ConfigError: with every fault.
+    """
+    faults = Faults()
+    for path in (path for path in paths if not is_of_pairs(path)):
+        faults.add(f"{str(path)!r} holds no pairs: they are read from .jsonl, .parquet and .tsv.")
+    if any(kind(path) != "text" for path in paths):
+        if not source:
+            faults.add("records need a field with the source of a pair; name it with --data-source.")
+        elif source == target:
+            faults.add(f"source and target are both in the field {target!r}; name another with --data-source.")
+    elif source or target != FIELD:
+        faults.add("lines with tabs have no fields; leave out --data-source and --data-field.")
+    faults.refuse("cannot read the data:")
 
 
 @contextmanager
@@ -120,11 +160,11 @@ def _writing_to(folder: Path) -> Iterator[None]:
         raise ConfigError(f"cannot write tokens to {str(folder)!r}:", [fault]) from None
 
 
-def _kept(folder: Path, progress: Progress, *, tell: bool = False) -> dict[str, Any] | None:
-    """The index of tokens that were written before; None if there are none, or if they are damaged, which is told."""
+def _kept(folder: Path, names: Sequence[str], progress: Progress, *, tell: bool = False) -> dict[str, Any] | None:
+    """Return the index of stored tokens; None if there are none, or if they are damaged (reported if `tell`)."""
     try:
         counter = progress.counter("Checking the tokens", shards.bytes_of(folder))
-        return shards.read_index(folder, (TRAIN, HELD_OUT), folder.name, counter)
+        return shards.read_index(folder, names, folder.name, counter)
     except FileNotFoundError:  # another process is replacing damaged tokens, for which the caller waits
         return None
     except ValueError as error:
@@ -156,22 +196,51 @@ def _files(stamps: Mapping[Path, Stamp], name: str, progress: Progress) -> dict[
 
 
 class _Part:
-    """A part of the corpus while it is written."""
+    """A part of the corpus while it is written.
 
-    def __init__(self, folder: Path, name: str, encoding: Encoding, *, masked: bool):
+    Args:
+        folder: where.
+        name: of the part.
+        encoding: of the tokens.
+        masked: whether some tokens are only read.
+        borders: whether the beginnings of texts are kept; then the last text ends as the others do.
+    """
+
+    def __init__(self, folder: Path, name: str, encoding: Encoding, *, masked: bool, borders: bool = False):
         self.writer, self._encoding = shards.Writer(folder, name, encoding.dtype(masked=masked)), encoding
-        self.texts = self.bytes = self.predicted = 0
+        self.starts = shards.Writer(folder, _starts(name), _STARTS) if borders else None
+        self.texts = self.bytes = self.predicted = self.written = 0
 
     def add(self, piece: Piece, tokens: Any) -> None:
         """Add a piece, in the order of the texts; bytes are those of predicted tokens."""
         if piece.begins:
             if self.texts:  # what ends a text is predicted, so that the model learns to end
                 self._write(self._encoding.between, 1)
+            self._begin()
             self._write(self._encoding.begin, 0, read=piece.read)
+            if self.starts is not None and self._encoding.begin and not piece.read:
+                self.predicted -= 1  # in a row, no token stands before the one that begins a text
             self.texts += 1
         self._write(tokens, len(piece.bytes), read=piece.read)
 
+    def finish(self) -> None:
+        """Write what comes after the last text."""
+        if self.starts is not None:
+            self._write(self._encoding.between if self.texts else (), 1 if self.texts else 0)
+            self._begin()
+
+    def close(self) -> None:
+        """Close the files."""
+        for writer in (self.writer, self.starts):
+            if writer is not None:
+                writer.close()
+
+    def _begin(self) -> None:
+        if self.starts is not None:
+            self.starts.write([self.written])
+
     def _write(self, tokens: Any, size: int, *, read: bool = False) -> None:
+        self.written += len(tokens)
         if read:
             self.writer.write(~np.asarray(tokens, np.int64))
             return
@@ -180,8 +249,41 @@ class _Part:
         self.predicted += len(tokens)
 
 
+class _PairedPart(_Part):
+    """A part of a corpus of pairs: a source and its target are a text each, without what stands around texts.
+
+    Args:
+        folder, name, encoding: as of `_Part`.
+        rooms: tokens that a source and a target can have, each with its end.
+        faults: gets a line for every side that is longer.
+    """
+
+    def __init__(self, folder: Path, name: str, encoding: Encoding, rooms: tuple[int, int], faults: Faults):
+        super().__init__(folder, name, encoding, masked=False, borders=True)
+        self._rooms, self._faults = rooms, faults
+
+    def add(self, piece: Piece, tokens: Any) -> None:
+        """Add a side of a pair; a target is predicted, and so is its end."""
+        side, setting = ("source", "source-length") if piece.read else ("target", "length")
+        room = self._rooms[0 if piece.read else 1]
+        if len(tokens) + 1 > room:
+            have = f"{piece.where}: the {side} has {len(tokens)} tokens, and one for its end"
+            self._faults.add(f"{have}, but --{setting} is {room}; leave the pair out, or raise it.")
+        self._begin()
+        self.written += len(tokens)
+        self.writer.write(tokens)
+        if not piece.read:
+            self.texts += 1
+            self.bytes += len(piece.bytes) + 1
+            self.predicted += len(tokens) + 1
+
+    def finish(self) -> None:
+        """Write where the last target ends."""
+        self._begin()
+
+
 class _Gzip:
-    """The size of texts under gzip -9, each by itself; an answer's is by how much it makes its prompt larger."""
+    """Bytes of texts under gzip -9, each by itself; of an answer, the bytes that it adds to its prompt's."""
 
     def __init__(self) -> None:
         self.plain = self.packed = 0
@@ -214,20 +316,40 @@ def _tokenize(
     fields: tuple[str, str],
     fraction: float,
     progress: Progress,
+    names: Sequence[str],
+    rooms: tuple[int, int] | None,
 ) -> dict[str, Any]:
-    """Write the tokens of all texts, and return their index; `fields` are those of a record's text and prompt."""
+    """Write the tokens of all texts, and return their index.
+
+    Args:
+        stamps: the files.
+        folder: the folder to make.
+        encoding: the tokens' encoding.
+        name: name of the data in errors.
+        fields: the field of a record's text, and that of its prompt or source.
+        fraction: share that is held out.
+        progress: shows how far it is.
+        names: the tokens of both parts, and perhaps the beginnings of their texts, all of which are written.
+        rooms: of pairs, the most tokens of each side; None for other texts.
+    """
     field, prompt = fields
     whole = sum(size for size, _ in stamps.values())
     read = progress.counter("Checking the text", whole)
-    chosen = split([*stamps], field, fraction, name, utf8=bool(encoding.digest), read=read, prompt=prompt)
+    utf8 = bool(encoding.digest)
+    chosen = split([*stamps], field, fraction, name, utf8=utf8, read=read, prompt=prompt, of_pairs=bool(rooms))
     wrote = progress.counter("Tokenizing" if encoding.digest else "Copying the text", whole)
     faults, gzip = Faults(), _Gzip()
     with ExitStack() as stack:
         partial = stack.enter_context(shards.created(folder))
-        masked = bool(prompt)
-        parts = {each: _Part(partial, each, encoding, masked=masked) for each in (TRAIN, HELD_OUT)}
+        masked, borders = bool(prompt) and not rooms, _starts(TRAIN) in names
+        parts = {
+            each: _PairedPart(partial, each, encoding, rooms, faults)
+            if rooms
+            else _Part(partial, each, encoding, masked=masked, borders=borders)
+            for each in (TRAIN, HELD_OUT)
+        }
         for part in parts.values():
-            stack.callback(part.writer.close)
+            stack.callback(part.close)
         for batch in _batches(chosen.pieces(faults)):
             for piece, tokens in zip(batch, encoding.encode([piece.bytes for piece in batch])):
                 parts[piece.part].add(piece, tokens)
@@ -243,11 +365,20 @@ def _tokenize(
         dtype = encoding.dtype(masked=masked).str
         index = {"key": folder.name, "format": _FORMAT, "dtype": dtype, "gzip_bits_per_byte": bits}
         for each, part in parts.items():
+            part.finish()
             part.writer.flush()
-            predicted = {"predicted": part.predicted} if masked else {}
+            predicted = {"predicted": part.predicted} if masked or borders else {}
             index[each] = {"texts": part.texts, "bytes": part.bytes, **predicted, **part.writer.description()}
+            if part.starts is not None:
+                part.starts.flush()
+                index[_starts(each)] = {"dtype": _STARTS.str, **part.starts.description()}
         shards.write_index(partial, index)
     return index
+
+
+def _starts(part: str) -> str:
+    """Return the name under which the beginnings of a part's texts are kept."""
+    return f"{part}-starts"
 
 
 def _batches(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:

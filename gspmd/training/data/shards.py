@@ -139,14 +139,15 @@ def read_index(
     except ReadError as error:
         raise ValueError(f"{_INDEX}: {error}") from None
     if not isinstance(index, dict) or "checksum" not in index:
-        raise ValueError(f"{_INDEX} is no index of this version")
+        raise ValueError(f"{_INDEX} is not an index of this version")
     if index.pop("checksum") != _checksum(index):
         raise ValueError(f"{_INDEX} has other contents than were written")
     if index["key"] != key:
         raise ValueError(f"{_INDEX} is that of another text or tokenizer")
-    itemsize = np.dtype(index["dtype"]).itemsize
     sizes = {
-        _file(name, number): count * itemsize for name in names for number, count in enumerate(index[name]["shards"])
+        _file(name, number): count * _dtype(index, name).itemsize
+        for name in names
+        for number, count in enumerate(index[name]["shards"])
     }
     for name, size in sizes.items():
         path = folder / name
@@ -179,9 +180,9 @@ def _checksum(index: Mapping[str, Any]) -> str:
 
 
 def read_tokens(folder: Path, name: str, index: Mapping[str, Any]) -> Tokens:
-    """Map the tokens of a part into memory."""
+    """Map the tokens of a part into memory, or the numbers that are kept beside them."""
     paths = [folder / _file(name, number) for number in range(len(index[name]["shards"]))]
-    dtype = np.dtype(index["dtype"])
+    dtype = _dtype(index, name)
     return Tokens([np.memmap(path, dtype, mode="r").view(np.ndarray) for path in paths] or [np.empty(0, dtype)])
 
 
@@ -227,11 +228,15 @@ def locked(folder: Path, waiting: Callable[[], None]) -> Iterator[None]:
         yield
 
 
+def _dtype(index: Mapping[str, Any], name: str) -> np.dtype:
+    """Return the type of a part's tokens, or of the numbers kept beside them."""
+    return np.dtype(index[name].get("dtype", index["dtype"]))
+
+
 def _file(name: str, number: int) -> str:
     return f"{name}-{number:05}.tokens"
 
 
 def _partial(folder: Path) -> str:
-    """Return the beginning of the names of this machine's temporary folders: others may share the disk, not its
-    locks."""
+    """Return the prefix of this machine's temporary folders: other machines may share the disk but not its locks."""
     return f".{folder.name}.{socket.gethostname()}."

@@ -195,6 +195,41 @@ def records(path: Path, field: str, faults: Faults, prompt: str = "") -> Iterato
         prompt: the field or column with the prompt; empty for documents without one.
     """
     fields = {"prompt": prompt, "field": field} if prompt else {"field": field}
+    for _, texts in _fields(path, fields, faults):
+        if texts[-1]:
+            yield texts[0].encode() if prompt else b"", texts[-1].encode()
+
+
+def pairs(path: Path, source: str, target: str, faults: Faults) -> Iterator[tuple[str, bytes, bytes]]:
+    """Yield the pairs of a file of JSON lines, Parquet or tab-separated lines as UTF-8: place, source and target.
+
+    Args:
+        path: the file; of one with tabs, a line is SOURCE, a tab, TARGET.
+        source: the field or column with the source.
+        target: the field or column with the target.
+        faults: gets a line for every pair without one of its sides, which is skipped.
+    """
+    fields = {"source": source, "field": target}
+    rows = _tab_separated(path, faults) if kind(path) == "text" else _fields(path, fields, faults)
+    for where, texts in rows:
+        if missing := [side for side, text in zip(("source", "target"), texts) if not text]:
+            faults.add(f"{str(path)!r}: {where} has no {missing[0]}; both sides of a pair need text.")
+        else:
+            yield f"{str(path)!r}: {where}", texts[0].encode(), texts[1].encode()
+
+
+def is_of_pairs(path: Path) -> bool:
+    """Return whether a file may hold pairs, by its name.
+
+    >>> [is_of_pairs(Path(name)) for name in ("a.tsv", "a.tsv.gz", "a.jsonl", "a.txt")]
+    [True, True, True, False]
+    """
+    name = path.with_suffix("") if compression(path) else path
+    return name.suffix == ".tsv" or kind(path) != "text"
+
+
+def _fields(path: Path, fields: Mapping[str, str], faults: Faults) -> Iterator[tuple[str, list[str]]]:
+    """Yield the texts of some fields of every record, and where it stands."""
     rows = _parquet(path, fields, faults) if kind(path) == "parquet" else _json_lines(path, fields, faults)
     for where, texts in rows:
         wrong = [
@@ -204,15 +239,16 @@ def records(path: Path, field: str, faults: Faults, prompt: str = "") -> Iterato
         ]
         if wrong:
             faults.add(f"{str(path)!r}: {where}: {'; '.join(wrong)}.")
-        elif texts[-1]:
-            yield texts[0].encode() if prompt else b"", texts[-1].encode()
+        else:
+            yield where, texts
 
 
 _LONG = "split that text, or put it into a file of its own, of any length."
 _NAMES = {type(None): "null", bool: "true or false", dict: "an object", list: "a list", bytes: "binary"}
 
 
-def _json_lines(path: Path, fields: Mapping[str, str], faults: Faults) -> Iterator[tuple[str, list[Any]]]:
+def _lines(path: Path, faults: Faults) -> Iterator[tuple[str, str]]:
+    """Yield the lines of a file that are not blank, and where each stands."""
     with opened(path, faults) as file:
         for number, line in enumerate(iter(lambda: file.readline(LINE + 1), b"") if file else (), 1):
             where = f"line {number}"
@@ -224,20 +260,36 @@ def _json_lines(path: Path, fields: Mapping[str, str], faults: Faults) -> Iterat
             if not line.strip():
                 continue
             try:
-                record = parse_json(line.decode().rstrip())
+                yield where, line.decode()
             except UnicodeDecodeError as error:
                 faults.add(f"{str(path)!r}: {where} is not UTF-8 (byte 0x{line[error.start]:02x}).")
-            except ReadError as error:
-                faults.add(f"{str(path)!r}: {where}: {error}.")
+
+
+def _json_lines(path: Path, fields: Mapping[str, str], faults: Faults) -> Iterator[tuple[str, list[Any]]]:
+    for where, line in _lines(path, faults):
+        try:
+            record = parse_json(line.rstrip())
+        except ReadError as error:
+            faults.add(f"{str(path)!r}: {where}: {error}.")
+        else:
+            if not isinstance(record, dict):
+                faults.add(f"{str(path)!r}: {where} is {_NAMES.get(type(record), 'a value')}, and not an object.")
+            elif missing := [flag for flag, field in fields.items() if field not in record]:
+                has = ", ".join(map(repr, list(record)[:8])) or "none"
+                fault = f"{where} has no field {fields[missing[0]]!r}; it has {has}. See --data-{missing[0]}."
+                faults.add(f"{str(path)!r}: {fault}")
             else:
-                if not isinstance(record, dict):
-                    faults.add(f"{str(path)!r}: {where} is {_NAMES.get(type(record), 'a value')}, and not an object.")
-                elif missing := [flag for flag, field in fields.items() if field not in record]:
-                    has = ", ".join(map(repr, list(record)[:8])) or "none"
-                    fault = f"{where} has no field {fields[missing[0]]!r}; it has {has}. See --data-{missing[0]}."
-                    faults.add(f"{str(path)!r}: {fault}")
-                else:
-                    yield where, [record[field] for field in fields.values()]
+                yield where, [record[field] for field in fields.values()]
+
+
+def _tab_separated(path: Path, faults: Faults) -> Iterator[tuple[str, list[str]]]:
+    for where, line in _lines(path, faults):
+        texts = line.rstrip("\r\n").split("\t")
+        if len(texts) == 2:
+            yield where, texts
+        else:
+            has = "no tab" if len(texts) == 1 else f"{len(texts) - 1} tabs"
+            faults.add(f"{str(path)!r}: {where} has {has}; a pair is SOURCE, one tab, TARGET.")
 
 
 def _parquet(path: Path, fields: Mapping[str, str], faults: Faults) -> Iterator[tuple[str, list[Any]]]:

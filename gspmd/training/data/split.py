@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from gspmd.training.data.sources import Faults, check_text, kind, opened, records, text_pieces
+from gspmd.training.data.sources import Faults, check_text, kind, opened, pairs, records, text_pieces
 from gspmd.training.toml import ConfigError
 
 _BUCKETS = 1 << 16
@@ -24,13 +24,15 @@ class Piece(NamedTuple):
         part: that it belongs to.
         begins: whether a text begins with it.
         bytes: of the piece.
-        read: whether it is only read, as a prompt is, and not predicted.
+        read: whether it is only read, as a prompt or a source is, and not predicted.
+        where: the file and the line of a pair, for faults; empty for other texts.
     """
 
     part: str
     begins: bool
     bytes: bytes
     read: bool = False
+    where: str = ""
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,8 @@ class Split:
         cuts: of the other files of text, the bytes after which the rest is held out; all stays if it is not named.
         bucket: records in buckets below this are held out.
         field: the field of the records with their text.
-        prompt: the field with their prompt; empty for none.
+        prompt: the field with their prompt, or with the source of a pair; empty for none.
+        pairs: whether records are pairs, whose sides are a piece each.
     """
 
     paths: Sequence[Path]
@@ -52,11 +55,17 @@ class Split:
     bucket: int
     field: str
     prompt: str = ""
+    pairs: bool = False
 
     def pieces(self, faults: Faults) -> Iterator[Piece]:
         """Yield all texts in pieces."""
         for path in self.paths:
-            if kind(path) == "text":
+            if self.pairs:
+                for where, source, target in pairs(path, self.prompt, self.field, faults):
+                    part = HELD_OUT if _bucket(source) < self.bucket else TRAIN
+                    yield Piece(part, True, source, True, where)
+                    yield Piece(part, False, target, False, where)
+            elif kind(path) == "text":
                 last = None
                 with opened(path, faults) as file:
                     for part, piece in text_pieces(file, self.cuts.get(path)) if file else ():
@@ -82,12 +91,13 @@ def split(
     utf8: bool,
     read: Callable[[int], None],
     prompt: str = "",
+    of_pairs: bool = False,
 ) -> Split:
     """Read all texts once, without keeping them, and choose which are held out.
 
     Of files of text, the first whole ones up to the share of the bytes; if that misses it by half, the end of every
-    file. Of records, those whose digest is below a bound, so that copies are on one side. With prompts that is the
-    digest of the prompt, so that no held-out prompt is learnt with another answer.
+    file. Of records, those whose digest is below a bound, so that copies are on one side. With prompts, and of pairs,
+    that is the digest of the prompt or source, so that none that is held out is learnt with another answer.
 
     Args:
         paths: the files, in an order that depends on their contents only.
@@ -96,7 +106,8 @@ def split(
         name: of the data, for the error.
         utf8: whether texts must be UTF-8, as a tokenizer needs.
         read: called with the numbers of bytes read.
-        prompt: the field of the records with their prompt; empty for none.
+        prompt: the field of the records with their prompt, or with the source of a pair; empty for none.
+        of_pairs: whether records are pairs.
 
     Raises:
         ConfigError: with all faults of all files, or because there is no text.
@@ -104,7 +115,11 @@ def split(
     faults, sizes = Faults(), {}
     buckets = np.zeros(_BUCKETS, np.int64)
     for path in paths:
-        if kind(path) == "text":
+        if of_pairs:
+            for _, source, target in pairs(path, prompt, field, faults):
+                buckets[_bucket(source)] += len(source) + len(target)
+                read(len(source) + len(target))
+        elif kind(path) == "text":
             with opened(path, faults) as file:
                 sizes[path] = check_text(file, path, faults, utf8=utf8, read=read) if file else 0
         else:
@@ -117,14 +132,15 @@ def split(
         raise no_text(len(paths), name)
     held, cuts = hold_out_files([*sizes.values()], fraction)
     files = [*sizes]
-    bound = _bound(buckets, fraction) if buckets.any() else 0
+    bound = _bound(buckets, fraction, "source" if of_pairs else "prompt" if prompt else "") if buckets.any() else 0
     return Split(
-        [path for path in paths if path in sizes or kind(path) != "text"],
+        [path for path in paths if path in sizes or of_pairs or kind(path) != "text"],
         frozenset(files[index] for index in held),
         {files[index]: cut for index, cut in cuts.items()},
         bound,
         field,
         prompt,
+        of_pairs,
     )
 
 
@@ -152,11 +168,23 @@ def hold_out_files(sizes: Sequence[int], fraction: float) -> tuple[frozenset[int
     return frozenset(), {index: size - max(1, round(fraction * size)) for index, size in enumerate(sizes)}
 
 
-def _bound(buckets: np.ndarray, fraction: float) -> int:
-    """The number of first buckets whose bytes are nearest the share, neither none nor all of them."""
+def _bound(buckets: np.ndarray, fraction: float, side: str) -> int:
+    """The number of first buckets whose bytes are nearest the share, neither none nor all of them.
+
+    Args:
+        buckets: bytes of the records in each.
+        fraction: the share.
+        side: of a record, by which it is in its bucket: its source or its prompt; empty for its text.
+
+    Raises:
+        ConfigError: one bucket has all records.
+    """
     filled = np.flatnonzero(buckets)
     if len(filled) < 2:
-        fault = "there is one record, so none can be held out; give more records, or its text in a file of its own."
+        what = "pair" if side == "source" else "record"
+        same = f", or all have the same {side}" if side else ""
+        more = "" if side else ", or its text in a file of its own"
+        fault = f"there is one {what}{same}, so none can be held out; give more {what}s{more}."
         raise ConfigError("cannot train on this data:", [fault])
     sums = np.cumsum(buckets[filled])[:-1]
     return int(filled[np.abs(sums - fraction * buckets.sum()).argmin()]) + 1
@@ -168,8 +196,8 @@ def _bucket(text: bytes) -> int:
 
 def no_text(files: int, name: str) -> ConfigError:
     """The error of files in which there is nothing."""
-    hold = "holds" if files == 1 else "hold"
-    return ConfigError("cannot train on this data:", [f"{count_of(files, 'file')} of {name!r} {hold} no text."])
+    fault = f"{name!r} holds no text." if files == 1 else f"the {count_of(files, 'file')} of {name!r} hold no text."
+    return ConfigError("cannot train on this data:", [fault])
 
 
 def count_of(number: int, noun: str) -> str:

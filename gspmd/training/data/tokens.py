@@ -19,6 +19,8 @@ class Encoding:
         vocabulary: number of ids.
         begin: ids at the beginning of every text.
         between: ids between two texts.
+        end: the id that ends a text on a side of its own, as an encoder–decoder reads and writes it; None if there is
+            no such token.
         digest: what tells one tokenizer from another; empty for bytes.
         encode: from pieces of UTF-8 to their ids, all at once.
     """
@@ -26,6 +28,7 @@ class Encoding:
     vocabulary: int
     begin: tuple[int, ...]
     between: tuple[int, ...]
+    end: int | None
     digest: str
     encode: Callable[[Sequence[bytes]], list[np.ndarray]]
 
@@ -41,19 +44,21 @@ class Encoding:
 def of_bytes() -> Encoding:
     """Every byte is a token.
 
-    Text in ASCII, Latin or UTF-8 does not hold the byte 0, so it stands between texts.
+    Text in ASCII, Latin or UTF-8 does not hold the byte 0, so it stands between texts. A side of its own ends with the
+    id after the last byte.
 
     >>> of_bytes().encode([b"ab"])[0].tolist(), of_bytes().dtype().name, of_bytes().dtype(masked=True).name
     ([97, 98], 'uint8', 'int16')
     """
-    return Encoding(256, (), (0,), "", lambda pieces: [np.frombuffer(piece, np.uint8) for piece in pieces])
+    return Encoding(256, (), (0,), 256, "", lambda pieces: [np.frombuffer(piece, np.uint8) for piece in pieces])
 
 
 def of_tokenizer(tokenizer: Any) -> Encoding:
     """The ids of a tokenizer, which encodes pieces on all cores.
 
-    Every text begins with what the tokenizer puts before one, such as a beginning-of-text token. Between two texts
-    stands what it puts after one, else its first end-of-text token, else one with a usual name, else a line feed.
+    Every text begins with the tokens that the tokenizer adds before a text, such as a beginning-of-text token. Texts
+    are separated by the tokens that it adds after a text; if there are none, by its first end-of-text token; else by a
+    special token with a usual name; else by a line feed.
 
     Args:
         tokenizer: with `backend`, a tokenizer of the library `tokenizers`, and `ends`, the ids that end a text
@@ -75,11 +80,12 @@ def of_tokenizer(tokenizer: Any) -> Encoding:
 
     around = f"{before} {between}"
     digest = hashlib.sha256((backend.to_str() + around).encode()).hexdigest()[:16]
-    return Encoding(vocabulary, before, between, digest, encode)
+    end = after[-1] if after else next(iter(ends), None)
+    return Encoding(vocabulary, before, between, end, digest, encode)
 
 
 def usual_ends(backend: Any) -> frozenset[int]:
-    """The id of the special token that ends a text by its name, where no file says which one does."""
+    """Return the id of the special token with a usual name for the end of a text, for tokenizers that declare none."""
     special = {token.content: number for number, token in backend.get_added_tokens_decoder().items() if token.special}
     return frozenset([special[name] for name in _ENDS if name in special][:1])
 

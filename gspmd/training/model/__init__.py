@@ -1,4 +1,4 @@
-"""The model of a training step: the protocol of a user's own model, and the interface that steps are built from."""
+"""The model of a training step: the protocol of a custom model, and the interface that steps are built from."""
 
 from gspmd.layouts.initial import Constant, Initialiser, Normal
 from gspmd.training.model.own import Own

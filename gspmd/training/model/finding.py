@@ -1,4 +1,4 @@
-"""A user's own model by name, `mixer:Mixer`: the search for its module, and the faults of the class found there."""
+"""A custom model by name, `mixer:Mixer`: the search for its module, and the faults of the class found there."""
 
 import dataclasses
 import os
@@ -29,7 +29,7 @@ def find(name: str) -> type:
             one, and then where Python looks for modules.
 
     Raises:
-        ConfigError: the module does not exist, has no such name, or the object with that name is no model.
+        ConfigError: the module does not exist, has no such name, or the object with that name is not a model.
     """
     doing = f"cannot use the model {name!r}:"
     match = _NAME.fullmatch(name.replace(".py:", ":"))
@@ -74,10 +74,10 @@ def _file(module: str, folder: Path) -> Path | None:
 
 def _faults(found: Any) -> list[str]:
     if not (isinstance(found, type) and dataclasses.is_dataclass(found)):
-        return ["it is no dataclass; write @dataclass(frozen=True) above the class, whose fields are the settings."]
+        return ["it is not a dataclass; write @dataclass(frozen=True) above the class, whose fields are the settings."]
     faults = []
     if missing := [each for each in METHODS if not callable(getattr(found, each, None))]:
-        faults.append(f"it is no model: it lacks {listed(missing)} of the protocol gspmd.training.model.Model.")
+        faults.append(f"it is not a model: it lacks {listed(missing)} of the protocol gspmd.training.model.Model.")
     # The standard library has no function for this, and its types know no such attribute.
     if not found.__dataclass_params__.frozen:  # type: ignore[attr-defined]
         faults.append("its settings could change; write @dataclass(frozen=True).")
@@ -116,7 +116,7 @@ def with_model(
     Without such a model both are as they were.
 
     Args:
-        cls: a dataclass with the fields `model`, for the settings of our own models, and `model_class`.
+        cls: a dataclass with the fields `model`, for the settings of a built-in model, and `model_class`.
         values: those of a settings file, or of a run; the model is named by `class` in their table `model`.
         given: the name in the flags, which takes precedence.
         folder: the folder of the settings file.

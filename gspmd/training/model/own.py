@@ -1,4 +1,4 @@
-"""A model of one's own as the builder of steps takes it: every answer checked, and named where it is wrong."""
+"""A custom model in the form that steps are built from: results of its methods are checked, and faults named."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +13,7 @@ from gspmd.annotate.spec import Spec
 from gspmd.layouts import Layout
 from gspmd.layouts.initial import drawer, folded, nested
 from gspmd.training.model.protocol import Decoder, Kept, Model, Parameter
-from gspmd.training.model.trainable import Figures, Row, trained_paths
+from gspmd.training.model.trainable import Batch, Figures, Row, trained_paths
 from gspmd.training.toml import ConfigError
 
 _BATCH, _LOGITS = "embedding.tokens", "output.logits"
@@ -23,7 +23,7 @@ _OF_STEP = ("loss", "gradient_norm", "learning_rate", "non_finite", "bits_per_by
 
 @dataclass(frozen=True)
 class Own:
-    """A model of one's own, computed in a dtype.
+    """A custom model, computed in a dtype.
 
     Attributes:
         model: the settings, an instance of the class.
@@ -80,10 +80,12 @@ class Own:
             elif not isinstance(each, Parameter):
                 faults.append(f"parameter {path!r} has to be a gspmd.training.model.Parameter, and is {each!r:.200}.")
             elif not each.dims or "N" in each.dims:
-                faults.append(f"parameter {path!r} has dims {each.dims!r}: letters, and not N, which layers= stacks.")
+                faults.append(
+                    f"parameter {path!r} has dims {each.dims!r}: write letters, without N, which layers= adds."
+                )
             elif missing := [dim for dim in each.dims if dim not in sizes]:
                 fact = f"parameter {path!r} has dimension {listed(missing)}"
-                faults.append(f"{fact}, of which sizes gives no size that is one for every batch and length.")
+                faults.append(f"{fact}: sizes must give a size that does not depend on batch and length.")
         if faults:
             raise self._error(faults)
         return dict(found)
@@ -112,11 +114,11 @@ class Own:
         return rows
 
     def optimizer_specs(self, layout: Layout) -> dict[str, Spec]:
-        """Return where the optimizer state of each parameter lies."""
+        """Return the spec of each parameter's optimizer state."""
         return self._specs(layout, layout.optimizer)
 
     def gradient_specs(self, layout: Layout) -> dict[str, Spec]:
-        """Return where the gradient of each parameter lies on its way to the optimizer."""
+        """Return the spec that each parameter's gradient has on its way to the optimizer."""
         return self._specs(layout, layout.gradient)
 
     def _specs(self, layout: Layout, text_of: Callable[[str], str]) -> dict[str, Spec]:
@@ -157,7 +159,11 @@ class Own:
         gradients = {line: Spec.parse(layout.gradient(line)) for line in sorted(lines)}
         return layout.override({line: spec.cotangent for line, spec in gradients.items() if spec.partial})
 
-    def predicted(self, layout: Layout, tokens: jax.Array) -> jax.Array | None:
+    def widths(self, length: int) -> dict[str, int]:
+        """Return the width of a batch: of its tokens alone."""
+        return {"tokens": length + 1}
+
+    def predicted(self, layout: Layout, tokens: Batch) -> jax.Array | None:
         """Return None: the model's own loss says what it is the mean over."""
         return None
 
@@ -165,7 +171,7 @@ class Own:
         self,
         layout: Layout,
         params: Mapping[str, Any],
-        tokens: jax.Array,
+        tokens: Batch,
         key: jax.Array,
         microbatches: int,
         predicted: jax.Array | None = None,
@@ -173,13 +179,12 @@ class Own:
         """Return the loss of a training step, and its figures."""
         return self._loss(layout, params, tokens, key, train=True)
 
-    def cross_entropy(
-        self, layout: Layout, params: Mapping[str, Any], tokens: jax.Array, microbatches: int
-    ) -> jax.Array:
+    def cross_entropy(self, layout: Layout, params: Mapping[str, Any], tokens: Batch, microbatches: int) -> jax.Array:
         """Return the mean cross-entropy of an evaluation."""
         return self._loss(layout, params, tokens, None, train=False)[1]["cross_entropy"]
 
     def _loss(self, layout, params, tokens, key, *, train: bool) -> tuple[jax.Array, Figures]:
+        assert not isinstance(tokens, Mapping), "a batch of such a model is one array"  # as `widths` says
         found = self.model.loss(layout, self._taken(layout, params), tokens, key, train)
         if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], Mapping)):
             raise self._error([f"loss has to return a scalar and a mapping of figures, and not {_shown(found)}."])
@@ -282,9 +287,10 @@ class Own:
         """Refuse a resolved layout that a training step of these sizes cannot take.
 
         Raises:
-            LayoutError: with every fault; or the layout asks for what is only for the models that come with gspmd.
+            LayoutError: the layout has faults, all of which are listed; or it has stages or padding, which only the
+                models that come with gspmd support.
         """
-        doing = f"cannot use layout '{layout.name}' for a model of one's own"
+        doing = f"cannot use layout '{layout.name}' for a custom model"
         if layout.get("pipeline.layers") is not None:
             raise LayoutError(f"{doing}: it splits layers into stages.\n  Leave [pipeline] out.")
         if layout.padding:

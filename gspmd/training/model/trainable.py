@@ -1,4 +1,4 @@
-"""The model as the builder of training steps takes it: one's own (`Own`), or the transformer of `gspmd_models.step`."""
+"""The model as the builder of training steps takes it: custom (`Own`), or the transformer of `gspmd_models.step`."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,6 +13,10 @@ from gspmd.layouts import Layout
 from gspmd.training.toml import ConfigError
 
 Figures = Mapping[str, jax.Array]
+Batch = jax.Array | Mapping[str, jax.Array]
+"""The tokens of a step, int32 [B, L+1]; or several arrays [B, ...] of integers by name, for a model that has a source
+or whose rows hold several texts: `tokens` and `segments` [B, L+1], `source` and `source_segments` [B, T]. All are
+placed as `Trainable.batch_spec`."""
 
 
 @dataclass(frozen=True)
@@ -61,13 +65,17 @@ class Trainable(Protocol):
     def batch_spec(self, layout: Layout) -> Spec:
         """Return where a batch of tokens [B, L+1] lies."""
 
+    def widths(self, length: int) -> Mapping[str, int]:
+        """Return the width of each array of a batch whose rows predict `length` tokens; a batch of `tokens` alone is
+        no mapping but this array."""
+
     def cut(self, layout: Layout, microbatches: int) -> int:
         """Return into how many parts the step cuts a batch, rather than the loss."""
 
     def for_loss(self, layout: Layout, microbatches: int) -> Layout:
         """Return the layout with parameters as the loss of a training step takes them: `EF reduced-x` for some."""
 
-    def predicted(self, layout: Layout, tokens: jax.Array) -> jax.Array | None:
+    def predicted(self, layout: Layout, tokens: Batch) -> jax.Array | None:
         """Return the number of tokens that the loss of a batch is the mean over; None for all of them.
 
         It is asked of the whole batch, whose parts may have more and fewer of them.
@@ -77,16 +85,14 @@ class Trainable(Protocol):
         self,
         layout: Layout,
         params: Mapping[str, Any],
-        tokens: jax.Array,
+        tokens: Batch,
         key: jax.Array,
         microbatches: int,
         predicted: jax.Array | None = None,
     ) -> tuple[jax.Array, Figures]:
         """Return the loss of a training step, and its figures; `predicted` is that of the whole batch."""
 
-    def cross_entropy(
-        self, layout: Layout, params: Mapping[str, Any], tokens: jax.Array, microbatches: int
-    ) -> jax.Array:
+    def cross_entropy(self, layout: Layout, params: Mapping[str, Any], tokens: Batch, microbatches: int) -> jax.Array:
         """Return the mean cross-entropy of an evaluation."""
 
     def check(

@@ -32,9 +32,9 @@ def scale_by_int8_adam(
 
         m = β1·decode(mean) + (1-β1)·g,    v = β2·decode(root)² + (1-β2)·g²,    update = m̂ / (√v̂ + ε)
 
-    Update and moments are computed in float32. m and √v are rounded up or down to one of 127 (255) codes of each sign,
-    with the probability that makes the expectation exact. A √v that is not 0 is never rounded to 0, which would make
-    the next update as large as 1/ε.
+    Update and moments are computed in float32. m is rounded up or down to 0 or one of 127 codes of each sign, √v to 0
+    or one of 254 codes, with the probability that makes the expectation exact. A √v that is not 0 is never rounded to
+    0, which would make the next update as large as 1/ε.
 
     Args:
         beta1: decay of the first moment.
@@ -96,7 +96,7 @@ def block_faults(shapes: Tree, local: Tree, block: int) -> list[str]:
 
 
 def encode(x: jax.Array, block_of: jax.Array, draws: jax.Array, extra: int) -> jax.Array:
-    """Round |x| / block_of, of 0 to 1, up or down to a code at random, so that the expectation of `decode` is x.
+    """Round |x| / block_of, in [0, 1], up or down to a code at random, so that the expectation of `decode` is |x|.
 
     Code 0 is 0. Decade k, from 10^(k-7) to 10^(k-6), has 2^(k+extra) codes, each in the middle of an equal part of it.
 

@@ -88,7 +88,7 @@ def knock(at: Processes, limit: float) -> socket.socket:
         if waited >= limit:
             if connection:
                 connection.close()
-            raise ConfigError(_doing(at), [f"process 0 has not come there in {limit:.0f} seconds: {found}."])
+            raise ConfigError(_doing(at), [f"process 0 did not listen there within {limit:.0f} seconds: {found}."])
         if waited >= TELL and not said:
             said = True
             say_waiting([0], at.processes, at.address, found)

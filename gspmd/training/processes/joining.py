@@ -26,14 +26,14 @@ from gspmd.training.toml import ConfigError
 # Seconds for JAX to join processes that have all arrived, and for all of them to leave: the first one draws its
 # pictures meanwhile.
 _JOINING, _DEPARTURE = 300, 300
-# Seconds until the first process has read the text; the others may have less of it, and watch the first meanwhile.
+# Seconds to wait for the first process to read the text; the others may have less to read. They watch it meanwhile.
 _PATIENCE = 24 * 3600
 # Seconds for all processes to reach a common point, such as the end of a compilation. They are watched meanwhile, so
 # only processes that have diverged, or one that hangs, exceed it.
 _MEETING = 2 * 3600
-# Seconds for a fault from before the meeting to reach the first process, before its own process prints it.
+# Seconds for a fault before `join` to reach the first process; after that, the faulty process prints it itself.
 _UNHEARD = 10
-# Seconds for an interrupt from before the meeting to be told to the first process, if that is listening.
+# Seconds for an interrupt before `join` to reach the first process, if that is listening.
 _QUICKLY = 1
 _watch: Watch | None = None
 _given = _expected = ""

@@ -1,10 +1,13 @@
 """The rows of a batch that a process reads, and their placement on its devices."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Sharding
+
+from gspmd.training.toml import ConfigError
 
 
 def part_of(sharding: Sharding, batch: int) -> tuple[int, int]:
@@ -25,13 +28,15 @@ def part_of(sharding: Sharding, batch: int) -> tuple[int, int]:
     return first // size, batch // size
 
 
-def placer(sharding: Sharding, batch: int) -> Callable[[np.ndarray], jax.Array]:
+def placer(sharding: Sharding, batch: int, vocabulary: int | None = None) -> Callable[[Any], Any]:
     """Return a function that puts this process's part of a batch (`part_of`) onto its devices, as part of a global
     array.
 
     Args:
-        sharding: the sharding of the batch, [B, L+1], with L unsharded.
+        sharding: the sharding of the batch, [B, L+1], or of each of its arrays, with L unsharded.
         batch: its number of sequences.
+        vocabulary: number of tokens of the model. The function then raises a ConfigError for a batch with other ids,
+            which a compiled program cannot refuse. None checks nothing.
     """
     part, parts = part_of(sharding, batch)
     first = part * (batch // parts)
@@ -46,4 +51,25 @@ def placer(sharding: Sharding, batch: int) -> Callable[[np.ndarray], jax.Array]:
 
         return jax.make_array_from_callback((batch, *rows.shape[1:]), sharding, shard)
 
-    return place
+    def checked(rows: np.ndarray | Mapping[str, np.ndarray]) -> Any:
+        if vocabulary is not None:
+            _check_ids(rows, vocabulary)
+        return jax.tree.map(place, rows)
+
+    return checked
+
+
+def _check_ids(rows: np.ndarray | Mapping[str, np.ndarray], vocabulary: int) -> None:
+    """Refuse ids outside of a vocabulary; a token that is read and not predicted may stand as its complement `~t`."""
+    arrays = rows if isinstance(rows, Mapping) else {"tokens": rows}
+    least = {"tokens": -vocabulary, "source": 0}
+    wrong = [
+        f"{name} of a batch are from {np.min(arrays[name])} to {np.max(arrays[name])}."
+        for name in least
+        if name in arrays and not least[name] <= np.min(arrays[name]) <= np.max(arrays[name]) < vocabulary
+    ]
+    if wrong:
+        remedy = (
+            f"The model's vocabulary is {vocabulary}: encode the text with its tokenizer, or raise model.vocabulary."
+        )
+        raise ConfigError("cannot train on these tokens:", [*wrong, remedy])

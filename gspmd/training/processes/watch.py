@@ -23,14 +23,16 @@ from gspmd.training.processes import arrival
 _BEAT, _SILENCE = 2.0, 30.0
 """Seconds between two signs of life, and without one until a process counts as lost."""
 _GRACE = 3.0
-"""Seconds for the first process to meet a fault that another one has told it, and report it as its own."""
+"""Seconds that the first process waits before it prints another process's fault: it may find the same fault itself."""
 _SETTLE = 1.0
 """Seconds to wait before an error counts as the cause of a failure. If the loss of another process is behind it, that
 is known by then, since the system closes all connections of a process at once."""
 _ANSWER = 10.0
-"""Seconds for the first process to print a fault that it was told, before the process that told it prints it itself."""
+"""Seconds for the first process to print a fault that it was told, before the process that told it prints it itself:
+well over `_GRACE`, for slow networks and busy hosts, and well under `_SILENCE`."""
 _PROMPT = 10.0
-"""Seconds for a caller to say its process number; others would keep a descriptor open."""
+"""Seconds for a caller to say its process number, which our processes do at once. A stranger, such as a port scanner,
+is disconnected then, since it would keep a descriptor open."""
 _PAUSE = 0.2
 _GREETING = re.compile(rb"here ([0-9]{1,9}) ([0-9]{1,9})")
 _END, _FAILED = re.compile("end ([0-9]{1,3})"), re.compile("failed ([0-9]{1,3}) ([01]) (.*)", re.DOTALL)
@@ -40,8 +42,8 @@ _LONGEST = 64
 
 @dataclass(frozen=True)
 class _Told:
-    """A fault that another process has told: its text, whether it is surely that process's own, and how long it may
-    wait."""
+    """A fault that another process reported: its text, whether that process surely caused it, and until when it may
+    wait to be printed."""
 
     peer: int
     code: int
@@ -89,8 +91,8 @@ class Watch(threading.Thread):
         self._door, self._address, self._began = door, address, time.monotonic()
         # Callers that have not said their process number: their words, and the time of their arrival.
         self._callers: dict[socket.socket, tuple[bytes, float]] = {}
-        self._over = 0  # The exit code, for those that arrive later.
-        self._staying = False  # For them, once the reason is printed.
+        self._over = 0  # The exit code to send to processes that arrive after a fault.
+        self._staying = False  # Whether the fault is printed and this process waits to send it that code.
         self.complete = threading.Event()
         self.advice: Callable[[], str] = lambda: ""
 
@@ -146,12 +148,12 @@ class Watch(threading.Thread):
     def fail(self, message: str, code: int = 1, *, sure: bool = True, said: bool = False) -> None:
         """Make the first process print a fault of this one, once, and end all others.
 
-        It returns if this process has to end by itself; otherwise it is ended meanwhile.
+        It returns only if this process has to end by itself; otherwise the process ends inside this call.
 
         Args:
             message: the fault.
             code: exit code of all processes.
-            sure: whether it is its own fault, and not perhaps the consequence of another one's loss.
+            sure: whether this process surely caused the fault; if not, the loss of another one may have caused it.
             said: whether this process has printed it already.
         """
         if self._index != 0:
@@ -178,7 +180,7 @@ class Watch(threading.Thread):
         time.sleep(_SETTLE + _GRACE)
 
     def _let_in(self, ready: selectors.BaseSelector) -> None:
-        """Accept a caller at the door, who has to say its process number."""
+        """Accept a new connection; the caller must then send its process number."""
         if self._door:
             try:
                 caller, _ = self._door.accept()
@@ -224,7 +226,7 @@ class Watch(threading.Thread):
             self._close_door(ready)
 
     def _dismiss(self, caller: socket.socket, ready: selectors.BaseSelector) -> None:
-        """Disconnect a caller that is no process of this run."""
+        """Disconnect a caller that is not a process of this run."""
         ready.unregister(caller)
         del self._callers[caller]
         caller.close()
@@ -251,7 +253,7 @@ class Watch(threading.Thread):
         return self._door is not None and waits and code <= 128  # Greater codes are those of signals.
 
     def _listen(self, peer: int, ready: selectors.BaseSelector) -> None:
-        """Read the words of another process."""
+        """Read and answer the messages of another process."""
         connection = self._peers[peer]
         words = _received(connection)
         self._heard[peer] = time.monotonic()
@@ -263,7 +265,7 @@ class Watch(threading.Thread):
             self._lose(peer, "ended without a word: it was killed, or ran out of memory")
 
     def _take(self, peer: int, words: bytes) -> list[bytes]:
-        """Answer the lines in another process's words, and return them."""
+        """Act on the complete lines in another process's words, and return these lines."""
         *lines, self._rest[peer] = (self._rest[peer] + words).split(b"\0")
         for line in lines:
             self._hear(peer, line.decode(errors="replace"))

@@ -58,8 +58,8 @@ def table(state: TrainState, gradients: Any, compiled: Any) -> Sheet:
         4·P/p + 4·P/g + 8·P/o bytes
 
     where p, g and o are the numbers of shards of each in the layout: all 1 for data parallelism, o = d for ZeRO-1 over
-    d devices, g = o = d for ZeRO-2, p = g = o = d for ZeRO-3. What the compiled program takes beyond them are the
-    activations, with all other values on the way.
+    d devices, g = o = d for ZeRO-2, p = g = o = d for ZeRO-3. The rest of what the compiled program takes is
+    activations and other intermediate values.
 
     Args:
         state: the training state, or its shapes.

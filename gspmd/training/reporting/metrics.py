@@ -58,7 +58,7 @@ class Metrics:
     def write(self, step: int, figures: Mapping[str, Any]) -> None:
         """Add one object, and its events.
 
-        An object without a loss is that of the validation at the end, and replaces that of the same step, if there is
+        An object without a loss is a final validation. It replaces the final validation of the same step, if there is
         one: a run that is resumed at its end validates again.
 
         Args:
@@ -135,7 +135,7 @@ def read(out: str | Path) -> list[dict[str, Any]]:
 
 
 def lost(out: str | Path, step: int, digest: str | None = None) -> str | None:
-    """Return which figures up to a step are lost or changed; None if they are those that were written.
+    """Describe the figures up to a step that are lost or changed; None if all are as they were written.
 
     Args:
         out: the run's folder.
@@ -187,7 +187,7 @@ def _object(line: str) -> dict[str, Any] | None:
         return None
     if not isinstance(row, dict) or not isinstance(row.get("step"), int):
         return None
-    # A figure to compare with those of the run itself.
+    # `best_validation` compares these scores, so they must be numbers.
     return row if isinstance(row.get("val_bits_per_byte"), int | float | None) else None
 
 

@@ -63,9 +63,13 @@ def loss_curve(rows: Sequence[dict[str, Any]], path: str | Path, name: str = "")
 
 
 def _label_ends(axes: Axes, ends: Sequence[tuple[float, str, str]]) -> None:
-    """Label each curve at its end with its name and last value; overlapping labels are moved apart."""
+    """Label each curve at its end with its name and last value; overlapping labels are moved apart.
+
+    A curve that ends outside the clipped axes has its label at their edge: at its value, the figure would need room for
+    it, and none would be left for the axes.
+    """
     low, high = axes.get_ylim()
-    heights = _apart([(value - low) / (high - low) for value, *_ in ends], _LABEL)
+    heights = _apart([min(max((value - low) / (high - low), 0.0), 1.0) for value, *_ in ends], _LABEL)
     for (value, what, color), height in zip(ends, heights, strict=True):
         axes.text(1.015, height, f"{what} {value:.3f}", transform=axes.transAxes, color=color, va="center", fontsize=10)
 

@@ -21,7 +21,7 @@ def choose_out(out: str, *, resume: bool, step: int | None = None) -> Path:
 
     Args:
         out: the folder; "" for the newest run on a resume, and for a new folder under runs/ otherwise.
-        resume: whether the folder must hold a run, or must not.
+        resume: if true the folder must hold a run, otherwise it must not.
         step: the step of the checkpoint that it must hold; None for any.
 
     Raises:
@@ -30,7 +30,8 @@ def choose_out(out: str, *, resume: bool, step: int | None = None) -> Path:
     path = Path(out) if out else newest_run() if resume else _fresh()
     at = newest(path)
     if resume and at is None:
-        raise ConfigError("cannot resume:", [f"there is no checkpoint under {str(path)!r}."])
+        fault = f"there is no checkpoint under {str(path)!r}."
+        raise ConfigError("cannot resume:", [f"{fault} Name the folder of a run with --out, or leave --resume out."])
     if step is not None:
         check_step(path, step)
     if at is not None and not resume:
@@ -49,7 +50,7 @@ def choose_out(out: str, *, resume: bool, step: int | None = None) -> Path:
 def _hold(path: Path) -> None:
     """Lock the folder itself, which leaves no file behind; the lock ends with the process, however that ends.
 
-    On a file system without locks of folders, as with some that several machines share, other runs are not kept away.
+    Some file systems, such as some shared ones, cannot lock folders; there, a second run is not refused.
     """
     try:
         folder = os.open(path, os.O_RDONLY)
@@ -68,8 +69,8 @@ def _hold(path: Path) -> None:
 
 
 @contextmanager
-def held(path: Path) -> Iterator[None]:
-    """In this context, keep the folder that `choose_out` chose from other runs."""
+def released_after(path: Path) -> Iterator[None]:
+    """Release the lock of `choose_out` on a folder when this context ends."""
     try:
         yield
     finally:

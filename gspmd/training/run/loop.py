@@ -35,7 +35,7 @@ from gspmd.training.run.program import Program
 from gspmd.training.run.signals import Interrupted, Stop
 from gspmd.training.state import TrainState
 
-# What has to be done where the system refuses to write a file of a run, by the number of its error.
+# Remedies by error number, for files of a run that the operating system refuses to write.
 _ONCE = {
     errno.ENOSPC: "once there is room",
     errno.EDQUOT: "once there is room",
@@ -44,22 +44,22 @@ _ONCE = {
     **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "once it may be written"),
     errno.ENOENT: "",  # it is made anew
 }
-# Steps after which idle experts are looked for where there is no validation on the way.
+# Number of steps between checks for idle experts, if the run has no validation before its end.
 _INTERVAL = 100
 
 
 class Unwritable(Exception):
-    """The run's folder can no longer be written, or another file not be used; `step` is the newest checkpoint.
+    """The run's folder, or another file of the run, cannot be written or used any more.
 
     Attributes:
-        step: of the newest checkpoint; None if there is none.
+        step: the step of the newest checkpoint; None if there is none.
         out: the run's folder.
-        once: what has to be done before the run can go on, as "once there is room"; empty if nothing.
+        once: the condition on which the run can go on, such as "once there is room"; empty if there is none.
     """
 
     def __init__(self, error: OSError, step: int | None, out: Path):
         self.step, self.out = step, out
-        named = error.filename2 or error.filename  # of a rename, what stands in its way
+        named = error.filename2 or error.filename  # for a rename, the existing target
         file, reason = Path(named) if isinstance(named, str) else out, error.strerror or str(error)
         if file.resolve().is_relative_to(out.resolve()):
             self.once = _ONCE.get(error.errno or 0, "once it can be written")
@@ -84,21 +84,22 @@ def fit(
 
     Args:
         config: how long, and how often to validate and save.
-        program: the functions and the initial state. For a run that changes its layout, what makes them, by the step
-            after which they are in force, 0 for the first: there the state is moved to the shardings of the next one.
+        program: the functions and the initial state. For a run that changes its layout, a mapping from the step after
+            which each program begins, 0 for the first, to a function that makes it; the state is then moved to its
+            shardings.
         corpus: the text.
         out: an existing folder.
         console: where progress is shown.
         settings: all settings of the run, kept in `out` for a resume.
-        last: called at the end with the last state, and with the metrics (None but in the
-            first process), which pictures and text can be added to.
+        last: called at the end with the last state and the metrics, which take pictures and text; only the first
+            process has metrics, in the others they are None.
 
     Returns:
         The last state.
 
     Raises:
-        Interrupted: after SIGINT or SIGTERM, or where the console's output is closed, once a checkpoint is saved. An
-            interrupted validation writes no figure.
+        Interrupted: after SIGINT, SIGTERM or SIGHUP, or if the console's output is closed, once a checkpoint is saved.
+            An interrupted validation writes no figure.
         Diverged: more than `config.non_finite` losses or gradients were not finite.
         ConfigError: there is no checkpoint to resume from, or it does not fit.
         OSError: `out` can no longer be written; complete checkpoints stay intact. A save that fails is noticed at the
@@ -116,12 +117,12 @@ def fit(
             if config.resume:
                 with Progress(console, "Looking for the checkpoint"):
                     resumed_at = checkpoints.intact(config.resume_step, say)
-                # Before the model is built, which takes longer.
+                # This comes before the model is built, since that takes longer.
                 figures = checkpoints.data(resumed_at).get("figures")
                 if processes.first() and (fault := lost(out, resumed_at, figures)):
                     say(fault)
             profile = Profile(config.profile, out, resumed_at or 0, say, record=processes.first())
-            # A checkpoint is of no layout: the run goes on in the one that is in force after its step.
+            # Checkpoints do not depend on the layout: take the layout that the run has after this step.
             program = programs[max(step for step in programs if step <= (resumed_at or 0))]()
             random = {"key": jax.random.key_data(program.key).tolist(), "rng": str(jax.random.key_impl(program.key))}
             stream, state = data.stream(corpus, config) | random, program.state
@@ -131,10 +132,10 @@ def fit(
                 data.check_stream(saved["stream"], stream)
                 position, skipped = saved["position"], saved["skipped"]
                 console.print(f"Resumed from step {resumed_at}.")
-            # Those of later steps are of a future that is now another one; a resume would take the newest of them.
+            # Set aside checkpoints of later steps: this run replaces them, and another resume would take the newest.
             checkpoints.continue_from(resumed_at or 0)
             metrics = best = None
-            # Only here, where nothing is left that refuses a resume: the folder of one that is refused stays as it was.
+            # Written only after all checks have passed, so that a refused resume leaves the folder unchanged.
             if processes.first():
                 save_settings(out, settings or {})
                 metrics = opened.enter_context(Metrics(out, resumed_at=resumed_at, settings=settings, log=config.log))
@@ -202,12 +203,13 @@ class _Run:
                 self.profile.before(number)
                 with jax.profiler.StepTraceAnnotation("step", step_num=number):
                     state, figures = step(state, batch, self.program.key)
+                counts = {"fill": _fill(batch)} if isinstance(batch, Mapping) else {}
                 self.position = batches.get_state()
                 if number < end:  # Transfer the next batch while the devices compute this one.
                     batch = self.program.place(next(batches))
-                # This waits for the step, which was only dispatched: its time is measured, and a signal or a loss that
-                # is not finite is answered before the next one is under way.
-                row = self._row(jax.device_get(figures))
+                # device_get waits for the dispatched step, so that its time can be measured, and a signal or a
+                # non-finite loss is handled before the next step begins.
+                row = self._row(jax.device_get({**figures, **counts}))
                 now = time.perf_counter()
                 row |= speed.figures(now - before)
                 if self.profile.after(number):
@@ -226,10 +228,10 @@ class _Run:
                     self.metrics.write(number, row)
                 display.update(number, row)
                 self._tell(number, row)
-                # Asked in every step and by all processes, also by those that had no signal: a save is of all of them.
+                # All processes ask in every step, even those without a signal, because all of them save together.
                 if (stopping := self.stop.agreed()) or saving:
                     run = {"stream": self.stream, "position": self.position, "skipped": self.guard.skipped}
-                    # Figures are on disk before the checkpoint that vouches for them by their digest.
+                    # The figures are written to disk before the checkpoint that stores their digest.
                     run["figures"] = self.metrics.digest() if self.metrics is not None else None
                     with Progress(self.console, f"Saving step {number}"):
                         self.checkpoints.save(state, run)
@@ -240,7 +242,7 @@ class _Run:
         return state
 
     def _tell(self, step: int, row: Mapping[str, Any]) -> None:
-        """Say what has happened in a step, beside its figures."""
+        """Report the validation of a step and the experts that became idle, if there are any."""
         if (score := row.get("val_bits_per_byte")) is not None:
             best = self.best is None or score < self.best
             self.best = score if best else self.best
@@ -265,15 +267,15 @@ class _Run:
         gzip = self.corpus.gzip_bits_per_byte
         if self.metrics is not None:
             self.metrics.write(int(state.step), result | {"gzip_bits_per_byte": gzip})
-        self.console.print(
-            f"Held-out text: [bold green]{result['val_bits_per_byte']:.3f}[/] bits per byte; gzip: {gzip:.3f} "
-            f"({count_of(self.corpus.files[1], self.corpus.unit)}, each compressed by itself)."
-        )
+        figure = f"Held-out text: [bold green]{result['val_bits_per_byte']:.3f}[/] bits per byte"
+        held_out = count_of(self.corpus.files[1], self.corpus.unit)
+        beside = f"; gzip: {gzip:.3f} ({held_out}, each compressed by itself)" if self.corpus.predicts_texts else ""
+        self.console.print(f"{figure}{beside}.")
         if self.stop.agreed():
             self.interrupt(int(state.step))
 
     def validate(self, state: TrainState, limit: int = 0) -> dict[str, float]:
-        """Bits per byte of `limit` batches of held-out text, or of all; empty if interrupted."""
+        """Return bits per byte of `limit` batches of held-out text, or of all if it is 0; empty if interrupted."""
         what = self.config.batch, self.config.length, limit
         losses, weights, count = [], [], self.corpus.validation_count(*what)
         with Progress(self.console, "Compiling the validation") as progress:
@@ -287,10 +289,10 @@ class _Run:
                         self.evaluate = self.evaluate.lower(state.params, placed).compile()
                     processes.meet("the validation")
                 losses.append(float(self.evaluate(state.params, placed)))
-                # Every batch has as many tokens, but not as many that are predicted where prompts are only read.
-                weights.append(int(_predicted(placed)) if self.corpus.masked else 1)
+                # All batches have the same number of tokens, but not of predicted tokens.
+                weights.append(int(_predicted(placed)) if self.corpus.weighed else 1)
                 progress.say(f"Validating: batch {number} of {count}")
-        # Held-out batches without a predicted token say nothing, and count for nothing.
+        # A batch without a predicted token has no loss, so its weight is 0.
         mean = float(np.average(losses, weights=weights)) if any(weights) else math.nan
         return {"val_bits_per_byte": mean / self._nats_per_token}
 
@@ -324,14 +326,26 @@ class _Run:
 
     @property
     def _nats_per_token(self) -> float:
-        """Nats of a token that has a bit for each of its bytes."""
-        return math.log(2) * self.corpus.bytes_per_token
+        """Nats per token at one bit per byte; a loss divided by this is bits per byte."""
+        return math.log(2) * self.corpus.bytes_per_prediction(self.config.length)
 
 
 @jax.jit
-def _predicted(tokens: jax.Array) -> jax.Array:
-    """The number of tokens of a batch [B, L+1] that are predicted; those below 0 are only read."""
-    return jnp.sum(tokens[:, 1:] >= 0)
+def _predicted(batch: jax.Array | Mapping[str, jax.Array]) -> jax.Array:
+    """The number of tokens of a batch that are predicted: neither below 0, nor the first of their segment."""
+    if not isinstance(batch, Mapping):
+        return jnp.sum(batch[:, 1:] >= 0)
+    tokens, segments = batch["tokens"], batch["segments"]
+    within = (segments[:, 1:] == segments[:, :-1]) & (segments[:, 1:] > 0)
+    return jnp.sum((tokens[:, 1:] >= 0) & within)
+
+
+@jax.jit
+def _fill(batch: Mapping[str, jax.Array]) -> jax.Array:
+    """The share of a batch's positions that are not padding."""
+    sides = [batch[name] for name in ("segments", "source_segments") if name in batch]
+    filled = jnp.stack([jnp.sum(side > 0) for side in sides])
+    return jnp.sum(filled) / sum(side.size for side in sides)
 
 
 def _due(step: int, every: int) -> bool:

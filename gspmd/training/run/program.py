@@ -6,14 +6,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import numpy as np
 from jax.stages import Wrapped
 
 from gspmd.training.state import TrainState
 
 Tree = Any
-Place = Callable[[np.ndarray], jax.Array]
-Evaluate = Callable[[Tree, jax.Array], jax.Array]
+Place = Callable[[Any], Tree]
+Evaluate = Callable[[Tree, Tree], jax.Array]
 
 
 @dataclass(frozen=True)
@@ -25,7 +24,8 @@ class Program:
         step: (state, batch, key) -> (state, figures), as from `jit_step`; `figures` has `cross_entropy` and
             `non_finite`.
         evaluate: (params, batch) -> mean cross-entropy in nats; compiled ahead of its run if it is jitted.
-        place: puts a batch of tokens, integers [B, L+1], onto the devices; it takes the rows that this process reads.
+        place: puts a batch, of integers [B, L+1] or a dictionary of them, onto the devices; it takes the rows that this
+            process reads.
         key: the random key from which each step's key is derived, so that nothing random depends on a resume.
         part: which part of a batch, of how many, has these rows, as from `processes.part_of`.
         context: entered wherever the other functions are called, such as that of an `Arrangement`.

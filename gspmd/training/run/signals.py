@@ -46,7 +46,7 @@ class Stop:
 
     A terminal that is closed sends SIGHUP more than once, from the kernel and from the shell, and a machine that shuts
     down sends SIGTERM after it: neither asks for a faster end. A second Ctrl-C in a terminal interrupts at once, since
-    a step may take long, and the first one is compiled.
+    a step may take long, and the first one includes compilation.
 
     Attributes:
         number: the first signal; None before it.

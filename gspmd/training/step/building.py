@@ -15,7 +15,7 @@ from gspmd.layouts.initial import abstract, abstract_key
 from gspmd.ops._einsum import reshard
 from gspmd.ops._global_norm import global_norm
 from gspmd.training.config import OptimizerConfig
-from gspmd.training.model.trainable import Trainable
+from gspmd.training.model.trainable import Batch, Trainable
 from gspmd.training.optimizer import adamw
 from gspmd.training.optimizer import schedule as rate_by_step
 from gspmd.training.optimizer.int8 import block_faults
@@ -58,7 +58,7 @@ def abstract_program(
     `jax.set_mesh(mesh)`; a mesh of an offline topology will do, and `gspmd.trace` plans it on a mesh of no devices.
 
     Args:
-        model: of one's own (`gspmd.training.model.Own`), or a `gspmd_models.step.Language`.
+        model: a custom model (`gspmd.training.model.Own`), or a `gspmd_models.step.Language`.
         update: what the update is.
         batch: sequences, over all devices.
         length: tokens that each predicts.
@@ -77,11 +77,11 @@ def abstract_parameters(model: Trainable, layout: Layout, mesh: jax.sharding.Mes
     return {path: abstract(row.spec, row.shape, jnp.float32, mesh) for path, row in model.rows(layout).items()}
 
 
-def abstract_batch(
-    model: Trainable, layout: Layout, mesh: jax.sharding.Mesh, batch: int, length: int
-) -> jax.ShapeDtypeStruct:
-    """Return the shape and sharding of a batch, int32 [B, L+1]."""
-    return abstract(model.batch_spec(layout), (batch, length + 1), jnp.int32, mesh)
+def abstract_batch(model: Trainable, layout: Layout, mesh: jax.sharding.Mesh, batch: int, length: int) -> Any:
+    """Return the shape and sharding of a batch, int32 [B, L+1], or of each of its arrays."""
+    spec = model.batch_spec(layout)
+    arrays = {name: abstract(spec, (batch, width), jnp.int32, mesh) for name, width in model.widths(length).items()}
+    return arrays["tokens"] if len(arrays) == 1 else arrays
 
 
 def training_step(model: Trainable, layout: Layout, update: Update) -> Step:
@@ -112,7 +112,7 @@ def training_step(model: Trainable, layout: Layout, update: Update) -> Step:
     frozen_moves = plan_moves(held, held, reshard, loss=_of(list(held), taken))
     optimizer, batch = update.optimizer, model.batch_spec(layout)
 
-    def step(state: TrainState, tokens: jax.Array, key: jax.Array) -> tuple[TrainState, dict[str, jax.Array]]:
+    def step(state: TrainState, tokens: Batch, key: jax.Array) -> tuple[TrainState, dict[str, jax.Array]]:
         if held and moves.partial and not jax.sharding.get_abstract_mesh().are_all_axes_explicit:
             raise PlanError(
                 "cannot keep gradients partial sums beside frozen parameters under Auto mesh axes.\n"
@@ -122,7 +122,7 @@ def training_step(model: Trainable, layout: Layout, update: Update) -> Step:
         there = frozen_moves.to_loss(still)
 
         def of_trained(
-            params: Parameters, tokens: jax.Array, key: jax.Array, total: jax.Array | None = None
+            params: Parameters, tokens: Batch, key: jax.Array, total: jax.Array | None = None
         ) -> tuple[jax.Array, dict[str, jax.Array]]:
             value, figures = model.loss(for_loss, {**there, **params}, tokens, key, update.microbatches, total)
             return value, dict(figures)
@@ -202,7 +202,7 @@ def abstract_gradients(
 
 def evaluation_step(
     model: Trainable, layout: Layout, microbatches: int = 1
-) -> Callable[[Parameters, jax.Array], jax.Array]:
+) -> Callable[[Parameters, Batch], jax.Array]:
     """Build (parameters, tokens [B, L+1]) -> mean cross-entropy in nats, without random draws.
 
     Args:

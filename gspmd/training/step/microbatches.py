@@ -30,12 +30,12 @@ class Microbatches:
     count: int
     batch: Spec
 
-    def split(self, tokens: jax.Array) -> jax.Array:
-        """Split tokens [B, L] into [M, B/M, L], as `gspmd.pipeline.microbatches.cut_batch`."""
-        return cut_batch(tokens, self.batch, self.count)
+    def split(self, batch: Tree) -> Tree:
+        """Split each array [B, L] of a batch into [M, B/M, L], as `gspmd.pipeline.microbatches.cut_batch`."""
+        return jax.tree.map(lambda tokens: cut_batch(tokens, self.batch, self.count), batch)
 
     def value_and_gradients(
-        self, loss: Loss, specs: Tree, params: Tree, batch: jax.Array, key: jax.Array
+        self, loss: Loss, specs: Tree, params: Tree, batch: Tree, key: jax.Array
     ) -> tuple[tuple[jax.Array, dict[str, jax.Array]], Tree]:
         """The mean over microbatches of the loss, of its figures and of its gradients.
 
@@ -47,18 +47,18 @@ class Microbatches:
             loss: (params, batch, key) -> (loss, dictionary of further figures).
             specs: a spec per parameter, where the loss takes it.
             params: there.
-            batch: [B, L].
+            batch: [B, L], or a tree of such arrays.
             key: random key.
 
         Returns:
             As `jax.value_and_grad` with `has_aux`; a gradient of `EF reduced-x` is a partial sum over x.
         """
 
-        def share(params: Tree, tokens: jax.Array, key: jax.Array) -> tuple[jax.Array, Any]:
+        def share(params: Tree, tokens: Tree, key: jax.Array) -> tuple[jax.Array, Any]:
             figures = loss(params, tokens, key)
             return figures[0] / self.count, figures
 
-        def add(total: Tree, part: tuple[jax.Array, jax.Array]) -> tuple[Tree, Any]:
+        def add(total: Tree, part: tuple[Tree, jax.Array]) -> tuple[Tree, Any]:
             tokens, number = part
             drawn = jax.random.fold_in(key, number)
             gradients, figures = jax.grad(share, has_aux=True)(params, tokens, drawn)

@@ -18,15 +18,16 @@ Reshard = Callable[..., jax.Array]
 class Moves:
     """Functions that reshard parameters and gradients within a step.
 
-    If all layouts agree, nothing moves. If the optimizer shards further (ZeRO-1), parameters are sliced, gradients
-    sliced, or reduce-scattered if they are partial sums, and new parameters all-gathered.
+    If all layouts agree, nothing moves. If the optimizer shards further (ZeRO-1), parameters are sliced, gradients are
+    reduce-scattered if they are partial sums and sliced otherwise, and the new parameters are all-gathered.
 
     Attributes:
         to_loss: brings parameters to where the loss takes them.
-        gradients_to_optimizer: brings the gradients of what the loss took to the optimizer.
+        gradients_to_optimizer: brings the gradients from where the loss leaves them to the optimizer.
         to_optimizer: brings parameters to the optimizer.
         to_parameters: brings them back.
-        parameters: where parameters lie, and `loss` where the loss takes them, a spec each; None if nobody says.
+        parameters: a spec per parameter, where it lies; None if not given.
+        loss: a spec per parameter, where the loss takes it; None if not given.
 
     Source: Rajbhandari et al., ZeRO (arXiv 1910.02054), section 5.
     """

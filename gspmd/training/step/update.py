@@ -16,7 +16,7 @@ from gspmd.training.step.microbatches import Loss, Microbatches
 from gspmd.training.step.moves import Moves
 
 Tree = Any
-Step = Callable[[TrainState, jax.Array, jax.Array], tuple[TrainState, dict[str, jax.Array]]]
+Step = Callable[[TrainState, Any, jax.Array], tuple[TrainState, dict[str, jax.Array]]]
 
 
 def make_step(
@@ -28,7 +28,7 @@ def make_step(
     norm: Norm = optax.tree.norm,
     moves: Moves | None = None,
     microbatches: Microbatches | None = None,
-    total: Callable[[jax.Array], jax.Array | None] | None = None,
+    total: Callable[[Tree], jax.Array | None] | None = None,
 ) -> Step:
     """Build the training step, not compiled: (state, batch, key) -> (state, metrics).
 
@@ -37,8 +37,8 @@ def make_step(
     gradients are computed, and settled, under Explicit axes of the same mesh.
 
     Args:
-        loss: (params, batch, key) -> (loss, dictionary of further figures); batch is [B, L+1], params lie as
-            `moves.loss` says.
+        loss: (params, batch, key) -> (loss, dictionary of further figures); batch is [B, L+1], or a tree of such
+            arrays; params lie as `moves.loss` says.
         transform: the optimizer, whose state has its own layout.
         rate: learning rate by step, for the metrics.
         limit: largest global norm of the gradients; 0 for none.
@@ -55,9 +55,9 @@ def make_step(
     """
     moves = moves or Moves()
     if microbatches is None and moves.partial:
-        raise ValueError("gradients are partial sums over mesh axes of the batch.\n  Say where it lies: microbatches=.")
+        raise ValueError("gradients are partial sums over mesh axes of the batch.\n  Pass `microbatches`.")
 
-    def gradients_of(params: Tree, batch: jax.Array, key: jax.Array) -> tuple[Any, Tree]:
+    def gradients_of(params: Tree, batch: Tree, key: jax.Array) -> tuple[Any, Tree]:
         params = moves.to_loss(params)
         of_all = None if total is None else total(batch)
         of_part = loss if of_all is None else partial(loss, total=of_all)
@@ -68,14 +68,14 @@ def make_step(
         with jax.named_scope("optimizer"):
             return figures, moves.gradients_to_optimizer(gradients)
 
-    def differentiate(params: Tree, batch: jax.Array, key: jax.Array) -> tuple[Any, Tree]:
+    def differentiate(params: Tree, batch: Tree, key: jax.Array) -> tuple[Any, Tree]:
         if microbatches is None or not moves.partial or jax.sharding.get_abstract_mesh().are_all_axes_explicit:
             return gradients_of(params, batch, key)
         partitions = jax.tree.map(Spec.partition_spec, moves.parameters, is_leaf=lambda leaf: isinstance(leaf, Spec))
-        placed = partitions, microbatches.batch.partition_spec(), jax.P()
+        placed = partitions, jax.tree.map(lambda _: microbatches.batch.partition_spec(), batch), jax.P()
         return jax.sharding.explicit_axes(gradients_of, in_sharding=placed)(params, batch, key)
 
-    def step(state: TrainState, batch: jax.Array, key: jax.Array) -> tuple[TrainState, dict[str, jax.Array]]:
+    def step(state: TrainState, batch: Tree, key: jax.Array) -> tuple[TrainState, dict[str, jax.Array]]:
         key = jax.random.fold_in(key, state.step)
         (value, aux), gradients = differentiate(state.params, batch, key)
         with jax.named_scope("optimizer"):

@@ -1,7 +1,6 @@
-"""Entries of config.json that no family reads: those that change nothing, and those that must have one value.
+"""Entries of config.json that no family reads: those without effect, and those that must have a certain value.
 
-Whatever is in neither table, and not in a family's own, is refused by name: an entry that is not known here may well
-change what the model computes.
+An entry that is in neither table, nor in the family's own, is refused by name: it may change what the model computes.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ _ABOUT_THE_FILE = frozenset({
     "model_max_length", "max_sequence_length", "is_llama_config", "unsloth_version", "unsloth_fixed",
 })  # fmt: skip
 
-#: Precision is the caller's choice here, and so is how attention and experts are computed.
+#: The caller chooses the precision, and how attention and experts are computed.
 _PRECISION = frozenset({
     "dtype", "torch_dtype", "use_bfloat16", "torchscript", "_attn_implementation", "attn_implementation",
     "_attn_implementation_autoset", "_attn_implementation_internal", "_flash_attn_2_enabled",
@@ -26,11 +25,13 @@ _PRECISION = frozenset({
 })  # fmt: skip
 
 _TRAINING = frozenset({
-    "initializer_range", "gradient_checkpointing", "attention_dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop",
-    "hidden_dropout", "router_aux_loss_coef", "router_jitter_noise", "output_router_logits", "aux_loss_alpha",
+    "initializer_range", "init_std", "initializer_factor", "gradient_checkpointing", "attention_dropout", "attn_pdrop",
+    "embd_pdrop", "resid_pdrop", "hidden_dropout", "dropout", "dropout_rate", "activation_dropout",
+    "classifier_dropout", "encoder_layerdrop", "decoder_layerdrop", "router_aux_loss_coef", "router_z_loss_coef",
+    "router_jitter_noise", "output_router_logits", "aux_loss_alpha",
 })  # fmt: skip
 
-#: What a call returns beside the logits, and heads of tasks that a causal language model does not have.
+#: Outputs besides the logits, and heads for tasks other than causal language modelling.
 _OUTPUTS = frozenset({
     "use_cache", "return_dict", "output_hidden_states", "output_attentions", "_output_attentions", "num_labels",
     "id2label", "label2id", "problem_type", "finetuning_task", "task_specific_params", "summary_type",
@@ -38,11 +39,11 @@ _OUTPUTS = frozenset({
     "is_decoder", "tie_encoder_decoder", "cross_attention_hidden_size", "encoder_no_repeat_ngram_size",
 })  # fmt: skip
 
-#: Those of `transformers.GenerationConfig`. Here the caller says how to sample; bos_token_id and eos_token_id are read
-#: with the tokenizer.
+#: Fields of `transformers.GenerationConfig`. The caller says how to sample; bos_token_id and eos_token_id are read with
+#: the tokenizer.
 _GENERATION = frozenset({
-    "bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "unk_token_id",
-    "decoder_start_token_id", "forced_bos_token_id", "forced_eos_token_id", "max_length",
+    "bos_token_id", "eos_token_id", "sep_token_id", "unk_token_id",
+    "forced_bos_token_id", "forced_eos_token_id", "max_length",
     "max_new_tokens", "min_length", "min_new_tokens", "early_stopping",
     "max_time", "do_sample", "num_beams", "num_beam_groups", "diversity_penalty", "penalty_alpha", "temperature",
     "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff", "repetition_penalty", "length_penalty",
@@ -52,12 +53,14 @@ _GENERATION = frozenset({
 })  # fmt: skip
 
 IGNORED = _ABOUT_THE_FILE | _PRECISION | _TRAINING | _OUTPUTS | _GENERATION
-"""Entries that change no logits of any family here."""
+"""Entries that do not change the logits of any family."""
+
+IGNORED_BY_DECODERS = frozenset({"pad_token_id", "decoder_start_token_id"})
+"""Entries that change no logits of a decoder alone."""
 
 INACTIVE: Mapping[str, tuple[Any, ...]] = {
-    "is_causal": (True,),  # transformers takes null for false, and then lets every token attend to those after it
+    "is_causal": (True,),  # transformers reads null as false, and then lets every token attend to later ones
     "use_bidirectional_attention": (False, None),
-    "is_encoder_decoder": (False,),
     "add_cross_attention": (False,),
     "pruned_heads": ({}, None),
     "per_layer_config": (None, {}),
@@ -66,23 +69,29 @@ INACTIVE: Mapping[str, tuple[Any, ...]] = {
     "use_mrope": (False, None),
     "quantization_config": (None, {}),
 }
-"""Entry to the values, its default first, under which it changes nothing in any family here."""
+"""Maps an entry to the values with which it has no effect in any family; the first is its default."""
+
+STACKS: Mapping[bool, Mapping[str, tuple[Any, ...]]] = {
+    False: {"is_encoder_decoder": (False,)},
+    True: {"is_encoder_decoder": (True,)},
+}
+"""Likewise, by whether the models of a family have an encoder."""
 
 REMEDIES = {"quantization_config": "its weights are quantized; take a checkpoint with plain ones"}
-"""Remedies of entries for which it does not help to say which value they should have."""
+"""Remedies for entries whose value cannot simply be changed."""
 
 
 def is_number(value: Any) -> bool:
-    """Return whether JSON has a number here that a float holds; true and false are none, though Python counts them."""
+    """Return whether a JSON value is a number in the range of a float; booleans, which Python counts, are not."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def is_whole(value: Any) -> bool:
-    """Return whether JSON has a whole number here."""
+    """Return whether a JSON value is a whole number."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def in_json(value: Any, most: int = 60) -> str:
-    """Return a value as config.json has it, cut where it is long, for a message."""
+    """Format a value of config.json for a message, shortened if it is long."""
     text = repr(value) if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     return text if len(text) <= most else f"{text[:most]} …"

@@ -6,7 +6,7 @@ from .family import Family, Option, Stored
 from .serial import ATTENTION, ENDS, FIXED, LAYER, OPTIONS, QWEN3, kv_heads, without
 from .window import Window
 
-EXPERTS = without(FIXED, "moe") | {"moe.router": "top-k", "moe.every": 1, "moe.shared": 0}
+EXPERTS = without(FIXED, "moe") | {"moe.router": "top-k", "moe.every": 1, "moe.offset": 0, "moe.shared": 0}
 
 MIXTRAL = Family(
     title="Mixtral",
@@ -63,6 +63,6 @@ QWEN3_MOE = Family(
         "use_qk_norm": (True,),
         "shared_expert_intermediate_size": (0, None),
     },
-    ignored_entries=("intermediate_size",),  # of layers without experts
+    ignored_entries=("intermediate_size",),  # only layers without experts use it
     window=Window(4096, switched=True),
 )

@@ -1,11 +1,11 @@
-"""Families of parallel blocks: attention and feed-forward read one layer norm, and their results are added at once."""
+"""Families of parallel blocks: attention and feed-forward read the same layer norm, and their results are summed."""
 
 from __future__ import annotations
 
 from .family import Family, Option, Stored
 from .serial import ATTENTION, ENDS, FEED_FORWARD, FIXED, LAYER, OPTIONS, SIZES, without
 
-#: What transformers calls the activations of layers without a gate; the tanh form of gelu has several names.
+#: Names in transformers of activations without a gate; the tanh approximation of gelu has several.
 GELU = {
     "gelu_new": "gelu",
     "gelu_pytorch_tanh": "gelu",

@@ -10,7 +10,7 @@ from ...config import ModelConfig, RopeScaling
 from .entries import in_json, is_number
 from .family import Family
 
-#: Field of `RopeScaling` to its entry.
+#: Maps a field of `RopeScaling` to its entry.
 _SCALING = {
     "factor": "factor",
     "low_frequency": "low_freq_factor",
@@ -22,17 +22,17 @@ _ORIGINAL = _SCALING["original_length"]
 ENTRIES = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", _ORIGINAL)
 """The entries that `read_rope` reads."""
 
-#: The entries inside of `rope_scaling` and `rope_parameters`.
+#: The entries inside `rope_scaling` and `rope_parameters`.
 _INNER = ("rope_theta", "rope_type", "type", "partial_rotary_factor", *_SCALING.values())
 
 
 def read_rope(family: Family, json: Mapping[str, Any], head_size: int, faults: list[str]) -> dict[str, Any]:
-    """Return the fields rope_base, rope_scaling and rotary_size; add to the faults what is not supported.
+    """Return the fields rope_base, rope_scaling and rotary_size; append unsupported entries to `faults`.
 
-    They stand in `rope_parameters`, or, as written before transformers 5, in `rope_theta`, `rope_scaling` and
-    `partial_rotary_factor`. Where several say the same thing, the one counts that counts in transformers:
-    `rope_scaling` before `rope_parameters`, what stands in it before what stands beside it, but for
-    `original_max_position_embeddings`, which counts where it stands beside it.
+    They are read from `rope_parameters`, or, in files older than transformers 5, from `rope_theta`, `rope_scaling` and
+    `partial_rotary_factor`. Where several entries say the same thing, precedence is that of transformers:
+    `rope_scaling` wins over `rope_parameters`, and an entry inside that table over one beside it, except that
+    `original_max_position_embeddings` wins if it stands beside the table.
     """
     if family.rope_base is None:
         return {"rope_base": 10000.0, "rope_scaling": None}
@@ -62,7 +62,7 @@ def read_rope(family: Family, json: Mapping[str, Any], head_size: int, faults: l
 def _llama3(
     family: Family, json: Mapping[str, Any], entries: Mapping[str, Any], faults: list[str]
 ) -> RopeScaling | None:
-    """Read the stretching of long wavelengths; None with a fault."""
+    """Read the stretching of long wavelengths; on a fault, append it and return None."""
     given = {_ORIGINAL: json.get(family.length[0]), **entries}
     if _ORIGINAL in json:
         given[_ORIGINAL] = json[_ORIGINAL]
@@ -83,7 +83,7 @@ def _llama3(
 def _rotary_size(
     family: Family, json: Mapping[str, Any], entries: Mapping[str, Any], head_size: int, faults: list[str]
 ) -> int:
-    """Read how many elements of a head are rotated."""
+    """Return the number of elements of a head that are rotated; append faults."""
     default = 1.0 if family.partial_rotary is None else family.partial_rotary
     share = entries.get("partial_rotary_factor", json.get("partial_rotary_factor", default))
     if family.partial_rotary is None:
@@ -94,13 +94,13 @@ def _rotary_size(
         faults.append(f"partial_rotary_factor is {in_json(share)}; it must be a number above 0, and at most 1.")
         return head_size
     size = int(head_size * share)
-    if not size:  # which would stand for the whole head
-        faults.append(f"partial_rotary_factor is {share}, which is no element of a head of {head_size}.")
+    if not size:  # in ModelConfig, 0 stands for the whole head
+        faults.append(f"partial_rotary_factor is {share}, which rotates no element of a head of {head_size}.")
     return size
 
 
 def write_rope(family: Family, config: ModelConfig) -> dict[str, Any]:
-    """Return the entries of a model, as all versions of transformers read them."""
+    """Return the entries that describe a model's rotary embedding, as every version of transformers reads them."""
     if family.rope_base is None:
         return {}
     entries: dict[str, Any] = {"rope_theta": config.rope_base}
@@ -109,14 +109,14 @@ def write_rope(family: Family, config: ModelConfig) -> dict[str, Any]:
         entries["rope_scaling"] = {"rope_type": "llama3", **values}
     if family.partial_rotary is not None:
         share = config.rotary / config.head_size
-        if int(config.head_size * share) != config.rotary:  # as 44 · (30 / 44) is 29.999…, of which readers take 29
+        if int(config.head_size * share) != config.rotary:  # 44 · (30 / 44) is 29.999…, which readers truncate to 29
             share = math.nextafter(share, 1.0)
         entries["partial_rotary_factor"] = share
     return entries
 
 
 def rope_reasons(family: Family, config: ModelConfig) -> list[str]:
-    """Return why a model's rotary embedding cannot be expressed in a family."""
+    """Return the reasons why a family cannot express a model's rotary embedding."""
     found = []
     if family.rope_base is None and (config.rope_base, config.rope_scaling) != (10000.0, None):
         found.append("its rope_base is always 10000, without scaling")

@@ -1,4 +1,4 @@
-"""Families of serial blocks with RMS norms and a gated feed-forward layer: Llama and what follows it."""
+"""Families of serial blocks with RMS norms and a gated feed-forward layer: Llama and its successors."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from .window import Window
 
 LAYER = "model.layers.{N}"
 
-#: As many as query heads; absent or null in most families, and null alone where another number is the default.
+#: As many key/value heads as query heads: the value of an absent or null entry in most families, and of a null entry
+#: in families with another default.
 _HEADS = lambda fields: fields["heads"]  # noqa: E731
 _HEAD_SIZE = lambda fields: fields["embed"] // fields["heads"]  # noqa: E731
 
 
 def kv_heads(default: int) -> Option:
-    """The entry of key/value heads where it has a default of its own."""
+    """Return the option for key/value heads with this default."""
     return Option("num_key_value_heads", default, null=_HEADS)
 
 
@@ -30,7 +31,7 @@ SIZES = {
     "feed_forward": Option("intermediate_size"),
 }
 
-#: What transformers calls the activations of gated layers.
+#: Names in transformers of activations with a gate.
 SILU = {"silu": "swiglu", "swish": "swiglu"}
 
 OPTIONS = SIZES | {
@@ -39,7 +40,7 @@ OPTIONS = SIZES | {
     "norm_epsilon": Option("rms_norm_eps", 1e-6),
 }
 
-#: The fields that the families differ in stand behind it.
+#: Fields that are the same in all families, except where a family below says otherwise.
 FIXED = {
     "block": "serial",
     "norm": "rms",
@@ -50,6 +51,13 @@ FIXED = {
     "ffn_bias": False,
     "output_bias": False,
     "rotary_pairs": "halves",
+    "positions": "rotary",
+    "relative_buckets": 32,
+    "relative_distance": 128,
+    "position_offset": 0,
+    "attention_scale": None,
+    "encoder_layers": 0,
+    "start_token": 0,
     "moe": None,
 }
 
@@ -87,7 +95,7 @@ TENSORS = ENDS | ATTENTION | FEED_FORWARD
 
 
 def without(table: Mapping[str, Any], *names: str) -> dict[str, Any]:
-    """The table without some of its rows."""
+    """Return a table without the rows of these names."""
     return {name: row for name, row in table.items() if name not in names}
 
 
@@ -141,7 +149,7 @@ QWEN3 = Family(
     window=Window(4096, switched=True, layered=True),
 )
 
-#: Its first files say gelu, and mean the tanh form.
+#: The first Gemma files say gelu but mean the tanh approximation.
 GEMMA_GELU = {"gelu_pytorch_tanh": "geglu", "gelu": "geglu"}
 
 #: Gemma's norms scale by 1 + w, so that weight decay draws them to 1.
@@ -162,6 +170,6 @@ GEMMA = Family(
     },
     fixed=without(FIXED, "qkv_bias", "out_bias"),
     tensors={path: Stored(row.name, row.dims, offset=1.0) if path in _NORMS else row for path, row in TENSORS.items()},
-    inactive={"hidden_activation": (None, *GEMMA_GELU)},  # which counted in some releases of transformers
+    inactive={"hidden_activation": (None, *GEMMA_GELU)},  # some releases of transformers read it
     scale_embedding=True,
 )

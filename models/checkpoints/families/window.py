@@ -1,4 +1,4 @@
-"""The entries of config.json about a sliding window, in which a token attends to the last few tokens alone."""
+"""The entries of config.json about a sliding window, in which a token attends only to the last few tokens."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 @dataclass(frozen=True)
 class Window:
-    """The entries by which a family says that attention looks back over a few tokens only.
+    """The entries with which a family describes its sliding window.
 
     Attributes:
         size: the default of `sliding_window`.
-        switched: whether there is a window only where `use_sliding_window` is true, which it is not by default.
-        layered: whether only those layers have it that `layer_types` names, or that come after `max_window_layers`;
-            other families have it in all layers, whatever these entries say.
+        switched: whether `use_sliding_window`, false by default, turns the window on.
+        layered: whether only the layers that `layer_types` names, or those after `max_window_layers`, have a window;
+            in other families all layers have it, and these entries are ignored.
     """
 
     size: int | None
@@ -35,13 +35,13 @@ _FIRST = 28
 
 
 def read_window(window: Window | None, json: Mapping[str, Any], layers: int, faults: list[str]) -> int | None:
-    """Return how many tokens the layers with a sliding window attend to; None if there is no such layer.
+    """Return the number of tokens in the sliding window; None if no layer has one.
 
     Args:
-        window: the family's; None if its models have none.
-        json: config.json.
-        layers: how many the model has.
-        faults: to which is added what cannot be read, or is not supported.
+        window: the family's entries; None if its models have no window.
+        json: the entries of config.json.
+        layers: the model's number of layers.
+        faults: list to which entries that cannot be read, or are not supported, are appended.
     """
     kinds = json.get("layer_types")
     if kinds is not None and not (isinstance(kinds, list) and all(isinstance(kind, str) for kind in kinds)):
@@ -57,7 +57,7 @@ def read_window(window: Window | None, json: Mapping[str, Any], layers: int, fau
         faults.append(f"sliding_window is {in_json(size)}; it must be a whole number of tokens, or null.")
         return None
     if window is None:
-        # transformers would still cut the cache of such a model, though not the attention of its prompts.
+        # transformers would still truncate the cache of such a model, though not the attention within its prompts.
         if size is not None:
             faults.append(f"sliding_window is {size}, which models of this family do not have; null is supported.")
         if json.get("use_sliding_window"):
@@ -84,7 +84,7 @@ def read_window(window: Window | None, json: Mapping[str, Any], layers: int, fau
 
 
 def write_window(window: Window | None) -> dict[str, Any]:
-    """Return the entries of a model without a sliding window."""
+    """Return the entries that say that a model has no sliding window."""
     if window is None:
         return {}
     return {"sliding_window": None} | ({"use_sliding_window": False} if window.switched else {})

@@ -57,6 +57,63 @@ CASES = {
     "cohere-untied-biases": ("Cohere", _WIDE | {"tie_word_embeddings": False, "attention_bias": True}),
 }
 
+_PAIRS = {"vocab_size": 50, "d_model": 24}
+_M2M = _PAIRS | {
+    "encoder_layers": 1,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 3,
+    "decoder_attention_heads": 3,
+    "encoder_ffn_dim": 40,
+    "decoder_ffn_dim": 40,
+}
+_T5 = _PAIRS | {
+    "d_kv": 4,  # a head is not as wide as 24/3
+    "d_ff": 40,
+    "num_layers": 1,
+    "num_decoder_layers": 2,
+    "num_heads": 3,
+    "relative_attention_num_buckets": 8,
+    "relative_attention_max_distance": 20,
+    "decoder_start_token_id": 3,
+}
+_T5_1_1 = _T5 | {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
+_SWITCH = _T5 | {"num_experts": 5}
+
+
+def _sparse(layers: int, sparse: int, decoder_layers: int, decoder_sparse: int) -> dict[str, int]:
+    return {
+        "num_layers": layers,
+        "num_sparse_encoder_layers": sparse,
+        "num_decoder_layers": decoder_layers,
+        "num_sparse_decoder_layers": decoder_sparse,
+    }
+
+
+def _nllb(layers: int, decoder_layers: int, step: int) -> dict[str, int]:
+    return _M2M | {
+        "encoder_layers": layers,
+        "decoder_layers": decoder_layers,
+        "encoder_sparse_step": step,
+        "decoder_sparse_step": step,
+        "num_experts": 5,
+    }
+
+
+#: As `CASES`, of encoder–decoders; the tables of "untied" ones differ.
+ENCODER_DECODERS = {
+    "m2m-100": ("M2M100", _M2M),
+    "m2m-100-untied": ("M2M100", _M2M | {"tie_word_embeddings": False, "activation_function": "gelu"}),
+    "nllb-moe": ("NllbMoe", _nllb(2, 4, 2)),
+    "nllb-moe-fourth": ("NllbMoe", _nllb(4, 4, 4) | {"moe_token_dropout": 0.0, "batch_prioritized_routing": True}),
+    "nllb-moe-every-untied": ("NllbMoe", _nllb(1, 2, 1) | {"tie_word_embeddings": False}),
+    "t5": ("T5", _T5),
+    "t5-1.1-untied": ("T5", _T5_1_1),
+    "t5-1.1-unscaled": ("T5", _T5_1_1),  # one table, and logits as of two
+    "switch": ("SwitchTransformers", _SWITCH | _sparse(4, 2, 2, 1)),
+    "switch-every": ("SwitchTransformers", _SWITCH | _sparse(1, 1, 2, 2)),
+    "switch-third-untied": ("SwitchTransformers", _SWITCH | _sparse(3, 1, 6, 2) | {"tie_word_embeddings": False}),
+}
+
 #: One of each family, with the layout of its test in the fast suite.
 FIRST = {
     "llama-tied-scaled": "megatron-1d",

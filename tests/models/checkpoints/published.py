@@ -25,6 +25,17 @@ _SCALED = {
     },
 }
 
+_T5 = {
+    "architectures": ["T5ForConditionalGeneration"],
+    "model_type": "t5",
+    "d_model": 512,
+    "d_kv": 64,
+    "vocab_size": 32128,
+    "relative_attention_num_buckets": 32,
+    "decoder_start_token_id": 0,
+    "n_positions": 512,
+}
+
 #: Name to the entries of config.json, and the number of parameters.
 PUBLISHED = {
     "Llama-2-7b": (_of("Llama", 4096, 11008, 32, 32, 32, 32000, rms_norm_eps=1e-5), 6_738_415_616),
@@ -75,5 +86,35 @@ PUBLISHED = {
             "vocab_size": 50400,
         },
         6_050_882_784,
+    ),
+    "M2M100-418M": (
+        {
+            "architectures": ["M2M100ForConditionalGeneration"],
+            "model_type": "m2m_100",
+            "d_model": 1024,
+            "encoder_layers": 12,
+            "decoder_layers": 12,
+            "encoder_attention_heads": 16,
+            "decoder_attention_heads": 16,
+            "encoder_ffn_dim": 4096,
+            "decoder_ffn_dim": 4096,
+            "vocab_size": 128112,
+            "num_hidden_layers": 12,
+        },
+        483_905_536,
+    ),
+    "T5-small": (_T5 | {"d_ff": 2048, "num_layers": 6, "num_heads": 8}, 60_506_624),
+    "FLAN-T5-small": (
+        _T5
+        | {"d_ff": 1024, "num_layers": 8, "num_heads": 6, "num_decoder_layers": 8, "tie_word_embeddings": False}
+        | {"feed_forward_proj": "gated-gelu"},
+        76_961_152,
+    ),
+    "Switch-base-8": (
+        _T5
+        | {"architectures": ["SwitchTransformersForConditionalGeneration"], "model_type": "switch_transformers"}
+        | {"d_model": 768, "d_ff": 3072, "num_heads": 12, "num_experts": 8, "num_layers": 12, "num_decoder_layers": 12}
+        | {"num_sparse_encoder_layers": 6, "num_sparse_decoder_layers": 6, "feed_forward_proj": "relu"},
+        619_339_008,
     ),
 }

@@ -46,16 +46,19 @@ def test_published_models_have_the_published_number_of_parameters(name, read):
 def test_what_is_written_is_read_as_the_same_model(name, read, tmp_path):
     config = read(PUBLISHED[name][0])
     family = described(tmp_path).family
-    assert read(written(family, config, 4096, "bfloat16")) == dataclasses.replace(config, context_length=4096)
+    length = 4096 if family.length else None
+    assert read(written(family, config, 4096, "bfloat16")) == dataclasses.replace(config, context_length=length)
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.title)
 def test_every_field_of_a_model_is_read_or_fixed_or_free(family):
     wanted = {field.name for field in dataclasses.fields(ModelConfig)} - {*FREE, "moe"}
     if "moe.experts" in family.options:
-        wanted |= {"moe.experts", "moe.k", "moe.router", "moe.every", "moe.shared", "moe.renormalize"}
+        named = ("experts", "k", "router", "every", "offset", "shared", "renormalize")
+        wanted |= {f"moe.{name}" for name in named}
     rope = {"rope_base", "rope_scaling", "rotary_size"}
-    known = {*family.options, *family.fixed, *family.derived} - {"moe"}
+    together = family.agreement.fields if family.agreement else ()
+    known = {*family.options, *family.fixed, *family.derived, *together} - {"moe"}
     assert known | rope == wanted
 
 
@@ -98,10 +101,13 @@ REFUSED = {
     ),
     "an entry that is not known": (
         {"residual_multiplier": 0.5},
-        "residual_multiplier is 0.5, an entry of config.json that is not known here for Llama; if it changes nothing",
+        "residual_multiplier is 0.5, an entry of config.json that is not known for Llama; if it does not change",
     ),
     "another family's entry": ({"logit_scale": 0.5}, "logit_scale is 0.5, an entry of config.json that is not known"),
-    "another family's type": ({"model_type": "mistral"}, "model_type is 'mistral', not 'llama': they are of different"),
+    "another family's type": (
+        {"model_type": "mistral"},
+        "model_type is 'mistral', not 'llama': they belong to different",
+    ),
     "architectures that are no list": ({"architectures": "LlamaForCausalLM"}, "architectures is 'LlamaForCausalLM';"),
     "no architecture": ({"architectures": None}, "config.json names no model"),
     "a type that is null": ({"model_type": None}, "model_type is null, not 'llama'"),
@@ -129,7 +135,7 @@ REFUSED = {
     ),
     "no element of a head": (
         {"architectures": ["PhiForCausalLM"], "hidden_act": "gelu_new", "partial_rotary_factor": 0.01},
-        "partial_rotary_factor is 0.01, which is no element of a head of 8",
+        "partial_rotary_factor is 0.01, which rotates no element of a head of 8",
     ),
     "part of a head that is null": (
         {"architectures": ["PhiForCausalLM"], "hidden_act": "gelu_new", "partial_rotary_factor": None},
@@ -142,7 +148,7 @@ REFUSED = {
         {"rope_scaling": {"rope_type": "llama3", **SCALING, "low_freq_factor": 8.0}},
         "its rotary embedding cannot be read: ",
     ),
-    "a base that is no number": ({"rope_theta": "x"}, "rope_theta is 'x'; it must be a positive number"),
+    "a base that is not a number": ({"rope_theta": "x"}, "rope_theta is 'x'; it must be a positive number"),
     "a scaling that is text": ({"rope_scaling": "abc"}, "rope_scaling is 'abc'; it must be a table of entries"),
     "rope parameters that are text": ({"rope_parameters": "x"}, "rope_parameters is 'x'; it must be a table"),
     "part of a head": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5, which Llama models do not have"),
@@ -155,7 +161,7 @@ REFUSED = {
     "a missing size": ({"hidden_size": None}, "hidden_size is null; it must be a whole number"),
     "sizes that do not fit": ({"num_key_value_heads": 4}, "heads is 6, which kv_heads (4) does not divide"),
     "entries of wrong types": ({"rope_parameters": [1]}, "rope_parameters is [1]; it must be a table"),
-    "a scale that is no number": (
+    "a scale that is not a number": (
         {"architectures": ["CohereForCausalLM"], "logit_scale": "1"},
         "logit_scale is '1'; it must be a number",
     ),
@@ -168,8 +174,120 @@ REFUSED = {
         {"architectures": ["GPTJForCausalLM"], "rotary_dim": None},
         "rotary_dim is null; it must be a whole number",
     ),
-    "a size that is no number": ({"hidden_size": "24"}, "hidden_size is '24'; it must be a whole number"),
+    "a size that is not a number": ({"hidden_size": "24"}, "hidden_size is '24'; it must be a whole number"),
 }
+
+
+M2M_100 = {
+    "architectures": ["M2M100ForConditionalGeneration"],
+    "vocab_size": 50,
+    "d_model": 24,
+    "encoder_layers": 2,
+    "decoder_layers": 4,
+    "encoder_attention_heads": 3,
+    "decoder_attention_heads": 3,
+    "encoder_ffn_dim": 20,
+    "decoder_ffn_dim": 20,
+}
+T5 = {
+    "architectures": ["T5ForConditionalGeneration"],
+    "vocab_size": 50,
+    "d_model": 24,
+    "d_kv": 4,
+    "d_ff": 20,
+    "num_layers": 2,
+    "num_decoder_layers": 4,
+    "num_heads": 3,
+}
+SWITCH = T5 | {"architectures": ["SwitchTransformersForConditionalGeneration"], "num_experts": 5}
+NLLB = M2M_100 | {
+    "architectures": ["NllbMoeForConditionalGeneration"],
+    "num_experts": 5,
+    "encoder_sparse_step": 2,
+    "decoder_sparse_step": 2,
+}
+SPARSE = {"num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 2}
+
+REFUSED_WITH_ENCODER = {
+    "stacks of different widths": (M2M_100, {"decoder_ffn_dim": 40}, "decoder_ffn_dim is 40, and encoder_ffn_dim 20;"),
+    "stacks of different heads": (M2M_100, {"decoder_attention_heads": 6}, "decoder_attention_heads is 6, and encoder"),
+    "another padding token": (M2M_100, {"pad_token_id": 0}, "pad_token_id is 0, which is not supported; 1 is"),
+    "tokens that are not scaled": (M2M_100, {"scale_embedding": False}, "scale_embedding is false"),
+    "no encoder": (M2M_100, {"is_encoder_decoder": False}, "is_encoder_decoder is false, which is not supported"),
+    "no layers of an encoder": (T5, {"num_layers": 0}, "its encoder has no layers"),
+    "a token beyond the vocabulary": (
+        T5,
+        {"decoder_start_token_id": 50},
+        "start_token is 50, which is not a token of 50",
+    ),
+    "another gate": (
+        T5,
+        {"is_gated_act": True},
+        "is_gated_act is true, and feed_forward_proj 'relu', for which it is false",
+    ),
+    "another activation": (
+        T5,
+        {"feed_forward_proj": "gated-gelu", "dense_act_fn": "gelu"},
+        "for which it is 'gelu_new'",
+    ),
+    "a scale that is no truth": (T5, {"scale_decoder_outputs": 1}, "scale_decoder_outputs is 1; it must be true or"),
+    "different steps": (
+        SWITCH,
+        SPARSE | {"num_sparse_decoder_layers": 4},
+        "1 of 2 blocks of the encoder has experts, and 1 of 1 of the decoder (num_sparse_encoder_layers, "
+        "num_sparse_decoder_layers); both stacks have the same share here",
+    ),
+    "a step of other layers": (SWITCH, SPARSE | {"encoder_sparse_step": 1}, "encoder_sparse_step is 1, and num_sparse"),
+    "too many experts' layers": (
+        SWITCH,
+        SPARSE | {"num_sparse_encoder_layers": 3},
+        "num_sparse_encoder_layers is 3; it must be a whole number, at most that of layers (2)",
+    ),
+    "a router's bias": (SWITCH, SPARSE | {"router_bias": True}, "router_bias is true"),
+    "no slots": (SWITCH, SPARSE | {"expert_capacity": 0}, "expert_capacity is 0; it must be a whole number of tokens"),
+    "experts with room for some": (
+        NLLB,
+        {"moe_eval_capacity_token_fraction": 0.5},
+        "moe_eval_capacity_token_fraction is 0.5, which is not supported; 1.0 is",
+    ),
+    "second experts at random": (NLLB, {"second_expert_policy": "random"}, "second_expert_policy is 'random'"),
+    "stacks with other shares": (
+        NLLB,
+        {"decoder_sparse_step": 1},
+        "encoder_sparse_step is 2, and decoder_sparse_step 1; both stacks have the same share of experts here",
+    ),
+    "a part of a period": (
+        NLLB,
+        {"encoder_sparse_step": 4, "decoder_sparse_step": 4},
+        "encoder_layers is 2, which moe.every (4) does not divide",
+    ),
+    "no outputs": (NLLB, {"moe_token_dropout": 1.0}, "moe_token_dropout is 1.0; it must be in [0, 1)"),
+    "an unrouted stack": (NLLB, {"encoder_sparse_step": 0}, "encoder_sparse_step is 0; it must be n where every nth"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED_WITH_ENCODER)
+def test_what_encoder_decoders_here_do_not_have_is_refused_by_name(what, read):
+    entries, changes, words = REFUSED_WITH_ENCODER[what]
+    with pytest.raises(CheckpointError, match="cannot read the model of checkpoint") as error:
+        read(entries | changes)
+    assert words in str(error.value)
+    assert len([fault for fault in error.value.faults if not fault.endswith("built:")]) == 1
+
+
+@pytest.mark.parametrize(
+    ("layers", "sparse", "every", "place"), [(2, 2, 1, 0), (4, 2, 2, 1), (6, 2, 3, 1), (4, 0, 4, 1)]
+)
+def test_switch_has_experts_in_the_second_block_of_each_period(layers, sparse, every, place, read):
+    step = {"num_sparse_encoder_layers": sparse, "num_sparse_decoder_layers": sparse}
+    config = read(SWITCH | {"num_layers": layers, "num_decoder_layers": layers} | step)
+    assert (config.moe.every, config.expert_place, config.moe.router) == (every, place, "switch")
+
+
+def test_the_token_that_a_decoder_begins_with_may_stand_beside_the_other_defaults_of_generation(read, tmp_path):
+    assert (read(T5).start_token, read(M2M_100).start_token) == (0, 2)
+    (tmp_path / "generation_config.json").write_text('{"decoder_start_token_id": 7}')
+    assert (read(T5).start_token, read(T5 | {"decoder_start_token_id": 8}).start_token) == (7, 8)
 
 
 @pytest.mark.parametrize("what", REFUSED)
@@ -255,23 +373,23 @@ def test_a_lora_adapter_says_what_it_is_and_what_to_do(tmp_path):
     with pytest.raises(CheckpointError, match=r"holds a LoRA adapter.*'someone/some-model'.*merge_and_unload"):
         model_config(tmp_path)
     (tmp_path / "adapter_config.json").write_text("[]")
-    with pytest.raises(CheckpointError, match=r"the weights of another one, and no model"):
+    with pytest.raises(CheckpointError, match=r"the weights of another model, not a model"):
         model_config(tmp_path)
 
 
 def test_a_lora_adapter_beside_a_model_is_not_passed_over(read, tmp_path):
     (tmp_path / "adapter_config.json").write_text("{}")
-    with pytest.raises(CheckpointError, match=r"a LoRA adapter \(adapter_config.json\) beside a model"):
+    with pytest.raises(CheckpointError, match=r"a LoRA adapter \(adapter_config.json\) and a model"):
         read({})
 
 
 @pytest.mark.parametrize(
     ("file", "words"),
     [
-        ("model-Q8_0.gguf", r"model-Q8_0\.gguf, a GGUF file, which is not read here.*gguf_file=NAME"),
+        ("model-Q8_0.gguf", r"model-Q8_0\.gguf, a GGUF file, which is not supported.*gguf_file=NAME"),
         ("pytorch_model.bin", "weights of torch, which may run code"),
         ("consolidated.00.pth", "the version of the model in the format of transformers"),
-        ("model.safetensors", "not all files of a checkpoint"),
+        ("model.safetensors", "but a checkpoint also has config.json"),
     ],
 )
 def test_a_folder_or_a_file_of_another_format_says_which_and_what_to_do(file, words, tmp_path):
@@ -317,6 +435,18 @@ def test_a_model_of_no_family_is_refused_with_all_reasons():
     assert {fault.split(":")[0] for fault in error.value.faults} == {family.title for family in FAMILIES}
 
 
+RELATIVE = {"encoder_layers": 2, "positions": "relative", "attention_scale": 1.0, "activation": "relu"}
+SINUSOIDAL = {
+    "encoder_layers": 1,
+    "positions": "sinusoidal",
+    "position_offset": 2,
+    "activation": "relu",
+    "norm": "layer",
+    "norm_epsilon": 1e-5,
+    **dict.fromkeys(("norm_bias", "qkv_bias", "out_bias", "ffn_bias"), True),
+}
+
+
 def test_a_model_takes_the_first_family_that_has_its_form():
     for changes, title in (
         ({}, "Llama"),
@@ -329,5 +459,11 @@ def test_a_model_takes_the_first_family_that_has_its_form():
         ({"moe": MoEConfig(router="st-moe", every=1)}, "Mixtral"),
         ({"moe": MoEConfig(router="switch", every=1), "qk_norm": True}, "Qwen3-MoE"),
         ({"block": "parallel", "norm": "layer", "rotary_pairs": "neighbours"}, "Cohere"),
+        (RELATIVE, "T5"),
+        (RELATIVE | {"activation": "geglu", "tied": False}, "T5"),
+        (RELATIVE | {"moe": MoEConfig(router="switch")}, "Switch Transformers"),
+        (RELATIVE | {"moe": MoEConfig(router="top-k", k=1, renormalize=False, every=1)}, "Switch Transformers"),
+        (SINUSOIDAL, "M2M-100"),
+        (SINUSOIDAL | {"encoder_layers": 2, "moe": MoEConfig(router="gshard")}, "NLLB-MoE"),
     ):
         assert expressing(ModelConfig(**changes)).title == title

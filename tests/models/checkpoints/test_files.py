@@ -109,7 +109,7 @@ def test_an_index_that_promises_too_much_or_is_broken(tmp_path):
     with pytest.raises(CheckpointError, match=r"1\.safetensors lacks b"):
         Files(tmp_path)
     index(tmp_path, {"a": "1.safetensors", "b": "2.safetensors"})
-    with pytest.raises(CheckpointError, match=r"a stands in 1\.safetensors and in 2\.safetensors"):
+    with pytest.raises(CheckpointError, match=r"a is in both 1\.safetensors and 2\.safetensors"):
         Files(tmp_path)
     for places in (None, ["a"], {"a": 1}):
         index(tmp_path, places)
@@ -148,15 +148,15 @@ def two(first: list[int], second: list[int], **more: object) -> dict:
 
 
 PLACES = {
-    "the same bytes": (two([0, 8], [0, 8]), 8, "b begins at byte 0, where a still goes on to 8"),
-    "an overlap": (two([0, 8], [4, 12]), 12, "b begins at byte 4, where a still goes on to 8"),
-    "a gap": (two([0, 8], [12, 20]), 20, "b begins at byte 12, and nothing is in the bytes from 8"),
-    "a gap before all": (two([4, 12], [12, 20]), 20, "a begins at byte 4, and nothing is in the bytes from 0"),
-    "bytes behind the last": (two([0, 8], [8, 16]), 17, "bytes, of which its header describes "),
+    "the same bytes": (two([0, 8], [0, 8]), 8, "b begins at byte 0, but a goes on to 8"),
+    "an overlap": (two([0, 8], [4, 12]), 12, "b begins at byte 4, but a goes on to 8"),
+    "a gap": (two([0, 8], [12, 20]), 20, "b begins at byte 12, but the bytes from 8 are unused"),
+    "a gap before all": (two([4, 12], [12, 20]), 20, "a begins at byte 4, but the bytes from 0 are unused"),
+    "bytes behind the last": (two([0, 8], [8, 16]), 17, "bytes, but its header describes only "),
     "more than there is": (two([0, 8], [8, 16]), 15, "is truncated"),
-    "an unknown dtype": ({"a": FULL | {"dtype": "F31"}}, 8, "has the dtype 'F31', which the format does not know"),
+    "an unknown dtype": ({"a": FULL | {"dtype": "F31"}}, 8, "has the dtype 'F31', which is not a dtype of the format"),
     "a product that overflows": ({"a": FULL | {"shape": [2**62, 4]}}, 8, "is F32 of shape"),
-    "metadata of numbers": ({"__metadata__": {"a": 1}, "a": FULL}, 8, "__metadata__ is no object of texts"),
+    "metadata of numbers": ({"__metadata__": {"a": 1}, "a": FULL}, 8, "__metadata__ is not an object of strings"),
 }
 
 
@@ -232,7 +232,7 @@ def test_an_index_names_files_of_its_folder_only(name, tmp_path):
     (tmp_path / "own").mkdir()
     save_file({"a": np.zeros(2)}, tmp_path / "other" / "model.safetensors")
     index(tmp_path / "own", {"a": name})
-    with pytest.raises(CheckpointError, match=r"which is not in the checkpoint's folder"):
+    with pytest.raises(CheckpointError, match=r"which is outside the checkpoint's folder"):
         Files(tmp_path / "own")
 
 

@@ -165,11 +165,11 @@ def test_missing_unexpected_and_misshapen_tensors_are_all_named(placing, tmp_pat
     change.placing = placing("replicated")
     monkeypatch.setattr("gspmd_models.checkpoints.files.Files.read_into", None)  # nothing is read
     assert broken(tmp_path, change).faults == (
-        "model.layers.0.self_attn.q_proj.weight is of dtype I32, which is not read; F32, F16, BF16 are.",
+        "model.layers.0.self_attn.q_proj.weight has dtype I32, which is not supported; F32, F16, BF16 are.",
         "model.layers.1.mlp.up_proj.weight is missing; the model needs it, of shape (32, 16).",
         "model.norm.weight is missing; the model needs it, of shape (16,).",
-        "lm_head.weight has shape (47, 16) in the checkpoint, and the model needs (48, 16).",
-        "model.layers.2.mlp.up_proj.weight is in the checkpoint, and the model has no such tensor.",
+        "lm_head.weight has shape (47, 16) in the checkpoint, but the model needs (48, 16).",
+        "model.layers.2.mlp.up_proj.weight is in the checkpoint, but the model has no such tensor.",
     )
 
 
@@ -217,7 +217,7 @@ def test_a_value_that_only_the_dtype_makes_infinite_is_told_so(placing, tmp_path
     with pytest.raises(CheckpointError) as error:
         load(folder, *placing("replicated"), "bfloat16")
     assert error.value.faults == (
-        "model.layers.1.mlp.up_proj.weight has 3.4e+38, and bfloat16 ends at 3.38953e+38; take another dtype.",
+        "model.layers.1.mlp.up_proj.weight has 3.4e+38, but bfloat16 ends at 3.38953e+38; take another dtype.",
     )
     load(folder, *placing("replicated"), "float32")
 
@@ -236,7 +236,7 @@ def test_weights_in_eight_bits_are_refused_by_their_dtype(kind, placing, tmp_pat
     path.write_bytes(len(text).to_bytes(8, "little") + text + b"\xff" * (start + size))
     with pytest.raises(CheckpointError) as error:
         load(tmp_path, *placing("replicated"), "float32")
-    assert error.value.faults == (f"{name} is of dtype {kind}, which is not read; F32, F16, BF16 are.",)
+    assert error.value.faults == (f"{name} has dtype {kind}, which is not supported; F32, F16, BF16 are.",)
 
 
 def test_a_tied_model_may_have_its_table_twice_in_the_file(placing, tmp_path):

@@ -124,8 +124,8 @@ def test_values_beyond_the_dtype_are_all_named_and_nothing_is_written(placing, t
     with pytest.raises(CheckpointError) as caught:
         save(model, tmp_path / "out", dtype="float16")
     assert caught.value.faults == (
-        "model.layers.1.mlp.up_proj.weight has 65520, and float16 ends at 65504; take another dtype.",
-        "lm_head.weight has 70000, and float16 ends at 65504; take another dtype.",
+        "model.layers.1.mlp.up_proj.weight has 65520, but float16 ends at 65504; take another dtype.",
+        "lm_head.weight has 70000, but float16 ends at 65504; take another dtype.",
     )
     assert [each.name for each in tmp_path.iterdir()] == ["in"]
     save(model, tmp_path / "out", dtype="bfloat16")
@@ -145,7 +145,7 @@ def test_nan_and_infinity_are_all_named_and_nothing_is_written(preset, placing, 
         values[path] = jax.device_put(value, values[path].sharding)
     with pytest.raises(CheckpointError) as caught:
         save(models.with_arrays(model, values), tmp_path / "out", dtype="bfloat16")
-    told = "values that are NaN or infinite, and so has the model; take it from before it went wrong."
+    told = "values that are NaN or infinite, as in the model; save an earlier state, from before training diverged."
     assert caught.value.faults == (
         f"model.layers.1.mlp.up_proj.weight has 2 of 512 {told}",
         f"model.norm.weight has 1 of 16 {told}",
@@ -181,7 +181,7 @@ def test_a_folder_that_holds_something_is_not_overwritten(trained, tmp_path):
 
 
 def test_int8_weights_are_refused(trained, tmp_path):
-    with pytest.raises(CheckpointError, match="its weights are int8; save the model that was quantized"):
+    with pytest.raises(CheckpointError, match="its weights are int8; save the model from before quantization"):
         save(models.quantize(trained()), tmp_path / "out")
 
 

@@ -126,8 +126,14 @@ def test_a_saved_tokenizer_is_read_as_the_same(folder, tmp_path):
 
 
 def test_a_missing_or_broken_tokenizer_is_one_message(tmp_path):
-    with pytest.raises(CheckpointError, match=r"tokenizer\.json is missing; take it from"):
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json is missing; download it with"):
         tokenizer(tmp_path)
+    (tmp_path / "sentencepiece.bpe.model").touch()
+    (tmp_path / "vocab.json").touch()
+    with pytest.raises(CheckpointError, match=r"the files of M2M-100, which transformers does not convert"):
+        tokenizer(tmp_path)
+    (tmp_path / "vocab.json").unlink()
+    (tmp_path / "sentencepiece.bpe.model").unlink()
     (tmp_path / "tokenizer.model").touch()
     with pytest.raises(CheckpointError, match=r"there is tokenizer\.model; convert it"):
         tokenizer(tmp_path)

@@ -7,7 +7,7 @@ import gspmd
 import gspmd_models as models
 from gspmd.layouts import Layout
 from gspmd.moe import MoEConfig
-from gspmd_models.decoding import Sampling, decode_loop, make_batch, serving_program
+from gspmd_models.decoding import GenerationError, Sampling, decode_loop, make_batch, serving_program
 from gspmd_models.decoding.cache import abstract_whole
 from gspmd_models.decoding.loop import WrittenTexts
 
@@ -86,6 +86,59 @@ def test_int8_weights_and_cache_are_sent_as_planned(phase, config, make_mesh):
 def test_what_is_planned_is_sent_in_other_layouts(preset, prefill, changes, moe, lowering, config, make_mesh):
     settings = config(moe=MoEConfig(router="gshard")) if moe else config()
     check_ledgers(programs(settings, make_mesh, preset, prefill, changes, lowering=lowering), lowering)
+
+
+TWO = {"encoder_layers": 2, "positions": "relative", "attention_scale": 1.0}
+OF_TWO_STACKS = [
+    ("megatron-1d", None, {"cross.key": "BTK_yzD", "cache.cross.key": "B_xT_yzKD"}, None, "blocking"),
+    ("weight-stationary-2d", "weight-gathered-xyz", {}, None, "blocking"),
+    ("zero-3", None, {"encoder.ffn.hidden": "B_xyLF", "encoder.attention.query": "B_xyLHD"}, None, "blocking"),
+    ("weight-stationary-1d", None, {}, None, "looped"),
+    ("gshard", None, {}, MoEConfig(router="switch"), "blocking"),
+    ("switch-expert-model", None, {}, MoEConfig(router="gshard"), "looped"),
+]
+
+
+@pytest.mark.turns(2)
+@pytest.mark.parametrize("phase", ["encode", "prefill", "decode"])
+@pytest.mark.parametrize(("preset", "prefill", "changes", "moe", "lowering"), OF_TWO_STACKS)
+def test_what_is_planned_for_two_stacks_is_sent(preset, prefill, changes, moe, lowering, phase, config, make_mesh):
+    settings, layout = config(**TWO, moe=moe, activation="relu"), Layout.load(preset).override(changes)
+    mesh = make_mesh(layout.mesh_for(8))
+    program = serving_program(
+        settings, layout, mesh, phase, batch=8, room=16, length=8, source_length=24, dtype="float32",
+        prefill=prefill and Layout.load(prefill),
+    )  # fmt: skip
+    donated = () if program.donated is None else program.donated
+    check_ledgers((mesh, None, {phase: (jax.jit(program.step, donate_argnums=donated), program.arguments)}), lowering)
+
+
+def test_each_cache_has_a_length_of_its_own(config, make_mesh):
+    """Mesh axes divide the length of the cache that they shard, and not that of the other one."""
+    layout = Layout.load("megatron-1d").override({"cross.key": "BTK_yzD", "cache.cross.key": "B_xT_yzKD"})
+    mesh, made = make_mesh({"x": 2, "y": 2, "z": 2}), {"batch": 8, "length": 6, "dtype": "float32"}
+    for phase in ("prefill", "decode"):
+        serving_program(config(**TWO), layout, mesh, phase, room=18, source_length=24, **made)
+        with pytest.raises(gspmd.LayoutError, match="T has size 26"):
+            serving_program(config(**TWO), layout, mesh, phase, room=18, source_length=26, **made)
+    own = Layout.load("megatron-1d").override({"cache.attention.key": "B_xT_yzKD", "cache.cross.key": "B_xTK_yD"})
+    with pytest.raises(gspmd.LayoutError, match="T has size 18"):
+        serving_program(config(**TWO), own, mesh, "decode", room=18, source_length=24, **made)
+
+
+def test_a_program_that_encodes_needs_an_encoder_and_a_source(config, make_mesh):
+    layout = Layout.load("megatron-1d")
+    mesh, encoder = make_mesh(layout.mesh_for(8)), config(**TWO)
+    program = serving_program(encoder, layout, mesh, "encode", batch=8, source_length=24)
+    assert (program.tokens, program.donated, program.arguments[1].shape) == (8 * 24, None, (8, 24))
+    for settings, given, fault in (
+        (config(), {"phase": "encode"}, "the model is a decoder alone, and encodes nothing"),
+        (encoder, {"phase": "encode"}, "the model has an encoder, and source_length is 0; it must be at least 1"),
+        (encoder, {"phase": "decode", "source_length": 24}, "room is 0; it must be at least 1"),
+        (config(), {"phase": "forward", "room": 8}, "phase is 'forward'; it must be encode, prefill or decode"),
+    ):
+        with pytest.raises(GenerationError, match=fault):
+            serving_program(settings, layout, mesh, batch=8, **given)
 
 
 def temporary_bytes(config, make_mesh, room):

@@ -70,9 +70,9 @@ def test_only_a_refusal_of_the_sizes_counts_as_not_fitting(config, mesh, monkeyp
     layout = Layout.load("weight-stationary-2d")
     with pytest.raises(LayoutError, match="E_xF_yq"):
         ranked(config(), [layout.override({"ffn.w_in": "E_xF_yq"})], mesh)
-    with pytest.raises(GenerationError, match="phase is 'decoding'; it must be prefill or decode"):
+    with pytest.raises(GenerationError, match="phase is 'decoding'; it must be encode, prefill or decode"):
         ranked(config(), [layout], mesh, phase="decoding")
-    with pytest.raises(GenerationError, match="needs room for as many, and there is room for 32"):
+    with pytest.raises(GenerationError, match="needs room for as many, but room is 32"):
         ranked(config(), [layout], mesh, phase="prefill", length=64)
 
     def broken(*given, **options):

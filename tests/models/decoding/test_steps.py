@@ -270,7 +270,7 @@ DIAGONAL = [
 ]  # fmt: skip
 
 
-@pytest.mark.turns(3)
+@pytest.mark.turns(1)
 @pytest.mark.parametrize("name", ATTENTION)
 def test_some_of_the_product(name, config, make_mesh):
     """One case of every layout of attention, in which blocks, heads, meshes and lowerings take turns."""

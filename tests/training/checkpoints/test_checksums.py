@@ -64,7 +64,7 @@ def test_a_folder_that_is_missing_is_named(saved, gone):
 
 
 def flip_64_bytes(folder):
-    """In the file that holds the arrays, which loads all the same."""
+    """Change the file that holds the arrays, which still loads."""
     path = max((path for path in folder.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
     content = bytearray(path.read_bytes())
     middle = len(content) // 2
@@ -160,7 +160,7 @@ def test_a_step_may_be_chosen(saved, make_program):
     like = make_program()[0].state
     with Checkpoints(saved) as checkpoints:
         assert checkpoints.restore(like, 3)[1]["at"] == 3
-        with pytest.raises(ConfigError, match=r"from step 5:\n.* Steps that have one: 3, 7\.$"):
+        with pytest.raises(ConfigError, match=r"from step 5:\n.* Name a step that has one: 3, 7\.$"):
             checkpoints.restore(like, 5)
         flip_64_bytes(saved / "checkpoints" / "7")
         with pytest.raises(ConfigError, match=r"/7' is damaged: .* Name another step: 3\.$"):

@@ -85,6 +85,7 @@ def test_another_model_is_one_message(make_program, corpus, tmp_path):
         "  bias is in the checkpoint, but not in the model.",
         "  bia is in the model, but not in the checkpoint.",
         "  table is (8, 8) in the checkpoint, but (9, 8) in the model.",
+        "  Resume with the [model] of the run, or start anew.",
     ]
 
 

@@ -34,7 +34,7 @@ def backend():
 
 @pytest.fixture
 def tokenizer(backend):
-    """As `gspmd_models.checkpoints.Tokenizer`."""
+    """Stands for `gspmd_models.checkpoints.Tokenizer`."""
     return SimpleNamespace(backend=backend, ends=frozenset({0}))
 
 

@@ -123,7 +123,7 @@ def test_empty(tmp_path):
     (tmp_path / "a.txt").touch()
     with pytest.raises(ConfigError) as error:
         data.load([f"{tmp_path}/a.txt"])
-    assert str(error.value) == f"cannot train on this data:\n  1 file of '{tmp_path}/a.txt' holds no text."
+    assert str(error.value) == f"cannot train on this data:\n  '{tmp_path}/a.txt' holds no text."
 
 
 def test_too_small(folder):
@@ -242,7 +242,7 @@ def test_another_stream_is_one_message(counting):
 
 
 def test_prompts_are_read_and_not_predicted(tmp_path):
-    """In the order of the records, tokens of prompts stand as their complement; what ends a text is predicted."""
+    """Records keep their order, prompt tokens are stored as their complement, and the end of a text is predicted."""
     pairs = [(f"ask {number}?", f"answer {number}") for number in range(40)]
     lines = [json.dumps({"q": asked, "a": answer}) for asked, answer in pairs]
     (tmp_path / "chats.jsonl").write_text("\n".join(lines))

@@ -66,7 +66,7 @@ BAD = {
     '{"text": null}': "line 2: 'text' is null, and not a text.",
     '{"text": 4.5}': "line 2: 'text' is a number, and not a text.",
     '{"text": {"a": "b"}}': "line 2: 'text' is an object, and not a text.",
-    '{"text": "\\ud800"}': "line 2: it has half of a surrogate pair, which is no character.",
+    '{"text": "\\ud800"}': "line 2: it has half of a surrogate pair, which is not a character.",
     "[" * 100_000: "line 2: it is nested more than 64 levels deep.",
     "9" * 5000: "line 2: it has a number of more than 4,300 digits.",
     b'{"text": "\xff"}': "line 2 is not UTF-8 (byte 0xff).",

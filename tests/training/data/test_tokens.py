@@ -59,7 +59,7 @@ def test_of_few_records_some_are_held_out_and_some_are_not(jsonl, tokenizer, cou
 
 
 def test_one_record_cannot_be_held_out(jsonl):
-    with pytest.raises(ConfigError, match="there is one record, so none can be held out; give more records"):
+    with pytest.raises(ConfigError, match="there is one record, so none can be held out; give more records, or its"):
         data.load([jsonl(["only"])])
 
 

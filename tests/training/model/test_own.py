@@ -1,4 +1,4 @@
-"""A model of one's own in the builder of steps: its specs, its settings of the state, and what is wrong with it."""
+"""A custom model in the builder of steps: its specs, its settings of the state, and what is wrong with it."""
 
 import dataclasses
 import re
@@ -173,17 +173,17 @@ SCALAR = jnp.float32(1)
     ("name", "answer", "message"),
     [
         ("sizes", lambda found: [], "sizes has to return letters with whole numbers above 0, as {'B': 8, 'E': 64}, "),
-        ("sizes", lambda found: found | {"F": 0}, "parameter 'blocks.w_in' has dimension F, of which"),
+        ("sizes", lambda found: found | {"F": 0}, "parameter 'blocks.w_in' has dimension F: sizes must give"),
         ("sizes", lambda found: found | {"F": 0.5}, "sizes has to return letters"),
         ("sizes", lambda found: {"B": 1, "L": 1, "V": 256, "E": 16},
-         "parameter 'blocks.w_in' has dimension F, of which sizes gives no size that is one for every"),
+         "parameter 'blocks.w_in' has dimension F: sizes must give a size that does not depend"),
         ("parameters", lambda found: {"positions": Parameter("mixer.w_in", "LF", Normal(1.0))},
-         "parameter 'positions' has dimension L, of which sizes gives no size that is one for every"),
+         "parameter 'positions' has dimension L: sizes must give a size that does not depend"),
         ("parameters", lambda found: {}, "parameters has to return a mapping of paths to Parameter, and not {}."),
         ("parameters", lambda found: found | {"blocks.w-in": 1}, "a parameter's path is names with dots between them"),
         ("parameters", lambda found: {"w": 3}, "parameter 'w' has to be a gspmd.training.model.Parameter, and is 3."),
         ("parameters", lambda found: {"w": Parameter("mixer.w_in", "NEF", Normal(1.0))},
-         "parameter 'w' has dims 'NEF': letters, and not N, which layers= stacks."),
+         "parameter 'w' has dims 'NEF': write letters, without N, which layers= adds."),
         ("loss", lambda found: found[0], "loss has to return a scalar and a mapping of figures, and not an array"),
         ("loss", lambda found: (jnp.ones(3), found[1]), "loss has to return a float32 scalar, and not an array f"),
         ("loss", lambda found: (found[0], {"entropy": found[0]}),

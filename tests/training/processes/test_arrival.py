@@ -62,7 +62,7 @@ def test_another_program_at_the_port_is_named(listening, monkeypatch, capsys, wo
     with pytest.raises(ConfigError) as error:
         arrival.knock(at, 0.5)
     found = "something else answers there; name another port."
-    assert f"process 0 has not come there in 0 seconds: {found}" in str(error.value)
+    assert f"process 0 did not listen there within 0 seconds: {found}" in str(error.value)
     assert f"for at most 300 seconds: {found}\n" in capsys.readouterr().err
     door.shutdown(socket.SHUT_RDWR)
 
@@ -70,14 +70,14 @@ def test_another_program_at_the_port_is_named(listening, monkeypatch, capsys, wo
 def test_a_refused_connection_and_an_unknown_host_are_named(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as door:
         port = door.getsockname()[1]
-    with pytest.raises(ConfigError, match="has not come there in 0 seconds: Connection refused"):
+    with pytest.raises(ConfigError, match="did not listen there within 0 seconds: Connection refused"):
         arrival.knock(Processes(f"127.0.0.1:{port}", 2, 1), 0.1)
 
     def unknown(*_, **__):
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 
     monkeypatch.setattr(arrival.socket, "create_connection", unknown)
-    with pytest.raises(ConfigError, match="has not come there in 0 seconds: Name or service not known"):
+    with pytest.raises(ConfigError, match="did not listen there within 0 seconds: Name or service not known"):
         arrival.knock(Processes("nowhere:1", 2, 1), 0.1)
 
 

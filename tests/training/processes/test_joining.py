@@ -41,6 +41,7 @@ def codes(ends):
     return [end["code"] for end in ends]
 
 
+@pytest.mark.slow
 def test_they_agree_compare_and_can_be_interrupted(pairs):
     found = pairs("call", "agree", "compare", "interrupted")
     first, second = found["agree"]
@@ -59,6 +60,7 @@ def test_they_agree_compare_and_can_be_interrupted(pairs):
     assert (first["error"], second["error"]) == ("Process 1 of 2 failed: Interrupted before the run began.\n", "")
 
 
+@pytest.mark.slow
 def test_whoever_waits_for_the_others_hears_what_has_become_of_them(pairs):
     """Before all have met: a third process never comes, or two are the same one."""
     names = "0-interrupted", "1-interrupted", "1-terminated", "1-killed", "0-early", "1-early"
@@ -82,7 +84,7 @@ def test_whoever_waits_for_the_others_hears_what_has_become_of_them(pairs):
     # Nobody waits yet for a first one that has not come.
     waiting, absent = (
         "Waiting for process 0 of 3 at HERE, for at most 2 seconds: Connection refused.\n",
-        "process 0 has not come there in 2 seconds: Connection refused.\n",
+        "process 0 did not listen there within 2 seconds: Connection refused.\n",
     )
     joining = "ConfigError: cannot join the processes at HERE as process {} of {}:\n  "
     assert codes(found["0-early"]) == [130, 2]

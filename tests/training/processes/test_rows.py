@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from gspmd.training.processes import part_of, placer
+from gspmd.training.toml import ConfigError
 
 
 class Held:
@@ -38,3 +39,20 @@ def test_a_batch_is_placed_as_its_sharding_says(make_mesh, spec):
     assert placed.sharding == sharding
     assert placed.dtype == np.int32
     np.testing.assert_array_equal(placed, batch)
+
+
+def test_ids_outside_of_the_vocabulary_are_refused_on_the_host(make_mesh):
+    """Complements stand for tokens that are not predicted; numbers of segments are no ids."""
+    place = placer(jax.NamedSharding(make_mesh({"x": 1}), jax.P()), 2, vocabulary=8)
+    place(np.array([[0, 7], [-1, -8]]))
+    place({"tokens": np.array([[0, 7]] * 2), "source": np.array([[7]] * 2), "segments": np.array([[9, 9]] * 2)})
+    with pytest.raises(ConfigError) as error:
+        place({"tokens": np.array([[0, 8], [-9, 1]]), "source": np.array([[-1], [0]])})
+    assert str(error.value) == (
+        "cannot train on these tokens:\n"
+        "  tokens of a batch are from -9 to 8.\n"
+        "  source of a batch are from -1 to 0.\n"
+        "  The model's vocabulary is 8: encode the text with its tokenizer, or raise model.vocabulary."
+    )
+    with pytest.raises(ConfigError, match="tokens of a batch are from 3 to 8"):
+        place(np.array([[3, 8], [4, 4]]))

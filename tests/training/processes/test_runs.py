@@ -85,6 +85,26 @@ def undisturbed(folder):
     return found
 
 
+def test_two_processes_train_an_encoder_decoder_on_packed_pairs(folder):
+    """Rows are named arrays: each process has its part of every one of them."""
+    texts = [f"a line of text {number}" * (1 + number % 3) for number in range(300)]
+    (folder / "pairs.tsv").write_text("".join(f"{text}\t{text[::-1]}\n" for text in texts))
+    sizes = f"{SIZES}vocabulary = 358\nencoder_layers = 1\nstart_token = 257\n"
+    (folder / "two.toml").write_text(sizes)
+    flags = [*FLAGS, "--config", "two.toml", "--data", "pairs.tsv", "--objective", "pairs", "--pack", "--steps", "6"]
+    flags += ["--source-length", "96", "--length", "96", "--layout", "zero-3"]
+    runs = [start(folder, *flags, "--out", "pairs-one")]
+    assert end(runs[0])[1] == ""
+    runs += start_two(folder, *flags, "--out", "pairs-two")
+    said = [end(run) for run in runs[1:]]
+    assert [run.returncode for run in runs] == [0, 0, 0], said
+    found = [metrics.read(folder / out) for out in ("pairs-one", "pairs-two")]
+    for name in ("loss", "predicted", "fill"):
+        one, two = ([row[name] for row in rows if name in row] for rows in found)
+        assert len(one) == 6
+        np.testing.assert_allclose(two, one, rtol=1e-4)
+
+
 def disturb(folder, process, number, at, *flags):
     """Send a signal to one of two processes once a step is saved; return exit codes and what was said."""
     runs = start_two(folder, *flags)

@@ -16,7 +16,7 @@ LOST = "The run failed: process 1 of 2 ended without a word: it was killed, or r
 
 
 class Ended(BaseException):
-    """In place of the end of the process."""
+    """Raised where the process would end."""
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from gspmd.training.run.folder import choose_out, held
+from gspmd.training.run.folder import choose_out, released_after
 from gspmd.training.toml import ConfigError
 
 HOLD = """
@@ -30,11 +30,11 @@ def test_another_run_is_refused_until_the_first_is_gone(tmp_path):
                 choose_out(out, resume=resume)
             assert "Wait for its end, or choose another --out." in str(error.value)
         other.kill()
-    with held(choose_out(out, resume=True)):
+    with released_after(choose_out(out, resume=True)):
         pass
 
 
 def test_a_process_may_go_on_with_its_own_run(tmp_path):
     for _ in range(2):
-        with held(choose_out(str(tmp_path), resume=False)):
+        with released_after(choose_out(str(tmp_path), resume=False)):
             assert not list(tmp_path.iterdir()), "it leaves no file behind"

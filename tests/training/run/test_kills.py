@@ -29,7 +29,7 @@ def test_every_resume_continues_the_losses_of_the_undisturbed_run(tmp_path):
 
 @pytest.mark.slow
 def test_a_killed_command_goes_on_likewise(tmp_path):
-    """As a user has it: experts and a router with noise on 8 devices, killed in the middle."""
+    """Kill a user's run in the middle: experts and a router with noise on 8 devices."""
     (tmp_path / "a.txt").write_text("".join(f"line {number}\n" for number in range(2000)))
     flags = ["--config", str(ROOT / "configs" / "tiny.toml"), "--platform", "cpu", "--devices", "8", "--data", "a.txt"]
     flags += ["--steps", "16", "--save-every", "1", "--sample-bytes", "0", "--final-validation-batches", "1"]

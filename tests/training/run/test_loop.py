@@ -226,7 +226,7 @@ def test_the_validation_at_the_end_stays_when_a_run_goes_on(make_program, corpus
 
 
 def dead_expert_loss(params, tokens, key):
-    """As `bigram_loss`; from step 9 on no token is sent to the second expert of the first layer."""
+    """`bigram_loss`, but from step 9 on no token goes to the second expert of the first layer."""
     loss, figures = bigram_loss(params, tokens, key)
     late = jnp.linalg.norm(params["table"]) > 1.0
     return loss, figures | {"load": jnp.where(late, jnp.array([[1.0, 0.0], [0.5, 0.5]]), figures["load"])}

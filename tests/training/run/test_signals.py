@@ -113,7 +113,7 @@ def test_a_second_signal_before_the_first_save_is_one_line(make_program, corpus,
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP])
 def test_what_is_ignored_stays_so(number, monkeypatch):
-    """In the background of a script, and under nohup."""
+    """A script's background job and nohup ignore signals, and training leaves that alone."""
     before = signal.signal(number, signal.SIG_IGN)
     try:
         with terminable(), Stop() as stop:
@@ -188,7 +188,7 @@ def test_ctrl_c_in_a_terminal_is_answered_at_once(monkeypatch, capfd, number, te
 
 
 def test_an_output_that_is_closed_saves_at_the_end_of_a_step(make_program, corpus, tmp_path, capfd):
-    """As `gspmd train | tee log` has it, where tee ends."""
+    """The case of `gspmd train | tee log` whose tee ends."""
 
     class Closed(io.StringIO):
         def write(self, text):

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from gspmd.lowerings import in_force
 from gspmd.ops._attention import blocks
 from gspmd.ops._attention.online import group, ungroup
+from gspmd.ops._attention.terms import Terms
 from gspmd.ops.interface.kernels import KernelWork
 
 _WITHOUT = "TPU v2", "TPU v3"
@@ -55,8 +56,7 @@ def fits(q: jax.ShapeDtypeStruct, k: jax.ShapeDtypeStruct, v: jax.ShapeDtypeStru
 
 @dataclass(frozen=True)
 class _Schedule:
-    """Return the blocks of the kernels for equal numbers of queries and keys, padded at the end to a whole number of
-    blocks.
+    """The blocks of the kernels: as many queries as keys, padded at the end to a whole number of blocks.
 
     Padding at the end is after every query, so causality hides it.
     """
@@ -121,6 +121,15 @@ class _Schedule:
         x = group(x, key_heads)
         return x.reshape(-1, *x.shape[2:])
 
+    def segments(self, x: jax.Array | None, key_heads: int) -> Any:
+        """[B, L] as those of the queries and keys of every key head, [B·K, L]; None without segments."""
+        from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
+
+        if x is None:
+            return None
+        x = jnp.repeat(jnp.pad(x, ((0, 0), (0, self.length - x.shape[1]))), key_heads, axis=0)
+        return splash.SegmentIds(x, x)
+
     def by_query(self, x: jax.Array, q: jax.Array) -> jax.Array:
         """[B·K, Q, L, ...] as [B, L, H, ...], without padding."""
         x = ungroup(x.reshape(q.shape[0], -1, *x.shape[1:]))
@@ -128,7 +137,9 @@ class _Schedule:
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
-def attended(scale: float, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
+def attended(
+    scale: float, q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
     """Causal attention [B, L, H, D] of one device, and the normaliser [B, L, H] of each query, in float32.
 
     The normaliser is the logarithm of the sum of exponentials of a query's logits. Derivatives are those of attention
@@ -138,18 +149,21 @@ def attended(scale: float, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[ja
         scale: the factor of the logits.
         q: [B, L, H, D].
         k, v: [B, L, K, D]; K divides H.
+        segments: [B, L] int32, of queries and keys alike, or None; segment 0 attends to itself.
     """
     schedule = _Schedule.of(q.shape[1], q.shape[3] * q.dtype.itemsize)
     scaled, keys, values = (schedule.by_key_head(x, k.shape[2]) for x in (_scaled(q, scale), k, v))
     with schedule.work(q, k, products=2).scope():
-        out, (normaliser,) = jax.vmap(schedule.kernel())(scaled, keys[:, 0], values[:, 0])
+        ids = schedule.segments(segments, k.shape[2])
+        out, (normaliser,) = jax.vmap(schedule.kernel())(scaled, keys[:, 0], values[:, 0], ids)
     return schedule.by_query(out, q), schedule.by_query(normaliser, q)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
 def gradients(
-    scale: float, q: jax.Array, k: jax.Array, v: jax.Array, out: jax.Array, normaliser: jax.Array, g: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+    scale: float, q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None, out: jax.Array,
+    normaliser: jax.Array, g: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
     """Return the gradients of queries, keys and values, from the results of `attended` and its output's cotangent."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 
@@ -163,17 +177,17 @@ def gradients(
     form |= dict.fromkeys(("q_layout", "k_layout", "v_layout"), splash.QKVLayout.HEAD_DIM_MINOR)
     form |= {"bq": block, "bkv": block, "interpret": kernel.kwargs["interpret"]}
 
-    def of_queries(q, k, v, normaliser, g, mean):
+    def of_queries(q, k, v, ids, normaliser, g, mean):
         info = kernel.dq_mask_info
-        return splash._splash_attention_bwd_dq(q, k, v, None, None, normaliser, g, mean, mask_info=info, **form)
+        return splash._splash_attention_bwd_dq(q, k, v, ids, None, normaliser, g, mean, mask_info=info, **form)
 
-    def of_keys(q, k, v, normaliser, g, mean):
+    def of_keys(q, k, v, ids, normaliser, g, mean):
         rest = {"mask_info": kernel.dkv_mask_info, "bkv_compute": kernel.kwargs["block_sizes"].block_kv_dkv_compute}
         return splash._splash_attention_bwd_dkv(
-            q, k, v, None, None, normaliser, g, mean, use_fused_bwd_kernel=False, **rest, **form
+            q, k, v, ids, None, normaliser, g, mean, use_fused_bwd_kernel=False, **rest, **form
         )[1:]
 
-    operands = scaled, keys[:, 0], values[:, 0], normaliser, g, mean
+    operands = scaled, keys[:, 0], values[:, 0], schedule.segments(segments, k.shape[2]), normaliser, g, mean
     with schedule.work(q, k, products=3).scope():
         d_q = jax.vmap(of_queries)(*operands)
     with schedule.work(q, k, products=4).scope():
@@ -191,24 +205,37 @@ def _scaled(x: jax.Array, scale: float) -> jax.Array:
 
 @attended.defjvp
 def _attended_tangent(scale, primals, tangents):
+    segments = primals[3]
+
     def in_blocks(q, k, v):
         form, queries = _in_blocks(scale, q, k), q.shape[1]
-        found = blocks.attended(form, _grouped(form, q, k), k, v, None, None, q.dtype)
+        found = blocks.attended(form, _grouped(form, q, k), k, v, _terms(form, segments), q.dtype)
         out, top, total = (ungroup(x[:, :, :, :queries]) for x in found)
         return out, top + jnp.log(total)
 
-    return jax.jvp(in_blocks, primals, tangents)
+    return jax.jvp(in_blocks, primals[:3], tangents[:3])
 
 
 @gradients.defjvp
 def _gradients_tangent(scale, primals, tangents):
+    segments = primals[3]
+
     def in_blocks(q, k, v, out, normaliser, g):
         form, queries = _in_blocks(scale, q, k), q.shape[1]
         q, out, normaliser, g = (_grouped(form, x, k) for x in (q, out, normaliser, g))
-        d_q, *rest = blocks.gradients(form, (q, k, v, None, None, out, normaliser, jnp.ones_like(normaliser)), g)
+        d_q, *rest = blocks.gradients(
+            form, (q, k, v, _terms(form, segments), out, normaliser, jnp.ones_like(normaliser)), g
+        )
         return tuple(x.astype(k.dtype) for x in (ungroup(d_q[:, :, :, :queries]), *rest))
 
-    return jax.jvp(in_blocks, primals, tangents)
+    return jax.jvp(in_blocks, (*primals[:3], *primals[4:]), (*tangents[:3], *tangents[4:]))
+
+
+def _terms(form: blocks.Form, segments: jax.Array | None) -> Terms:
+    """Return the terms of queries padded to whole blocks; for segment 0 blocks, unlike the kernel, give 0."""
+    if segments is None:
+        return Terms()
+    return Terms(segments=(segments, segments)).with_more_queries(-segments.shape[1] % form.blocks.queries)
 
 
 def _in_blocks(scale: float, q: jax.Array, k: jax.Array) -> blocks.Form:

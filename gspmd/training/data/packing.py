@@ -1,0 +1,147 @@
+"""Packing: several documents, or pairs, share a row, first-fit within a bounded number of them."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import grain
+import numpy as np
+
+#: Items that are packed together: enough that the last rows, which are less full, hardly count.
+WINDOW = 4096
+
+Row = dict[str, np.ndarray]
+
+
+@runtime_checkable
+class Items(Protocol):
+    """Documents, or pairs, that are packed into rows."""
+
+    @property
+    def rooms(self) -> Sequence[int]:
+        """The tokens that a row holds on each side."""
+
+    def __len__(self) -> int: ...
+
+    def sizes(self, items: np.ndarray) -> np.ndarray:
+        """Return the number of tokens of items on each side, [items, sides]."""
+
+    def row(self, items: np.ndarray) -> Row:
+        """Return a row of items, in their order."""
+
+
+def first_fit(sizes: Any, rooms: Sequence[int]) -> list[list[int]]:
+    """Put each item into the first row with room for all its sides, and return the items of each row.
+
+    Args:
+        sizes: tokens of the items on each side, [items, sides].
+        rooms: tokens that a row holds on each side, [sides].
+
+    Raises:
+        ValueError: an item is larger than a row.
+
+    Example:
+        >>> first_fit([[5], [4], [3], [2]], [8])
+        [[0, 2], [1, 3]]
+        >>> first_fit([[1, 5], [1, 4], [2, 3]], [4, 8])
+        [[0, 2], [1]]
+    """
+    sizes = np.asarray(sizes)
+    if (sizes > np.asarray(rooms)).any():
+        at = int((sizes > np.asarray(rooms)).any(axis=1).argmax())
+        raise ValueError(f"item {at} has {sizes[at].tolist()} tokens, and a row has room for {list(rooms)}.")
+    left = np.tile(np.asarray(rooms), (len(sizes), 1))  # a row that is not begun has room for any item
+    rows: list[list[int]] = []
+    for item, size in enumerate(sizes):
+        row = int((left[: len(rows) + 1] >= size).all(axis=1).argmax())
+        if row == len(rows):
+            rows.append([])
+        left[row] -= size
+        rows[row].append(item)
+    return rows
+
+
+def count_rows(items: Items, most: int) -> int:
+    """Return the number of rows that items make if they are packed in order, at most `most`."""
+    count = 0
+    for rows in _in_order(items):
+        count += len(rows)
+        if count >= most:
+            return most
+    return count
+
+
+class PackedRows:
+    """Rows of items that are packed in their order."""
+
+    def __init__(self, items: Items):
+        self._items = items
+        self._rows = [row for rows in _in_order(items) for row in rows]
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def row(self, index: int, random: np.random.Generator) -> Row:
+        """Return a row, in which nothing is random."""
+        return self._items.row(self._rows[index])
+
+
+class PackedBatches(Iterator[Row]):
+    """Iterate endlessly over batches of packed rows, shuffled anew in every epoch.
+
+    The items of an epoch are shuffled and packed `WINDOW` at a time, and the rows of each such window are shuffled
+    again, since its last ones are less full. Every process draws the same rows by the seed, and reads the tokens of its
+    own rows alone.
+
+    Args:
+        items: the documents or pairs.
+        batch: rows of a batch, of all processes together.
+        mine: the rows of a batch that this process reads.
+        seed: seed of the order.
+    """
+
+    def __init__(self, items: Items, batch: int, mine: range, seed: int):
+        self._items, self._batch, self._mine, self._seed = items, batch, mine, seed
+        # Drawn by grain, which keeps no list of all items.
+        self._order = grain.MapDataset.range(len(items)).shuffle(seed=seed % 2**32).repeat()
+        self._windows = -(-len(items) // WINDOW)  # of an epoch
+        self.set_state({"window": 0, "row": 0})
+
+    def __next__(self) -> Row:
+        rows = [self._items.row(items) for at, items in enumerate(self._next_rows()) if at in self._mine]
+        return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+
+    def get_state(self) -> dict[str, int]:
+        """Return the position: the windows used up in all epochs, and the rows used up of the next one."""
+        return {"window": self._window, "row": self._row}
+
+    def set_state(self, state: dict[str, int]) -> None:
+        """Go to a position."""
+        self._window, self._row = state["window"], state["row"]
+        self._rows: list[np.ndarray] | None = None
+
+    def _next_rows(self) -> list[np.ndarray]:
+        found: list[np.ndarray] = []
+        while len(found) < self._batch:
+            if self._rows is None:
+                self._rows = self._pack(self._window)
+            new = self._rows[self._row : self._row + self._batch - len(found)]
+            found, self._row = found + new, self._row + len(new)
+            if self._row == len(self._rows):
+                self.set_state({"window": self._window + 1, "row": 0})
+        return found
+
+    def _pack(self, window: int) -> list[np.ndarray]:
+        """Return the items of each row of a window."""
+        epoch, at = divmod(window, self._windows)
+        begin, end = at * WINDOW, min((at + 1) * WINDOW, len(self._items))
+        chosen = np.array([self._order[epoch * len(self._items) + index] for index in range(begin, end)])
+        rows = first_fit(self._items.sizes(chosen), self._items.rooms)
+        order = np.random.default_rng([self._seed, window]).permutation(len(rows))
+        return [chosen[rows[row]] for row in order]
+
+
+def _in_order(items: Items) -> Iterator[list[np.ndarray]]:
+    """Yield the items of the rows of each window."""
+    for begin in range(0, len(items), WINDOW):
+        window = np.arange(begin, min(begin + WINDOW, len(items)))
+        yield [window[row] for row in first_fit(items.sizes(window), items.rooms)]

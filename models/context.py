@@ -1,0 +1,189 @@
+"""The context of attention: rotary angles, segments, the table of relative positions, and the memory of an encoder.
+
+All blocks of a stack read the same, so it is placed once, before the scan over them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gspmd.annotate import Spec
+from gspmd.layouts import Layout
+from gspmd.ops._attention.zigzag import ring_size, zigzag, zigzag_positions
+
+from .config import ModelConfig
+from .placement import batch_spec, moved, tokens_spec
+from .rotary import Angles, angles_at
+
+Pair = tuple[jax.Array, jax.Array]
+
+
+@dataclass(frozen=True)
+class Context:
+    """The arrays that attention reads beside the residual stream; None for what a model or a batch does not have.
+
+    Attributes:
+        causal: whether a token attends to none after it: in a decoder, and not in an encoder.
+        angles: the rotary angles at the position of every token in its segment, placed as queries and as keys are.
+        segments: [B, L] int32, the segment of every token, 0 for padding, placed as queries and as keys are.
+        relative: [R, H], the table of the relative position bias.
+        memory: [B, T, E], the output of the encoder, placed as `cross.memory`.
+        memory_segments: the segments of the targets [B, L], placed as the queries of cross-attention, and of the source
+            [B, T], placed as its keys.
+        real: [B, L] booleans, False for padding, placed and ordered as experts take them.
+    """
+
+    causal: bool = True
+    angles: tuple[Angles, Angles] | None = None
+    segments: Pair | None = None
+    relative: jax.Array | None = None
+    memory: jax.Array | None = None
+    memory_segments: Pair | None = None
+    real: jax.Array | None = None
+
+
+def context_of(
+    config: ModelConfig, layout: Layout, segments: jax.Array | None, relative: jax.Array | None, *, causal: bool
+) -> Context:
+    """Place the segments of a stack's tokens where its attention and its experts take them.
+
+    Args:
+        config: the model.
+        layout: the layout of the stack.
+        segments: [B, L] int32, in the order of the text, placed as `batch_spec`; None if every row is one text.
+        relative: the stack's table of relative positions, if it has one.
+        causal: whether the stack is a decoder.
+    """
+    if segments is None:
+        return Context(causal, relative=relative)
+    query, key = layout.spec("attention.query"), layout.spec("attention.key")
+    ring = ring_size(key) if causal else 1
+    placed = in_both(layout, zigzag(segments, ring), query, key)
+    angles = None
+    if config.positions == "rotary":
+        positions = in_both(layout, zigzag(positions_in(segments), ring), query, key)
+        of_query = angles_at(positions[0], config)
+        of_key = of_query if positions[1] is positions[0] else angles_at(positions[1], config)
+        # Without the barrier, compilers may move these operations back into the loop over layers.
+        angles = jax.lax.optimization_barrier((of_query, of_key))
+    real = moved(segments > 0, batch_spec(layout), tokens_spec(layout)) if config.moe else None
+    return Context(causal, angles, placed, relative, real=real)
+
+
+def with_memory(
+    context: Context,
+    layout: Layout,
+    memory: jax.Array,
+    length: int,
+    segments: jax.Array | None,
+    source_segments: jax.Array | None,
+) -> Context:
+    """Return the context of a decoder with the output of an encoder.
+
+    Args:
+        context: of the decoder's own tokens.
+        layout: of the decoder.
+        memory: [B, T, E], placed as `cross.memory`.
+        length: L, the tokens of a row of targets.
+        segments: [B, L], those of the targets, placed as `batch_spec`, in the order of the text; None if every row is
+            one target, which attends to segment 1 of the source.
+        source_segments: [B, T], those of the source, placed likewise; None if every row is one source without padding.
+    """
+    if source_segments is None:
+        return replace(context, memory=memory)
+    query, key = layout.spec("cross.query"), layout.spec("cross.key")
+    if segments is None:
+        ones, whole = jnp.ones((memory.shape[0], length), jnp.int32), Spec(("B", "L"), ((), ()))
+        targets = moved(ones, whole, Spec(whole.dims, query.axes[:2]))
+    else:
+        targets = along_text(layout, zigzag(segments, ring_size(layout.spec("attention.key"))), query)
+    return replace(context, memory=memory, memory_segments=(targets, along_text(layout, source_segments, key)))
+
+
+def check_inputs(
+    config: ModelConfig,
+    tokens: jax.Array,
+    source: jax.Array | None,
+    segments: jax.Array | None,
+    source_segments: jax.Array | None,
+) -> None:
+    """Refuse inputs that do not belong together; the values of segments are read where they are known.
+
+    Raises:
+        ValueError: with the fault.
+    """
+    if source is None and config.encoder_layers:
+        raise ValueError("this model has an encoder, and there is no source for it.\n  Pass source=, integers [B, T].")
+    if source is not None and not config.encoder_layers:
+        raise ValueError("this model is a decoder alone and reads no source.\n  Leave it out, or set encoder_layers.")
+    if source is None and source_segments is not None:
+        raise ValueError("there are source_segments, and no source.\n  Pass source=, or leave source_segments out.")
+    if source is not None and segments is not None and source_segments is None:
+        raise ValueError("targets have segments, and the source has none.\n  Pass source_segments= too.")
+    if source is not None and source.shape[:1] != tokens.shape[:1]:
+        rows = f"the source has shape {source.shape}, and tokens {tokens.shape}"
+        raise ValueError(f"{rows}.\n  Pass a row of source for each row of tokens.")
+    for name, given, text in (("segments", segments, tokens), ("source_segments", source_segments, source)):
+        if given is None or text is None:
+            continue
+        if given.shape != text.shape:
+            raise ValueError(f"{name} have shape {given.shape}, and their tokens {text.shape}; they must be alike.")
+        known = not isinstance(given, jax.core.Tracer) and getattr(given, "is_fully_addressable", True)
+        if known and (row := _unordered(np.asarray(given))) is not None:
+            raise ValueError(
+                f"{name} of row {row} are not in order: they must not decrease, and padding, 0, stands at the end.\n"
+                "  Number the texts of a row 1, 2 and so on."
+            )
+        if known and segments is None and np.asarray(given).max(initial=0) > 1:
+            raise ValueError("a row has several sources, and its targets have no segments.\n  Pass segments= too.")
+
+
+def _unordered(segments: np.ndarray) -> int | None:
+    """Return the first row whose segments decrease, but to 0 at the end, or are below 0; None if there is none."""
+    last = np.iinfo(np.int64).max
+    wrong = (np.diff(np.where(segments == 0, last, segments.astype(np.int64)), axis=1) < 0).any(axis=1)
+    wrong |= (segments < 0).any(axis=1)
+    return int(np.argmax(wrong)) if wrong.any() else None
+
+
+def positions_in(segments: jax.Array) -> jax.Array:
+    """Return the position of every token in its segment, from its segments [B, L].
+
+    Example:
+        >>> positions_in(jnp.array([[1, 1, 2, 2, 2, 0]]))[0].tolist()
+        [0, 1, 0, 1, 2, 0]
+    """
+    at = jnp.arange(segments.shape[1], dtype=jnp.int32)[None]
+    begins = jnp.concatenate([jnp.ones_like(segments[:, :1]), (segments[:, 1:] != segments[:, :-1])], axis=1)
+    return at - jax.lax.cummax(jnp.where(begins > 0, at, 0), axis=1)
+
+
+def token_positions(layout: Layout, length: int, segments: jax.Array | None) -> np.ndarray | jax.Array:
+    """Return the positions of a decoder's tokens, in the order in which `Transformer.hidden` takes them.
+
+    Args:
+        layout: of the decoder.
+        length: tokens of a row.
+        segments: [B, L], in the order of the text, placed as `batch_spec`.
+
+    Returns:
+        [L] constants; with segments [B, L], placed as `batch_spec`.
+    """
+    devices = ring_size(layout.spec("attention.key"))
+    return zigzag_positions(length, devices) if segments is None else zigzag(positions_in(segments), devices)
+
+
+def in_both(layout: Layout, x: jax.Array, query: Spec, key: Spec) -> Pair:
+    """Return `along_text` of queries and of keys; one array for both if they lie alike, as a TPU's kernel takes it."""
+    of_query = along_text(layout, x, query)
+    return of_query, of_query if query.axes[:2] == key.axes[:2] else along_text(layout, x, key)
+
+
+def along_text(layout: Layout, x: jax.Array, spec: Spec) -> jax.Array:
+    """Move an array of tokens [B, L], placed as `batch_spec`, to where B and the length of a tensor's spec lie."""
+    whole = batch_spec(layout)
+    return moved(x, whole, Spec(whole.dims, spec.axes[:2]))

@@ -1,0 +1,264 @@
+"""Beam search on the devices: the likeliest beginnings of every text are continued together, and the best end wins."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from gspmd.annotate import Spec
+from gspmd.lowerings.program import context, run
+from gspmd.ops.interface.planned_op import shard_index
+
+from ..blocks import part
+from ..placement import moved
+from ..transformer import Transformer
+from .cache import Cache, cache_spec
+from .prefix import on_rows
+from .serving import GenerationError
+from .steps import decode_step
+
+MOST_BEAMS = 64
+"""The most beams of a text; each has a row of the cache."""
+
+_LOWEST = np.float32(-1e9)
+"""The score of a beam or an end that is not there yet, as in transformers."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class BeamSearch:
+    """The beams of G texts, b of each in neighbouring rows: the loop's carry, whose buffers are donated.
+
+    Attributes:
+        cache: the cache of the tokens that were read, of G · b rows.
+        tokens: [G · b] int32, each beam's last token, which is not read yet.
+        scores: [G, b] float32, the sum of the log-probabilities of each beam's new tokens; the best comes first.
+        texts: [G, b, M] int32, these tokens.
+        end_scores: [G, b] float32, the scores of the best texts that have ended, the best first.
+        end_texts: [G, b, M] int32, their tokens.
+        end_lengths: [G, b] int32, the number of their tokens, without a stop token; -1 for one that is not there yet.
+        going: [G] bool, whether beams may still improve on what has ended.
+        undefined: [G] bool, whether some logits have been no numbers.
+        step: int32, the number of new tokens of each beam.
+    """
+
+    cache: Cache
+    tokens: jax.Array
+    scores: jax.Array
+    texts: jax.Array
+    end_scores: jax.Array
+    end_texts: jax.Array
+    end_lengths: jax.Array
+    going: jax.Array
+    undefined: jax.Array
+    step: jax.Array
+
+
+BeamLoop = Callable[[Mapping[str, jax.Array], BeamSearch, jax.Array, jax.Array], BeamSearch]
+
+
+def check_beams(
+    beams: int, length_penalty: float, samples: int, draws: bool, vocabulary: int, stops: int, n_best: int = 1
+) -> None:
+    """Refuse settings that do not go with beam search, or with none.
+
+    Args:
+        beams: of each text; 0 for none.
+        length_penalty: the exponent of a text's length.
+        samples: texts of each prompt.
+        draws: whether the settings of sampling differ from their defaults.
+        vocabulary: number of tokens.
+        stops: number of tokens that end a text.
+        n_best: texts of each prompt that the search returns.
+
+    Raises:
+        GenerationError: listing every fault.
+    """
+    faults = []
+    if not 0 <= beams <= MOST_BEAMS:
+        faults.append(f"beams is {beams}; it must be at most {MOST_BEAMS}, and not negative (0 draws tokens instead)")
+    if not np.isfinite(length_penalty):
+        faults.append(f"length_penalty is {length_penalty}; it must be a finite number")
+    if not beams and length_penalty != 1:
+        faults.append(f"length_penalty is {length_penalty}, and there are no beams; set beams, or leave it out")
+    if beams and samples != 1:
+        faults.append(f"samples is {samples}, and beam search draws none; set n_best for more texts of each prompt")
+    if not beams and n_best != 1:
+        faults.append(f"n_best is {n_best}, and there are no beams; set beams, or samples to draw more texts")
+    if 0 < beams <= MOST_BEAMS and not 1 <= n_best <= beams:
+        faults.append(f"n_best is {n_best}; it must be at least 1, and at most beams ({beams})")
+    if beams and draws:
+        faults.append("sampling is set, and beam search draws no tokens; leave out sampling and seed")
+    if 1 < n_best <= beams and n_best > vocabulary - stops > 0:
+        faults.append(f"n_best is {n_best}, and only {vocabulary - stops} tokens end no text; take no more than these")
+    if beams and vocabulary <= stops:
+        faults.append(f"{stops} tokens end a text, of a vocabulary of {vocabulary}; leave at least one to go on with")
+    if faults:
+        raise GenerationError("cannot search with beams:\n" + "\n".join(f"  {fault}" for fault in faults))
+
+
+def beam_loop(model: Transformer, beams: int, length_penalty: float, stop: Sequence[int]) -> BeamLoop:
+    """Build the loop of beam search: (weights, search, limit, most) -> search.
+
+        score(text) = sum over its new tokens of log p(token | those before it) / |new tokens| ^ length_penalty
+
+    In each step the b beams of a text are continued by all tokens, and the (1 + stop tokens) · b likeliest
+    continuations, at least 2 b, are kept. Those of the b likeliest that are a stop token are ends; of the rest, the b
+    likeliest are the next beams. The b ends with the best scores are kept. A text is complete once there are b and the
+    best beam's score, at its present length, is not above the worst of theirs, or at the most tokens, where beams end
+    as they are.
+
+    Every device finds the likeliest tokens of its own part of the vocabulary, and these few numbers are gathered: the
+    logits are not. A text's beams lie together on one device, so that each device reorders the rows of its own cache,
+    layer by layer, and nothing is sent for it. Rows of encoded sources are the same for all beams and stay.
+
+    Args:
+        model: as for `decode_step`.
+        beams: of each text, b.
+        length_penalty: the exponent of a text's length; above 0 it favours longer texts, below 0 shorter ones.
+        stop: tokens that end a text; they count in its length and its score, and are not part of it.
+
+    Returns:
+        A pure function, to be compiled with the search donated, of the weights, the search, and two int32 scalars: the
+        number of steps after which it returns, and the most new tokens of a text. Everything except weights and cache
+        is replicated.
+
+    Source: Wu et al. 2016 (arXiv 1609.08144), section 7, for scores that are normalised by length.
+    Differs: the penalty is |Y|^α instead of ((5 + |Y|) / 6)^α, and there is no coverage penalty. Ends and stops are
+        those of `generate(num_beams=b, do_sample=False, early_stopping=False)` of transformers, of which texts are the
+        same: a beam that ends is replaced by another, and a longer text that would overtake is not waited for.
+    """
+    decode = decode_step(model)
+    spec = model.layout.one_position().spec("output.logits").without("L")
+    rows_of_cache = Spec(("B",), (cache_spec(model.layout).axes_of("B"),))
+    kept = max(2, 1 + len(set(stop))) * beams
+
+    def one_step(weights: Mapping[str, jax.Array], search: BeamSearch, most: jax.Array) -> BeamSearch:
+        groups, _, room = search.texts.shape
+        logits, cache = decode(weights, search.tokens, search.cache)
+        with part(model.layout, "output"), jax.named_scope("beams"):
+            values, ids = likeliest(logits, spec, kept)  # [G · b, C], C at least `kept` if the vocabulary has as many
+        undefined = (~jnp.isfinite(values[:, 0])).reshape(groups, beams).any(axis=1) & search.going
+        totals = (values.reshape(groups, beams, -1) + search.scores[:, :, None]).reshape(groups, -1)
+        best, at = jax.lax.top_k(totals, min(kept, totals.shape[1]))
+        parents, tokens = at // values.shape[1], _picked(ids.reshape(groups, -1), at)
+        written = jnp.arange(room)[None, None] == search.step
+        texts = jnp.where(written, tokens[:, :, None], _picked(search.texts, parents))
+        over, new = search.step + 1 == most, search.step + 1
+        stops = jnp.isin(tokens, jnp.asarray(stop, jnp.int32)) if stop else jnp.zeros(tokens.shape, bool)
+
+        scores, following = jax.lax.top_k(jnp.where(stops, best + _LOWEST, best), beams)
+        next_parents = _picked(parents, following)
+
+        ends = (stops | over) & (jnp.arange(best.shape[1])[None] < beams) & search.going[:, None]
+        normal = jnp.asarray(np.arange(1, room + 1) ** float(length_penalty), jnp.float32)
+        found = jnp.where(ends, best / normal[search.step], _LOWEST)
+        end_scores, chosen = jax.lax.top_k(jnp.concatenate([search.end_scores, found], axis=1), beams)
+        lengths = jnp.where(ends, jnp.where(stops, search.step, new), -1)
+        end_lengths = _picked(jnp.concatenate([search.end_lengths, lengths], axis=1), chosen)
+        end_texts = _picked(jnp.concatenate([search.end_texts, texts], axis=1), chosen)
+
+        worst = jnp.where((end_lengths < 0).any(axis=1), _LOWEST, end_scores[:, -1])
+        going = search.going & ~undefined & ~over & (scores[:, 0] / normal[search.step] > worst)
+
+        first = jnp.arange(groups, dtype=jnp.int32)[:, None] * beams
+        sources = moved((first + next_parents).reshape(-1) % _rows_on_a_device(rows_of_cache, groups * beams),
+                        rows_of_cache.with_axes("B", ()), rows_of_cache)  # fmt: skip
+        with jax.named_scope("cache"):
+            layers = on_rows(cache, sources, model.layout, "reorder", _reordered)
+        return BeamSearch(
+            Cache(*layers, cache.lengths, cache.source), _picked(tokens, following).reshape(-1), scores,
+            _picked(texts, following), end_scores, end_texts, end_lengths, going, search.undefined | undefined, new,
+        )  # fmt: skip
+
+    def loop(weights: Mapping[str, jax.Array], search: BeamSearch, limit: jax.Array, most: jax.Array) -> BeamSearch:
+        def unfinished(search: BeamSearch) -> jax.Array:
+            return (search.step < limit) & jnp.any(search.going)
+
+        return jax.lax.while_loop(unfinished, lambda search: one_step(weights, search, most), search)
+
+    return loop
+
+
+def likeliest(logits: jax.Array, spec: Spec, count: int) -> tuple[jax.Array, jax.Array]:
+    """Return the log-probabilities of the likeliest tokens of every row, and the tokens, replicated.
+
+    Every device finds `count` tokens of its own part of the vocabulary. With n parts, n · (count + 1) float32 and
+    n · count int32 of each row are gathered.
+
+    Args:
+        logits: [B, V] float32.
+        spec: their spec.
+        count: how many tokens are found; fewer of a vocabulary that has fewer.
+
+    Returns:
+        [B, C] float32 log-probabilities, the largest first, and [B, C] int32 tokens; of equal ones the lowest first.
+        A row whose logits are no numbers has a first log-probability that is not finite.
+    """
+    found = Spec(("B", "C"), spec.axes)
+    whole = Spec(("B", "C"), ((), ()))
+    body = _likeliest(spec.axes[1], count)
+    each, at = run(context(), f"likeliest of {spec}", (), body, (spec,), (found, found), logits)
+    parts = each.shape[1] - at.shape[1]  # each part has one column more in `each`: its logsumexp
+    each, at = moved(each, found, whole), moved(at, found, whole)
+    each = each.reshape(each.shape[0], parts, -1)
+    values, sums = each[:, :, :-1].reshape(each.shape[0], -1), each[:, :, -1]
+    best, order = jax.lax.top_k(values, min(count, values.shape[1]))
+    return best - jax.nn.logsumexp(sums, axis=1, keepdims=True), _picked(at, order)
+
+
+@lru_cache(maxsize=64)
+def _likeliest(axes: tuple[str, ...], count: int) -> Callable[[jax.Array], tuple[jax.Array, jax.Array]]:
+    def body(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+        values, at = jax.lax.top_k(logits, min(count, logits.shape[1]))
+        total = jax.nn.logsumexp(logits, axis=1, keepdims=True)
+        return jnp.concatenate([values, total], axis=1), at + shard_index(axes) * logits.shape[1]
+
+    return body
+
+
+def _picked(x: jax.Array, at: jax.Array) -> jax.Array:
+    """Pick entries [G, n, ...] of x [G, m, ...] by numbers [G, n]."""
+    return jnp.take_along_axis(x, at.reshape(*at.shape, *(1,) * (x.ndim - 2)), axis=1)
+
+
+def _rows_on_a_device(rows: Spec, count: int) -> int:
+    """Return how many of `count` rows a device has."""
+    return rows.local_shape({"B": count}, dict(jax.sharding.get_abstract_mesh().shape))[0]
+
+
+def _reordered(array: jax.Array, sources: jax.Array) -> jax.Array:
+    """Return the layers [N, B, ...] with the rows that `sources` [B] names; one layer at a time, in place."""
+
+    def layer(number: jax.Array, array: jax.Array) -> jax.Array:
+        rows = jax.lax.dynamic_index_in_dim(array, number, 0, keepdims=False)
+        return jax.lax.dynamic_update_index_in_dim(array, jnp.take(rows, sources, axis=0), number, 0)
+
+    return jax.lax.fori_loop(0, array.shape[0], layer, array)
+
+
+def begin(cache: Cache, tokens: jax.Array, groups: int, texts: int, beams: int, room: int) -> BeamSearch:
+    """Return a search whose beams have no tokens yet; all but the first of each text are impossible.
+
+    Args:
+        cache: of the prompts without their last tokens.
+        tokens: [G · b] int32, these last tokens.
+        groups: number of texts with rows, G.
+        texts: how many of them are real.
+        beams: of each, b.
+        room: the most tokens of a text, M, or more.
+    """
+    lowest: Any = np.full((groups, beams), _LOWEST)
+    nothing: Any = np.zeros((groups, beams, room), np.int32)
+    first: Any = np.where(np.arange(beams)[None] == 0, np.float32(0), lowest)
+    lengths: Any = np.full((groups, beams), -1, np.int32)
+    going: Any = np.arange(groups) < texts
+    undefined: Any = np.zeros(groups, np.bool_)
+    step: Any = np.int32(0)
+    return BeamSearch(cache, tokens, first, nothing, lowest, nothing, lengths, going, undefined, step)

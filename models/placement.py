@@ -1,0 +1,30 @@
+"""Placements of arrays of tokens, and moves between them."""
+
+from __future__ import annotations
+
+import jax
+
+import gspmd
+from gspmd.annotate import Spec
+from gspmd.annotate.equation import Equation
+from gspmd.layouts import Layout
+
+
+def moved(x: jax.Array, before: Spec, after: Spec) -> jax.Array:
+    """Reshard an array from `before` to `after`, if they differ."""
+    return x if before == after else gspmd.reshard(x, Equation.move(before, after))
+
+
+def batch_spec(layout: Layout) -> Spec:
+    """Return the spec of a batch of tokens [B, L+1]: `embedding.tokens` with L whole, since few meshes divide L+1."""
+    return layout.spec("embedding.tokens").with_axes("L", ())
+
+
+def label_spec(layout: Layout) -> Spec:
+    """Return the spec of labels [B, L]: that of the logits without V."""
+    return layout.spec("output.logits").without("V")
+
+
+def tokens_spec(layout: Layout) -> Spec:
+    """Return the spec of the experts' per-token arrays [B, L]: the groups' spec with B instead of G."""
+    return layout.spec("moe.groups").rename({"G": "B"}).without("E")

@@ -1,0 +1,170 @@
+"""The parameters of a model before any layout: path, line, initializer and layers of each.
+
+`parameters` places them, `ModelConfig` counts them, and the files of public checkpoints are read into them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from gspmd.layouts.initial import Constant, Initialiser, Normal
+from gspmd.layouts.rules.keys import dims_of
+
+ModelConfig = Any
+"""A `gspmd_models.ModelConfig`, which counts its parameters by these tensors, so that it imports this module."""
+
+SHARED = ("moe.shared_in", "moe.shared_gate", "moe.shared_hidden", "moe.shared_bias", "moe.shared_out")
+"""The layout's keys of shared experts, whose F is their total width."""
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One parameter.
+
+    Attributes:
+        path: its path in the module, such as `blocks.0.ffn.w_in`.
+        key: its line in a layout, such as `ffn.w_in`.
+        initialise: a function from a random key and a shape to float32 values.
+        layers: layers stacked in a leading N; 0 for a parameter that is not stacked.
+    """
+
+    path: str
+    key: str
+    initialise: Initialiser
+    layers: int = 0
+
+    @property
+    def is_matrix(self) -> bool:
+        """Whether it is an operand of a matrix product, as norms and biases are not."""
+        name = self.key.rpartition(".")[2]
+        matrices = ("table", "router", "router_noise", "shared_in", "shared_gate", "shared_out")
+        return name.startswith("w_") or name in matrices
+
+    @property
+    def in_encoder(self) -> bool:
+        """Whether it belongs to the encoder; the table that both stacks look tokens up in does not."""
+        return self.path.startswith("encoder.")
+
+    def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
+        """Return its shape for the sizes of `tensor_sizes`, with N first if layers are stacked."""
+        of = {**sizes, "F": sizes["F"] * sizes["shared"]} if self.key in SHARED else sizes
+        return (*((self.layers,) if self.layers else ()), *(of[dim] for dim in dims_of(self.key)))
+
+    def size(self, sizes: Mapping[str, int]) -> int:
+        """Return the number of its elements."""
+        return math.prod(self.shape(sizes))
+
+
+def tensor_sizes(config: ModelConfig) -> dict[str, int]:
+    """Return the sizes of the dimensions of parameters, without padding, and the number of shared experts."""
+    sizes = config.sizes(batch=1, length=1) | {"V": config.vocabulary, "R": config.relative_buckets}
+    return sizes | {"shared": config.moe.shared if config.moe else 0}
+
+
+def tensors(config: ModelConfig) -> Iterator[Tensor]:
+    """Yield every parameter of a model without adapters and without scales, in the order in which it uses them."""
+    sizes = tensor_sizes(config)
+    # Rows of unit length; the look-up multiplies by √E (Vaswani et al. 2017, section 3.4).
+    yield Tensor("embedding.table", "embedding.table", scaled("E", sizes))
+    if config.encoder_layers:
+        yield from _stack(config, "encoder.", config.encoder_layers, sizes)
+        yield Tensor("encoder.output.norm", "output.norm", ones)
+        if config.norm_bias:
+            yield Tensor("encoder.output.norm_bias", "output.norm_bias", zeros)
+    yield from _stack(config, "", config.layers, sizes, cross=config.encoder_layers > 0)
+    # With a tied table, the token's own row in the residual stream would give a logit of √E. Chowdhery et al. 2022,
+    # section 5, scale tied logits by 1/√E, as T5 does; here the last norm starts at 1/√E and may grow, which learns
+    # faster, and the initial loss is that of a uniform guess.
+    yield Tensor("output.norm", "output.norm", Constant(sizes["E"] ** -0.5) if config.tied else ones)
+    if config.norm_bias:
+        yield Tensor("output.norm_bias", "output.norm_bias", zeros)
+    if not config.tied:
+        yield Tensor("output.table", "output.table", scaled("E", sizes))
+    if config.output_bias:
+        yield Tensor("output.bias", "output.bias", zeros)
+
+
+def _stack(
+    config: ModelConfig, prefix: str, layers: int, sizes: Mapping[str, int], *, cross: bool = False
+) -> Iterator[Tensor]:
+    """Yield the parameters of the encoder's blocks or of the decoder's; `prefix` is that of their paths."""
+    if config.positions == "relative":
+        yield Tensor(f"{prefix}relative", "attention.relative", scaled("E", sizes))
+    for place in range(config.period):
+        for path, key, begin in _block(config, place, layers, sizes, cross=cross):
+            yield Tensor(f"{prefix}blocks.{place}.{path}", key, begin, layers // config.period)
+
+
+def _block(
+    config: ModelConfig, place: int, layers: int, sizes: Mapping[str, int], *, cross: bool
+) -> Iterator[tuple[str, str, Initialiser]]:
+    serial = config.block == "serial"
+    yield from _norm(config, *("attention.", "attention") if serial else ("", "ffn"))
+    yield from _attention(config, "attention", layers, sizes)
+    if cross:
+        yield from _norm(config, "cross.", "cross")
+        yield from _attention(config, "cross", layers, sizes)
+    experts = config.moe if place == config.expert_place else None
+    section = "moe" if experts else "ffn"
+    if serial:
+        yield from _norm(config, f"{section}.", "ffn")
+    if experts:
+        # A small variance keeps early routing nearly even. Fedus et al. 2021, section 2.4, reduce the variance of all
+        # matrices to 0.1; here only the router's, and matrices at the end of a branch are scaled by depth.
+        # Noisy gating starts with logits 0 and equal noise (Shazeer et al. 2017, appendix A).
+        begin = zeros if experts.noisy else scaled("E", sizes, variance=experts.router_scale)
+        yield "moe.router", "moe.router", begin
+        if experts.noisy:
+            yield "moe.router_noise", "moe.router_noise", zeros
+    for name in ("w_in", "w_gate") if config.gated else ("w_in",):
+        yield f"{section}.{name}", f"{section}.{name}", scaled("E", sizes)
+    biases = [name for name in ("b_in", "b_gate") if config.ffn_bias and (config.gated or name == "b_in")]
+    for name in biases:
+        yield f"{section}.{name}", "moe.b_in" if experts else f"ffn.{name}", zeros
+    yield f"{section}.w_out", f"{section}.w_out", scaled("F", sizes, depth=layers)
+    if config.ffn_bias:
+        yield f"{section}.b_out", f"{section}.b_out", zeros
+    if experts and experts.shared:
+        for name in ("in", "gate") if config.gated else ("in",):
+            yield f"moe.shared.w_{name}", f"moe.shared_{name}", scaled("E", sizes)
+        for name in biases:
+            yield f"moe.shared.{name}", "moe.shared_bias", zeros
+        wide = {**sizes, "F": sizes["F"] * experts.shared}
+        yield "moe.shared.w_out", "moe.shared_out", scaled("F", wide, depth=layers)
+        if config.ffn_bias:
+            yield "moe.shared.b_out", "ffn.b_out", zeros
+
+
+def _attention(
+    config: ModelConfig, section: str, layers: int, sizes: Mapping[str, int]
+) -> Iterator[tuple[str, str, Initialiser]]:
+    for name in "qkv":
+        yield f"{section}.w_{name}", f"{section}.w_{name}", scaled("E", sizes)
+        if config.qkv_bias:
+            yield f"{section}.b_{name}", f"{section}.b_{name}", zeros
+    for name in ("q_norm", "k_norm") if config.qk_norm else ():
+        yield f"{section}.{name}", f"{section}.{name}", ones
+    yield f"{section}.w_o", f"{section}.w_o", scaled("HD", sizes, depth=layers)
+    if config.out_bias:
+        yield f"{section}.b_o", f"{section}.b_o", zeros
+
+
+def _norm(config: ModelConfig, path: str, section: str) -> Iterator[tuple[str, str, Initialiser]]:
+    yield f"{path}norm", f"{section}.norm", ones
+    if config.norm_bias:
+        yield f"{path}norm_bias", f"{section}.norm_bias", zeros
+
+
+def scaled(summed: str, sizes: Mapping[str, int], variance: float = 1.0, depth: int = 0) -> Normal:
+    """Normal of variance / (fan-in · 2 depth), or variance / fan-in at depth 0; fan-in: size of summed dimensions."""
+    return Normal(math.sqrt(variance / math.prod(sizes[d] for d in summed) / max(1, 2 * depth)))
+
+
+#: The initializer of norm scales.
+ones = Constant(1.0)
+
+#: The initializer of biases.
+zeros = Constant(0.0)
