@@ -45,6 +45,7 @@ _HOMES = {
 _ROOMS = ("audit", "layouts", "moe", "ops", "pipeline", "search", "training")
 
 host.quiet_libtpu()  # before JAX loads it in search of a TPU
+host.skip_check_of_cuda()  # likewise
 
 __all__ = [
     "Layout",

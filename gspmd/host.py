@@ -247,6 +247,23 @@ def quiet_libtpu() -> None:
             atexit.register(_forget_schedules)
 
 
+def skip_check_of_cuda() -> None:
+    """Tell JAX's plugin for CUDA, if it is installed and there is no NVIDIA GPU, that it only compiles.
+
+    Otherwise it demands all libraries of CUDA, prints a traceback whenever a backend starts, and is given up.
+    """
+    import sys
+
+    places = (f"{folder}/jax_plugins/xla_cuda{version}" for folder in sys.path for version in (12, 13))
+    if not has_nvidia_gpu() and any(map(os.path.isdir, places)):
+        os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+
+
+def has_nvidia_gpu() -> bool:
+    """Return whether this machine has an NVIDIA GPU."""
+    return _numbered("/dev/nvidia") or os.path.exists("/dev/dxg")  # the latter on WSL
+
+
 def schedules_folder() -> Path:
     """Return the folder where libtpu, loaded by this process, writes the schedules of its programs."""
     from pathlib import Path

@@ -9,7 +9,8 @@ adapted in one place:
 - a frame of JAX for which the stack is searched;
 - the class of errors about shardings under Explicit axes;
 - the client of a run of several processes, whose key-value store has no public name, and the cluster that JAX detects;
-- the treatment of optimization barriers by XLA's compiler for host devices.
+- the treatment of optimization barriers by XLA's compiler for host devices;
+- the question for the version of cuDNN, which JAX asks the library while it traces.
 
 tests/test_jax_internals.py checks each of them against the installed JAX, and so names the changes of a new release.
 """
@@ -22,6 +23,7 @@ from typing import Any, cast
 import jax
 from jax._src.clusters import ClusterEnv
 from jax._src.core import ShardingTypeError as ShardingTypeError
+from jax._src.cudnn import fused_attention_stablehlo
 from jax._src.distributed import global_state
 from jax.extend.core import Jaxpr, Primitive
 from jax.extend.core.primitives import closed_call_p
@@ -89,8 +91,8 @@ def without_unused_results(equation: Any, used: Sequence[bool]) -> Any:
 
 
 def without_dead_code(jaxpr: Jaxpr) -> Jaxpr:
-    """Return the program without the operations that none of its results needs."""
-    return partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[0]
+    """Return the program without the operations that none of its results needs, with all of its arguments."""
+    return partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)[0]
 
 
 # -- partial evaluation ------------------------------------------------------------------------------------------------
@@ -132,6 +134,27 @@ HOST_MERGES_ACROSS_BARRIERS = jax.__version_info__ < (0, 11)
 
 PARTITIONER_KEEPS_AXIS_NAMES = jax.__version_info__ >= (0, 12)
 """Whether XLA's partitioner gets shardings by the names of mesh axes, and aborts if it must split an axis unevenly."""
+
+
+def assume_cudnn(version: int) -> None:
+    """Let JAX trace cuDNN's attention without the library, to compile for GPUs that are not attached.
+
+    JAX asks the library for its version; where there is none, the answer is this one from now on.
+
+    Args:
+        version: as cuDNN numbers itself: 90800 is 9.8.0.
+    """
+    ask = fused_attention_stablehlo.check_cudnn_version
+
+    def version_of_cudnn() -> int:
+        try:
+            return ask()
+        except RuntimeError:
+            return version
+
+    if not hasattr(ask, "_is_ours"):
+        version_of_cudnn._is_ours = True  # type: ignore[attr-defined]  # so that it is replaced only once
+        fused_attention_stablehlo.check_cudnn_version = version_of_cudnn
 
 
 # -- several processes -------------------------------------------------------------------------------------------------

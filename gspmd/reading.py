@@ -146,7 +146,7 @@ def parse_json(text: str, *, unique: bool = False) -> Any:
     if text.count("[") + text.count("{") > DEEPEST:
         _check_depth(value)
     if "\\u" in text and not _is_unicode(value):
-        raise ReadError("it has half of a surrogate pair, which is no character")
+        raise ReadError("it has half of a surrogate pair, which is not a character")
     return value
 
 
@@ -183,7 +183,7 @@ def folder_fault(path: str | os.PathLike) -> str | None:
         (None, 'there is no such folder', 'File name too long')
     """
     try:
-        return None if stat.S_ISDIR(os.stat(path).st_mode) else "it is no folder"
+        return None if stat.S_ISDIR(os.stat(path).st_mode) else "it is not a folder"
     except (FileNotFoundError, NotADirectoryError):
         return "there is no such folder"
     except (OSError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""The console commands: `gspmd train`, `gspmd explain`, `gspmd compile`; scripts/ runs the same ones from a checkout.
+"""The commands of `gspmd`, listed in `main.COMMANDS`; scripts/ runs the same ones from a checkout.
 
-Reading order: main, flags, runner, configs, then a file for each command; of train: settings, programs, train.
+Reading order: main, flags, runner, configs, then a file for each command; for train: settings, programs, train.
 """

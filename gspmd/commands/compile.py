@@ -1,4 +1,4 @@
-"""Whether a model fits on a slice that is not attached, and what it costs: the answer of the real TPU compiler.
+"""Whether a model fits on TPUs or GPUs that are not attached, and what it costs: the answer of the real compiler.
 
     gspmd compile --config palm-540b --layout weight-stationary-2d \
         --topology tpu-v4:4x4x4 --phase decode --batch 512 --length 2048
@@ -22,7 +22,7 @@ import gspmd_models as models
 from gspmd import host
 from gspmd.audit import Report, Topology, compile_offline, gantt, perfetto, slices, topology
 from gspmd.commands import configs, flags, own, runner
-from gspmd.commands.file import file_of
+from gspmd.commands.file import checked_source, file_of, source_length_of
 from gspmd.display import console as printing
 from gspmd.display.progress import Progress
 from gspmd.layouts import Layout
@@ -32,10 +32,11 @@ from gspmd.training.model import Own, finding
 from gspmd.training.step import Update, abstract_program
 from gspmd.training.toml import positive
 from gspmd_models import ModelConfig, step
-from gspmd_models.decoding import serving_program
+from gspmd_models.decoding import GenerationError
+from gspmd_models.decoding.programs import PROGRAMS, serving_program
 from gspmd_models.finetuning.config import LoraConfig
-from gspmd_models.objective import check_stages, schedule_of
 from gspmd_models.remat.prediction import show_remat
+from gspmd_models.stages import check_stages, schedule_of
 
 DEFAULT = configs.find("palm-8b")
 TRAINED = ("microbatches", "parameter_dtype", "frozen")
@@ -44,20 +45,23 @@ TRAINED = ("microbatches", "parameter_dtype", "frozen")
 
 @dataclass(frozen=True)
 class CompileSettings:
-    """A program to compile, the slice, and the files for the results."""
+    """A program to compile, the slice or nodes, and the files for the results."""
 
     config: str = DEFAULT
     """TOML file with a table [model], and perhaps [training], [lora], [optimizer] and [sharding]."""
     topology: str = "tpu-v4:4x4x4"
-    """Chip and torus, such as tpu-v4:4x4x4, tpu-v5p:8x8x16 or tpu-v6e:16x16."""
-    phase: Literal["forward", "train", "prefill", "decode"] = "forward"
+    """Chip and torus, such as tpu-v4:4x4x4, tpu-v5p:8x8x16 or tpu-v6e:16x16; or GPUs of a node, and before them nodes,
+    such as h100:8, h100:16x8 or gb200:2x72."""
+    phase: Literal["forward", "train", "encode", "prefill", "decode"] = "forward"
     """forward: tokens to logits, weights in --dtype. train: a whole update, as in `gspmd train`; your own --model has
-    only this phase. prefill, decode: what `gspmd generate` runs, --length tokens of every row into a cache, or one
-    token after a full cache."""
+    only this phase. encode, prefill, decode: what `gspmd generate` runs, an encoder on --source-length tokens of every
+    row, --length tokens of every row into a cache, or one token after a full cache."""
     batch: int = 32
     """Sequences, over all devices."""
     length: int = 256
     """Tokens of a sequence; for a prefill, the tokens that it reads at once."""
+    source_length: int = 0
+    """Tokens of an encoder's source; if not given, that of [training], and 0 for --length."""
     microbatches: int = 1
     """Parts of a training step's batch, as in `gspmd train`."""
     parameter_dtype: Literal["float32", "bfloat16"] = "float32"
@@ -67,15 +71,17 @@ class CompileSettings:
     room: int = 0
     """Number of tokens that a row of the cache can hold; 0 for --length."""
     prefill_layout: str = ""
-    """Another layout for --phase prefill, which reads weights as --layout shards them: preset or TOML file."""
+    """Another layout for --phase encode or prefill, which reads weights as --layout shards them: preset or TOML
+    file."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Dtype that the model computes in."""
     weights: Literal["dtype", "int8"] = "dtype"
-    """Dtype in which prefill and decode store matrices; int8 has a float32 scale for every channel."""
+    """Dtype in which serving stores matrices; int8 has a float32 scale for every channel."""
     cache: Literal["dtype", "int8"] = "dtype"
-    """Dtype in which prefill and decode store keys and values; int8 has a float32 scale for each token and head."""
+    """Dtype in which serving stores keys and values; int8 has a float32 scale for each token and head."""
     smallest: bool = False
-    """Look for the smallest slice of the chip that the model fits on, from the least that could hold its arguments."""
+    """Look for the fewest devices of this chip that the model fits on: slices of TPUs that double in size, or parts of
+    a node of GPUs and then 1, 2, 4, ... nodes."""
     json: str = ""
     """File for the figures, as JSON."""
     hlo: str = ""
@@ -85,7 +91,7 @@ class CompileSettings:
     gantt: str = ""
     """PNG file for the timeline."""
     model_class: Annotated[str, tyro.conf.arg(name="model", metavar="MODULE:NAME")] = ""
-    """Your own model, as in `gspmd train`; without --config, the model alone."""
+    """A custom model, as in `gspmd train`; without --config, the model alone."""
     model: ModelConfig = field(default_factory=ModelConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
     optimizer: tyro.conf.OmitArgPrefixes[OptimizerConfig] = field(default_factory=OptimizerConfig)
@@ -99,7 +105,8 @@ def run(argv: Sequence[str], script: str = "") -> int:
         argv: the flags.
         script: the file in scripts/ that runs it instead, for the help.
     """
-    return runner.guarded(partial(main, script=script), argv, called="" if script else "gspmd compile")
+    called = "" if script else "gspmd compile"
+    return runner.guarded(partial(main, script=script), argv, called, errors=(GenerationError,))
 
 
 def main(argv: Sequence[str], script: str = "") -> int:
@@ -123,6 +130,7 @@ def parse(argv: Sequence[str], script: str = "") -> CompileSettings:
     """Return the settings: those of the file, replaced by flags."""
     file, name = file_of(argv, DEFAULT)
     said = {name: getattr(file.training, name) for name in ("batch", "length", *TRAINED)}
+    said["source_length"] = source_length_of(file)
     said |= {name: getattr(file, name) for name in ("model_class", "model", "lora", "optimizer", "sharding")}
     typed = finding.typed_with(CompileSettings, type(file.model)) if own.is_own(file) else CompileSettings
     default = typed(name, **said, phase="train" if own.is_own(file) else "forward")
@@ -130,9 +138,9 @@ def parse(argv: Sequence[str], script: str = "") -> CompileSettings:
     settings = flags.parse_flags(typed, argv, default, description, prog)
     faults: list[str] = []
     if own.is_own(settings):
-        own.refuse(settings, "cannot compile your own model:")
+        own.refuse(settings, "cannot compile a custom model:")
         if settings.phase != "train":
-            faults.append(f"your own model has only a training step; leave --phase {settings.phase} out.")
+            faults.append(f"a custom model has only a training step; leave --phase {settings.phase} out.")
     positive(faults, batch=settings.batch, length=settings.length, microbatches=settings.microbatches)
     if settings.room < 0 or 0 < settings.room < settings.length:
         faults.append(f"--room has to be 0, or at least --length {settings.length}, not {settings.room}.")
@@ -140,11 +148,15 @@ def parse(argv: Sequence[str], script: str = "") -> CompileSettings:
         faults.append("adapters have their own table: write [lora] in place of [model.lora].")
     if settings.phase != "train" and (given := for_training(settings, default)):
         faults.append(f"--phase {settings.phase} trains nothing; leave {', '.join(given)} out.")
-    if settings.phase not in ("prefill", "decode"):
+    settings, of_source = checked_source(settings, default)
+    faults += of_source
+    if settings.phase == "encode" and settings.room:
+        faults.append("--phase encode fills the cache of a source; leave --room out, or give --source-length.")
+    if settings.phase not in PROGRAMS:
         if settings.room or settings.prefill_layout:
             faults.append(f"--phase {settings.phase} has no cache; leave --room and --prefill-layout out.")
         faults += [
-            f"--{name} int8 is for --phase prefill and decode, not {settings.phase}."
+            f"--{name} int8 is for --phase {', '.join(PROGRAMS[:-1])} and {PROGRAMS[-1]}, not {settings.phase}."
             for name in ("weights", "cache") if getattr(settings, name) == "int8"
         ]  # fmt: skip
     if settings.sharding.platform or settings.sharding.devices or settings.sharding.distributed:
@@ -167,7 +179,7 @@ def parse(argv: Sequence[str], script: str = "") -> CompileSettings:
 
 
 def for_training(settings: CompileSettings, default: CompileSettings) -> list[str]:
-    """Return the given flags that only a training step uses; other phases ignore a file's."""
+    """Return the given flags that only a training step uses. In a file, other phases ignore such settings."""
     changed = lambda of, by, names: [name for name in names if getattr(of, name) != getattr(by, name)]  # noqa: E731
     names = lambda table: [each.name for each in fields(table)]  # noqa: E731
     given = changed(settings, default, TRAINED) + changed(settings.sharding, default.sharding, ["schedule", "rounds"])
@@ -177,7 +189,7 @@ def for_training(settings: CompileSettings, default: CompileSettings) -> list[st
 
 
 def smallest(settings: CompileSettings, asked: Topology) -> Report:
-    """Return the report for the smallest slice that the model fits on, or for the largest one."""
+    """Return the report for the smallest slice, or the fewest GPUs, that the model fits on, or for the most."""
     report, reason = None, ""
     layout = phase_layout(settings)  # A fault of the layout itself is the same on every slice.
     if settings.phase == "train":
@@ -206,10 +218,10 @@ def layout_of(settings: CompileSettings) -> Layout:
 def phase_layout(settings: CompileSettings) -> Layout:
     """Return the layout of the phase that is compiled."""
     layout = layout_of(settings)
-    if settings.phase == "prefill" and settings.prefill_layout:
+    if settings.phase in ("encode", "prefill") and settings.prefill_layout:
         layout = Layout.load(settings.prefill_layout)
-    if settings.phase in ("prefill", "decode"):
-        layout = layout.phase(settings.phase)
+    if settings.phase in PROGRAMS:
+        layout = layout.phase("decode" if settings.phase == "decode" else "prefill")
     if settings.phase != "decode":
         return layout
     layout.check()
@@ -219,8 +231,13 @@ def phase_layout(settings: CompileSettings) -> Layout:
 def mesh_of(settings: CompileSettings, target: Topology) -> jax.sharding.Mesh:
     """Return the mesh of a slice that divides the sizes in the layout of the phase that is compiled."""
     sharding, layout, config = settings.sharding, phase_layout(settings), settings.model
-    served = {"T": settings.room or settings.length} if settings.phase in ("prefill", "decode") else {}
-    sizes = config.sizes(settings.batch, 1 if settings.phase == "decode" else settings.length) | served
+    source = settings.source_length or settings.length
+    tokens = {"encode": source, "decode": 1}.get(settings.phase, settings.length)
+    room = source if settings.phase == "encode" else settings.room or settings.length
+    served = {"T": room} if settings.phase in PROGRAMS else {}
+    sizes = config.sizes(settings.batch, tokens) | served
+    if not served and settings.source_length:
+        sizes["T"] = settings.source_length
     if sharding.mesh:
         shape = layout.complete_mesh(parse_mesh(sharding.mesh))
         layout.check(sizes, shape)
@@ -245,14 +262,13 @@ def compiled(settings: CompileSettings, target: Topology, called: str = "") -> R
     """Compile and report for one slice; `called` names the program in progress, by default its model and layout."""
     config, layout, mesh = settings.model, layout_of(settings), mesh_of(settings, target)
     program, args, options = program_of(settings, layout, mesh)
-    # One token of every row, which attends to the whole cache, or all tokens, which attend to one another.
-    read, seen = (1, settings.room or settings.length) if settings.phase == "decode" else (settings.length,) * 2
     if own.is_own(settings):
         of_one, at = Own(settings.model), layout.resolved(config.sizes(settings.batch, settings.length), mesh)
-        each, parameters = of_one.flops_per_token(at, seen), of_one.num_parameters(at)
+        of_row = settings.length * of_one.flops_per_token(at, settings.length)
+        parameters = of_one.num_parameters(at)
     else:
-        each, parameters = config.flops_per_token(seen), config.num_parameters
-    flops = settings.batch * read * each
+        of_row, parameters = flops_of_row(settings), config.num_parameters
+    flops = settings.batch * of_row
     flops /= 1 if settings.phase == "train" else 3  # A backward pass is two forward passes.
     named = called or f"{parameters:,} parameters, {layout.name}, {target.name}"
     console = printing.console(stderr=True)
@@ -269,26 +285,41 @@ def compiled(settings: CompileSettings, target: Topology, called: str = "") -> R
         )
 
 
+def flops_of_row(settings: CompileSettings) -> float:
+    """Return the FLOPs of one row, with those of a backward pass."""
+    config, source = settings.model, settings.source_length or settings.length
+    if settings.phase == "encode":
+        return source * config.flops_per_source_token(source)
+    # One token of every row, which attends to the whole cache, or all tokens, which attend to one another.
+    read, seen = (1, settings.room or settings.length) if settings.phase == "decode" else (settings.length,) * 2
+    return read * config.flops_per_token(seen, source, encoded=settings.phase in PROGRAMS)
+
+
 def program_of(settings: CompileSettings, layout: Layout, mesh) -> tuple[Callable, tuple, dict[str, Any]]:
     """Return the program to compile, its abstract arguments, and which of them it overwrites or may reorder."""
     train, config = settings.phase == "train", settings.model
-    if settings.phase in ("prefill", "decode"):
+    if settings.phase in PROGRAMS:
         room, prefill = settings.room or settings.length, settings.prefill_layout
         served = serving_program(
             config, layout, mesh, settings.phase, batch=settings.batch, length=settings.length, room=room,
             prefill=Layout.load(prefill) if prefill else None, dtype=settings.dtype,
+            source_length=(settings.source_length or settings.length) if config.encoder_layers else 0,
             **{name: "int8" for name in ("weights", "cache") if getattr(settings, name) == "int8"},
         )  # fmt: skip
         say_chosen(served.layout)
-        numbers = {"donate_argnums": served.donated, "auto_layout_argnums": served.stored}
-        options: dict[str, Any] = {name: (number,) for name, number in numbers.items()}
+        donated = () if served.donated is None else (served.donated,)
+        options: dict[str, Any] = {"donate_argnums": donated, "auto_layout_argnums": (served.stored,)}
         return served.step, served.arguments, options
     layout = layout.resolved(config.sizes(settings.batch, settings.length), mesh)
     say_chosen(layout)
     if not train:
         model = models.abstract(config, layout, mesh, settings.dtype, stored=settings.dtype)
         tokens = models.abstract_tokens(layout, mesh, settings.batch, settings.length)
-        return step.forward_step(model), (models.arrays(model), tokens), {}
+        source = []
+        if config.encoder_layers:
+            length = settings.source_length or settings.length
+            source = [models.abstract_source(layout, mesh, settings.batch, length)]
+        return step.forward_step(model), (models.arrays(model), tokens, *source), {}
     update = Update(settings.optimizer, 1000, settings.microbatches, settings.frozen, settings.parameter_dtype)
     program = abstract_program(own.trainable(settings, settings.dtype), update, settings.batch, settings.length)
     made, *arguments = program(layout, mesh)
@@ -301,7 +332,7 @@ def say_chosen(layout: Layout) -> None:
 
 
 def save(settings: CompileSettings, report: Report) -> None:
-    """Write the files of the flags; a program that does not fit only has figures."""
+    """Write the files of the flags; a program that its compiler refuses only has figures."""
     if settings.json:
         Path(settings.json).write_text(report.to_json())
     if not report.timeline:

@@ -19,7 +19,7 @@ def find(name: str) -> str:
     A file takes precedence over a shipped configuration with its name.
 
     Raises:
-        ConfigError: the name is no path (it has no slash and no `.toml`), and no configuration has it.
+        ConfigError: the name is not a path (it has no slash and no `.toml`), and no configuration has it.
 
     Example:
         >>> Path(find("tiny")).name, find("mine/tiny.toml")

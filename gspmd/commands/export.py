@@ -70,13 +70,21 @@ def main(argv: Sequence[str], script: str = "") -> int:
             mesh = make_mesh(here, layout, sizes)
             model, taken = source.load(layout.resolved(sizes, mesh), mesh, "float32")
             progress.begin("Writing the tensors")
-            length = max(source.run.training.length if source.run else 2048, promised(folder / "tokenizer"))
+            length = max(longest(source), promised(folder / "tokenizer"))
             checkpoints.save(model, settings.out, tokenizer=source.tokenizer, dtype=settings.dtype, length=length)
     except checkpoints.CheckpointError as error:
         print(f"CheckpointError: {error}", file=sys.stderr)
         return 2
     console.print(f"Wrote {taken} as {family.architecture} to {settings.out}.", soft_wrap=True, markup=False)
     return 0
+
+
+def longest(source: Source) -> int:
+    """Return the longest sequence, in tokens, that a run was trained on: of targets or, with an encoder, of sources."""
+    if source.run is None:
+        return 2048
+    training = source.run.training
+    return max(training.length, training.source_length if source.config.encoder_layers else 0)
 
 
 def promised(kept: Path) -> int:

@@ -1,18 +1,22 @@
-"""The settings file of a command that plans or compiles a step: its tables, and the user's own model that it names."""
+"""The settings file of a command that plans or compiles a step: its tables, and the custom model that it names."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import Any, TypeVar
 
 from gspmd.commands import configs
 from gspmd.commands.flags import EarlyFlags
+from gspmd.commands.own import is_own
 from gspmd.training import OptimizerConfig, ShardingConfig, TrainingConfig
 from gspmd.training.config import load_toml
 from gspmd.training.model import finding
 from gspmd.training.toml import from_mapping
 from gspmd_models import ModelConfig
 from gspmd_models.finetuning.config import LoraConfig
+
+S = TypeVar("S")
 
 
 @dataclass(frozen=True)
@@ -27,12 +31,12 @@ class File:
     model_class: str = ""
 
     def beside(self, folder: Path) -> "File":
-        """Return these settings, with a relative path of a user's own model taken from `folder`."""
+        """Return these settings, with a relative path of a custom model taken from `folder`."""
         return replace(self, model_class=finding.beside(self.model_class, folder))
 
 
 def file_of(argv: Sequence[str], default: str) -> tuple[File, str]:
-    """Return the tables of the settings file that flags name, and its name: none for a user's own model without one.
+    """Return the tables of the settings file that flags name, and its name: none for a custom model without one.
 
     Args:
         argv: the flags; --config and --model are read here, since the other defaults come from the file.
@@ -47,10 +51,41 @@ def file_of(argv: Sequence[str], default: str) -> tuple[File, str]:
     return load_toml(File, path, read), early.config or default
 
 
-def group_faults(model: ModelConfig, batch: int, length: int) -> list[str]:
-    """Return the faults of the groups of a model's experts for batches of these sizes."""
-    groups, tokens = model.moe and model.moe.groups, batch * length
-    if not groups or tokens % groups == 0:
-        return []
-    product = f"{batch} × {length} = {tokens}"
-    return [f"model.moe.groups must divide the tokens of a batch, {product}, but is {groups}."]
+def source_length_of(file: File) -> int:
+    """Return the tokens of a source in the file's [training]; 0 if its model has no encoder, or nothing reads one."""
+    has_encoder = getattr(file.model, "encoder_layers", 0) > 0
+    return file.training.source_length if has_encoder and file.training.objective != "next-token" else 0
+
+
+def checked_source(settings: S, default: Any) -> tuple[S, list[str]]:
+    """Return the settings of a command with `--source-length` and `--phase`, and what is wrong with their source.
+
+    Args:
+        settings: the settings, as changed by flags; returned without a source if flags took the encoder of the file
+            away.
+        default: those of the file.
+    """
+    given: Any = settings
+    if given.source_length < 0:
+        return settings, [f"source_length must not be negative, but is {given.source_length}."]
+    if not is_own(given) and given.model.encoder_layers:
+        return settings, []
+    faults = []
+    if given.source_length != default.source_length:
+        faults.append("--source-length is for an encoder–decoder, and this model has no encoder.")
+    if given.phase == "encode" and not is_own(given):  # Of a custom model every phase but one is refused.
+        faults.append("--phase encode is for an encoder–decoder, and this model has no encoder.")
+    return replace(given, source_length=0), faults
+
+
+def group_faults(model: ModelConfig, batch: int, length: int, source_length: int) -> list[str]:
+    """Return the faults of the groups of a model's experts, for batches of these lengths of targets and sources."""
+    groups = model.moe and model.moe.groups
+    lengths = {"tokens": length} | (
+        {"tokens of the sources": source_length} if getattr(model, "encoder_layers", 0) else {}
+    )
+    return [
+        f"model.moe.groups must divide the {name} of a batch, {batch} × {each} = {batch * each}, but is {groups}."
+        for name, each in lengths.items()
+        if groups and batch * each % groups
+    ]

@@ -39,7 +39,7 @@ class FlagError(ValueError):
 class EarlyFlags:
     """The flags that have to be known before all of them can be read, as they were given.
 
-    The defaults of a command's flags come from a file or from a run's folder, which flags name; a user's own model also
+    The defaults of a command's flags come from a file or from a run's folder, which flags name; a custom model also
     decides which flags exist. So these few are looked up first. A value is None for a flag that is not given, and ""
     for a flag without a value, which the parser of all flags then refuses.
     """
@@ -92,8 +92,8 @@ def parse(
     """Read settings from a TOML file and from flags, which take precedence.
 
     Args:
-        cls: a dataclass of settings. If it has a field `model_class`, `--model` or `class` in [model] names a user's
-            own model, whose fields then are those of [model] (`gspmd.training.model.finding`); for such a model without
+        cls: a dataclass of settings. If it has a field `model_class`, `--model` or `class` in [model] names a custom
+            model, whose fields then are those of [model] (`gspmd.training.model.finding`); for such a model without
             `--config`, `default` is not read.
         argv: the flags. `--config FILE` names the TOML file. `--resume` without it starts from the settings of the run,
             without its platform, its number of devices if `--devices` or `--mesh` is given, its meshes if `--devices`
@@ -145,9 +145,11 @@ def parse_flags(cls: type[T], argv: Sequence[str], base: T, description: str = "
     """Read settings from flags, with defaults from `base`.
 
     Raises:
+        ConfigError: flags are of a table that `base` does not have.
         FlagError: in one of several processes, the flags are faulty; elsewhere the message is printed, and the process
             ends.
     """
+    _refuse_absent(argv, base)
     said = io.StringIO()
     try:
         with redirect_stderr(said) if processes.several() else nullcontext():
@@ -159,6 +161,32 @@ def parse_flags(cls: type[T], argv: Sequence[str], base: T, description: str = "
         if not ended.code or not processes.several():
             raise
         raise FlagError(f"the flags cannot be read:\n{said.getvalue().strip()}") from None
+
+
+def _refuse_absent(argv: Sequence[str], base: Dataclass) -> None:
+    """Refuse flags of a table that the settings do not have: the parser would know no such flags.
+
+    Raises:
+        ConfigError: it names the tables, and where to write them.
+    """
+    faults = {}
+    for flag in (word.partition("=")[0] for word in argv if word.startswith("--")):
+        *tables, _ = flag.removeprefix("--").replace("-", "_").split(".")
+        values: Any = base
+        for number, name in enumerate(tables, 1):
+            values = getattr(values, name, ...)
+            if values is None:
+                table = ".".join(tables[:number])
+                what = {"model.moe": "no experts", "model.lora": "no adapters"}.get(table, f"no [{table}]")
+                fact = f"{flag} is a field of [{table}], and this configuration has {what}"
+                written = "lora" if table == "model.lora" else table  # Adapters have a table of their own.
+                remedy = f"write [{written}] in a TOML file, and name it with --config."
+                if written != table and hasattr(base, written):
+                    remedy = f"write {flag.replace(f'--{table}.', f'--{written}.')}."
+                faults[table] = f"{fact}; {remedy}"
+                break
+    if faults:
+        raise ConfigError("cannot read the flags:", [*faults.values()])
 
 
 def _spelled_out(argv: Sequence[str]) -> list[str]:

@@ -1,7 +1,10 @@
 """Continue prompts with a public checkpoint or a trained run, in one layout to read them and one to decode.
 
+For a model with an encoder, a prompt is the source that it reads, and a text is written for it.
+
     gspmd generate --checkpoint DIR --prompt "def main():" --tokens 100
     gspmd generate --checkpoint DIR --prompt "Once" --samples 4 --temperature 0.8 --top-p 0.95
+    gspmd generate --checkpoint DIR --prompt "Das Haus ist klein." --beams 4  # the likeliest text that 4 beams find
     gspmd generate --checkpoint DIR --prompt "Once" --devices 8 --layout megatron-1d --set cache.attention.key=BT_yzKD
     gspmd generate --checkpoint DIR --prompt "Once" --explain  # the plans of both programs, without loading
 
@@ -30,6 +33,7 @@ from gspmd.commands.settings import RunSettings
 from gspmd.commands.source import Source, layout_of, own_run, tokenizer_of
 from gspmd.display import console as printing
 from gspmd.display.progress import Progress
+from gspmd.display.tables import counted
 from gspmd.display.units import amount_of_seconds
 from gspmd.interruption import number_of
 from gspmd.layouts import Layout
@@ -80,13 +84,21 @@ class GenerateSettings:
     checkpoint: str = ""
     """Folder of a public checkpoint, or of a run of `gspmd train`."""
     prompt: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
-    """Text to continue; repeatable."""
+    """Text to continue, or the source of a model with an encoder; repeatable."""
     prompt_file: str = ""
     """File with one more prompt; - for standard input."""
+    target_prompt: str = ""
+    """Beginning of every text of a model with an encoder, such as the token of a language."""
     samples: int = 1
     """Number of texts for each prompt. A prompt is read once for all of them."""
     tokens: int = 128
     """The largest number of tokens added to a prompt."""
+    beams: int = 0
+    """Number of beams of a beam search for the likeliest text, in place of sampling; 0 for sampling."""
+    length_penalty: float = 1.0
+    """Exponent of a text's length, by which the search divides its log-probability; more favours longer texts."""
+    n_best: int = 1
+    """Number of texts of each prompt that the search prints, the best first, each with its score; at most --beams."""
     seed: int = 0
     """Seed of the first text; each further text has the next seed, so it can be generated again by itself."""
     stop: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
@@ -101,6 +113,8 @@ class GenerateSettings:
     """Number of tokens of a text that are sent to the host together."""
     cache_length: int | None = None
     """Number of tokens of a text that the cache can hold; if not given, as many as are needed, or a few more."""
+    source_length: int | None = None
+    """Number of tokens of a source that the cache can hold, likewise."""
     weights: Literal["int8"] | None = None
     """Dtype of stored matrices; int8 has a scale for every channel. The compute dtype if not given."""
     cache: Literal["int8"] | None = None
@@ -146,13 +160,21 @@ def generate(settings: GenerateSettings) -> int:
     if not settings.checkpoint:
         raise ConfigError(_DOING, ["--checkpoint names the folder of the model; it is missing."])
     if "" in settings.stop:
-        raise ConfigError(_DOING, ["--stop is empty, which every text would end with; give at least one character."])
+        raise ConfigError(_DOING, ["--stop is empty, so every text would end at once; give at least one character."])
+    refuse_with_beams(settings)
     folder, console = Path(settings.checkpoint), printing.console(120, stderr=True)
     if run := own_run(folder):
         return generate_own(console, settings, folder, run, prompts, sampling)
     source = Source.at(folder)
-    config, ids = decoding.for_serving(source.config), [source.tokenizer.encode(prompt) for prompt in prompts]
-    sharding, named = arranged(console, settings, config, ids)
+    config = decoding.for_serving(source.config)
+    encode = source.tokenizer.source if config.encoder_layers else source.tokenizer.encode
+    ids = [encode(prompt) for prompt in prompts]
+    stops = sorted(source.tokenizer.ends)
+    decoding.check_beams(
+        settings.beams, settings.length_penalty, settings.samples, False, config.vocabulary, len(stops), settings.n_best
+    )
+    begins, given = beginnings(settings, source, config, ids)
+    sharding, named = arranged(console, settings, config, begins, given)
     layout = source.layout(settings.decode_layout or named, sharding)
     prefill = source.layout(settings.prefill_layout or named, sharding)
     sizes = {dim: size for dim, size in config.sizes(batch=1, length=1).items() if dim not in "BLTG"}
@@ -160,11 +182,13 @@ def generate(settings: GenerateSettings) -> int:
         kept = host.keep_compiled(settings.compile_cache)
         mesh = make_mesh(sharding, layout.phase("decode"), sizes, host_devices=1)
     dtype = dtype_on([*mesh.devices.flat], settings)
-    job: dict[str, Any] = {"samples": settings.samples, "cache_length": settings.cache_length}
+    job: dict[str, Any] = given | {
+        name: getattr(settings, name) for name in ("samples", "beams", "cache_length", "source_length")
+    }
     burst = min(settings.burst, max(settings.tokens, 1))
     options: dict[str, Any] = {"chunk": settings.chunk, "burst": burst, "int8": settings.cache == "int8"}
     with jax.set_mesh(mesh), gspmd.lowering(layout.lowering or "auto"), Stop() as stop:
-        batch = decoding.make_batch(config, layout, prefill, mesh, ids, settings.tokens, chunk=settings.chunk, **job)
+        batch = decoding.make_batch(config, layout, prefill, mesh, begins, settings.tokens, chunk=settings.chunk, **job)
         decoding.check_seeds(settings.seed, batch.texts)
         decode = batch.sizes.decode
         shapes = models.abstract(config, decode, mesh, dtype, stored=settings.weights or dtype)
@@ -181,12 +205,53 @@ def generate(settings: GenerateSettings) -> int:
         generator = models.Generator(model, layout, prefill, **options)
         del model  # The generator may move its weights to another order of memory.
         bursts = generator.stream(
-            ids, settings.tokens, sampling=sampling, seed=settings.seed, stop=sorted(source.tokenizer.ends),
-            ended=ended, **job,
+            begins, settings.tokens, sampling=sampling, seed=settings.seed, stop=stops,
+            ended=ended, length_penalty=settings.length_penalty, n_best=settings.n_best, **job,
         )  # fmt: skip
-        texts = [decoding.Text(source.tokenizer, of, settings.stop) for of in ids for _ in range(settings.samples)]
-        write(console, prompts, texts, unless_stopped(bursts, stop), ended)
+        each = settings.samples * settings.n_best  # one of them is 1
+        texts = [decoding.Text(source.tokenizer, of, settings.stop) for of in begins for _ in range(each)]
+        shown = [settings.target_prompt] * len(prompts) if given else prompts
+        write(console, shown, texts, unless_stopped(bursts, stop), ended)
     return 0
+
+
+def beginnings(
+    settings: GenerateSettings, source: Source, config: models.ModelConfig, ids: list[list[int]]
+) -> tuple[list[list[int]], dict[str, Any]]:
+    """Return what the texts begin with, and, for a model with an encoder, the sources as an argument.
+
+    Raises:
+        ConfigError: --target-prompt or --source-length is given for a decoder alone.
+    """
+    if config.encoder_layers:
+        target = source.tokenizer.encode(settings.target_prompt, special=False) if settings.target_prompt else []
+        return [target] * len(ids), {"sources": ids}
+    for flag, given in (("target-prompt", settings.target_prompt), ("source-length", settings.source_length)):
+        if given:
+            fault = (
+                f"--{flag} is for models with an encoder, and this one is a decoder alone, which continues --prompt."
+            )
+            raise ConfigError(_DOING, [fault, "Leave it out."])
+    return ids, {}
+
+
+def refuse_with_beams(settings: GenerateSettings) -> None:
+    """Refuse flags that do not apply to beam search, and flags that only apply to it.
+
+    Raises:
+        ConfigError: such flags are given; names them.
+    """
+    usual, drawn = GenerateSettings(), ("temperature", "top_k", "top_p", "min_p")
+    changed = [name for name in drawn if getattr(settings.sampling, name) != getattr(usual.sampling, name)]
+    changed += [name for name in ("samples", "seed") if getattr(settings, name) != getattr(usual, name)]
+    if settings.beams and changed:
+        named = ", ".join(f"--{name.replace('_', '-')}" for name in changed)
+        raise ConfigError(_DOING, [f"--beams finds the likeliest text and draws none; leave out {named}."])
+    searching = [name for name in ("length_penalty", "n_best") if getattr(settings, name) != getattr(usual, name)]
+    if not settings.beams and searching:
+        named = ", ".join(f"--{name.replace('_', '-')}" for name in searching)
+        verb, pronoun = ("is", "it") if len(searching) == 1 else ("are", "them")
+        raise ConfigError(_DOING, [f"{named} {verb} for beam search; add --beams, or leave {pronoun} out."])
 
 
 def generate_own(
@@ -197,7 +262,7 @@ def generate_own(
     prompts: Sequence[str],
     sampling: decoding.Sampling,
 ) -> int:
-    """Do the same with the user's own model of a run."""
+    """Continue the prompts with the custom model of a run, or explain what its program would send and hold."""
     tokenizer = tokenizer_of(folder)
     subject = Own(run.model)
     refuse_for_own(settings, subject)
@@ -246,7 +311,7 @@ def generate_own(
 
 
 def refuse_for_own(settings: GenerateSettings, subject: Own) -> None:
-    """Refuse flags that a user's own model does not support.
+    """Refuse flags that a custom model does not support.
 
     Raises:
         ConfigError: some flags are not supported; lists every fault.
@@ -254,15 +319,18 @@ def refuse_for_own(settings: GenerateSettings, subject: Own) -> None:
     faults = []
     if not subject.decodes:
         faults.append(
-            f"{subject.name}, your own model, lacks the methods kept and step, which read token after "
+            f"{subject.name}, a custom model, lacks the methods kept and step, which read token after "
             "token; see gspmd.training.model.Decoder."
         )
+    for flag in ("beams", "target-prompt", "source-length"):
+        if getattr(settings, flag.replace("-", "_")):
+            faults.append(f"--{flag} is for the models that come with gspmd; leave it out.")
     for flag in ("weights", "cache"):
         if getattr(settings, flag):
             faults.append(f"--{flag} int8 is for the models that come with gspmd; leave it out.")
     for flag in ("prefill-layout", "decode-layout"):
         if getattr(settings, flag.replace("-", "_")):
-            faults.append(f"--{flag}: your own model has one layout for reading and decoding; give it as --layout.")
+            faults.append(f"--{flag}: a custom model has one layout for reading and decoding; give it as --layout.")
     if lines_searched(settings.sharding.layout) is not None:
         faults.append("no layout is searched for it here; leave --layout out for that of the run, or name a file.")
     if faults:
@@ -270,7 +338,11 @@ def refuse_for_own(settings: GenerateSettings, subject: Own) -> None:
 
 
 def arranged(
-    console: Console, settings: GenerateSettings, config: models.ModelConfig, ids: Sequence[Sequence[int]]
+    console: Console,
+    settings: GenerateSettings,
+    config: models.ModelConfig,
+    begins: Sequence[Sequence[int]],
+    given: dict[str, Any],
 ) -> tuple[ServingSharding, str | Layout]:
     """Return the sharding and the layout of --layout; for `auto`, a layout that is found, on its mesh."""
     sharding = settings.sharding
@@ -284,8 +356,9 @@ def arranged(
     with Progress(console, "Starting the devices"):
         devices = start(sharding, host_devices=1)
     found = for_serving(
-        console, config, sharding.mesh, devices, dtype_on(devices, settings), ids, settings.tokens,
-        samples=settings.samples, chunk=settings.chunk, cache_length=settings.cache_length,
+        console, config, sharding.mesh, devices, dtype_on(devices, settings), begins, settings.tokens, **given,
+        samples=settings.samples, beams=settings.beams, chunk=settings.chunk, cache_length=settings.cache_length,
+        source_length=settings.source_length,
         weights=settings.weights or "dtype", cache=settings.cache or "dtype",
     )  # fmt: skip
     return replace(sharding, mesh=found.mesh), found.layout
@@ -297,7 +370,7 @@ def dtype_on(devices: Sequence[jax.Device], settings: GenerateSettings) -> str:
 
 
 def unless_stopped(bursts: Iterator[decoding.Burst], stop: Stop) -> Iterator[decoding.Burst]:
-    """Yield the bursts until an interrupt; as an exception, one that came while JAX computes would be lost."""
+    """Yield the bursts until an interrupt, which is polled: JAX would lose an exception raised while it computes."""
     while not stop.asked:
         burst = next(bursts, None)
         if burst is None:
@@ -338,16 +411,19 @@ def write(
         bursts: the tokens of the texts.
         ended: receives the numbers of texts that end with a stop string.
     """
-    samples, at, count, first, seconds = len(texts) // len(prompts), 0, 0, 0.0, 0.0
-    waiting = [prompts[number // samples] for number in range(len(texts))]
-    if len(texts) > 1:
-        waiting = [f"=== text {number + 1} of {len(texts)} ===\n{text}" for number, text in enumerate(waiting)]
+    each, at, count, first, seconds = len(texts) // len(prompts), 0, 0, 0.0, 0.0
+    waiting: list[str] = []
     with ExitStack() as waiting_for:
         waiting_for.enter_context(Progress(console, "Compiling"))
         for burst in bursts:
             waiting_for.close()
             count += sum(map(len, burst.tokens))
-            first, seconds = first or burst.seconds, burst.seconds
+            if not (count or all(burst.ended)):  # beams are still searched
+                continue
+            if not waiting:
+                first, scores = burst.seconds, burst.scores if each > 1 else ()
+                waiting = [_title(n, len(texts), scores) + prompts[n // each] for n in range(len(texts))]
+            seconds = burst.seconds
             for number, (text, tokens) in enumerate(zip(texts, burst.tokens)):
                 waiting[number] += text.add(tokens)
                 if text.ended:
@@ -364,5 +440,13 @@ def write(
             if at == len(texts):
                 break
     later = count - len(texts)
-    speed = f", then {later / (seconds - first):,.1f} tokens per second" if later > 0 else ""
-    console.print(f"{count} tokens: the first after {amount_of_seconds(first)}{speed}.", highlight=False)
+    speed = f", then {later / (seconds - first):,.1f} tokens per second" if later > 0 and seconds > first else ""
+    when = "the first" if speed or count <= len(texts) else "all"  # a search of beams gives all at once
+    console.print(f"{counted(count, 'token')}: {when} after {amount_of_seconds(first)}{speed}.", highlight=False)
+
+
+def _title(number: int, count: int, scores: Sequence[float]) -> str:
+    """Return the line above a text, if there are several; with scores, its own: of its tokens, as `beam_loop` says."""
+    if count == 1:
+        return ""
+    return f"=== text {number + 1} of {count}{f', score {scores[number]:.4f}' if scores else ''} ===\n"

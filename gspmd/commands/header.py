@@ -16,8 +16,8 @@ from gspmd.pipeline.schedule import Schedule
 from gspmd.training import processes
 from gspmd.training.arrangement import Arrangement
 from gspmd.training.reporting import report, speed
-from gspmd_models.objective import schedule_of
 from gspmd_models.parameters import stages_axes
+from gspmd_models.stages import schedule_of
 
 
 def show_run(console: Console, settings: Any, arrangements: Sequence[Arrangement], kept: str) -> None:
@@ -57,10 +57,11 @@ def show_run(console: Console, settings: Any, arrangements: Sequence[Arrangement
 
 def _facts(settings: Any) -> dict[str, str]:
     training, model = settings.training, settings.model
-    flops = training.batch * training.length * model.flops_per_token(training.length)
+    flops = training.batch * training.length * model.flops_per_token(training.length, training.source_length)
+    source = f"{training.source_length} + " if model.encoder_layers else ""
     return {
         "model": f"{model.num_parameters:,} parameters, {model.num_active_parameters:,} of them active per token",
-        "step": f"{training.batch} × {training.length} tokens, {amount_of_flops(flops)} in {training.dtype}, "
+        "step": f"{training.batch} × {source}{training.length} tokens, {amount_of_flops(flops)} in {training.dtype}, "
         f"remat {model.remat}",
     }
 
@@ -85,7 +86,7 @@ def show_tensors(console: Console, settings: Any, layout: Layout, mesh: Mesh) ->
     if own.is_own(settings):
         return own.show_tensors(console, settings, layout, mesh)
     report.show_tensors(console, "Parameters", models.parameter_specs(model, layout), mesh, training.parameter_dtype)
-    activations = models.activation_specs(model, layout, training.batch, training.length)
+    activations = models.activation_specs(model, layout, training.batch, training.length, training.source_length)
     report.show_tensors(console, "Activations", activations, mesh, training.dtype)
 
 

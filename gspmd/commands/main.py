@@ -28,7 +28,7 @@ COMMANDS = {
     "generate": "continue prompts with a public checkpoint or a trained run, in any layout",
     "export": "write a trained run as a public checkpoint, which transformers loads",
     "search": "find the best layout of a model on a slice, and write it as a file to train with",
-    "compile": "ask the TPU compiler whether a model fits on a slice, and what it will cost",
+    "compile": "ask the compiler whether a model fits on TPUs or GPUs, and what it will cost",
 }
 _EXAMPLES = (
     'gspmd explain "BLE_xyz, E_xF_yz -> BLF_yzx" --mesh x=4,y=4,z=4 --sizes B=512,L=1,E=18432,F=73728',

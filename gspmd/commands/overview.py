@@ -35,7 +35,7 @@ def facts(source: Source, sizes: decoding.Sizes, mesh: Mesh, dtype: str) -> dict
 
 
 def facts_of_own(name: str, model: Own, layout: Layout, mesh: Mesh) -> dict[str, str]:
-    """Describe the same for a user's own model."""
+    """Describe the same for a custom model."""
     chosen = {"chosen": "; ".join(layout.chosen)} if layout.chosen else {}
     return {
         "devices": host.describe(list(mesh.devices.flat)),
@@ -47,7 +47,7 @@ def facts_of_own(name: str, model: Own, layout: Layout, mesh: Mesh) -> dict[str,
 
 
 def explain_own(console: Console, writer: decoding.Stepwise, params: Mapping[str, Any]) -> None:
-    """Print the plan of a step of a user's own model."""
+    """Print the plan of a step of a custom model."""
     whole = jax.NamedSharding(jax.sharding.get_mesh(), jax.P())
     tokens, position = (jax.ShapeDtypeStruct(shape, "int32", sharding=whole) for shape in ((writer.rows, 1), ()))
     plan = gspmd.trace(writer.step, params, writer.abstract_kept, tokens, position)
@@ -57,10 +57,11 @@ def explain_own(console: Console, writer: decoding.Stepwise, params: Mapping[str
 
 
 def explain(console: Console, generator: models.Generator, sizes: decoding.Sizes) -> None:
-    """Print the plans of both programs, and the bytes that a device holds between them."""
+    """Print the plans of all programs, and the bytes that a device holds between them."""
     for line in dict.fromkeys((*sizes.prefill.chosen, *sizes.decode.chosen)):
         console.print(line, markup=False)
-    reads = {"prefill": f"{sizes.prefill_rows} × {sizes.chunk} tokens", "decode": f"{sizes.rows} × 1 token"}
+    reads = {"encode": f"{sizes.prefill_rows} × {sizes.source} tokens"}
+    reads |= {"prefill": f"{sizes.prefill_rows} × {sizes.chunk} tokens", "decode": f"{sizes.rows} × 1 token"}
     for name, (program, given) in generator.programs(sizes).items():
         plan = gspmd.trace(program, *given)
         work = f"{amount_of_bytes(plan.wire_bytes)} sent, {amount_of_seconds(plan.seconds)} planned"

@@ -1,4 +1,4 @@
-"""A model of one's own in a command: what is refused for it, and what is shown of it."""
+"""Custom models in commands: check their settings, and show their parameters and sizes."""
 
 import sys
 from collections.abc import Mapping
@@ -23,67 +23,79 @@ Placed = dict[str, tuple[Spec, tuple[int, ...]]]
 
 
 def is_own(settings: Any) -> bool:
-    """Whether settings have a model of one's own."""
+    """Return whether settings have a custom model."""
     return not isinstance(settings.model, ModelConfig)
 
 
 def module_of(settings: Any) -> list[ModuleType]:
-    """Return the module of a model of one's own; none of ours."""
+    """Return the module of a custom model in a list, which is empty for a model that comes with gspmd."""
     return [sys.modules[type(settings.model).__module__]] if is_own(settings) else []
 
 
 def refuse(settings: Any, doing: str, tokens: int | None = None) -> None:
-    """Refuse what is only for the models that come with gspmd.
+    """Refuse settings that a custom model does not support.
 
     Args:
-        settings: of a command, with `lora` and `sharding`; of a run, with `checkpoint` and `training` too.
+        settings: the settings of a command, with `lora` and `sharding`; those of a run also have `checkpoint` and
+            `training`.
         doing: the beginning of the message.
         tokens: number of ids of a run's tokenizer; None for bytes.
 
     Raises:
-        ConfigError: with every fault.
+        ConfigError: settings do not apply to a custom model; the message lists all of them.
     """
     faults, training = [], getattr(settings, "training", None)
     if getattr(settings, "checkpoint", ""):
         faults.append("no public checkpoint has its weights; leave --from out.")
     if settings.lora.rank:
-        faults.append("adapters are for the matrices of our own models; leave [lora] out, or freeze parameters.")
+        faults.append("adapters are for the models that come with gspmd; leave [lora] out, or freeze parameters.")
     if lines_searched(settings.sharding.layout) == "":
-        faults.append("its lines are those of a file; search them with --layout auto:FILE.")
+        faults.append("its lines are in a layout file; search them with --layout auto:FILE.")
     if training is not None:
         if any(lines_searched(parse_relayout(change).layout) is not None for change in training.relayout):
             faults.append("no layout is searched in the middle of a run; use gspmd search --model, then a file.")
         if training.data_prompt:
-            faults.append("its loss has the prompts of --data-prompt for tokens to predict; leave that out.")
+            faults.append("its loss would predict the prompts of --data-prompt; leave that flag out.")
+        if training.objective != "next-token":
+            faults.append(f"it takes rows of next-token prediction; leave --objective {training.objective} out.")
+        if training.pack:
+            faults.append("its loss would take the documents of a packed row for one text; leave --pack out.")
         if training.sample_bytes:
-            faults.append("no text is sampled from it; leave --sample-bytes out.")
+            faults.append("training does not sample text from it; leave --sample-bytes out.")
         vocabulary, ids = Own(settings.model).fixed_sizes().get("V"), 256 if tokens is None else tokens
         if vocabulary is not None and vocabulary < ids:
             of = "bytes are" if tokens is None else f"the tokenizer {training.tokenizer!r} has"
-            faults.append(f"dimension V has size {vocabulary}, and {of} {ids:,} tokens; it must be at least as large.")
+            faults.append(f"dimension V has size {vocabulary}, but {of} {ids:,} tokens; make V at least as large.")
     if faults:
         raise ConfigError(doing, faults)
 
 
 def trainable(settings: Any, dtype: str = "") -> Trainable:
-    """Return the model of a command's settings as the builder of training steps takes it, ours or one's own.
+    """Return the model of a command's settings, built-in or custom, as the builder of training steps takes it.
 
     Args:
         settings: with `model` and `sharding`.
-        dtype: what the model computes in, by default as [training] says.
+        dtype: the dtype of computation; by default that of [training].
     """
     of, sharding = jnp.dtype(dtype or settings.training.dtype), settings.sharding
     return (
         Own(settings.model, of)
         if is_own(settings)
-        else Language(settings.model, of, sharding.schedule, sharding.rounds, _is_masked(settings))
+        else Language(settings.model, of, sharding.schedule, sharding.rounds, **_rows_of(settings))
     )
 
 
-def _is_masked(settings: Any) -> bool:
-    """Whether some tokens of a run's data are read and not predicted; other commands have no data."""
+def _rows_of(settings: Any) -> dict[str, Any]:
+    """Return which arrays a batch has besides tokens, as arguments of `Language`; other commands have no data."""
     training = getattr(settings, "training", None)
-    return bool(training and training.data_prompt)
+    if training is None:
+        pairs = {"packed": True, "source_length": getattr(settings, "source_length", 0) or settings.length}
+        return pairs if settings.model.encoder_layers else {}
+    return {
+        "masked": bool(training.data_prompt),
+        "packed": training.pack or training.objective != "next-token",
+        "source_length": training.source_length if settings.model.encoder_layers else 0,
+    }
 
 
 def facts(settings: Any, layout: Layout) -> dict[str, str]:
@@ -97,7 +109,7 @@ def facts(settings: Any, layout: Layout) -> dict[str, str]:
 
 
 def show_tensors(console: Console, settings: Any, layout: Layout, mesh: Mesh) -> None:
-    """Show where every parameter stands, and every other tensor of the sections of one's own."""
+    """Show the placement of every parameter, and of every other tensor in the layout's own sections."""
     training, model = settings.training, Own(settings.model)
     rows = model.rows(layout)
     placed: Placed = {path: (row.spec, row.shape) for path, row in rows.items()}
@@ -118,12 +130,13 @@ def _activations(layout: Layout, parameters: set[str], sizes: Mapping[str, int])
 
 
 def refuse_named(values: Mapping[str, Any], doing: str) -> None:
-    """Refuse settings that name a model of one's own, for a command that takes the models that come with gspmd alone.
+    """Refuse settings that name a custom model, for a command that only takes the models that come with gspmd.
 
     Raises:
-        ConfigError: so.
+        ConfigError: the settings name a custom model.
     """
     table = values.get("model")
     if name := table.get("class") if isinstance(table, Mapping) else "":
-        takes = "which 'gspmd train', 'gspmd search', 'gspmd compile' and 'gspmd generate' alone take"
-        raise ConfigError(doing, [f"its model is {name!r}, a model of one's own, {takes}."])
+        takes = "which only 'gspmd train', 'gspmd search', 'gspmd compile' and 'gspmd generate' take"
+        remedy = "Give a model that comes with gspmd."
+        raise ConfigError(doing, [f"its model is {name!r}, a custom model, {takes}. {remedy}"])

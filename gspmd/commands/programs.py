@@ -17,6 +17,7 @@ import gspmd_models as models
 from gspmd.commands import own
 from gspmd.commands.header import show_tensors
 from gspmd.commands.settings import RunSettings
+from gspmd.commands.source import bytes_of
 from gspmd.display.progress import Progress
 from gspmd.training import Program, processes
 from gspmd.training.arrangement import Arrangement
@@ -47,7 +48,9 @@ def make_program(console: Console, settings: RunSettings, arrangement: Arrangeme
                 state = building.initial_state(subject, layout, values, update_of(settings), mesh)
             update, _, tokens, _ = step_of(settings, arrangement, state)
             batch, key = shardings(subject.batch_spec(layout), mesh), jax.random.key(training.seed + 1)
-            place, part = processes.placer(batch, training.batch), processes.part_of(batch, training.batch)
+            vocabulary = None if own.is_own(settings) else settings.model.vocabulary
+            place = processes.placer(batch, training.batch, vocabulary)
+            part = processes.part_of(batch, training.batch)
             evaluate = jax.jit(evaluation_of(settings, arrangement))
             progress.begin("Planning the training step")
             plan = gspmd.trace(update, state, tokens, key)
@@ -121,9 +124,10 @@ def gradients_of(settings: RunSettings, arrangement: Arrangement, state: TrainSt
 
 def flops_per_token(settings: RunSettings, layout: gspmd.Layout) -> float:
     """Return FLOPs of forward and backward pass for one token."""
-    length = settings.training.length
-    own_model = own.is_own(settings)
-    return Own(settings.model).flops_per_token(layout, length) if own_model else settings.model.flops_per_token(length)
+    training = settings.training
+    if own.is_own(settings):
+        return Own(settings.model).flops_per_token(layout, training.length)
+    return settings.model.flops_per_token(training.length, training.source_length)
 
 
 def check_traced(settings: RunSettings, arrangement: Arrangement, state: TrainState) -> None:
@@ -161,11 +165,16 @@ def explain(console: Console, settings: RunSettings, arrangement: Arrangement, s
 def sample(
     settings: RunSettings, arrangement: Arrangement, params: Tree, tokenizer: checkpoints.Tokenizer | None = None
 ) -> str:
-    """Return the text with which the trained model continues the prompt."""
-    training, tokenizer = settings.training, tokenizer or checkpoints.byte_tokenizer()
+    """Return the prompt as the trained model continues it; of an encoder–decoder, what it writes for that source."""
+    training, tokenizer = settings.training, tokenizer or bytes_of(settings.model)
     model = merge(models.with_arrays(abstract_model(settings, arrangement), params))
-    prompt, how = tokenizer.encode(training.prompt), models.Sampling(temperature=0.8)
+    encode = tokenizer.source if settings.model.encoder_layers else tokenizer.encode
+    prompt, how = encode(training.prompt), models.Sampling(temperature=0.8)
     together = partial(processes.meet, "generating text")
     generate, ends = models.Generator(model, compiled=together), sorted(tokenizer.ends)
-    texts = generate([prompt], training.sample_bytes, sampling=how, seed=training.seed, stop=ends).texts
+    options: dict[str, Any] = {"sampling": how, "seed": training.seed, "stop": ends}
+    if settings.model.encoder_layers:
+        texts = generate(None, training.sample_bytes, sources=[prompt], **options).texts
+        return f"{training.prompt}\n=> {tokenizer.decode(texts[0])}"
+    texts = generate([prompt], training.sample_bytes, **options).texts
     return tokenizer.decode([*prompt, *texts[0]])

@@ -54,7 +54,7 @@ def guarded(
         logging.getLogger(name).setLevel(logging.CRITICAL)
     refused: tuple[type[Exception], ...] = (*_USER_ERRORS, *errors)
     together = False  # Whether all processes come to this end.
-    sure = True  # Whether the fault is this process's own, and not perhaps a consequence of the loss of another one.
+    sure = True  # Whether this process caused the fault, rather than perhaps the loss of another one.
     try:
         with terminable(), _naming_files():
             _check_encoding(argv)

@@ -37,7 +37,7 @@ class RunSettings:
     """Folder of a public checkpoint, with the model, weights and tokenizer that the run begins with; from [model] only
     remat is used."""
     model_class: Annotated[str, tyro.conf.arg(name="model", metavar="MODULE:NAME")] = ""
-    """Your own model, such as mixer:Mixer for the class Mixer of mixer.py, whose fields become the flags of [model];
+    """A custom model, such as mixer:Mixer for the class Mixer of mixer.py, whose fields become the flags of [model];
     in a file, class in [model]. docs/your-model.md builds one."""
     model: ModelConfig = field(default_factory=ModelConfig)
     training: tyro.conf.OmitArgPrefixes[TrainingConfig] = field(default_factory=TrainingConfig)

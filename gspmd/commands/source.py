@@ -4,6 +4,7 @@ import sys
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from jax.sharding import Mesh
 
@@ -37,7 +38,7 @@ class Source:
         kept_settings = load_settings(folder)
         own.refuse_named(kept_settings, f"cannot use the run in {str(folder)!r}:")
         run = from_mapping(RunSettings, kept_settings, source=str(folder / "config.json"))
-        return cls(folder, replace(run.model, lora=None), tokenizer_of(folder), run)
+        return cls(folder, replace(run.model, lora=None), tokenizer_of(folder, run.model), run)
 
     def layout(self, name: str | Layout, sharding: ShardingConfig) -> Layout:
         """Return a layout with the changes of `--set` and `--lowering`; without a name the run's own, or
@@ -55,8 +56,14 @@ class Source:
         return models.quantize(model) if int8 else model, f"step {step} of the run"
 
 
-def tokenizer_of(folder: Path) -> checkpoints.Tokenizer:
-    """Return the tokenizer that a run keeps, or that of bytes.
+def bytes_of(model: Any) -> checkpoints.Tokenizer:
+    """Return the tokenizer of a model on bytes; that of an encoder–decoder has an end and sentinels."""
+    has_encoder = getattr(model, "encoder_layers", 0) > 0  # a custom model has settings of its own
+    return checkpoints.byte_tokenizer(model.vocabulary if has_encoder else 256)
+
+
+def tokenizer_of(folder: Path, model: Any = None) -> checkpoints.Tokenizer:
+    """Return the tokenizer that a run keeps, or that of bytes (`bytes_of`).
 
     Raises:
         ConfigError: the kept tokenizer is damaged.
@@ -65,7 +72,7 @@ def tokenizer_of(folder: Path) -> checkpoints.Tokenizer:
     if (kept / checksums.FILE).exists() and (fault := checksums.fault_of(kept)):  # Earlier versions wrote none.
         remedy = "A resume of the run writes it anew."
         raise ConfigError("cannot read the tokenizer of the run:", [f"{str(kept)!r} is damaged: {fault}.", remedy])
-    return checkpoints.tokenizer(kept) if kept.is_dir() else checkpoints.byte_tokenizer()
+    return checkpoints.tokenizer(kept) if kept.is_dir() else bytes_of(model)
 
 
 def layout_of(folder: Path, run: RunSettings | None, name: str | Layout, sharding: ShardingConfig) -> Layout:
@@ -79,7 +86,7 @@ def layout_of(folder: Path, run: RunSettings | None, name: str | Layout, shardin
 
 
 def own_run(folder: Path) -> RunSettings | None:
-    """Return the settings of a run with a user's own model; None for other folders.
+    """Return the settings of a run with a custom model; None for other folders.
 
     Raises:
         ConfigError: its class is not found any more, or has changed.

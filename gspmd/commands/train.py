@@ -1,11 +1,11 @@
-"""Trains a Mixture-of-Experts language model on text, every tensor placed by a layout.
+"""Train a language model on text, with every tensor sharded by a layout.
 
     gspmd train                                        # five minutes on two cores, 8 fake devices
     gspmd train --layout zero-3 --set ffn.w_in=E_xF_y  # the same losses, other collectives
     gspmd train --resume --out runs/001                # goes on where it stopped; --resume 300, from step 300
     gspmd train --explain                              # what its step will send, and no training
     gspmd train --from DIR --data 'text/*.jsonl'       # a public checkpoint, trained further on other text
-    gspmd train --model mixer:Mixer --layout own.toml  # a model of one's own: docs/your-model.md
+    gspmd train --model mixer:Mixer --layout own.toml  # a custom model: docs/your-model.md
 
 Figures, events, checkpoints and pictures go to --out.
 """
@@ -26,6 +26,7 @@ from gspmd.commands.file import File, group_faults
 from gspmd.commands.header import in_short, show_run
 from gspmd.commands.programs import abstract_state, check_traced, explain, make_program, sample
 from gspmd.commands.settings import RunSettings, adapted, facts_of, of_checkpoint
+from gspmd.commands.source import bytes_of
 from gspmd.display import console as printing
 from gspmd.display.progress import Progress
 from gspmd.training import ConfigError, TrainingConfig, data, fit, processes
@@ -34,12 +35,12 @@ from gspmd.training.checkpoints import checksums, kept_settings
 from gspmd.training.reporting import memory, report
 from gspmd.training.reporting.metrics import Metrics
 from gspmd.training.reporting.weights_and_biases import check_installed
-from gspmd.training.run.folder import choose_out, held
+from gspmd.training.run.folder import choose_out, released_after
 from gspmd.training.state import TrainState
 from gspmd.training.syntax import lines_searched
 from gspmd_models import ModelConfig, checkpoints
 from gspmd_models.decoding import GenerationError, check_length
-from gspmd_models.objective import check_lowering_of_stages, check_stages
+from gspmd_models.stages import check_lowering_of_stages, check_stages
 
 CALLED = "gspmd train"
 
@@ -49,7 +50,7 @@ def run(argv: Sequence[str], script: str = "") -> int:
 
     Args:
         argv: the flags.
-        script: the file in scripts/ that runs it instead, for the help and for what resumes a run.
+        script: the file in scripts/ that runs it instead, for the help and the command that resumes a run.
     """
     called, errors = "" if script else CALLED, (checkpoints.CheckpointError,)
     return runner.guarded(partial(main, script=script), argv, called, errors)
@@ -58,27 +59,27 @@ def run(argv: Sequence[str], script: str = "") -> int:
 def main(argv: Sequence[str], script: str = "") -> int:
     """Read the settings, and train."""
     prog, description = configs.called(__doc__, "gspmd train", script)
-    # A checkpoint is trained further at other rates than random weights.
+    # A checkpoint needs a smaller learning rate than random weights.
     default = "default" if flags.EarlyFlags.of(argv).checkpoint is None else "finetune"
-    # Before the flags are read: the others wait for this process, and are told what is wrong with its flags.
+    # This comes before the flags are read, because the other processes wait for this one, and are told of its faults.
     processes.expect(flags.distributed(argv))
     settings = flags.parse(RunSettings, argv, default=default, find=configs.find, prog=prog, description=description)
-    # Before anything starts a backend, which fixes the devices that a process sees.
+    # This comes before a backend starts, since that fixes the devices that a process sees.
     processes.join(settings.sharding.distributed)
     if not own.is_own(settings):
         settings = adapted(of_checkpoint(settings, argv))
-    # Processes that were told different things would compile different programs, and wait in them for one another.
+    # Processes with different settings would compile different programs, and deadlock in them.
     processes.compare(partial(facts_of, settings))
     train(settings, "" if script else CALLED)
     return 0
 
 
 def train(settings: RunSettings, called: str = CALLED) -> None:
-    """Check all that can be refused, arrange what the loop needs, and run it.
+    """Check the settings, read the text, and run the training loop.
 
     Args:
-        settings: of the run.
-        called: the command line of the program, for what resumes the run; as of `runner.guarded`.
+        settings: the settings of the run.
+        called: the command line of the program, for the command that resumes the run; as in `runner.guarded`.
     """
     began = time.monotonic()
     console = printing.console(120) if processes.first() else Console(quiet=True)  # one process speaks for all
@@ -93,31 +94,33 @@ def train(settings: RunSettings, called: str = CALLED) -> None:
 
 @dataclass(frozen=True)
 class Checked:
-    """A run against which nothing is known, before anything is compiled and before any array is made.
+    """A run that has passed every check, before anything is compiled or allocated.
 
     Attributes:
-        settings: with the mesh, where that was searched.
+        settings: the settings of the run, with the mesh that was found if it was searched.
         arranged: every layout and mesh of the run in their order, with the shapes of the state in it.
-        tokenizer: of the text; None if tokens are bytes.
+        tokenizer: the tokenizer of the text; None if tokens are bytes.
         found: the layout of `--layout auto`; None for any other.
+        objective: makes the rows of a batch from the texts; None for windows of text.
     """
 
     settings: RunSettings
     arranged: list[tuple[Arrangement, TrainState]]
     tokenizer: checkpoints.Tokenizer | None
     found: FoundLayout | None
+    objective: data.Objective | None
 
 
 def check(console: Console, settings: RunSettings) -> Checked:
-    """Refuse all that can be refused before anything is compiled: settings, layouts, sizes, memory, and the programs.
+    """Check settings, layouts, sizes, memory and programs before anything is compiled.
 
-    What takes longer comes later: first what the settings alone say, then what layouts say of their sizes, once the
-    devices are started, and last, by tracing, what only the program itself knows. Of a run that changes its layout all
-    of them are checked here, not when a change comes, hours later. The header is shown on the way; of a run that is
-    only explained, memory and programs are left to the explanation, which is there to show why they do not fit.
+    Slower checks come later: first the settings alone, then the sizes in each layout, once the devices are started, and
+    last the traced programs. If a run changes its layout, all its layouts are checked here, not hours later when they
+    come into force. The header is printed between the checks. With --explain, memory and programs are not checked,
+    because the explanation shows why they do not fit.
 
     Raises:
-        ConfigError, LayoutError, PlanError, SpecError, HostError: with what is wrong.
+        ConfigError, LayoutError, PlanError, SpecError, HostError: a check fails; the message says which.
     """
     training, sharding = settings.training, settings.sharding
     if training.log:
@@ -127,9 +130,10 @@ def check(console: Console, settings: RunSettings) -> Checked:
         tokenizer.ends = tokenizer.ends or data.usual_ends(tokenizer.backend)
     ids = data.number_of_ids(tokenizer.backend) if tokenizer else None
     if own.is_own(settings):
-        own.refuse(settings, "cannot train a model of one's own:", ids)
+        own.refuse(settings, "cannot train a custom model:", ids)
+        objective = None
     else:
-        check_ours(settings, tokenizer, ids)
+        objective = check_ours(settings, tokenizer, ids)
     subject = own.trainable(settings)
     with Progress(console, "Starting the devices") as progress:
         kept = host.keep_compiled(settings.compile_cache)
@@ -165,31 +169,40 @@ def check(console: Console, settings: RunSettings) -> Checked:
         memory.check("cannot hold this model:", parts, arrangement.mesh.local_devices, remedy)
         with Progress(console, f"Checking {arrangement}"):
             check_traced(settings, arrangement, state)
-    return Checked(settings, arranged, tokenizer, found)
+    return Checked(settings, arranged, tokenizer, found, objective)
 
 
-def check_ours(settings: RunSettings, tokenizer: checkpoints.Tokenizer | None, ids: int | None) -> None:
-    """Refuse one of our models that does not fit the data, or the text that is asked for.
+def check_ours(
+    settings: RunSettings, tokenizer: checkpoints.Tokenizer | None, ids: int | None
+) -> data.Objective | None:
+    """Refuse a model that comes with gspmd if it does not fit the data, or cannot generate the requested sample.
+
+    Returns:
+        The objective, which makes the rows of a batch from the texts; None for windows of text.
 
     Raises:
-        ConfigError: so.
+        ConfigError: the model does not fit.
     """
     training = settings.training
     check_model(training, settings.model, ids)
+    vocabulary, start = settings.model.vocabulary, settings.model.start_token
+    objective = data.objective(training, vocabulary=vocabulary, start=start, tokenizer=tokenizer)
     automatic.asks_for_search(settings.sharding.layout, "cannot train this model:")
     if fault := settings.model.length_fault(training.length):
         raise ConfigError("cannot train this model:", [f"{fault}; take a smaller --length."])
     if not training.sample_bytes:
-        return
+        return objective
     doing = "cannot begin the generated text:"
-    prompt = (tokenizer or checkpoints.byte_tokenizer()).encode(training.prompt)
+    prompt = (tokenizer or bytes_of(settings.model)).encode(training.prompt)
     if tokenizer and not prompt:
         fault = f"the tokenizer has no token for {training.prompt!r}; give another --prompt, or --sample-bytes 0."
         raise ConfigError(doing, [fault])
     try:
-        check_length(settings.model, len(prompt), training.sample_bytes)
+        # The generated text does not contain its source.
+        check_length(settings.model, 1 if settings.model.encoder_layers else len(prompt), training.sample_bytes)
     except GenerationError as error:
         raise ConfigError(doing, [f"{error}, with a smaller --sample-bytes."]) from None
+    return objective
 
 
 def check_model(training: TrainingConfig, model: ModelConfig, tokens: int | None = None) -> None:
@@ -201,18 +214,26 @@ def check_model(training: TrainingConfig, model: ModelConfig, tokens: int | None
         tokens: number of ids of the tokenizer; None if tokens are bytes.
 
     Raises:
-        ConfigError: with every fault.
+        ConfigError: the model does not fit; lists every fault.
     """
     faults = []
-    if tokens is None and model.vocabulary != 256:
+    encodes = model.encoder_layers > 0
+    if encodes and training.objective == "next-token":
+        fault = f"model.encoder_layers is {model.encoder_layers}, but the objective next-token has no source"
+        faults.append(f"{fault}; set objective to span-corruption, prefix or pairs.")
+    if not encodes and training.objective != "next-token":
+        fault = f"the objective {training.objective} has a source, but the model has no encoder"
+        faults.append(f"{fault}; set model.encoder_layers, or objective to next-token.")
+    # An encoder–decoder has tokens besides those of the text, which `data.objective` checks.
+    if tokens is None and model.vocabulary != 256 and not encodes:
         larger = " Give the file of its tokenizer with --tokenizer." if model.vocabulary > 256 else ""
         faults.append(f"model.vocabulary must be 256, since the data is bytes, but is {model.vocabulary}.{larger}")
     if tokens is not None and tokens > model.vocabulary:
         fault = f"the tokenizer {training.tokenizer!r} has {tokens:,} tokens, but model.vocabulary is "
         faults.append(f"{fault}{model.vocabulary:,}; it must be at least as large.")
-    faults += group_faults(model, training.batch, training.length)
+    faults += group_faults(model, training.batch, training.length, training.source_length)
     if model.int8:
-        faults.append("model.int8 is to serve: leave it out, and sample with 'gspmd generate --weights int8'.")
+        faults.append("model.int8 is for serving: leave it out; sample with 'gspmd generate --weights int8'.")
     if training.sample_bytes and model.moe and not model.moe.causal:
         fault = f"model.moe.router {model.moe.router} cannot generate text, since its experts read later tokens; "
         faults.append(fault + "set sample_bytes to 0, or take another router.")
@@ -222,26 +243,26 @@ def check_model(training: TrainingConfig, model: ModelConfig, tokens: int | None
 
 @dataclass(frozen=True)
 class Arranged:
-    """The text that a run learns from, and its folder, which is held against other runs."""
+    """The training text of a run, and its folder, which is locked against other runs."""
 
     corpus: data.Corpus
     out: Path
 
 
 def arrange_run(console: Console, checked: Checked) -> Arranged:
-    """Read the text, and choose and hold the folder.
+    """Read the text, and choose and lock the folder.
 
-    Only now: text may take minutes to read, and a run that is refused leaves no folder behind. The arrays of the state
-    come later still, in the loop: it first looks for the checkpoint that they may be restored from.
+    This comes after all checks, because text may take minutes to read, and a run that is refused must leave no folder.
+    The arrays of the state are made later, in the loop, which first looks for a checkpoint to restore.
 
     Raises:
-        ConfigError: the text cannot be read, is too short, or another one in another process; the folder cannot be
-            written, or is another run's.
+        ConfigError: the text cannot be read, is too short, or differs between processes; the folder cannot be written,
+            or belongs to another run.
     """
     training = checked.settings.training
     corpus = data.load(
         training.data, fraction=training.validation_fraction, tokenizer=checked.tokenizer, field=training.data_field,
-        prompt=training.data_prompt,
+        prompt=training.data_prompt, source=training.data_source, objective=checked.objective, length=training.length,
         cache=training.data_cache, console=console,
     )  # fmt: skip
     data.check_size(corpus, training.batch, training.length)
@@ -252,21 +273,21 @@ def arrange_run(console: Console, checked: Checked) -> Arranged:
 
 
 def run_loop(console: Console, checked: Checked, arranged: Arranged, called: str, began: float) -> None:
-    """Train, draw and sample at the end, and say how to go on.
+    """Train; at the end draw the plots, write a sample, and print the commands that go on.
 
     Raises:
-        Interrupted, Unwritable, Diverged: as of `fit`, and as of `runner.interrupts` outside of it.
+        Interrupted, Unwritable, Diverged: as in `fit`, and as in `runner.interrupts` outside of it.
     """
     settings, tokenizer, corpus, out = checked.settings, checked.tokenizer, arranged.corpus, arranged.out
     training, last = settings.training, checked.arranged[-1][0]
-    with held(out), runner.interrupts(out, called):
+    with released_after(out), runner.interrupts(out, called):
         console.print(f"Text: {corpus.describe()}.\nOut: {out}", soft_wrap=True, markup=False)
-        # What a resume, and `gspmd generate`, read beside the checkpoints is there before the first checkpoint is.
+        # The files that a resume and `gspmd generate` read are written before the first checkpoint.
         if checked.found and processes.first():
             checked.found.write(out)
         if tokenizer and processes.first():
             keep_tokenizer(console, out / "tokenizer", tokenizer, settings.checkpoint)
-        # Functions that make them: devices hold the state of one arrangement at a time.
+        # Programs are made one at a time, since the devices can hold the state of only one arrangement.
         programs = {each.after: partial(make_program, console, settings, each) for each, _ in checked.arranged}
 
         def finish(state: TrainState, metrics: Metrics | None) -> None:
@@ -276,7 +297,7 @@ def run_loop(console: Console, checked: Checked, arranged: Arranged, called: str
                 if metrics is not None:
                     report.finish(console, out, name, training.prompt, text, metrics)
                 elif text:
-                    text()  # a program of all processes
+                    text()  # every process has to run this program
 
         reached = int(fit(training, programs, corpus, out, console, kept_settings(settings), finish).step)
         if processes.first():
@@ -287,7 +308,7 @@ def run_loop(console: Console, checked: Checked, arranged: Arranged, called: str
 
 
 def keep_tokenizer(console: Console, folder: Path, tokenizer: checkpoints.Tokenizer, checkpoint: str) -> None:
-    """Keep the tokenizer with the run, with checksums; on a resume anew, and what was kept is not what was written."""
+    """Save the tokenizer with the run, with checksums; on a resume replace a damaged copy."""
     if (folder / checksums.FILE).exists() and (fault := checksums.fault_of(folder)):
         console.print(f"{str(folder)!r} is damaged, and written anew: {fault}.", soft_wrap=True, markup=False)
         shutil.rmtree(folder)

@@ -13,7 +13,7 @@ from rich.text import Text
 from gspmd.display.units import amount_of_bytes
 
 _EVERY, _SOON, _POLL = 2.0, 0.8, 0.2
-"""Seconds without a terminal: before the first line, between two lines, and between two checks of the time."""
+"""Seconds without a terminal: between two lines, before the first line, and between two checks of the time."""
 _SHARE, _SELDOM = 1 / 150, 60.0
 """The share of the elapsed time after which a long task is reported again, at least once a minute."""
 

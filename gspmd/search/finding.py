@@ -284,7 +284,7 @@ class MeshProblem:
     def beside(self) -> list[Table]:
         """The seconds of work outside of plans: passes over memory, and products inside other operations."""
         done = self.program.work
-        bandwidth, rate = self.chip.hbm_bandwidth, self.chip.flops("bfloat16")
+        bandwidth, rate = self.chip.stream_bandwidth, self.chip.flops("bfloat16") * self.chip.attention_efficiency
         passes = [self._spread(array, count * array.size / bandwidth) for array, count in done.passed.items()]
         return passes + [self._spread(array, flops / rate) for array, flops in done.flops.items()]
 

@@ -57,11 +57,11 @@ class HeldArray:
             return None
         mesh = getattr(getattr(aval, "sharding", None), "mesh", None)
         if mesh is not None and any(name.startswith(PREFIX) for name in mesh.auto_axes):
-            # It passes a border of Auto axes, and other types before and after say it.
+            # At the border of a region with Auto axes a type lacks the sharding; the types outside the region have it.
             return None
         named = [name for names in unknowns_by_dimension(aval) for name in names]
         if len(named) > len(shape) + _MOST_UNKNOWNS:
-            # JAX types what one half of a split shard_map passes to the other as spread over the whole mesh.
+            # Differentiation splits a shard_map; JAX types residuals between its halves as sharded over the whole mesh.
             return None
         sizes = mesh.shape if mesh is not None else {}
         size = dtype.itemsize * prod(shape) // prod(sizes[name] for name in named)
@@ -69,7 +69,7 @@ class HeldArray:
 
 
 def unknowns_by_dimension(aval: Any) -> list[tuple[str, ...]]:
-    """Return the mesh axes over which each dimension of a type is sharded; none for a type that is no array."""
+    """Return the mesh axes over which each dimension of a type is sharded; none for a type that is not an array."""
     spec = getattr(getattr(aval, "sharding", None), "spec", None)
     parts = () if spec is None else spec.partitions
     return [() if part is None else part if isinstance(part, tuple) else (part,) for part in parts]
@@ -382,7 +382,7 @@ def _most(jaxpr: Jaxpr, devices: int, moment: Moment | None = None) -> tuple[Cou
 
 
 def _memory(values: Iterable[HeldValue]) -> set[HeldValue]:
-    """Return the arrays that hold some values; none for values without an array."""
+    """Return the values whose memory the given values use, as far as they are arrays; a view uses another value's."""
     return {value.memory for value in values if value.memory.array is not None}
 
 

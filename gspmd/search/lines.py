@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -13,7 +13,7 @@ from gspmd.annotate.errors import listed, suggestion
 from gspmd.layouts import Layout
 from gspmd.layouts.naming import via_of
 from gspmd.layouts.rules import own
-from gspmd.layouts.rules.keys import ALIKE, KEYS, OVERRIDES, keys_of_override
+from gspmd.layouts.rules.keys import ALIKE, KEYS, is_override, keys_of_override
 from gspmd.planner.graph.placements import fitting, sequences
 from gspmd.planner.unknown import PREFIX, Known, placed, unknowns_in
 
@@ -25,8 +25,9 @@ _FOLLOWS = (
     ("attention.norm", "attention.residual", "E"),
     ("ffn.norm", "ffn.residual", "E"),
     ("output.norm", "ffn.residual", "E"),
+    ("attention.relative", "attention.query", "H"),
 )
-"""Lines sharded as others are, though an operation would move them: another place costs a move and gains nothing."""
+"""Lines that are tied to other lines: sharding them otherwise costs a move and gains nothing."""
 
 
 @dataclass
@@ -58,6 +59,7 @@ class Lines:
     _parent: dict[str, str] = field(default_factory=dict)
     _held: set[str] = field(default_factory=set)  # Unknowns that shard nothing.
     _unread: set[str] = field(default_factory=set)  # Vias that a program was given and does not read.
+    _absent: set[str] = field(default_factory=set)  # Lines of no tensor of the program, which are tied to others.
 
     @classmethod
     def of(cls, layout: Layout, fixed: Mapping[str, str]) -> Lines:
@@ -70,7 +72,7 @@ class Lines:
         known = KEYS | own.keys(layout.own)
         written = {name: known[name] for name in layout.table if name in known}
         lines = {name: key for name, key in written.items() if key.kind != "via" and key.section != "pipeline"}
-        for key in KEYS.values():  # A key that follows another line unless it is written; here it may differ.
+        for key in KEYS.values():  # Keys that default to another line have a line of their own in the search.
             if key.default in lines and key.kind != "via" and len(key.dims) > 1 and "scale" not in key.name:
                 lines.setdefault(key.name, key)
         vias = [key for key in KEYS.values() if key.kind == "via" and key.dims[0] in lines and key.dims[1] in lines]
@@ -81,7 +83,7 @@ class Lines:
             {key.name: ("".join(known[key.dims[0]].dims), "".join(known[key.dims[1]].dims)) for key in vias},
             dict(fixed),
         )
-        parameters = {**keys_of_override("optimizer"), **layout.own}  # The program says which of the latter are.
+        parameters = {**keys_of_override("optimizer"), **layout.own}  # `keep` later drops custom activations.
         made.trained = [name for name, dims in made.dims.items() if name in parameters and len(dims) > 1]
         for key in written.values():
             if key.kind == "via" and key.name not in KEYS:
@@ -110,7 +112,7 @@ class Lines:
                 continue
             if name.startswith("gradients."):
                 raise LayoutError(
-                    f"cannot fix {name}: where its gradient is summed is searched with each parameter.\n"
+                    f"cannot fix {name}: the search itself chooses when each gradient is reduced.\n"
                     f"  Fix {name.removeprefix('gradients.')}, or its optimizer state, optimizer.{name[10:]}."
                 )
             every = [*(line for line in self.dims if line in self.layout.table or names is None), *self.vias]
@@ -120,7 +122,7 @@ class Lines:
             )
 
     def _has(self, name: str) -> bool:
-        """Return whether the spec, or via, of such a line can be given."""
+        """Return whether there is a line of this name whose spec, or via, can be given."""
         section, _, rest = name.partition(".")
         return name in self.dims or name in self.vias or (section == "optimizer" and rest in self.trained)
 
@@ -145,7 +147,7 @@ class Lines:
             own = self.specs_of(line)
             wanted = "".join(dim for spec in own for dim in spec.dims)
             if "".join(dim for spec in given for dim in spec.dims) != wanted:
-                raise LayoutError(f"cannot fix {line} = '{text}'.\n  Its dimensions are {wanted}.")
+                raise LayoutError(f"cannot fix {line} = '{text}': its dimensions must be {wanted}.")
             if missing := sorted(set().union(*(spec.used for spec in given)) - {*mesh}):
                 raise LayoutError(
                     f"cannot fix {line} = '{text}': the mesh has no axis {', '.join(missing)}.\n"
@@ -159,21 +161,26 @@ class Lines:
                             f"  Leave {dim} unsharded."
                         )
             if any(spec.partial or spec.reduced for spec in given):
-                raise LayoutError(f"cannot fix {line} = '{text}'.\n  A fixed line must not be a partial sum.")
+                raise LayoutError(f"cannot fix {line} = '{text}': a fixed line has no partial sum or reduced-.")
 
     def copy(self) -> Lines:
         """Return the same lines, tied as these are, to be read from another program."""
         return replace(
             self, dims={**self.dims}, vias={**self.vias}, trained=[*self.trained], _numbers={**self._numbers},
-            _parent={**self._parent}, _held={*self._held}, _unread={*self._unread},
+            _parent={**self._parent}, _held={*self._held}, _unread={*self._unread}, _absent={*self._absent},
         )  # fmt: skip
 
     def served(self) -> Lines:
-        """Return the lines of a program that trains nothing and caches keys and values."""
+        """Return the lines of a program that trains nothing and caches keys and values.
+
+        The rows of all caches lie on the same devices, so that those of a text can be copied together.
+        """
         lines = self.copy()
         lines.trained = []
-        for name, key in keys_of_override("cache").items():
-            lines.dims[f"cache.{name}"], lines.whole[f"cache.{name}"] = "".join(key.dims), {*key.local}
+        cached = {f"cache.{name}": key for name, key in keys_of_override("cache").items()}
+        for name, key in cached.items():
+            lines.dims[name], lines.whole[name] = "".join(key.dims), {*key.local}
+            lines.tie(lines.unknown(name, "B"), lines.unknown(next(iter(cached)), "B"))
         return lines
 
     def tie_as(self, other: Lines) -> None:
@@ -186,8 +193,10 @@ class Lines:
 
     def _whole_by_default(self) -> None:
         for name, dims in (("attention.key", "L"), ("attention.w_q", "D"), ("attention.w_o", "D"),
-                           ("attention.in_via", "D"), ("attention.out_via", "D")):  # fmt: skip
-            # There are enough query heads to split; keys that go round a ring are another program.
+                           ("attention.in_via", "D"), ("attention.out_via", "D"),
+                           ("attention.relative", "R")):  # fmt: skip
+            # There are enough query heads to split; keys that go round a ring are another program; and a device needs
+            # all rows of the table of relative positions.
             self.whole.setdefault(name, set()).update(dims)
 
     def add_vias(self, products: Iterable[tuple[Spec, Sequence[Spec]]]) -> None:
@@ -266,8 +275,11 @@ class Lines:
         left, right = self.vias[line]
         return Via.of(self.spec(line, left), self.spec(line, right))
 
-    def keep(self, unknowns: Collection[str], owed: Collection[str]) -> None:
-        """Drop the lines of tensors that the program does not have: those with an unknown, but with none of these.
+    def keep(self, unknowns: Set[str], owed: Collection[str]) -> None:
+        """Drop the lines of tensors that the program does not have: lines whose unknowns are all absent from it.
+
+        A line with some of these is tied to another tensor. It stays, so that the layout has both alike, and its other
+        dimensions are whole.
 
         Args:
             unknowns: the unknowns that the program has.
@@ -280,6 +292,11 @@ class Lines:
                 self.dims.pop(line, None)
                 if self.vias.pop(line, None):
                     self._unread.add(line)
+        own = {line: unknowns_in(self.spec(line, dims)) for line, dims in self.dims.items()}
+        absent = {line for line, names in own.items() if not unknowns >= {*names}}
+        self._absent = {line for line in absent if not is_override(line)}
+        for line in absent - self._absent:  # Without it, the line that it overrides holds, as for a model without one.
+            del self.dims[line]
 
     def _has_state(self, name: str, unknowns: Collection[str]) -> bool:
         return any(each in unknowns for each in unknowns_in(self.spec(f"optimizer.{name}", self.dims[name])))
@@ -314,7 +331,8 @@ class Lines:
         The unknown over which a gradient stays a partial sum has no dimension: it is a set of mesh axes that do not
         shard the weight.
         """
-        found = {name: self._pairs(self.spec(name, dims)) for name, dims in self.dims.items()}
+        present = {name: dims for name, dims in self.dims.items() if name not in self._absent}
+        found = {name: self._pairs(self.spec(name, dims)) for name, dims in present.items()}
         for name in self.vias:
             found[name] = tuple(dict(pair for each in self.via(name).specs for pair in self._pairs(each)).items())
         for name in self.trained:
@@ -333,6 +351,8 @@ class Lines:
         section, _, rest = key.partition(".")
         if section == "gradients":
             return (self.owed(rest),)
+        if key in self._absent:
+            return ()
         if key in self.vias:
             return unknowns_in(tuple(self.via(key).specs))
         return unknowns_in(self.spec(key, self.dims[rest if section == "optimizer" else key]))
@@ -352,7 +372,8 @@ class Lines:
         Args:
             known: the mesh axes of each unknown.
             only: restrict to these lines; a gradient goes with its parameter.
-            settled: also write such gradients: with several microbatches they would stay partial sums.
+            settled: also write gradients that are sharded as their parameter; with several microbatches an unwritten
+                gradient stays a partial sum.
         """
         found: dict[str, str] = {}
 
@@ -361,7 +382,10 @@ class Lines:
                 found[key] = ", ".join(str(placed(spec, known)) for spec in specs)
 
         for name, dims in self.dims.items():
-            write(name, self.spec(name, dims))
+            spec = self.spec(name, dims)
+            if name in self._absent:
+                spec = Spec(spec.dims, tuple(tuple(axis for axis in axes if axis in known) for axes in spec.axes))
+            write(name, spec)
         for name in self.vias:
             if only is None or name in only:
                 write(name, *self.via(name).specs)
@@ -378,7 +402,7 @@ class Lines:
 
 def _is_known_later(name: str) -> bool:
     """Return whether only the program says if there is such a line."""
-    return name.endswith("_via") or name.partition(".")[0] in OVERRIDES
+    return name.endswith("_via") or is_override(name)
 
 
 def _clashing(

@@ -18,6 +18,8 @@ from gspmd.planner.graph.placements import sequences
 from gspmd.planner.steps import Environment, Step
 
 Sizes = Mapping[str, int]
+PICOSECOND = 1e-12
+"""Seconds in the unit in which the planner's paths count costs (`gspmd.planner.graph.paths`)."""
 HOISTED = ("all-to-all", "collective-permute")
 """Steps that compilers move out of a loop in which their operand is invariant: they do not enlarge it."""
 
@@ -107,7 +109,7 @@ class MoveCosts:
         """Return the seconds of the first steps of a shortest path, given the remaining cost from each placement."""
         meaning = self.paths.graph.meaning
         first = takewhile(lambda arc: meaning(arc[0])[0] in HOISTED, self.paths.path(rest, number))
-        return sum((rest[here] - rest[there]).real for _, here, there in first) * 1e-12
+        return sum((rest[here] - rest[there]).real for _, here, there in first) * PICOSECOND
 
     def shared(self, sources: np.ndarray, ends: np.ndarray, others: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return [sources, ends, others] the seconds of the first steps that the moves to two placements share.
@@ -145,7 +147,7 @@ class MoveCosts:
                 for code, here, there in self.paths.path(rest, source):
                     if onward[here, column] >= 0:  # From here on the path is known.
                         break
-                    onward[here, column], took[here, column] = there, (rest[here] - rest[there]).real * 1e-12
+                    onward[here, column], took[here, column] = there, (rest[here] - rest[there]).real * PICOSECOND
                     leaves[here, column] = meaning(code)[0] in HOISTED
         return onward, took, leaves
 
@@ -153,7 +155,7 @@ class MoveCosts:
         if number < 0:
             return np.full(len(others), np.inf)
         costs = self.paths.costs_from(number) if by == "sources" else self.paths.costs_to(number)
-        return costs[others].real * 1e-12
+        return costs[others].real * PICOSECOND
 
 
 def placements(dims: Sequence[str], sizes: Sizes, mesh: Sizes, whole: Iterable[str] = ()) -> tuple[Spec, ...]:

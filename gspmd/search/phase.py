@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Any
 
 from gspmd.hardware.chips import Chip
-from gspmd.layouts.rules.keys import OVERRIDES
+from gspmd.layouts.rules.keys import ALWAYS, dims_of, is_override
 from gspmd.search import Problem, Term
 from gspmd.search.finding import MeshProblem
 from gspmd.search.lines import Lines
@@ -41,7 +41,7 @@ class Case:
     """A phase of a model on a mesh.
 
     Attributes:
-        config: the settings of the model; None for a user's own model.
+        config: the settings of the model; None for a custom model.
         sizes: sizes of every dimension, in one microbatch.
         mesh: sizes of the mesh axes; for a pipeline, those of one stage.
         chip: the chip whose seconds are assumed.
@@ -53,7 +53,6 @@ class Case:
         stages: number of stages of a pipeline, along the first mesh axis.
         remat: what the backward pass recomputes; empty if there is no backward pass, or if the program alone decides
             it.
-        absent: lines of tensors that the model lacks, which are sharded as others that it has.
     """
 
     config: Any
@@ -66,7 +65,6 @@ class Case:
     side: tuple[str, ...] = ()
     stages: int = 1
     remat: str = ""
-    absent: tuple[str, ...] = ()
 
 
 class PhaseProblem(ABC):
@@ -74,7 +72,8 @@ class PhaseProblem(ABC):
 
     Attributes:
         case: the phase of a model, and the mesh.
-        phase: "train", "prefill" or "decode".
+        phase: the phase of a layout in which the program runs: "train", "prefill" (sources are encoded in it too) or
+            "decode".
     """
 
     phase = ""
@@ -94,7 +93,7 @@ class PhaseProblem(ABC):
 
     @property
     def settles(self) -> bool:
-        """Whether to write gradients that are not partial sums: with several microbatches they would be by default."""
+        """Whether to write every gradient's line: with several microbatches an unwritten one is a partial sum."""
         return self.case.microbatches > 1
 
     @cached_property
@@ -143,6 +142,10 @@ class PhaseProblem(ABC):
             section, name = _where(key)
             of = prices.choices_in_names(self.question.lines.unknowns_of(key))
             found.append(LayoutLine(name, text, prices.choices[of[0]].name if of else "", section))
+        if not self.question.lines.layout.own:
+            # Every layout has these lines, also for a program without such a tensor: one that encodes has no logits.
+            absent = [name for name in ALWAYS if all(line.key != name for line in found)]
+            found += [LayoutLine(name, dims_of(name), "") for name in absent]
         return found
 
 
@@ -172,4 +175,4 @@ def read_alike(build: Build, alike: Lines) -> tuple[Lines, TracedProgram]:
 
 def _where(key: str) -> tuple[str, str]:
     section, _, rest = key.partition(".")
-    return (section, rest) if section in OVERRIDES else ("", key)
+    return (section, rest) if is_override(key) else ("", key)

@@ -13,7 +13,7 @@ import numpy as np
 from gspmd.annotate import PlanError, Spec, SpecError
 from gspmd.hardware.chips import Chip
 from gspmd.hardware.dtypes import itemsize
-from gspmd.hardware.links import einsum_seconds
+from gspmd.hardware.matmul import local_einsum_seconds
 from gspmd.lowerings.program import Context
 from gspmd.ops._embedding import routed
 from gspmd.planner.graph.placements import parts_of, sequences
@@ -21,13 +21,14 @@ from gspmd.planner.steps import Environment, Step, picoseconds
 from gspmd.planner.unknown import (
     PREFIX,
     Known,
+    RequiredMove,
     Unknown,
     UnknownMove,
     UnknownMoves,
     UnknownProduct,
+    UnknownReduction,
     UnknownShared,
     UnknownSteps,
-    UnknownWay,
     placed,
     unknowns_in,
 )
@@ -35,6 +36,7 @@ from gspmd.search.lines import LineChoice
 from gspmd.search.lookups import LookupPrices
 from gspmd.search.moves import HOISTED, MoveCosts
 from gspmd.search.program import Chain, Use
+from gspmd.tracing.compilers import compiler_for
 
 LARGEST = 20_000_000
 """The most entries of one table that is made."""
@@ -134,8 +136,11 @@ class Prices:
             both[0] += use.times
             both[1] += use.once
         found: dict[tuple[int, ...], np.ndarray] = {}
+        reduces_sums = compiler_for(self.chip).reduces_sums
         for what, (times, once) in counted.items():
-            if isinstance(what, UnknownShared) and self._is_too_large(self.choices_in(what)):
+            if isinstance(what, UnknownReduction) and not reduces_sums:
+                continue
+            if isinstance(what, UnknownShared | UnknownReduction) and self._is_too_large(self.choices_in(what)):
                 continue  # The common steps of two chains are then priced twice.
             of, seconds = self.table(what, times, once)
             found[of] = found[of] + seconds if of in found else seconds
@@ -155,10 +160,12 @@ class Prices:
         of, once = self.choices_in(what), times if once is None else once
         if self._is_too_large(of):
             lines = "; ".join(self.choices[each].name for each in of)
-            raise PlanError(f"cannot price a step that hangs on so many lines at once: {lines}.\n  Fix some of them.")
+            raise PlanError(f"cannot price a step that depends on so many lines: {lines}.\n  Fix some of them.")
         if isinstance(what, UnknownShared):
             seconds = -self._shared(what, of, times, once)
-        elif isinstance(what, UnknownWay):
+        elif isinstance(what, UnknownReduction):
+            seconds = -times * self._reduction(what, of)
+        elif isinstance(what, RequiredMove):
             seconds = np.where(np.isinf(self._known_table("seconds", what.move, of, self._seconds)), np.inf, 0.0)
         else:
             seconds = times * self._known_table("seconds", what, of, self._seconds)
@@ -321,16 +328,12 @@ class Prices:
         cuts = np.broadcast_arrays(*(parts[self._sequence(names, of)[1]] for names in axes.values()))
         kinds, kind = np.unique(np.stack([cut.ravel() for cut in cuts], axis=1), axis=0, return_inverse=True)
         sizes, (one, other, made) = dict(what.sizes), what.dtypes
-        each = 2 if len(what.specs[2].dims) < len(axes) else 1  # Multiply, and add if there is a sum.
         widest = max((one, other), key=itemsize)
+        arrays = [(spec.dims, itemsize(dtype)) for spec, dtype in zip(what.specs, (one, other, made))]
         seconds = []
         for row in kinds.tolist():
             local = {dim: sizes[dim] // cut for dim, cut in zip(axes, row)}
-            touched = sum(
-                itemsize(dtype) * prod(local[dim] for dim in spec.dims)
-                for dtype, spec in zip((one, other, made), what.specs)
-            )
-            seconds.append(picoseconds(einsum_seconds(each * prod(local.values()), touched, widest, self.chip)) * 1e-12)
+            seconds.append(picoseconds(local_einsum_seconds(local, arrays, widest, self.chip)) * 1e-12)
         return np.array(seconds)[kind.ravel()].reshape(cuts[0].shape)
 
     # -- what operations plan by themselves ----------------------------------------------------------------------------
@@ -427,6 +430,19 @@ class Prices:
                 most = np.maximum(most, self._planned_in_common(what.chain, other, of, times, once))
         return most
 
+    def _reduction(self, what: UnknownReduction, of: tuple[int, ...]) -> np.ndarray:
+        """Return the seconds of the last step of a chain, 0 unless it is a reduction that a compiler may save."""
+        chains, at = self._chains(what.chain, of)
+        ends = [_reduction_of(chain) for chain in chains]
+        seconds = np.array([0.0 if end is None or (what.adds_up and end[1]) else end[0][-1] for end in ends])[at]
+        for other in what.others:
+            theirs, there = self._chains(other, of)
+            if len(chains) * len(theirs) > LARGEST_SHARED:
+                return np.zeros((1,) * len(of))  # The reduction is then priced twice.
+            same = np.array([[end == _reduction_of(chain) for chain in theirs] for end in ends])
+            seconds = np.where(same[at, there], seconds, 0.0)
+        return seconds
+
     def _ends(self, what: Chain, of: tuple[int, ...]) -> tuple[MoveCosts, np.ndarray, np.ndarray] | None:
         """Return the graph of a tensor, and its placements before and after a move; None if a plan decides the move."""
         if isinstance(what, UnknownMove | UnknownMoves):
@@ -452,7 +468,7 @@ class Prices:
         return table[at, there]
 
     def _chains(self, what: UnknownMove | UnknownSteps, of: tuple[int, ...]) -> tuple[list[Planned], np.ndarray]:
-        """Return every possible chain of steps, and which chain each option of each choice has."""
+        """Return all possible chains of steps, and the number of the chain for each combination of the options."""
         if isinstance(what, UnknownMove):
             return self._chains_of_move(what, of)
         names = [name for name in unknowns_in(what) if name in self._at]
@@ -473,7 +489,7 @@ class Prices:
 
 @lru_cache(maxsize=1 << 17)
 def _planned(plan: Callable, arguments: tuple) -> Mapping[str, Any] | None:
-    """Plan an operation's own steps, once for every search that has it; None if its tensors cannot be placed so."""
+    """Plan an operation's own steps, only once for all searches; None if its tensors cannot be placed so."""
     try:
         return plan(*arguments)
     except (PlanError, SpecError):
@@ -508,6 +524,14 @@ def _numbered(chains: Sequence[Planned]) -> tuple[list[Planned], np.ndarray]:
     """Return every chain once, and for each of a sequence its number."""
     numbers = {chain: n for n, chain in enumerate(dict.fromkeys(chains))}
     return list(numbers), np.array([numbers[chain] for chain in chains])
+
+
+def _reduction_of(chain: Planned) -> tuple[tuple, Planned] | None:
+    """Return the reduction at the end of a chain, and the slices after it; None if there is no such reduction."""
+    last = next((number for number, step in reversed([*enumerate(chain)]) if step[0] != "slice"), None)
+    if last is None or chain[last][0] not in ("all-reduce", "reduce-scatter") or chain[last][4] != "sum":
+        return None
+    return chain[last], chain[last + 1 :]
 
 
 def _in_common(one: Planned, other: Planned, times: int, once: int) -> float:

@@ -98,7 +98,7 @@ def _check_names(what: str, names: list[str]) -> None:
 def _check_term(term: Term, sizes: dict[str, int]) -> None:
     if unknown := [name for name in term.of if name not in sizes]:
         raise ValueError(
-            f"term {term.name!r} is of {unknown[0]!r}, which is no choice.\n  The choices: {', '.join(sizes)}."
+            f"term {term.name!r} is of {unknown[0]!r}, which is not a choice.\n  The choices: {', '.join(sizes)}."
         )
     if not 1 <= len(set(term.of)) == len(term.of) <= 4:
         raise ValueError(f"term {term.name!r} is of {term.of}.\n  A term is of one to four choices, each named once.")

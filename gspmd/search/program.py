@@ -26,6 +26,7 @@ from gspmd.planner.unknown import (
     Unknown,
     UnknownMove,
     UnknownProduct,
+    UnknownReduction,
     UnknownShared,
     UnknownSteps,
     unknowns_in,
@@ -33,8 +34,10 @@ from gspmd.planner.unknown import (
 from gspmd.search.held import Held, HeldArray, ProgramWork, held, unknowns_by_dimension, work
 from gspmd.search.lines import Lines, unknown_layout
 from gspmd.tracing.compilers import OTHER
+from gspmd.tracing.dataflow import Path
 from gspmd.tracing.jaxprs import inner_jaxprs, without_dead_code
 from gspmd.tracing.regions import Region
+from gspmd.tracing.sums import Change, Changes, changed_reductions
 from gspmd.tracing.value_numbering import Numbering
 
 Build = Callable[[Any, Any], tuple]
@@ -57,9 +60,9 @@ class Use:
     Attributes:
         what: the step, with unknowns.
         times: how often it runs.
-        once: how often those of its first steps run that leave a loop in which its tensor is invariant; `times` if
-            there are none.
-        inside: whether it runs in a shard_map of the program's own, and is planned without the mesh axes of that.
+        once: how often its first steps run that are hoisted out of a loop in which its tensor is invariant; `times` if
+            none are.
+        inside: whether it runs in a shard_map of the program, and is planned without the mesh axes of that shard_map.
     """
 
     what: Unknown
@@ -112,7 +115,7 @@ class TracedProgram:
 
         Args:
             devices: number of devices of the mesh.
-            like: a program that differs in sizes alone, whose moment is taken.
+            like: a program that differs in sizes only; memory is counted at the point where that one holds the most.
         """
         moment = like.held(devices).moment if like else None
         if (devices, moment) not in self._held:
@@ -193,11 +196,11 @@ def _met(program: TracedProgram, lines: Lines) -> bool:
 
 
 def _tied_where_they_lie(what: Unknown, lines: Lines) -> bool:
-    """Tie the operands of products of two activations, such as the logits of attention, if no via can say where they
-    meet; return whether anything changed.
+    """Tie the operands of a product of two activations for which no via exists, such as the logits of attention; return
+    whether anything changed.
 
-    They share a dimension that the result has too. The planner would be asked about each placement of all three that
-    differs, and in four dimensions there are millions.
+    The operands share a dimension with the result (a batch dimension). Without ties the planner would plan every
+    combination of three placements: millions for tensors of four dimensions.
     """
     if not (isinstance(what, UnknownSteps) and what.plan is planned_steps):
         return False
@@ -232,7 +235,7 @@ def _traced(build: Build, lines: Lines) -> TracedProgram:
         region = Region(Numbering(OTHER))
         region.bind_constants(zip(jaxpr.constvars, closed.consts, strict=True))
         found: Counter = Counter()
-        found.update(_marks(jaxpr, region, {}))
+        found.update(_marks(jaxpr, region, {}, changed_reductions(jaxpr)))
     uses = tuple(Use(what, count * times, count * once, inside) for (what, times, once, inside), count in found.items())
     arguments = (HeldArray.of(var.aval) for var in jaxpr.invars)
     return TracedProgram(
@@ -264,9 +267,9 @@ def _sizes(jaxpr: Jaxpr, uses: Iterable[Use]) -> dict[str, frozenset[int]]:
     def visit(inner: Jaxpr) -> None:
         for equation in inner.eqns:
             for var in equation.outvars:
-                # A dimension of size 1 may count the parts of a stored partial sum, which will be as many as its mesh
-                # axes have devices. If a tensor's own dimension has one element, its steps say so, or the operation
-                # that took the element.
+                # Ignore dimensions of size 1, except after an operation that takes one element of a dimension. They may
+                # be the parts of a stored partial sum: one on this mesh of size 1, later one for each device. A
+                # tensor's own dimension of size 1 is found in its steps below.
                 note_type(var.aval, 1 if equation.primitive.name in _CUTS and _cuts_one(equation, var) else 2)
             if program_of(equation) is None:
                 for each in inner_jaxprs(equation):
@@ -313,15 +316,22 @@ Marked = tuple[Unknown, int, int, bool]
 inside."""
 
 
-def _marks(jaxpr: Jaxpr, region: Region, chains: Chains, inside: bool = False) -> Iterator[Marked]:
-    """Yield every mark of a program that runs nowhere else already; for a conditional, those of the largest branch."""
+def _marks(
+    jaxpr: Jaxpr, region: Region, chains: Chains, changes: Mapping[Path, Changes], path: Path = (), inside: bool = False
+) -> Iterator[Marked]:
+    """Yield every mark of a program that has not run elsewhere; for a conditional, those of the one branch with marks.
+
+    Raises:
+        PlanError: several branches of a conditional have marks.
+    """
     for equation in jaxpr.eqns:
+        here = (*path, id(equation))
         region.visit(equation)
         if program_of(equation) is not None:
-            for marked in _marks_of_program(equation, region, chains):
+            for marked in _marks_of_program(equation, region, chains, changes, here):
                 yield *marked, inside
         elif equation.primitive.name == "cond":
-            branches = [marks for marks in _called(equation, region, chains, inside) if marks]
+            branches = [marks for marks in _called(equation, region, chains, changes, here, inside) if marks]
             if len(branches) > 1:
                 raise PlanError(
                     "cannot search a program whose conditional has planned steps in several branches.\n"
@@ -330,23 +340,29 @@ def _marks(jaxpr: Jaxpr, region: Region, chains: Chains, inside: bool = False) -
             for marks in branches:
                 yield from marks
         elif equation.params.get("length") != 0:
-            for marks in _called(equation, region, chains, inside or equation.primitive.name == "shard_map"):
+            within = inside or equation.primitive.name == "shard_map"
+            for marks in _called(equation, region, chains, changes, here, within):
                 yield from marks
 
 
-def _called(equation: Any, region: Region, chains: Chains, inside: bool) -> Iterator[list[Marked]]:
+def _called(
+    equation: Any, region: Region, chains: Chains, changes: Mapping[Path, Changes], path: Path, inside: bool
+) -> Iterator[list[Marked]]:
     for inner in inner_jaxprs(equation):
-        yield list(_marks(inner, region.enter(equation, inner), chains, inside))
+        yield list(_marks(inner, region.enter(equation, inner), chains, changes, path, inside))
         region.leave(equation, inner)
 
 
-def _marks_of_program(call: Any, region: Region, chains: Chains) -> Iterator[tuple[Unknown, int, int]]:
+def _marks_of_program(
+    call: Any, region: Region, chains: Chains, changes: Mapping[Path, Changes], path: Path
+) -> Iterator[tuple[Unknown, int, int]]:
     for program in inner_jaxprs(call):
         inside = region.enter(call, program)
         for each in program.eqns:
+            here = (*path, id(each))
             if each.primitive.name != MARK:
                 inside.visit(each)
-                yield from _marks_of_program(each, inside, chains)
+                yield from _marks_of_program(each, inside, chains, changes, here)
                 continue
             tensor, what = each.invars[0], each.params["mark"].what
             placement = inside.visit(each, (each.params["mark"], 0))
@@ -357,6 +373,8 @@ def _marks_of_program(call: Any, region: Region, chains: Chains) -> Iterator[tup
             own = Run(what, inside, inside.number_of(tensor, inside))
             if placement.first is None:
                 yield from _marked(own, placement.region.trips, others)
+                if here in changes and placement.region.trips == inside.trips:
+                    yield from _saved(what, changes[here][0], inside.trips)
             elif own not in others:
                 # The same step in another loop: the part that leaves both loops has run, and the rest, such as a
                 # gather, runs here too.
@@ -365,8 +383,10 @@ def _marks_of_program(call: Any, region: Region, chains: Chains) -> Iterator[tup
 
 
 def _marked(own: Run, once: int, others: list[Run]) -> Iterator[tuple[Unknown, int, int]]:
-    """Yield a step, and the steps its chain shares with earlier ones of its tensor; with those in other loops, only
-    steps that leave both."""
+    """Yield a step, and the steps that its chain shares with earlier chains of its tensor.
+
+    With chains in other loops it shares only the steps that are hoisted out of both loops.
+    """
     yield own.what, own.region.trips, once
     chains = [(each, each.what) for each in others if _is_chain(each.what)]
     beside = [what for each, what in chains if each[1:] == own[1:]]
@@ -379,15 +399,30 @@ def _marked(own: Run, once: int, others: list[Run]) -> Iterator[tuple[Unknown, i
             yield UnknownShared(own.what, tuple(apart)), 0, once
 
 
+def _saved(what: Unknown, change: Change, trips: int) -> Iterator[tuple[Unknown, int, int]]:
+    """Yield the reductions that a compiler saves: see `gspmd.tracing.sums`."""
+    merged = change.merged if change.first is None else [change.first]
+    steps = [each.equation.params["mark"].what for each in merged]
+    others = tuple(each for each in steps if _is_chain(each))
+    if not _is_chain(what) or len(others) < len(steps):
+        return
+    if change.first is not None:
+        yield UnknownReduction(what, others), trips, trips
+    elif change.trips > 1:
+        behind = UnknownReduction(what, others, adds_up=True)
+        yield behind, trips, trips
+        yield behind, -(trips // change.trips), -(trips // change.trips)
+
+
 def _is_chain(what: Unknown) -> TypeGuard[Chain]:
-    """Return whether it is a chain of moves of one tensor from one place that moves it."""
+    """Return whether a step is a chain of moves of one tensor from one placement to another."""
     if isinstance(what, UnknownMove):
         return len(what.before) == 1 and not _stays(what.before[0], what.after)
     return isinstance(what, UnknownSteps)
 
 
 def _stays(before: Spec, after: Spec) -> bool:
-    """Return whether a tensor is placed so already; the mesh axes of its gradient's partial sum move nothing."""
+    """Return whether a tensor has this placement already. `reduced` axes are ignored: they move nothing."""
     return before.partial == after.partial and dict(zip(before.dims, before.axes)) == dict(zip(after.dims, after.axes))
 
 
@@ -426,7 +461,7 @@ def _resolved(message: str, lines: Lines) -> bool:
 
 
 def _resolved_by_trial(build: Build, lines: Lines, message: str) -> bool:
-    """Hold the fewest unknowns of an error without which it changes or disappears; return whether there are any.
+    """Hold the smallest set of an error's unknowns that makes it change or disappear; return whether there is one.
 
     A sort, a cumulative sum or an index needs a dimension unsharded. JAX's errors show the types of all its operands,
     and name that dimension in many different ways.

@@ -128,7 +128,7 @@ class Search:
             if name not in allowed or (options and not 0 <= min(options) <= max(options) < len(allowed[name])):
                 raise ValueError(
                     f"cannot restrict {name!r} to or from options {sorted(options)}: "
-                    + (f"it has options 0 to {len(allowed[name]) - 1}." if name in allowed else "it is no choice.")
+                    + (f"it has options 0 to {len(allowed[name]) - 1}." if name in allowed else "it is not a choice.")
                     + f"\n  The choices: {', '.join(allowed)}."
                 )
         for name, options in without.items():

@@ -72,8 +72,8 @@ def split(
         submesh_devices: the number of devices of each submesh.
         devices: the number of all devices.
         microbatches: B.
-        fits: returns whether a stage fits in memory, given the number of stages after it. In 1F1B it holds the inputs
-            of one microbatch more than there are stages after it, if there are as many.
+        fits: returns whether a stage fits in memory, given the number n of stages after it. In 1F1B a stage holds the
+            inputs of n + 1 microbatches, or of all if there are fewer.
         alike: whether all stages must have the same number of layers and the same submesh, so that one program runs
             them.
 
@@ -124,12 +124,12 @@ class _SplitSpace:
 
     @cached_property
     def unit(self) -> int:
-        """The number of devices in which devices are counted."""
+        """The greatest common divisor of the numbers of devices: the unit in which devices are counted."""
         return math.gcd(self.devices, *self.sizes)
 
     @cached_property
     def allowed(self) -> list[np.ndarray]:
-        """By the number of stages after it: the seconds of every stage that fits there, infinite for others."""
+        """Seconds of every stage, by the number of stages after it; infinite for a stage that does not fit there."""
         if self.fits is None:
             return [self.table] * self.most_stages
         return [self._within(behind, self.fits) for behind in range(self.most_stages)]

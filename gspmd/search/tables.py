@@ -17,7 +17,7 @@ class Tables:
     Attributes:
         problem: Where the tables come from.
         kept: For each choice the options that may be taken, by index in the problem, ascending.
-        of: For each term the choices of its axes.
+        of: For each term, the numbers of the choices along the axes of its table.
         seconds, bytes: For each term its tables; None if it holds no bytes.
     """
 
@@ -59,7 +59,7 @@ class Tables:
         )
 
     def apart(self) -> list[np.ndarray]:
-        """Return, for each choice and option, the sum of each term's least seconds with it: a guess of its value."""
+        """Return an estimate of each option's cost: the sum over terms of the term's least seconds with that option."""
         result = [np.zeros(len(kept)) for kept in self.kept]
         for of, table in zip(self.of, self.seconds):
             for axis, choice in enumerate(of):

@@ -8,7 +8,7 @@ from math import prod
 from types import MappingProxyType
 
 from gspmd.layouts.mesh import factorise
-from gspmd.layouts.rules.keys import OVERRIDES
+from gspmd.layouts.rules.keys import is_override
 
 
 def document(
@@ -68,12 +68,12 @@ def _sections(lines: Mapping[str, str]) -> Iterator[tuple[str, list[str]]]:
     found: dict[str, list[str]] = {}
     for key in lines:
         found.setdefault(key.partition(".")[0], []).append(key)
-    yield from sorted(found.items(), key=lambda item: item[0] in OVERRIDES)
+    yield from sorted(found.items(), key=lambda item: is_override(item[1][0]))
 
 
 def _block(name: str, keys: list[str], lines: Mapping[str, str], comments: Mapping[str, str]) -> str:
     inside = [key.partition(".")[2] for key in keys]
-    names = [f'"{key}"' if name in OVERRIDES else key for key in inside]  # Keys in an overriding section have a dot.
+    names = [f'"{key}"' if "." in key else key for key in inside]  # Those of an overriding section.
     texts = [f'"{lines[key]}"' for key in keys]
     widths = max(map(len, names)), max(map(len, texts))
     rows = [f"[{name}]"]

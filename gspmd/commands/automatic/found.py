@@ -57,7 +57,7 @@ class FoundLayout:
             return f"Layout: the run's own, {self.place}."
         times = " and ".join(f"{amount_of_seconds(each)} for a {what}" for what, each in self.seconds.items())
         how = f"found {'by an earlier run, ' if self.before else ''}in {amount_of_seconds(self.took)}"
-        return f"Layout: {how}, for mesh {self.mesh}. Predicted are {times} on {self.chip}. It is {self.place}."
+        return f"Layout: {how}, for mesh {self.mesh}. Predicted: {times} on {self.chip}. The file is {self.place}."
 
 
 def asks_for_search(layout: str, doing: str) -> bool:
@@ -71,7 +71,7 @@ def asks_for_search(layout: str, doing: str) -> bool:
         ConfigError: the flag names a file of lines.
     """
     if lines_searched(layout):
-        fault = f"--layout {layout} is for your own model; the lines of this one are known."
+        fault = f"--layout {layout} is for a custom model; the lines of this one are known."
         raise ConfigError(doing, [f"{fault} Write --layout {AUTO}."])
     return layout == AUTO
 
@@ -89,5 +89,5 @@ def own(folder: Path) -> FoundLayout | None:
 
 
 def own_of(out: str) -> FoundLayout | None:
-    """Return the same for the resumed run: that in this folder, or the newest."""
+    """Return the layout found for the run to resume: the run in this folder, or the newest if it is empty."""
     return own(Path(out) if out else newest_run())

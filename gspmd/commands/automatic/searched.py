@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
-from itertools import permutations
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -20,16 +19,18 @@ import gspmd_models as models
 from gspmd.annotate import Spec
 from gspmd.commands.automatic import kept
 from gspmd.commands.automatic.found import FoundLayout, own_of
-from gspmd.commands.file import File
+from gspmd.commands.file import File, source_length_of
 from gspmd.commands.own import is_own
 from gspmd.commands.search.unpriced import remedied, unpriced
 from gspmd.display.progress import Progress
+from gspmd.display.tables import counted
 from gspmd.display.units import amount_of_bytes, amount_of_seconds
 from gspmd.hardware.chips import Chip, chip, chip_of_device
 from gspmd.layouts import Layout
+from gspmd.layouts.rules.keys import ENCODER, keys_of_override
 from gspmd.lowerings.program import DEFAULT_CHIP
-from gspmd.search.answers import NoneFits, SearchResult, Space, document, find
-from gspmd.search.answers.together import read_beside
+from gspmd.search.answers import NoneFits, SearchResult, Space, document, factorings, find
+from gspmd.search.answers.together import Reading, activations, read_beside, section
 from gspmd.search.pricing import forget
 from gspmd.training import ConfigError, processes
 from gspmd.training.config import parse_mesh
@@ -37,7 +38,8 @@ from gspmd.training.model import Own
 from gspmd.training.step import Update
 from gspmd.training.syntax import lines_searched
 from gspmd_models import ModelConfig
-from gspmd_models.decoding.batch import checked, coarse
+from gspmd_models.decoding.batch import checked, coarse, read_sources
+from gspmd_models.decoding.cache import CROSS
 from gspmd_models.decoding.prefix import most_prompts
 from gspmd_models.search.own import OwnProblem, OwnStep
 from gspmd_models.search.phases import problem_of, searched
@@ -47,7 +49,6 @@ Tell = Callable[[str], None]
 
 SHARE = 0.9
 """The share of a device's memory that a layout may fill."""
-_AXES = "xyz"
 _OWN = "Give a layout of your own in place of auto: --layout NAME or --layout FILE."
 
 
@@ -56,7 +57,7 @@ class LayoutQuestion:
     """The question that a search for a layout answers.
 
     Attributes:
-        model: its configuration; for a user's own model, the model.
+        model: its configuration; for a custom model, the model.
         parameters: number of its parameters.
         chip: the chip whose seconds and bytes are assumed.
         meshes: the meshes that are tried.
@@ -91,8 +92,8 @@ class LayoutQuestion:
 
 @cache
 def _code() -> str:
-    """Return a digest of the sources: costs are read from programs too, so any change of the code drops kept
-    layouts."""
+    """Return a digest of the sources: a layout's cost depends on the programs that they build, so any change of them
+    drops the kept layouts."""
     roots = Path(gspmd.__file__).parent, Path(models.__file__).parent
     files = [file for root in roots for file in sorted(root.rglob("*.[pt][yo]*"))]
     digest = hashlib.sha256(gspmd.__version__.encode())
@@ -109,7 +110,8 @@ def for_training(console: Console, file: File, devices: Sequence[jax.Device]) ->
 
     Args:
         console: the console for messages.
-        file: the model and the step; of its sharding only the mesh is used: if it is empty, every mesh of the devices.
+        file: the model and the step. If `sharding.mesh` is empty, every mesh of the devices is searched; for a custom
+            model `sharding.layout` names the file of its lines.
         devices: the devices of the run.
 
     Raises:
@@ -133,6 +135,8 @@ def for_training(console: Console, file: File, devices: Sequence[jax.Device]) ->
         raise ConfigError("cannot search for a layout:", [*faults, _OWN])
     if model.remat != "full":
         remedy = "Take more devices, a smaller batch, or --model.remat full."
+    if model.encoder_layers:
+        sizes["source_length"] = source_length_of(file)
     count = model.num_parameters
     return _answered(console, _question(model, count, file.sharding.mesh, devices, sizes), _train, remedy)
 
@@ -171,62 +175,107 @@ def for_serving(
     prompts: Sequence[Sequence[int]],
     tokens: int,
     *,
+    sources: Sequence[Sequence[int]] | None = None,
     samples: int,
+    beams: int = 0,
     chunk: int,
     cache_length: int | None,
+    source_length: int | None = None,
     weights: Stored = "dtype",
     cache: Stored = "dtype",
 ) -> FoundLayout:
-    """Return the layout to continue prompts in: to decode, with what differs while prompts are read.
+    """Return the layout of a generation: the lines for decoding, and those that differ for sources and prompts.
 
     Args:
         console, devices: as in `for_training`.
-        model: the model, whose weights exist.
+        model: the configuration of the model.
         mesh: as in `--mesh`; empty for every mesh of the devices.
         dtype: the dtype of activations, and of weights and cache that are not int8.
-        prompts, tokens, samples, chunk, cache_length: as in `gspmd_models.decoding.make_batch`.
+        prompts, tokens, sources, samples, beams, chunk, cache_length, source_length: as in
+            `gspmd_models.decoding.make_batch`.
         weights, cache: as in `gspmd_models.search.workload.Workload`.
 
     Raises:
         GenerationError: as in `make_batch`.
         PlanError, ConfigError: as in `for_training`.
     """
-    checked(model, prompts, tokens, samples=samples, chunk=chunk, cache_length=cache_length)
-    longest = max(map(len, prompts))
+    begun, read = read_sources(model, prompts, sources, source_length)
+    checked(model, begun, tokens, samples=beams or samples, chunk=chunk, cache_length=cache_length)
+    longest = max(map(len, begun))
     room = cache_length or coarse(longest + tokens - 1)
+    # The last token of a prompt is read by the first step of decoding.
+    part = min(chunk, coarse(longest - 1)) if longest > 1 else 0
+    source = (source_length or coarse(max(map(len, read)))) if read else 0
     sizes = {
-        "prompts": len(prompts), "samples": samples, "room": room, "dtype": dtype,
-        "chunk": min(chunk, coarse(longest - 1)), "weights": weights, "cache": cache,
+        "prompts": len(begun), "samples": samples, "beams": beams, "room": room, "dtype": dtype, "chunk": part,
+        "source": source, "weights": weights, "cache": cache,
     }  # fmt: skip
     remedy = "Take more devices, fewer texts, or a shorter cache."
     return _answered(console, _question(model, model.num_parameters, mesh, devices, sizes), _serve, remedy)
 
 
 def _serve(question: LayoutQuestion, tell: Tell) -> FoundLayout:
-    prompts, samples, room, dtype, chunk, *rest = question.sizes.values()
-    rows, kinds = prompts * samples, dict(zip(("weights", "cache"), rest))
-    workload = Workload(question.model, question.chip, rows, room, dtype, phase="decode", room=room, **kinds)
+    sizes = question.sizes
+    each_prompt = sizes["beams"] or sizes["samples"]
+    workload = Workload(
+        question.model, question.chip, each_prompt * sizes["prompts"], sizes["room"], sizes["dtype"], phase="decode",
+        room=sizes["room"], source_length=sizes["source"], beams=sizes["beams"], weights=sizes["weights"],
+        cache=sizes["cache"],
+    )  # fmt: skip
     spaces = (Space(partial(problem_of, workload, mesh)) for mesh in question.meshes)
     finding = _complete(find(spaces, question.limit, tell))
-    decode, answer = finding.best.phase, finding.answer
-    tell("how prompts are read")
+    seconds, sections = _read_beside(question, finding, workload, tell)
+    step = f"{counted(workload.batch, 'text')} of {counted(sizes['prompts'], 'prompt')}"
+    step += f", cache of {workload.room} tokens, {workload.dtype}"
+    step += f", sources of {sizes['source']} tokens" if sizes["source"] else ""
+    step += "".join(f", int8 {name}" for name in ("weights", "cache") if sizes[name] == "int8")
+    text = document(finding.best, finding.answer, header("serving", question, finding, seconds, {"step": step}), {})
+    return FoundLayout(text + sections, finding.best.named, seconds, question.devices)
+
+
+def _read_beside(
+    question: LayoutQuestion, finding: SearchResult, workload: Workload, tell: Tell
+) -> tuple[dict[str, float], str]:
+    """Return the seconds of each phase, and the sections of the lines in which sources and prompts are read."""
+    decode, answer, source, chunk = (
+        finding.best.phase,
+        finding.answer,
+        question.sizes["source"],
+        question.sizes["chunk"],
+    )
     # Each part of the cache has the rows of the prompts of its texts.
     mesh = decode.case.mesh
     stored = (line for line in decode.lines(answer.picks) if line.section == "cache")
     cache = Spec.parse(next(line.text for line in stored if line.key == "attention.key"))
     parts = prod(mesh[axis] for axis in cache.axes_of("B"))
-    each = most_prompts([text // samples for text in range(rows)], parts)
-    prompt = replace(workload, phase="prefill", batch=each * parts, length=chunk)
-    prefill = read_beside(problem_of(prompt, mesh), decode, answer, question.limit)
-    seconds = {"step of decoding": answer.seconds, f"prefill of {chunk} tokens": prefill.answer.seconds}
-    step = f"{rows} texts of {prompts} prompts, cache of {room} tokens, {dtype}"
-    step += "".join(f", int8 {name}" for name, kind in kinds.items() if kind == "int8")
-    text = document(finding.best, answer, header("serving", question, finding, seconds, {"step": step}), {})
-    return FoundLayout(text + prefill.text, finding.best.named, seconds, question.devices)
+    each_prompt = workload.batch // question.sizes["prompts"]
+    each = most_prompts([text // each_prompt for text in range(workload.batch)], parts)
+    workload = replace(workload, batch=each * parts, beams=0)
+
+    def reading(workload: Workload, kept: Mapping[str, str]) -> Reading:
+        return read_beside(problem_of(workload, mesh), decode, answer, question.limit, kept)
+
+    # Sources are encoded in lines of the encoder, and of the keys of cross-attention, which prompts are read with too.
+    seconds, inner, beside = {"step of decoding": answer.seconds}, dict[str, str](), dict[str, str]()
+    if source:
+        tell("how sources are encoded")
+        encode = reading(replace(workload, phase="encode"), {})
+        seconds[f"source of {source} tokens"] = encode.answer.seconds
+        of_encoder = keys_of_override(ENCODER)
+        inner = {key: text for key, text in encode.lines.items() if key in of_encoder}
+        beside = {key: text for key, text in encode.lines.items() if key.partition(".")[0] == CROSS.partition(".")[0]}
+    if chunk:
+        tell("how prompts are read")
+        kept = {CROSS: beside[CROSS]} if source else {}
+        prefill = reading(replace(workload, phase="prefill", length=chunk), kept)
+        seconds[f"prefill of {chunk} tokens"] = prefill.answer.seconds
+        beside = prefill.after(beside)
+    before = activations(decode, answer)
+    return seconds, section("prefill", beside, before) + section(ENCODER, inner, before | beside)
 
 
 def _complete(finding: SearchResult) -> SearchResult:
-    """Return the result, unless an interrupt came before it was proved: then the interrupt was meant for the run."""
+    """Return the result. If an interrupt stopped the search before the proof, raise it again: it was for the run."""
     if not finding.complete:
         raise KeyboardInterrupt
     return finding
@@ -268,38 +317,9 @@ def _question(
         given = parse_mesh(mesh)
         tried = [{axis: size for axis, size in given.items() if size > 1} or given]
     else:
-        every = meshes(len(devices), used)
+        every = factorings(len(devices), used)
         tried = [*searched(every, model)] if isinstance(model, ModelConfig) else every
     return LayoutQuestion(model, parameters, used, tried, sizes, listed is not None)
-
-
-def meshes(devices: int, of: Chip) -> list[dict[str, int]]:
-    """List every factorization of a number of devices into at most three mesh axes.
-
-    The order of axes only matters if the last ones are within a node and the first ones between nodes.
-
-    Example:
-        >>> meshes(8, chip("tpu-v4"))
-        [{'x': 8}, {'x': 2, 'y': 4}, {'x': 2, 'y': 2, 'z': 2}]
-        >>> meshes(16, chip("h100"))[1:4]
-        [{'x': 2, 'y': 8}, {'x': 4, 'y': 4}, {'x': 8, 'y': 2}]
-    """
-    shapes = {*_factors(devices, 2, len(_AXES))} or {(1,)}
-    if of.nodes({"x": devices}) > 1:
-        shapes = {order for shape in shapes for order in permutations(shape)}
-    return [dict(zip(_AXES, shape)) for shape in sorted(shapes, key=lambda shape: (len(shape), shape))]
-
-
-def _factors(number: int, least: int, most: int) -> Iterator[tuple[int, ...]]:
-    """Yield the ways to write a number as a product of at most `most` factors of `least` or more, the smallest
-    first."""
-    if number >= least:
-        yield (number,)
-    for first in range(least, number if most > 1 else least):
-        if first * first > number:
-            return
-        if number % first == 0:
-            yield from ((first, *rest) for rest in _factors(number // first, first, most - 1))
 
 
 def _answered(
@@ -327,7 +347,7 @@ def _answered(
         found = replace(found, took=time.monotonic() - began)
         return kept.save(question.key, found) if is_kept else replace(found, place="in the folder of the run")
 
-    # The code of a user's own model may change, and the cheapest layout with it; the key covers only our code.
+    # The code of a custom model may change, and the cheapest layout with it; the key covers only our code.
     is_kept = isinstance(question.model, ModelConfig)
     told = processes.told(lambda: json.dumps(asdict((kept.load(question.key) if is_kept else None) or searched())))
     found = FoundLayout(**json.loads(told))

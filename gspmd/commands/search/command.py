@@ -1,12 +1,13 @@
-"""The best layout of a model on a TPU slice, searched exactly: a file to read, to change and to train with.
+"""The best layout of a model on a TPU slice or on GPUs, searched exactly: a file to read, to change and to train with.
 
     gspmd search --config llama-2-70b --topology tpu-v5p:4x8x8 --batch 1024 --length 4096 --out found.toml
 
     gspmd search --model mixer:Mixer --layout mixer.toml --topology tpu-v5e:8x8 --batch 512 --out found.toml
 
-Layouts are priced as gspmd plans them, on every mesh whose axes are whole torus axes. The answer states by how much any
-other layout that fits in memory could be faster: usually by 0.05% at most. For your own model, every line of --layout
-is searched. Nothing runs, and nothing is compiled unless --compile asks for it. Exit code 1 if nothing fits.
+Layouts are priced as gspmd plans them, on every mesh whose axes are whole torus axes; on GPUs, on every mesh of at most
+three axes. The answer states by how much any other layout that fits in memory could be faster: usually by 0.05% at
+most. For a custom model, every line of --layout is searched. Nothing runs, and nothing is compiled unless --compile
+asks for it. Exit code 1 if nothing fits.
 """
 
 import sys
@@ -20,6 +21,7 @@ from rich.markup import escape
 
 from gspmd import host
 from gspmd.annotate import LayoutError
+from gspmd.audit import topology
 from gspmd.commands import runner
 from gspmd.commands.own import is_own
 from gspmd.commands.search import compiling, figures, own, picture, shortlist, shown
@@ -32,7 +34,7 @@ from gspmd.commands.search.written import beside, header, header_of_stages, save
 from gspmd.display import console as printing
 from gspmd.display.progress import Progress
 from gspmd.display.tables import Sheet
-from gspmd.search.answers import Candidate, NoneFits, SearchResult, Space, document, find, meshes
+from gspmd.search.answers import Candidate, NoneFits, SearchResult, Space, document, find
 from gspmd.search.answers.document import LineCost, of_lines, remarks
 from gspmd.search.answers.frontier import Point, frontier
 from gspmd.search.answers.presets import Placed, placed_presets
@@ -95,11 +97,13 @@ def main(argv: Sequence[str], script: str = "") -> int:
 
 
 def refuse_unsearched(settings: SearchSettings, target: Slice) -> None:
-    """Refuse models that are not searched, before minutes of searching.
+    """Refuse models that are not searched, and chips that have no compiler here, before minutes of searching.
 
     Raises:
-        PlanError: the model, or with --stages its stages, are not searched.
+        PlanError: the model, or with --stages its stages, are not searched; or with --compile nothing can be compiled.
     """
+    if settings.compile:
+        topology(settings.topology)
     if is_own(settings):  # Its program is refused when it is read.
         return
     workload = workload_of(settings, target, settings.model)
@@ -124,7 +128,7 @@ def spaces(settings: SearchSettings) -> Callable[[Slice], Iterable[Space]]:
         return own.spaces(settings)
 
     def of(target: Slice) -> Iterator[Space]:
-        every = [parse_mesh(settings.mesh)] if settings.mesh else searched(meshes(target.torus), settings.model)
+        every = [parse_mesh(settings.mesh)] if settings.mesh else searched(target.meshes(), settings.model)
         for mesh in every:
             for remat in settings.remats:
                 workload = workload_of(settings, target, replace(settings.model, remat=remat))
@@ -141,8 +145,9 @@ def workload_of(settings: SearchSettings, target: Slice, model: ModelConfig) -> 
     stored = {"weights": settings.weights, "cache": settings.cache}
     fixed = tuple(settings.given.items())
     return Workload(
-        model, target.chip, *sizes, phase=settings.phase, microbatches=count, update=update, fixed=fixed, **stored
-    )
+        model, target.chip, *sizes, phase=settings.phase, microbatches=count, update=update, fixed=fixed, **stored,
+        source_length=settings.source_length,
+    )  # fmt: skip
 
 
 def limit_of(settings: SearchSettings, target: Slice) -> float:
@@ -320,7 +325,8 @@ def of_stages(
 ) -> Iterator[Sheet | str]:
     """Yield the table of pipelines, and write the best one beside the layout without stages."""
     if not table.rows:
-        yield "pipelines: no number of stages divides the stacked layers and an axis of the slice."
+        divided = "the GPUs" if target.chip.is_switch else "an axis of the slice"
+        yield f"pipelines: no number of stages divides the stacked layers and {divided}."
         return
     yield pipelines.sheet(table)
     if settings.mesh:

@@ -66,7 +66,7 @@ class Listed:
     def seconds(self) -> float:
         """Seconds of the compiled program; infinite if it does not fit."""
         line = self.report and self.report.timeline
-        return line.step_seconds if line else float("inf")
+        return line.step_seconds if self.fits and line else float("inf")  # GPUs have a timeline of what does not fit.
 
 
 def _text(listed: Listed) -> str:
@@ -79,11 +79,11 @@ def compiled(settings: SearchSettings, listed: Iterable[Listed], both: bool = Tr
     Args:
         settings: the settings of the search.
         listed: the layouts.
-        both: compile each under `blocking`, and once more under `auto` if that loops some of its products, which shows
-            better than a plan what loops hide; otherwise only under the lowering that it is listed with.
+        both: compile each under `blocking`, and again under `auto` if that loops any product, because a program shows
+            better than a plan what loops hide. If false, compile each only under the lowering that it is listed with.
 
     Raises:
-        PlanError: the compiler for TPUs is not installed, or refuses the slice.
+        PlanError: the compiler for these chips is not installed, or refuses the slice.
     """
     host.keep_compiled(False)  # JAX cannot read back programs compiled for devices that are not attached.
     host.start(1, "cpu")
@@ -102,12 +102,12 @@ def fastest(listed: Iterable[Listed]) -> list[Listed]:
 
 
 def _programs(settings: SearchSettings, listed: Listed, target: Topology, folder: Path) -> list[Listed]:
-    """Return a layout as it is planned, and with loops if `auto` makes any."""
+    """Return a layout under `blocking`, in which it is priced, and also under `auto` if that loops any product."""
     blocking, auto = (replace(listed, lowering=name, hidden=0.0) for name in (PRICED, "auto"))
     planned, looped = (_traced(settings, each, target, folder) for each in (blocking, auto))
     if looped.by_kind_and_axes() == planned.by_kind_and_axes():
         return [blocking]
-    # The model of what loops hide covers forward passes: training was slower where it predicts a gain.
+    # The prediction of what loops hide covers forward passes only: it predicted gains where training was slower.
     return [blocking, replace(auto, hidden=looped.hidden_seconds if settings.phase != "train" else 0.0)]
 
 
@@ -115,7 +115,7 @@ def with_loops(settings: SearchSettings, listed: Iterable[Listed]) -> Iterator[L
     """Yield layouts under `auto`, with the seconds that its loops hide.
 
     Raises:
-        PlanError: the compiler for TPUs is not installed, or refuses the slice.
+        PlanError: the compiler for these chips is not installed, or refuses the slice.
     """
     host.start(1, "cpu")
     target = topology(settings.topology)
@@ -152,12 +152,12 @@ def _settings(settings: SearchSettings, listed: Listed, folder: Path) -> offline
         weights=settings.weights, cache=settings.cache, microbatches=listed.candidate.microbatches,
         parameter_dtype=update.parameter_dtype, frozen=update.frozen, optimizer=update.optimizer,
         model_class=settings.model_class, model=listed.candidate.phase.case.config or settings.model,
-        sharding=sharding,
+        sharding=sharding, source_length=settings.source_length,
     )  # fmt: skip
 
 
 def traced(settings: SearchSettings, presets: Iterable[Placed]) -> list[Placed]:
-    """Return presets with the seconds by `gspmd.trace` of those outside the space; unchanged without libtpu.
+    """Return presets; those outside the search space get the seconds of `gspmd.trace`, if the compiler is installed.
 
     A preset that the step refuses, for example because it cuts blocks of int8 moments, is not `usable`. Pipelines are
     not traced: their step has idle slots, which a trace does not count as a plan does.
@@ -168,7 +168,7 @@ def traced(settings: SearchSettings, presets: Iterable[Placed]) -> list[Placed]:
         return every
     try:
         target = topology(settings.topology)
-    except gspmd.PlanError:  # No compiler for TPUs is installed, which knows their devices.
+    except gspmd.PlanError:  # No compiler is installed that knows their devices.
         return every
     host.start(1, "cpu")
     return [_outside(settings, each, target) if each in wanted else each for each in every]

@@ -32,7 +32,8 @@ def nothing_fits(
     remedies += ["more --microbatches"] * (settings.microbatches is not None)
     smaller = ", or ".join(remedies or ["a smaller model"])
     if fault.candidate is None or fault.nearest is None or fault.over is None:
-        return f"Nothing fits {target.name}: the sizes of this model and batch have no layout on any of its meshes."
+        fact = f"Nothing fits {target.name}: the sizes of this model and batch have no layout on any of its meshes."
+        return f"{fact}\n  Take another slice, or {smaller}."
     limit = fault.candidate.limit
     where = f"{fault.candidate.named} {fault.candidate.in_microbatches}".strip()
     fact = (

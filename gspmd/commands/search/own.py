@@ -1,4 +1,4 @@
-"""The search space of a user's own model."""
+"""The search space of a custom model."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -6,7 +6,7 @@ from functools import partial
 from gspmd.commands.search.settings import SearchSettings
 from gspmd.commands.search.slice import Slice
 from gspmd.layouts import Layout
-from gspmd.search.answers import Space, meshes
+from gspmd.search.answers import Space
 from gspmd.search.answers.microbatches import several
 from gspmd.training.config import parse_mesh
 from gspmd_models.search.own import OwnProblem, OwnStep
@@ -25,7 +25,7 @@ def spaces(settings: SearchSettings) -> Callable[[Slice], Iterator[Space]]:
     counts = (1, *several(settings.batch)) if settings.microbatches is None else (settings.microbatches,)
 
     def of(target: Slice) -> Iterator[Space]:
-        for mesh in [parse_mesh(settings.mesh)] if settings.mesh else meshes(target.torus):
+        for mesh in [parse_mesh(settings.mesh)] if settings.mesh else target.meshes():
             for count in counts:
                 yield Space(partial(OwnProblem, step, mesh, target.chip, count))
 

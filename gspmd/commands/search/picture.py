@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 _FRONT, _FOUND, _PRESET = PALETTE["collective-permute"], PALETTE["all-reduce"], PALETTE["einsum"]
 _NAMED = 2
-"""Number of presets that are named at about one place."""
+"""The most presets that one label names."""
 _NEAR = 0.02, 0.03
-"""Differences, as parts of the picture's width and height, within which marks are at about one place."""
+"""Marks closer than this, as fractions of the picture's width and height, share a label."""
 _LETTER, _LINE = 0.0077, 0.042
-"""The width and the height of a letter of a label, likewise."""
+"""Width and height of a letter of a label, as fractions of the picture's width and height."""
 _STEEP = 1.5
-"""The ratio of the largest to the smallest seconds from which on the axis is logarithmic."""
+"""The axis of seconds is logarithmic if the largest is more than this many times the smallest."""
 
 _Box = tuple[float, float, float, float]
 """Left, right, bottom and top of a label, as parts of the picture's width and height."""

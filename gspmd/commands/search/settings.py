@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import tyro
 
 from gspmd.commands import configs, flags
-from gspmd.commands.file import File, file_of, group_faults
+from gspmd.commands.file import File, checked_source, file_of, group_faults, source_length_of
 from gspmd.commands.own import is_own
 from gspmd.commands.search.slice import Slice
 from gspmd.commands.search.unpriced import unpriced
@@ -37,34 +37,39 @@ class SearchSettings:
     """The model and slice to find a layout for, and the files for the answer."""
 
     config: str = DEFAULT
-    """TOML file with a table [model], and perhaps [training], [optimizer] and, for your own model, [sharding]
+    """TOML file with a table [model], and perhaps [training], [optimizer] and, for a custom model, [sharding]
     layout."""
     topology: str = "tpu-v5p:4x8x8"
-    """Chip and torus, such as tpu-v4:4x4x4, tpu-v5p:8x8x16 or tpu-v6e:16x16."""
-    phase: Literal["train", "prefill", "decode"] = "train"
-    """train: a whole update, as `gspmd train` makes it. prefill, decode: what `gspmd generate` runs, --length tokens of
-    every row into a cache, or one token after a full cache; each phase is searched by itself."""
+    """Chip and torus, such as tpu-v4:4x4x4, tpu-v5p:8x8x16 or tpu-v6e:16x16; or GPUs of a node, and before them nodes,
+    such as h100:8, h100:16x8 or gb200:2x72."""
+    phase: Literal["train", "encode", "prefill", "decode"] = "train"
+    """train: a whole update, as `gspmd train` makes it. encode, prefill, decode: what `gspmd generate` runs, an encoder
+    on --source-length tokens of every row, --length tokens of every row into a cache, or one token after a full cache;
+    each phase is searched by itself."""
     mesh: str = ""
-    """Mesh axes and their sizes, such as x=4,y=8,z=8; every mesh whose axes are whole torus axes if not given."""
+    """Mesh axes and their sizes, such as x=4,y=8,z=8; if not given, every mesh whose axes are whole torus axes, and of
+    GPUs every mesh of at most three axes."""
     batch: int = 32
     """Sequences, over all devices."""
     length: int = 256
     """Tokens of a sequence."""
+    source_length: int = 0
+    """Tokens of an encoder's source; if not given, that of [training], and 0 for --length."""
     microbatches: int | None = None
     """Number of parts of a training step's batch, as in `gspmd train`; if not given, the best of 1, 2, 4, ... that
     divide the batch, regardless of [training]."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Dtype that the model computes in."""
     weights: Literal["dtype", "int8"] = "dtype"
-    """Dtype in which prefill and decode store matrices; int8 ones have a float32 scale for every channel."""
+    """Dtype in which serving stores matrices; int8 ones have a float32 scale for every channel."""
     cache: Literal["dtype", "int8"] = "dtype"
-    """Dtype in which prefill and decode keep keys and values; int8 has a float32 scale for each token and head."""
+    """Dtype in which serving keeps keys and values; int8 has a float32 scale for each token and head."""
     remat: Literal["none", "full", "dots-except-hidden", "dots", "selective"] | None = None
     """What the backward pass recomputes; if not given, the best choice."""
     memory: float = 0.9
     """Share of a device's memory that may be used."""
     layout: str = ""
-    """TOML file whose lines are searched, for your own model; only the dimensions of its specs are used."""
+    """TOML file whose lines are searched, for a custom model; only the dimensions of its specs are used."""
     fixed: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
     """A line that is fixed to a spec, such as ffn.w_in=EF_x; repeatable."""
     why: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
@@ -88,12 +93,12 @@ class SearchSettings:
     )
     """The update of a training step, from [optimizer] and [training] of the file."""
     model_class: Annotated[str, tyro.conf.arg(name="model", metavar="MODULE:NAME")] = ""
-    """Your own model, as in `gspmd train`; without --config, the model alone."""
+    """A custom model, as in `gspmd train`; without --config, the model alone."""
     model: ModelConfig = field(default_factory=ModelConfig)
 
     @property
     def subject(self) -> Own:
-        """The user's own model, as the builder of training steps takes it."""
+        """The custom model, as the builder of training steps takes it."""
         return Own(self.model, jnp.dtype(self.dtype))
 
     @property
@@ -105,6 +110,11 @@ class SearchSettings:
     def called(self) -> str:
         """The model as the flags name it, without a folder."""
         return (self.model_class or self.name) if is_own(self) else self.name
+
+    @property
+    def sources(self) -> int:
+        """Tokens of the source of an encoder–decoder; 0 for a decoder alone and for a custom model."""
+        return 0 if is_own(self) else self.model.tokens_of_source(self.source_length, self.length)
 
     @property
     def num_parameters(self) -> int:
@@ -150,33 +160,35 @@ def parse(argv: Sequence[str], script: str, documentation: str) -> SearchSetting
     else:
         cls, lora = SearchSettings, file.lora if file.lora.rank else file.model.lora
         said["model"] = replace(file.model, lora=lora)
+        said["source_length"] = source_length_of(file)
     prog, description = configs.called(documentation, "gspmd search", script)
     default = cls(name, **said, model_class=file.model_class)
     settings = flags.parse_flags(cls, argv, default, description, prog)
+    settings, of_source = checked_source(settings, default)
     if own:
         faults = [*_faults_of_own(file, settings)]
     else:
         asked, remedy = replace(file, model=settings.model), "; leave it out to search for that."
         faults = [*unpriced(asked, settings.phase == "train", remedy)]
-    if faults := [*faults, *_faults(settings)]:
-        raise ConfigError("cannot search your own model:" if own else "cannot search:", faults)
+    if faults := [*faults, *of_source, *_faults(settings)]:
+        raise ConfigError("cannot search a custom model:" if own else "cannot search:", faults)
     if own:
         return settings
     return replace(settings, model=replace(settings.model, remat=settings.remat or settings.model.remat))
 
 
 def _faults_of_own(file: File, settings: SearchSettings) -> Iterator[str]:
-    """Yield what is missing for a user's own model, and which settings do not apply to it."""
+    """Yield what is missing for a custom model, and which settings do not apply to it."""
     if not settings.layout:
         yield "its lines come from a layout file; give --layout FILE, of which only dimensions are used."
     if file.lora.rank:
-        yield "adapters are for the matrices of our own models; leave [lora] out, or freeze parameters."
+        yield "adapters are for the models that come with gspmd; leave [lora] out, or freeze parameters."
     if ours := [*_for_ours(settings)]:
         yield f"{', '.join(ours)}: for the models that come with gspmd alone; leave them out."
 
 
 def _for_ours(settings: SearchSettings) -> Iterator[str]:
-    """Yield the given flags that do not apply to a user's own model."""
+    """Yield the given flags that do not apply to a custom model."""
     if settings.stages:
         yield "--stages"
     if settings.remat is not None:
@@ -220,15 +232,17 @@ def _faults(settings: SearchSettings):
     yield from _faults_of_lines(settings)
     if is_own(settings):
         if not numbers and settings.batch % (settings.microbatches or 1):
-            yield f"a batch of {settings.batch} is not cut into {settings.microbatches} microbatches; choose a divisor."
+            yield f"{settings.microbatches} microbatches do not divide a batch of {settings.batch}; choose a divisor."
     elif settings.phase == "train" and not numbers:
-        yield from group_faults(settings.model, settings.batch, settings.length)
+        yield from group_faults(settings.model, settings.batch, settings.length, settings.sources)
+    if settings.stages and settings.sources:
+        yield "--stages searches pipelines of a decoder alone, and this model has an encoder; leave it out."
     if settings.compile < 0:
         yield f"--compile is a number of layouts, 0 or more, not {settings.compile}."
     if settings.phase == "train" and not is_own(settings):
         for flag, given in (("weights", settings.weights), ("cache", settings.cache)):
             if given == "int8":
-                yield f"--{flag} int8 is for --phase prefill and decode, not train."
+                yield f"--{flag} int8 is for --phase encode, prefill and decode, not train."
     if settings.phase != "train" and not is_own(settings):
         for flag, given in (
             ("stages", settings.stages),
@@ -255,7 +269,7 @@ def _faults_of_lines(settings: SearchSettings) -> Iterator[str]:
             if not (key.strip() and equals and spec.strip()):
                 yield f"--{flag} reads KEY=SPEC, such as ffn.w_in=EF_x, not {asked!r}."
     if settings.layout and not is_own(settings):
-        yield "--layout is for your own model (--model); the lines of this model are known. Leave it out."
+        yield "--layout is for a custom model (--model); the lines of this model are known. Leave it out."
     if settings.fixed and settings.stages:
         yield "--fixed gives lines of a layout without stages; leave it, or --stages, out."
 

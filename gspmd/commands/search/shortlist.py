@@ -14,28 +14,28 @@ from gspmd.search.answers.presets import Placed, placed_presets
 APART = 0.01
 """The smallest share of a step by which layouts are different, so that compiling both tells more than compiling one."""
 SAME = 1e-6
-"""The largest share by which layouts are the same."""
+"""Layouts that differ by less than this share of a step are the same."""
 
 MORE = 0.15
-"""The share of a step by which a layout for serving may be planned slower than the cheapest: loops may hide more."""
+"""The share by which a layout for serving may be slower than the cheapest plan, since its loops may hide more."""
 
 
 def trained(finding: SearchResult, said: Mapping[str, LineCost], presets: Sequence[Placed], count: int) -> list[Listed]:
     """Return the answer and the cheapest layouts that are different, and the cheapest preset.
 
-    They are the best with another option of some choice, and the best on another mesh, with another choice of remat or
-    in other microbatches.
+    The others have another option of one choice, another mesh, another choice of remat, or another number of
+    microbatches; each is the best of its kind.
     """
     others = sorted(_others(finding, said), key=lambda each: each.answer.seconds) if count > 1 else []
     return [*different([found(finding), *others], count), *_of_presets(presets)[:1]]
 
 
 def served(settings: SearchSettings, finding: SearchResult, presets: Sequence[Placed], count: int) -> list[Listed]:
-    """Return the answer, and the layouts that end soonest with what loops under `auto` hide; and the best presets.
+    """Return the answer, the layouts that are fastest when loops under `auto` hide communication, and the best presets.
 
-    Among layouts that cost up to `MORE` more than the answer the cheapest on each mesh are traced, with each tensor
-    sharded in one way or another (`nearby`), and all presets on each mesh. The preset with the cheapest plan is listed,
-    followed by the one that ends soonest, if that is another one, or on another mesh.
+    Only layouts that cost at most `MORE` more than the answer are traced: on each mesh the cheapest, the cheapest for
+    each way to shard a tensor (`nearby`), and all presets. The preset with the cheapest plan is listed, and then the
+    fastest traced preset, if it is another one or on another mesh.
     """
     most, listed = (1 + MORE) * finding.answer.seconds, [found(finding)]
     if count > 1:
@@ -89,7 +89,7 @@ def found(finding: SearchResult) -> Listed:
 
 
 def different(listed: Sequence[Listed], count: int) -> list[Listed]:
-    """Return `count` of them: the first, and then those that differ from all before in a hundredth of a step.
+    """Return at most `count` layouts: the first, and each that differs by `APART` of a step from all taken before it.
 
     If there are not enough, the first of the others follow, except those that cost the same.
     """

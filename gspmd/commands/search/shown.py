@@ -60,7 +60,7 @@ def comparison(finding: SearchResult, presets: Iterable[Placed], written: str = 
 
 
 def _trained(candidates: Iterable[Candidate]) -> list[str]:
-    """Return which of remat and microbatches are columns: only in training, and microbatches only if any are cut."""
+    """Return the columns that only training has: remat, and microbatches if any candidate cuts the batch."""
     every = [*candidates]
     cut = any(each.microbatches > 1 for each in every)
     return [*["remat"] * bool(every[0].remat), *["microbatches"] * cut]
@@ -107,7 +107,7 @@ def reasons(asked: Why) -> list[Sheet]:
     most = "" if asked.answer.complete else "at most "
     title = f"{asked.key} = {asked.text}: {most}{seconds(theirs)}, {theirs / ours - 1:+.2%}"
     if asked.over:
-        title += f"; it does not fit, by {amount_of_bytes(asked.over)} at least, and this is without a limit"
+        title += f"; it needs at least {amount_of_bytes(asked.over)} more than fit, and these seconds ignore the limit"
     costs = Sheet(
         escape(title),
         (Column("part of the cost"), Column("found", "right"), Column("asked", "right"), Column("more", "right")),

@@ -18,7 +18,7 @@ from gspmd_models.search.stages import PipelineRow
 _OF_NOTHING = ("--out", "--json", "--frontier", "--why")
 """Flags that do not change the answer."""
 _OF_SEARCH = (*_OF_NOTHING, "--layout", "--topology", "--phase", "--mesh", "--memory", "--fixed", "--batch", "--length",
-              "--microbatches", "--dtype", "--compile", "--compiler-options")  # fmt: skip
+              "--source-length", "--microbatches", "--dtype", "--compile", "--compiler-options")  # fmt: skip
 """Flags that `gspmd train` does not have, or that are written out for it."""
 
 
@@ -32,6 +32,8 @@ def header(
     """Return the lines of the comment, without dates: searching again writes the same."""
     answer, remat = finding.answer, finding.best.remat
     length = f"{settings.length} {finding.best.in_microbatches}".strip()
+    if sources := settings.sources:
+        length += f", sources of {sources}"
     parameters = f"{settings.num_parameters:,} parameters"
     facts = {
         "model": f"{settings.called}, {parameters}" + (f", remat {remat}" if remat else ""),
@@ -43,7 +45,8 @@ def header(
         "found": _how(finding),
         **dict(_compiled(finding, shortlist)),
     }
-    verb = {"train": "training", "prefill": "reading prompts", "decode": "decoding"}[settings.phase]
+    verbs = {"train": "training", "encode": "encoding sources", "prefill": "reading prompts", "decode": "decoding"}
+    verb = verbs[settings.phase]
     title = f"{settings.name}: a layout for {verb} on {target.name}, found by exact search."
     return comment(title, facts, argv, _used(settings, finding.best, argv))
 
@@ -112,16 +115,17 @@ def header_of_stages(
 
 
 def _used(settings: SearchSettings, best: Candidate, argv: Sequence[str]) -> str:
-    """Return the flags for which the layout was found, if the config may differ; for a user's own model the whole
+    """Return the flags for which the layout was found, if the config may differ; for a custom model the whole
     command, since its file is named in it."""
     if not is_own(settings):
         remat = f" --model.remat {best.remat} --microbatches {best.microbatches}" if best.remat else ""
         return f"--layout FILE --mesh {best.named}{remat}"
+    sources = settings.sources
     return shlex.join(
         [
             "gspmd", "train", *asked(argv, _OF_SEARCH), "--layout", settings.out or "FILE", "--mesh", best.named,
             "--batch", f"{settings.batch}", "--length", f"{settings.length}", "--microbatches", f"{best.microbatches}",
-            "--dtype", settings.dtype,
+            "--dtype", settings.dtype, *(["--source-length", f"{sources}"] if sources else []),
         ]
     )  # fmt: skip
 
@@ -132,8 +136,10 @@ def _compiled(finding: SearchResult, shortlist: Iterable[Listed]) -> Iterator[tu
             held = amount_of_bytes(each.report.bytes_per_device)
             preset = f", that of preset {each.name}" if each.preset else ""
             preset += f", under lowering {each.lowering}" if each.lowering != PRICED else ""
-            first = f"the fastest of the programs that were compiled{preset}" if each.report.fits else "it does not fit"
-            yield "compiled", f"{seconds(each.seconds)}, {held} on each device: {first}"
+            if each.fits:
+                held = f"{seconds(each.seconds)}, {held}"
+            first = f"the fastest of the programs that were compiled{preset}" if each.fits else "it does not fit"
+            yield "compiled", f"{held} on each device: {first}"
             return
 
 
@@ -143,8 +149,8 @@ def where(best: Candidate) -> str:
 
 
 def seconds(amount: float) -> str:
-    """Return seconds to five digits, since layouts differ by thousandths; negative if two parts of the cost share
-    them."""
+    """Return seconds to five digits, since layouts differ by thousandths. They are negative for what is subtracted
+    because two parts of the cost count the same steps."""
     if amount < 0:
         return f"-{seconds(-amount)}"
     return f"{amount:.5g} s" if amount >= 1 else amount_of_seconds(amount)

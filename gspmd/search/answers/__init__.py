@@ -6,6 +6,6 @@ Nothing here knows of a particular model, or phase: all ask a `PhaseProblem`.
 from gspmd.search.answers.candidate import Candidate
 from gspmd.search.answers.document import document
 from gspmd.search.answers.finding import NoneFits, SearchResult, Space, find
-from gspmd.search.answers.meshes import meshes
+from gspmd.search.answers.meshes import factorings, meshes
 
-__all__ = ["Candidate", "NoneFits", "SearchResult", "Space", "document", "find", "meshes"]
+__all__ = ["Candidate", "NoneFits", "SearchResult", "Space", "document", "factorings", "find", "meshes"]

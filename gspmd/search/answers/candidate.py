@@ -22,7 +22,7 @@ calls instead of seconds, so that the same question always has the same answer."
 
 
 class StepBudget:
-    """A condition to stop that becomes true after a number of calls."""
+    """A stop condition that becomes true after `MOST` calls."""
 
     def __init__(self) -> None:
         self.left = MOST
@@ -40,8 +40,8 @@ HALVINGS = 6
 
 
 GAIN = 0.02
-"""The fraction of a step's seconds that several microbatches have to gain over one: compiled steps lost more than the
-planned gain to work that is neither product nor collective, a tenth of which is priced."""
+"""The fraction of a step's seconds that several microbatches must gain over one. Compiled steps lost more than a
+smaller planned gain to work other than products and collectives, of which only a tenth is priced."""
 
 
 def to_beat(seconds: float, microbatches: int) -> float:

@@ -132,13 +132,13 @@ def of_lines(
     """Return the text of a layout file from its lines, for example of a pipeline, which is no candidate.
 
     Args:
-        lines: the lines, in any order; lines of a user's own model are written as they are.
+        lines: the lines, in any order; lines of a custom model are written as they are.
         case: the phase of a model.
         header, said: as in `document`.
         lowering: the lowering that the file sets.
         mesh: sizes of the mesh axes, if they are not those of the case.
     """
-    kept = [line for line in lines if line.key not in case.absent]
+    kept = [*lines]
     if all(line.key in KEYS for line in kept):
         order = {name: number for number, name in enumerate(KEYS)}
         kept.sort(key=lambda line: (_SECTIONS.index(line.section or line.key.partition(".")[0]), order[line.key]))

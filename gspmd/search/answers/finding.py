@@ -22,8 +22,8 @@ class Space:
 
     Attributes:
         phase: makes the problem of this part.
-        several: makes the further numbers of microbatches, given the bytes that a device may hold; None
-            for none.
+        several: makes the range of microbatch numbers above one, given the bytes that a device may hold; None if
+            only one is searched.
     """
 
     phase: Callable[[], PhaseProblem]
@@ -104,7 +104,11 @@ class NoneFits(ValueError):
 
     def __init__(self, candidate: Candidate | None, nearest: Answer | None, over: float | None):
         self.candidate, self.nearest, self.over = candidate, nearest, over
-        super().__init__("nothing fits on any mesh of the slice.\n  Take a larger slice, or a smaller batch.")
+        if candidate is None:
+            fact = "no layout is possible on any mesh of the slice: the sizes, or the fixed lines, leave none."
+            super().__init__(f"{fact}\n  Fix fewer lines, or take another slice or batch.")
+        else:
+            super().__init__("nothing fits on any mesh of the slice.\n  Take a larger slice, or a smaller batch.")
 
 
 Tell = Callable[[str], None]
@@ -148,7 +152,7 @@ class BestFirstSearch:
         self._best: Candidate | None = None
 
     def gather(self, spaces: Iterable[Space]) -> None:
-        """Bound the problem of each space, without the limit.
+        """Build the candidate of each space, with a lower bound: its cost without the limit on memory.
 
         Raises:
             LayoutError, PlanError: no space can be searched.
@@ -162,7 +166,7 @@ class BestFirstSearch:
             self.tell(f"tables of mesh {where}{parts}, {number} of {len(every)}")
             try:
                 self.candidates.append(Candidate(phase, self.limit))
-            except NothingFits:  # no picks are allowed at all: the sizes have no such mesh
+            except NothingFits:  # no layout is possible at all: this mesh divides no sizes
                 continue
             except (LayoutError, PlanError) as fault:  # For example a line fixed over an axis that this mesh lacks.
                 self.refused.setdefault(where, fault)

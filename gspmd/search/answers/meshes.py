@@ -1,7 +1,10 @@
-"""The meshes of a slice whose axes are whole torus axes."""
+"""The meshes of a slice whose axes are whole torus axes, and all meshes of a number of devices."""
 
 from collections.abc import Iterator, Sequence
+from itertools import permutations
 from math import prod
+
+from gspmd.hardware.chips import Chip
 
 AXES = "xyz"
 
@@ -9,7 +12,7 @@ AXES = "xyz"
 def meshes(torus: Sequence[int], most: int = len(AXES)) -> list[dict[str, int]]:
     """List the meshes whose axes are one or several whole torus axes each; one for all orders of the axes.
 
-    A part of a torus axis is no mesh axis here: it has no ring of links, which the cost of a mesh axis assumes.
+    A part of a torus axis is not a mesh axis here: it has no ring of links, which the cost of a mesh axis assumes.
 
     Args:
         torus: devices along each torus axis; the devices of one chip count as an axis.
@@ -46,3 +49,33 @@ def _groups(sizes: Sequence[int]) -> Iterator[list[list[int]]]:
         yield [*groups, [last]]
         for number, group in enumerate(groups):
             yield [*groups[:number], [*group, last], *groups[number + 1 :]]
+
+
+def factorings(devices: int, of: Chip) -> list[dict[str, int]]:
+    """List every factorization of a number of devices into at most three mesh axes.
+
+    The order of axes only matters if the last ones are within a node and the first ones between nodes.
+
+    Example:
+        >>> from gspmd.hardware.chips import chip
+        >>> factorings(8, chip("tpu-v4"))
+        [{'x': 8}, {'x': 2, 'y': 4}, {'x': 2, 'y': 2, 'z': 2}]
+        >>> factorings(16, chip("h100"))[1:4]
+        [{'x': 2, 'y': 8}, {'x': 4, 'y': 4}, {'x': 8, 'y': 2}]
+    """
+    shapes = {*_factors(devices, 2, len(AXES))} or {(1,)}
+    if of.nodes({"x": devices}) > 1:
+        shapes = {order for shape in shapes for order in permutations(shape)}
+    return [dict(zip(AXES, shape)) for shape in sorted(shapes, key=lambda shape: (len(shape), shape))]
+
+
+def _factors(number: int, least: int, most: int) -> Iterator[tuple[int, ...]]:
+    """Yield the ways to write a number as a product of at most `most` factors of `least` or more, the smallest
+    first."""
+    if number >= least:
+        yield (number,)
+    for first in range(least, number if most > 1 else least):
+        if first * first > number:
+            return
+        if number % first == 0:
+            yield from ((first, *rest) for rest in _factors(number // first, first, most - 1))

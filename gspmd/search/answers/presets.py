@@ -100,8 +100,8 @@ def _enough(best: Placed) -> float:
 
 
 def _bound(numbers: Range, layout: Layout, enough: float, known: _Known) -> float:
-    """Return a lower bound on a layout's cost in any of these numbers; infinite if it does not fit. See
-    `Search.at_least`."""
+    """Return a lower bound on a layout's cost with any of these numbers of microbatches; infinite if it does not fit.
+    See `Search.at_least`."""
     every = (known.asked(numbers, layout, own, names) for own, names in _orders(numbers, layout))
     return min((numbers.search.at_least(enough, each) for each in every if isinstance(each, dict)), default=inf)
 
@@ -155,7 +155,7 @@ class _Known:
     def asked(
         self, of: Candidate | Range, layout: Layout, own: Mapping[str, int], names: tuple[str, ...]
     ) -> Mapping[str, Collection[int]] | _Refused:
-        """Return the options that a layout excludes with its axes in this order; or why it is not in the space."""
+        """Return the options that a preset, with its axes in this order, excludes; or why it is outside the space."""
         case = of.phase.case
         checked = self._layout(layout, own, of.sizes)
         if isinstance(checked, _Refused):
@@ -178,6 +178,10 @@ class _Known:
             except LayoutError as error:
                 self._checked[key] = _Refused(_short(error), usable=False)
         return self._checked[key]
+
+
+_PRICE = "Price it with gspmd.trace."
+"""The remedy for a layout outside the space; where only a reason is shown, `_short` leaves it out."""
 
 
 def _short(error: LayoutError) -> str:
@@ -207,7 +211,8 @@ def _best(search: Search, without: Mapping[str, Collection[int]]) -> Answer:
     try:
         return search.best(without=without)
     except NothingFits:
-        raise LayoutError("each of its lines is in the space that is searched, and not all of them together.") from None
+        fact = "each of its lines is in the space that is searched, but not all of them together."
+        raise LayoutError(f"{fact}\n  {_PRICE}") from None
 
 
 def _without(of: Candidate | Range, layout: Layout, names: Mapping[str, str]) -> dict[str, list[int]]:
@@ -220,7 +225,7 @@ def _without(of: Candidate | Range, layout: Layout, names: Mapping[str, str]) ->
     names = {own: axis for own, axis in names.items() if mesh[axis] > 1}
     stages = layout.get("pipeline.layers")
     if stages and any(axis in names for axis in Spec.parse(stages).used):
-        raise LayoutError(f"pipeline.layers = '{stages}' is not in the space that is searched.")
+        raise LayoutError(f"pipeline.layers = '{stages}' is not in the space that is searched.\n  {_PRICE}")
     # With several microbatches also gradients that [gradients] does not list are partial sums.
     loss, without = layout.for_loss(parts), dict[str, list[int]]()
     for name, options in of.options.texts.items():
@@ -229,7 +234,8 @@ def _without(of: Candidate | Range, layout: Layout, names: Mapping[str, str]) ->
         for where, specs in wanted.items():
             fits &= of.options.having(name, *where, specs)
         if not fits:
-            raise LayoutError(f"{_odd(layout, of.options, name, wanted)} is not in the space that is searched.")
+            odd = _odd(layout, of.options, name, wanted)
+            raise LayoutError(f"{odd} is not in the space that is searched.\n  {_PRICE}")
         if gone := sorted({*range(len(options))} - fits):
             without[name] = gone
     return without

@@ -1,9 +1,10 @@
-"""One layout for both phases of serving: weights and cache as is best for decoding, and prompts read with these."""
+"""One layout for all phases of serving: weights and cache as is best for decoding, and texts read with these."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from gspmd.annotate import Spec
 from gspmd.layouts.rules.keys import KEYS
@@ -14,48 +15,54 @@ from gspmd.search.phase import PhaseProblem
 
 
 @dataclass(frozen=True)
-class Prefill:
-    """The reading of prompts with the weights and the cache of a layout for decoding.
+class Reading:
+    """The reading of texts with the weights and the cache of a layout for decoding.
 
     Attributes:
-        candidate: the problem of reading prompts, on the mesh of the layout.
+        candidate: the problem of reading, on the mesh of the layout.
         answer: the cheapest layout with the same stored arrays.
-        section: the lines that differ from decoding, key to text.
+        lines: its activations and vias, key to text.
+        tied: those of its lines that the program does not have, and that are only sharded as others are.
     """
 
     candidate: Candidate
     answer: Answer
-    section: Mapping[str, str]
+    lines: Mapping[str, str]
+    tied: frozenset[str] = frozenset()
 
-    @property
-    def text(self) -> str:
-        """The section as TOML, to be added to a layout's file; empty if both phases are alike."""
-        keys = [f'"{key}"' for key in self.section]
-        width = max(map(len, keys), default=0)
-        rows = [f'{key.ljust(width)} = "{text}"' for key, text in zip(keys, self.section.values())]
-        return "\n".join(["", "[prefill]", *rows, ""]) if rows else ""
+    def after(self, other: Mapping[str, str]) -> dict[str, str]:
+        """Return the lines of another reading and of this one; this one decides those that its program has."""
+        return {**other, **{key: text for key, text in self.lines.items() if key not in other or key not in self.tied}}
 
 
-def read_beside(phase: PhaseProblem, decode: PhaseProblem, answer: Answer, limit: float) -> Prefill:
-    """Find how to read prompts with the weights and the cache of a layout for decoding.
+def read_beside(
+    phase: PhaseProblem,
+    decode: PhaseProblem,
+    answer: Answer,
+    limit: float,
+    kept: Mapping[str, str] = MappingProxyType({}),
+) -> Reading:
+    """Find how to read texts with the weights and the cache of a layout for decoding.
 
     Args:
-        phase: the problem of the prefill, on the mesh of decoding.
+        phase: the problem of the reading phase, on the mesh of decoding.
         decode: the problem of decoding.
         answer: the answer of decoding.
         limit: bytes that a device may hold.
+        kept: activations that another reading phase has decided, key to text.
 
     Raises:
         NoneFits: no layout that stores the same arrays fits.
     """
     candidate = Candidate(phase, limit)
     wanted = {(line.section, line.key): line.text for line in decode.lines(answer.picks)}
+    wanted = {at: text for at, text in wanted.items() if _stored(at, text)} | {("", key): kept[key] for key in kept}
     without = {}
     for name in phase.choices:
         others = [
             number
             for number, lines in enumerate(phase.texts(name))
-            if any(_stored(at, text) and wanted[at] != text for at, text in lines.items())
+            if any(wanted.get(at, text) != text for at, text in lines.items())
         ]
         if others:
             without[name] = others
@@ -63,7 +70,8 @@ def read_beside(phase: PhaseProblem, decode: PhaseProblem, answer: Answer, limit
         found = candidate.search.best(without=without)
     except NothingFits as fault:
         raise NoneFits(candidate, fault.nearest, fault.over) from None
-    return Prefill(candidate, found, dict(_others(phase, found, decode, answer)))
+    tied = frozenset(line.key for line in phase.lines(found.picks) if not line.section and not line.choice)
+    return Reading(candidate, found, activations(phase, found), tied)
 
 
 def _stored(at: tuple[str, str], text: str) -> bool:
@@ -72,10 +80,21 @@ def _stored(at: tuple[str, str], text: str) -> bool:
     return section == "cache" or (not section and KEYS[key].kind == "parameter" and len(Spec.parse(text).dims) > 1)
 
 
-def _others(phase: PhaseProblem, answer: Answer, decode: PhaseProblem, other: Answer) -> Iterator[tuple[str, str]]:
-    """Yield the activations and vias that differ from those of decoding."""
-    before = {line.key: line.text for line in decode.lines(other.picks) if not line.section}
-    order = [*KEYS]
-    for line in sorted(phase.lines(answer.picks), key=lambda line: order.index(line.key)):
-        if not line.section and KEYS[line.key].kind != "parameter" and line.text != before[line.key]:
-            yield line.key, line.text
+def activations(phase: PhaseProblem, answer: Answer) -> dict[str, str]:
+    """Return the activations and vias of a layout, key to text, in the order of the presets."""
+    found = {line.key: line.text for line in phase.lines(answer.picks) if not line.section}
+    return {key: found[key] for key in KEYS if key in found and KEYS[key].kind != "parameter"}
+
+
+def section(name: str, lines: Mapping[str, str], before: Mapping[str, str]) -> str:
+    """Return an overriding section as TOML, to be added to a layout's file; empty if all of its lines are there.
+
+    Args:
+        name: the name of the section.
+        lines: its lines, key to text.
+        before: the lines of the layout that it overrides.
+    """
+    changed = {f'"{key}"': text for key, text in lines.items() if before.get(key) != text}
+    width = max(map(len, changed), default=0)
+    rows = [f'{key.ljust(width)} = "{text}"' for key, text in changed.items()]
+    return "\n".join(["", f"[{name}]", *rows, ""]) if rows else ""

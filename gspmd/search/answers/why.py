@@ -67,7 +67,7 @@ def why(candidate: Candidate, key: str, text: str) -> Why:
         text: its spec; for a via, both specs.
 
     Raises:
-        LayoutError: the line does not exist, or the text is none of its options; it names the fault and the options.
+        LayoutError: the line does not exist, or the text is none of its options; the message names fault and options.
     """
     options, best = candidate.options, candidate.solve()
     section, name = _line(candidate, key)
@@ -82,7 +82,7 @@ def why(candidate: Candidate, key: str, text: str) -> Why:
         return Why(key, text, candidate, best, candidate.best(without))
     except NothingFits as fault:
         if fault.nearest is None or fault.over is None:
-            raise LayoutError(f"{key} = '{text}' goes with no options of the other lines.") from None
+            raise LayoutError(f"no options of the other lines fit {key} = '{text}'.") from None
         answer = Search(candidate.unlimited).best(without=without)
         return Why(key, text, candidate, best, answer, fault.over)
 
@@ -120,7 +120,7 @@ def _specs(text: str) -> tuple[Spec, ...]:
 
 
 def _no_option(candidate: Candidate, key: str, wanted: tuple[Spec, ...], texts: list[str]) -> str:
-    """Return every fault of a text that is no option, and the possible options."""
+    """Return every fault of a text that is not an option, and the possible options."""
     faults = dict.fromkeys(_faults(candidate, wanted, _specs(texts[0])))
     fault = "; ".join(each.removesuffix(".") for each in faults) or "it does not fit the other lines of this part"
     distinct = list(dict.fromkeys(texts))
@@ -137,7 +137,7 @@ def _faults(candidate: Candidate, wanted: tuple[Spec, ...], option: tuple[Spec, 
     for spec, other in zip(wanted, option):
         if spec.dims != other.dims:
             yield f"'{spec}' has dimensions {''.join(spec.dims)}, and needs {''.join(other.dims)}."
-        sizes = dict.fromkeys(spec.dims, 0) | dict(candidate.phase.case.sizes)  # a dimension of no size is said above
+        sizes = dict.fromkeys(spec.dims, 0) | dict(candidate.phase.case.sizes)  # a missing size was reported above
         for fault in spec.faults(sizes, candidate.phase.case.mesh):
             yield fault.fact
 
