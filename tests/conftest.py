@@ -3,6 +3,7 @@
 import atexit
 import gc
 import os
+import random
 import shutil
 import signal
 import sys
@@ -12,6 +13,7 @@ from collections import defaultdict
 from collections.abc import ItemsView, Iterable, Iterator
 from importlib.abc import MetaPathFinder
 from importlib.util import spec_from_file_location
+from math import isfinite
 from pathlib import Path
 
 import hypothesis
@@ -81,30 +83,49 @@ AXIS_TYPES = {"explicit": jax.sharding.AxisType.Explicit, "auto": jax.sharding.A
 
 def pytest_report_header() -> str:
     share = f"{volume.SCALE:g} of the slow suite's draws; " if volume.SCALE != 1 else ""
-    return f"{share}cases drawn by DRAWS_SEED={volume.SEED}"
+    limit = f"for {volume.MINUTES:g} minutes; " if isfinite(volume.MINUTES) else ""
+    return f"{share}{limit}cases drawn by DRAWS_SEED={volume.SEED}"
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out the cases that are not drawn, or not at a time; see tests/references/volume.py."""
-    later = waiting(items)
-    for item in later:
+    """Mark and leave out the cases that are not drawn; see tests/references/volume.py."""
+    for item in waiting(items):
         item.add_marker(pytest.mark.slow)
-    slow = [item for item in items if item.get_closest_marker("slow") and item not in later]
+    slow = [item for item in items if item.get_closest_marker("slow")]
     left = set(slow).difference(item for name, cases in _by_test(slow) for item in volume.drawn(name, cases))
-    if volume.SCALE < 1:
-        left |= later
     if left:
         config.hook.pytest_deselected(items=[item for item in items if item in left])
         items[:] = [item for item in items if item not in left]
+    if isfinite(volume.MINUTES):
+        items[:] = shuffled(items)
 
 
 def waiting(items: list[pytest.Item]) -> set[pytest.Item]:
-    """The fast cases of tests whose cases take turns for which it is not the turn."""
+    """The cases that are slow, of tests of which only some cases are fast."""
     marks = {item: item.get_closest_marker("turns") for item in items if not item.get_closest_marker("slow")}
     turning = [item for item, mark in marks.items() if mark]
     # By the file, so that tests of one file that share their programs draw the same ones.
-    now = (volume.sampled(name.partition("::")[0], cases, marks[cases[0]].args[0]) for name, cases in _by_test(turning))
+    now = (
+        volume.sampled(random.Random(name.partition("::")[0]), cases, marks[cases[0]].args[0])
+        for name, cases in _by_test(turning)
+    )
     return set(turning).difference(item for cases in now for item in cases)
+
+
+def shuffled(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Tests in an order of the seed, with the cases of each next to one another, since they share programs."""
+    tests = [*_by_test(items)]
+    random.Random(f"{volume.SEED} order").shuffle(tests)
+    return [item for _, cases in tests for item in cases]
+
+
+_began = time.monotonic()
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip a test that begins after the minutes that are given, each worker's counted from its start."""
+    if time.monotonic() - _began > 60 * volume.MINUTES:
+        pytest.skip(f"the {volume.MINUTES:g} minutes of this run are over")
 
 
 def _by_test(items: Iterable[pytest.Item]) -> ItemsView[str, list[pytest.Item]]:

@@ -207,3 +207,16 @@ def test_no_other_file_reaches_into_jax():
             if reaches and module not in allowed:
                 found.add(str(path.relative_to(ROOT)))
     assert not found, f"these use what JAX does not promise; it belongs to gspmd/jax_internals.py: {sorted(found)}"
+
+
+def test_cudnn_is_assumed_only_where_it_is_not(monkeypatch):
+    module = jax_internals.fused_attention_stablehlo
+
+    def missing():
+        raise RuntimeError("no library")
+
+    for ask, version in ((missing, 90800), (lambda: 91100, 91100)):
+        monkeypatch.setattr(module, "check_cudnn_version", ask)
+        jax_internals.assume_cudnn(90800)
+        jax_internals.assume_cudnn(90900)  # The first time counts.
+        assert module.check_cudnn_version() == version

@@ -75,7 +75,7 @@ def test_what_is_no_file_is_neither_waited_for_nor_read(tmp_path):
 
 
 def test_a_pipe_of_the_shell_is_read():
-    """As of `--config <(command)`."""
+    """The shell's `--config <(command)` passes such a pipe."""
     reader, writer = os.pipe()
     os.write(writer, b"[1, 2]")
     os.close(writer)

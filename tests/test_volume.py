@@ -1,11 +1,10 @@
-"""Draws of a long product: so many cases, the same ones for a seed, and all of them over many seeds."""
+"""Draws of long products: so many cases, the same ones for a seed, and all of them over many seeds."""
 
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 
-from tests.conftest import waiting
+from tests.conftest import pytest_runtest_setup, shuffled, waiting
 from tests.references import volume
 
 
@@ -29,7 +28,7 @@ def test_short_products_are_whole_or_left_out(monkeypatch):
         monkeypatch.setattr(volume, "SEED", str(seed))
         drawn.append(volume.drawn("a test", cases))
         assert drawn[-1] in (cases, [])
-    assert 160 < sum(map(bool, drawn)) < 240  # one in two
+    assert 120 < sum(map(bool, drawn)) < 200  # two in five
     monkeypatch.setattr(volume, "SCALE", 1)
     assert volume.drawn("a test", cases) == cases
 
@@ -49,8 +48,8 @@ def cases(test: str, count: int, *marks: pytest.MarkDecorator) -> list[Item]:
     return [Item(f"{test}[{number}]", tuple(mark.mark for mark in marks)) for number in range(count)]
 
 
-def test_cases_take_turns_and_all_of_them_have_one(monkeypatch):
-    """Tests without the mark take no part; tests of one file have the same turn."""
+def test_a_test_that_turns_has_so_many_fast_cases_and_always_the_same():
+    """Tests without the mark take no part; tests of one file have the same cases."""
     turns, slow = pytest.mark.turns(3), pytest.mark.slow
     one, other = cases("file.py::one", 8, turns), cases("file.py::other", 8, turns)
     items = [
@@ -60,22 +59,27 @@ def test_cases_take_turns_and_all_of_them_have_one(monkeypatch):
         *cases("file.py::all", 8),
         *cases("file.py::long", 8, slow, turns),
     ]
-    had = set()
-    for seed in range(100):
+    later = waiting(items)
+    assert later == waiting(items) <= {*one, *other}
+    now = [[number for number, item in enumerate(each) if item not in later] for each in (one, other)]
+    assert now[0] == now[1]
+    assert len(now[0]) == 3
+
+
+def test_the_order_is_drawn_by_the_seed_and_keeps_the_cases_of_a_test_together(monkeypatch):
+    items, orders = [*cases("a.py::one", 3), *cases("a.py::two", 2), *cases("b.py::three", 2)], set()
+    for seed in range(60):
         monkeypatch.setattr(volume, "SEED", str(seed))
-        later = waiting(items)
-        assert later <= {*one, *other}
-        now = [[number for number, item in enumerate(each) if item not in later] for each in (one, other)]
-        assert now[0] == now[1]
-        assert len(now[0]) == 3
-        had.update(now[0])
-    assert had == {*range(8)}
+        names = [item.nodeid for item in shuffled(items)]
+        assert sorted(names) == [item.nodeid for item in items]
+        order = tuple(dict.fromkeys(name.partition("[")[0] for name in names))
+        assert names == sorted(names, key=lambda name: (order.index(name.partition("[")[0]), name))
+        orders.add(order)
+    assert len(orders) == 6
 
 
-def test_the_seed_is_the_commit(pytestconfig):
-    """So that every run at a commit draws the same, and the next commit others; without git it is "0"."""
-    commit = volume.commit()
-    folder = pytestconfig.rootpath
-    assert commit == "0" or (len(commit) == 40 and int(commit, 16))
-    assert commit != "0" or not (folder / ".git").exists()
-    assert volume.commit(Path("/")) == "0"
+def test_a_test_that_begins_too_late_is_skipped(monkeypatch):
+    pytest_runtest_setup(cases("a.py::one", 1)[0])
+    monkeypatch.setattr(volume, "MINUTES", 0)
+    with pytest.raises(pytest.skip.Exception, match="the 0 minutes of this run are over"):
+        pytest_runtest_setup(cases("a.py::one", 1)[0])

@@ -20,6 +20,7 @@ from gspmd.layouts import Layout
 from gspmd.layouts.rules.keys import KEYS
 from gspmd.moe import MoEConfig
 from gspmd.search import Search, pricing
+from gspmd.search.answers import factorings
 from gspmd.search.answers.options import Options
 from gspmd.training import ShardingConfig, TrainingConfig
 from gspmd.training.checkpoints import load_parameters
@@ -63,9 +64,9 @@ def found(mesh="", count=4, model=CONFIG, out="", **training):
     return searched.for_training(Console(quiet=True), file, jax.devices()[:count])
 
 
-def serving(count=4, model=CONFIG, prompts=4, samples=2, room=512, mesh=""):
+def serving(count=4, model=CONFIG, prompts=4, samples=2, room=512, mesh="", beams=0):
     """The layout of a generation."""
-    job = {"samples": samples, "chunk": 128, "cache_length": room}
+    job = {"samples": samples, "beams": beams, "chunk": 128, "cache_length": room}
     return searched.for_serving(
         Console(quiet=True), model, mesh, jax.devices()[:count], "float32", [[*b"text" * 120]] * prompts, 8, **job
     )
@@ -81,17 +82,18 @@ def shards_weights(layout):
 
 def test_every_mesh_of_the_devices_is_tried_once():
     for devices in range(1, 65):
-        made = [tuple(mesh.values()) for mesh in searched.meshes(devices, chip("tpu-v4"))]
+        made = [tuple(mesh.values()) for mesh in factorings(devices, chip("tpu-v4"))]
         threes = {
             tuple(sorted(size for size in (a, b, devices // (a * b)) if size > 1)) or (1,)
             for a in range(1, devices + 1) for b in range(1, devices + 1) if devices % (a * b) == 0
         }  # fmt: skip
         assert {tuple(sorted(shape)) for shape in made} == threes
         assert len(made) == len(threes)
-    assert {"x": 2, "y": 8} in searched.meshes(16, chip("h100"))  # two nodes of 8: eight of each other order
-    assert {"x": 8, "y": 2} in searched.meshes(16, chip("h100"))
+    assert {"x": 2, "y": 8} in factorings(16, chip("h100"))  # two nodes of 8: eight of each other order
+    assert {"x": 8, "y": 2} in factorings(16, chip("h100"))
 
 
+@pytest.mark.slow
 def test_a_second_run_takes_what_the_first_one_found(searches):
     first, second = found(), found()
     assert not pricing._tables  # a run has no use for them
@@ -108,6 +110,7 @@ def test_a_second_run_takes_what_the_first_one_found(searches):
     assert len(searches) == 8
 
 
+@pytest.mark.slow
 def test_what_is_kept_in_part_or_cannot_be_kept_is_searched_again(searches, tmp_path, monkeypatch):
     place = found().place
     assert place.startswith(f"kept in {tmp_path / 'cache' / 'layouts'}")
@@ -129,8 +132,8 @@ def test_the_line_and_the_file_say_what_it_is():
     assert mine.mesh == "x=2,y=2"
     said = str(mine)
     assert said.startswith("Layout: found in ")
-    assert f", for mesh x=2,y=2. Predicted are {1e6 * mine.seconds['training step']:.3g} µs for a training step" in said
-    assert " on tpu-v4, which stands in for devices that are not listed. It is kept in " in said
+    assert f", for mesh x=2,y=2. Predicted: {1e6 * mine.seconds['training step']:.3g} µs for a training step" in said
+    assert " on tpu-v4, which stands in for devices that are not listed. The file is kept in " in said
     assert str(found(mesh="x=2,y=2")).startswith("Layout: found by an earlier run, in ")
     assert "step       batch 8, length 16, float32, remat full\n" in mine.text
     assert "To be used with --layout FILE --mesh x=2,y=2\n" in mine.text
@@ -142,6 +145,7 @@ def test_an_interrupt_of_the_search_is_one_of_the_run(monkeypatch):
         found()
 
 
+@pytest.mark.turns(2)
 @pytest.mark.parametrize("samples", [1, 3])
 @pytest.mark.parametrize("block", ["serial", "parallel"])
 def test_prompts_are_read_with_the_weights_and_the_cache_to_decode(samples, block):
@@ -162,6 +166,49 @@ def test_prompts_are_read_with_the_weights_and_the_cache_to_decode(samples, bloc
         said = "step of decoding" if phase == "decode" else "prefill of 128 tokens"
         problem = ServingProblem(workload, shape)
         assert cost(problem, layout.phase(phase)) == pytest.approx(mine.seconds[said])
+
+
+@pytest.mark.parametrize("prompts", [1, 2])
+def test_the_beams_of_a_prompt_are_priced_in_the_rows_that_are_run(prompts):
+    """All beams of a prompt lie on one device: more devices than prompts along B would add rows without a text."""
+    model = models.ModelConfig(embed=64, layers=1, heads=4, kv_heads=1, head_size=64, feed_forward=64)
+    mine = serving(4, model, prompts, 1, 512, "x=4", beams=4)
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
+    ids = [[*b"text" * 120]] * prompts
+    batch = models.decoding.make_batch(model, mine.layout, mine.layout, mesh, ids, 8, beams=4, cache_length=512)
+    assert batch.sizes.rows == 4 * prompts
+    assert f" {4 * prompts} texts of {'2 prompts' if prompts > 1 else '1 prompt'}, " in mine.text
+    # Samples are rows of their own, which devices may divide.
+    layout = serving(4, model, prompts, 4, 512, "x=4").layout
+    assert models.decoding.cache_spec(layout.phase("decode")).axes_of("B") == ("x",)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("prompt", [1, 200], ids=["sources alone", "beginnings"])
+def test_sources_are_encoded_with_the_weights_and_the_cache_to_decode(prompt):
+    model = models.ModelConfig(
+        embed=1024, layers=2, encoder_layers=2, heads=16, kv_heads=16, head_size=64, feed_forward=4096,
+        positions="relative", attention_scale=1.0,
+    )  # fmt: skip
+    mine = searched.for_serving(
+        Console(quiet=True), model, "x=2,y=4", jax.devices()[:8], "float32", [[5] * (prompt - 1)] * 2, 8,
+        sources=[[7] * 200] * 2, samples=1, chunk=128, cache_length=512,
+    )  # fmt: skip
+    read = {"prefill of 128 tokens"} if prompt > 1 else set()
+    assert {*mine.seconds} == {"step of decoding", "source of 224 tokens", *read}
+    layout, shape = mine.layout, parse_mesh(mine.mesh)
+    reading = layout.phase("prefill")
+    assert "encoder" in layout.overrides, "both stacks are alike"
+    both = reading.override(layout.overrides["encoder"])  # An encoding has the lines of both.
+    for phase, said, of in (
+        ("decode", "step of decoding", layout.phase("decode")),
+        ("encode", "source of 224 tokens", both),
+        ("prefill", "prefill of 128 tokens", reading),
+    ):
+        if said in mine.seconds:
+            length = {"decode": 512, "prefill": 128, "encode": 1}[phase]
+            workload = Workload(model, chip("tpu-v4"), 2, length, "float32", phase, room=512, source_length=224)
+            assert cost(ServingProblem(workload, shape), of) == pytest.approx(mine.seconds[said])
 
 
 def cost(problem, layout):
@@ -264,23 +311,25 @@ def generate(tmp_path, monkeypatch, capsys):
     Its text is that of one device; returned are the flags without a layout, and the file of what was found.
     """
 
-    def run(config, share):
+    def run(config, share, *more):
         mesh = jax.make_mesh((1, 1, 1), ("x", "y", "z"), devices=jax.devices()[:1])
         model = models.build(config, Layout.load("replicated"), mesh, jax.random.key(0))
         checkpoints.save(model, tmp_path / "public", tokenizer=checkpoints.byte_tokenizer())
-        flags = ["generate", "--checkpoint", str(tmp_path / "public"), "--tokens", "8", "--temperature", "0"]
+        flags = ["generate", "--checkpoint", str(tmp_path / "public"), "--tokens", "8"]
         flags += [flag for text in ("def ", "class ", "import ", "for x in ") for flag in ("--prompt", text)]
+        flags += more or ("--temperature", "0")
         assert main.main([*flags, "--layout", "replicated"]) == 0
         wanted = capsys.readouterr().out
         monkeypatch.setattr(searched, "SHARE", share)
         assert main.main([*flags, "--layout", "auto", "--devices", "4"]) == 0
         text, said = capsys.readouterr()
         assert text == wanted
-        return flags, said.partition("It is kept in ")[2].partition(".toml")[0] + ".toml"
+        return flags, said.partition("The file is kept in ")[2].partition(".toml")[0] + ".toml"
 
     return run
 
 
+@pytest.mark.slow
 def test_text_is_that_of_one_device(generate):
     flags, path = generate(CONFIG, 3.6e-6)
     assert shards_weights(Layout.load(path))
@@ -292,6 +341,15 @@ def test_text_of_experts_is_that_of_one_device(generate):
     _, path = generate(replace(CONFIG, layers=2, moe=MoEConfig(experts=4, every=1, router="top-k")), 7e-6)
     layout = Layout.load(path)
     assert any(Spec.parse(layout[f"moe.{name}"]).used for name in ("w_in", "w_out"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [[], ["--target-prompt", "xyz", "--beams", "2"]], ids=["sources alone", "beginnings"])
+def test_text_from_sources_is_that_of_one_device(generate, more):
+    two = replace(CONFIG, encoder_layers=1, kv_heads=4, positions="relative", attention_scale=1.0)
+    _, path = generate(two, 5.5e-6, *more)
+    layout = Layout.load(path)
+    assert shards_weights(layout)
 
 
 # -- what cannot be had ------------------------------------------------------------------------------------------------
@@ -317,6 +375,7 @@ def test_what_cannot_be_searched_is_one_message(train, flags, words, monkeypatch
 NOISY = "[model.moe]\nexperts = 4\nevery = 1\nrouter = 'noisy-top-k'\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "table"),
     [(["--frozen", "embedding.*"], ""), (["--moments", "int8"], ""), (["--lora.rank", "4"], ""), ([], NOISY)],

@@ -12,8 +12,8 @@ import pytest
 
 import gspmd
 from gspmd.audit import topology
-from gspmd.commands import runner
 from gspmd.training import ConfigError
+from tests.audit.offline.plugins import needs_cuda_plugin
 
 ROOT = Path(__file__).parents[2]
 TINY = ["--config", str(ROOT / "configs" / "tiny.toml"), "--layout", "weight-stationary-2d", "--length", "16"]
@@ -36,7 +36,7 @@ def run(script, capfd, monkeypatch):
 
     def call(*flags):
         try:
-            code = runner.guarded(script.main, [*TINY, *flags])
+            code = script.run([*TINY, *flags])
         except SystemExit as stop:
             code = stop.code
         out, err = capfd.readouterr()
@@ -182,8 +182,35 @@ def test_weights_and_cache_are_compiled_as_int8(script):
     _, (weights, _, cache), options = script.program_of(settings, script.layout_of(settings), mesh)
     assert weights["blocks.0.attention.w_q"].dtype == cache.keys[0].dtype == cache.values[0].dtype == "int8"
     assert options["donate_argnums"] == (2,)
-    with pytest.raises(ConfigError, match="--cache int8 is for --phase prefill and decode, not forward"):
+    with pytest.raises(ConfigError, match="--cache int8 is for --phase encode, prefill and decode, not forward"):
         script.parse([*TINY, *V4, "--cache", "int8"])
+
+
+@pytest.mark.parametrize(
+    ("flags", "fault"),
+    [
+        (["--phase", "encode"], "--phase encode is for an encoder–decoder, and this model has no encoder."),
+        (["--source-length", "8"], "--source-length is for an encoder–decoder, and this model has no encoder."),
+        (["--source-length", "-8"], "source_length must not be negative, but is -8."),
+        (
+            ["--model.encoder-layers", "2", "--phase", "encode", "--room", "32"],
+            "--phase encode fills the cache of a s",
+        ),
+    ],
+)
+def test_sources_are_for_encoders(script, flags, fault):
+    with pytest.raises(ConfigError, match=fault):
+        script.parse([*TINY, *V4, *flags])
+
+
+def test_flops_of_two_stacks_are_those_of_each_phase(script):
+    """A source is encoded once: its operations are those of encoding, and of no other phase of serving."""
+    flags = ["--config", "switch-base-8", *V4]
+    of = {
+        phase: script.flops_of_row(script.parse([*flags, "--phase", phase])) for phase in ("encode", "prefill", "train")
+    }
+    assert of["encode"] + of["prefill"] == pytest.approx(of["train"])
+    assert of["encode"] > 2 * of["prefill"], "512 tokens beside 128"
 
 
 @needs_libtpu
@@ -234,7 +261,9 @@ def test_the_papers_experts_send_what_is_planned(script, name, layers):
 
 
 BAD = {
-    "topology": (["--topology", "tpu-v9:4x4"], "there is no topology 'tpu-v9:4x4': no TPU is called 'tpu-v9'."),
+    "topology": (["--topology", "tpu-v9:4x4"], "there is no topology 'tpu-v9:4x4': no chip is called 'tpu-v9'."),
+    "card": (["--topology", "h1000:8"], "no chip is called 'h1000'. Did you mean 'h100'?"),
+    "nodes": (["--topology", "h100:8x3"], "of several nodes 8x3 takes only 3 each. Did you mean 'h100:3x8'?"),
     "mesh": ([*V4, "--mesh", "x=4,y=4,z=8", "--batch", "128"], "128"),
     "batch": (["--batch", "0"], "batch must be positive, but is 0."),
     "length": (["--length", "-1"], "length must be positive, but is -1."),
@@ -257,19 +286,31 @@ BAD = {
     "a pattern": ([*V4, "--phase", "train", "--frozen", "embeding.*", "--batch", "8"], "matches no parameter."),
     "rounds on no slice": (
         ["--smallest", "--phase", "train", "--layout", "zero-2", "--rounds", "2"],
-        "rounds is 2, and no layout here has stages to go round; set rounds to 1.",
+        "rounds is 2, but no layout here has stages; set rounds to 1.",
     ),
     "slots of experts that do not divide": (
         [*V4, *SLOTS, "--phase", "train", "--model.moe.capacity-factor", "1.1"],
-        "C is the slots that an expert has for each group, by model.moe.capacity_factor 1.1.",
+        "C is the number of slots of an expert for each group: model.moe.capacity_factor is 1.1.",
     ),
     "slots that do not divide in what is compiled as evaluation is": (
         [*V4, *SLOTS, "--model.moe.capacity-factor", "2", "--model.moe.evaluation-capacity-factor", "1.1"],
-        "C is the slots that an expert has for each group, by model.moe.evaluation_capacity_factor 1.1.",
+        "C is the number of slots of an expert for each group: model.moe.evaluation_capacity_factor is 1.1.",
+    ),
+    "adapters of a model without": (
+        ["--model.lora.rank", "8"],
+        "this configuration has no adapters; write --lora.rank.",
+    ),
+    "experts of a model without": (
+        ["--config", "palm-8b", "--model.moe.experts", "4"],
+        "this configuration has no experts; write [model.moe] in a TOML file, and name it with --config.",
+    ),
+    "experts that choose among tokens that are not there yet": (
+        [*V4, "--phase", "decode", "--batch", "8", "--model.moe.router", "expert-choice"],
+        "router expert-choice cannot generate text",
     ),
     "phase": (
         ["--phase", "forwrd"],
-        "it must be one of 'forward', 'train', 'prefill', 'decode', but is 'forwrd'. Did you mean 'forward'?",
+        "it must be one of 'forward', 'train', 'encode', 'prefill', 'decode', but is 'forwrd'. Did you mean 'forward'?",
     ),
 }
 
@@ -293,3 +334,16 @@ def test_without_libtpu_it_says_what_to_install(run, monkeypatch):
     code, _, err = run("--topology", "tpu-v4:2x2x2")
     assert code == 2
     assert "libtpu, the compiler for TPUs, is not installed." in err
+
+
+@needs_cuda_plugin
+def test_a_model_is_compiled_for_gpus(run, tmp_path):
+    file = tmp_path / "figures.json"
+    flags = ["--topology", "h100:8", "--phase", "decode", "--batch", "16", "--json", str(file)]
+    code, out, _ = run(*flags)
+    assert code == 0
+    assert "8 h100 devices" in out
+    assert "note: times are modelled" in out
+    figures = json.loads(file.read_text())
+    assert figures["topology"] == "h100:8"
+    assert figures["bytes_per_device"] < figures["hbm_bytes"] == 80e9

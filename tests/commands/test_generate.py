@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 import sys
+from dataclasses import replace
 from io import StringIO
 
 import jax
@@ -22,6 +23,7 @@ from gspmd.training import Checkpoints, OptimizerConfig
 from gspmd.training.checkpoints import save_settings
 from gspmd.training.toml import to_mapping
 from gspmd_models import checkpoints, decoding, step
+from tests.models.decoding import whole
 
 CONFIG = models.ModelConfig(
     embed=32, layers=2, heads=4, kv_heads=2, head_size=8, feed_forward=64, tied=False, scale_embedding=False
@@ -75,6 +77,7 @@ def run(capsys, *flags):
     return code, *capsys.readouterr()
 
 
+@pytest.mark.slow
 def test_a_checkpoint_and_a_run_of_one_model_continue_alike(capsys, public, trained):
     flags = ["--prompt", "def ", "--tokens", "12", "--temperature", "0"]
     code, text, said = run(capsys, "--checkpoint", public, *flags)
@@ -141,6 +144,19 @@ def test_a_text_that_ends_before_an_earlier_one_is_written_once(capsys):
     assert capsys.readouterr().out == "=== text 1 of 2 ===\npxxxx\n=== text 2 of 2 ===\npya\n"
 
 
+def test_the_best_texts_of_a_search_are_written_with_their_scores(capsys):
+    """Bursts while beams are searched have no tokens, and nothing is written before the scores are known."""
+    texts = [decoding.Text(checkpoints.byte_tokenizer(), b"", ()) for _ in range(2)]
+    bursts = [
+        decoding.Burst([[], []], [False] * 2, 0.1),
+        decoding.Burst([[*b"x"], []], [True] * 2, 0.2, [-0.5, -1.25]),
+    ]
+    generate.write(printing.console(stderr=True), ["p"], texts, iter(bursts), set())
+    out, said = capsys.readouterr()
+    assert out == "=== text 1 of 2, score -0.5000 ===\npx\n=== text 2 of 2, score -1.2500 ===\np\n"
+    assert "1 token: the first after 200 ms." in said
+
+
 def test_a_text_may_be_as_long_as_the_window_that_its_model_has(capsys, public, tmp_path):
     folder = tmp_path / "windowed"
     shutil.copytree(public, folder)
@@ -165,6 +181,38 @@ def test_explain_loads_nothing(capsys, public, monkeypatch):
     assert "decode: 2 × 1 token, " in text
     assert "weights: " in text
     assert "cache: " in text
+
+
+@pytest.fixture(scope="module")
+def translator(tmp_path_factory):
+    """The folder of an encoder–decoder, a public checkpoint with the tokenizer of bytes."""
+    config = replace(whole.TRANSLATOR, vocabulary=256, layers=1, encoder_layers=1)
+    mesh = jax.make_mesh((1, 1, 1), ("x", "y", "z"), devices=jax.devices()[:1])
+    folder = tmp_path_factory.mktemp("translator")
+    model = whole.model(config, Layout.load("replicated"), mesh)
+    checkpoints.save(model, folder, tokenizer=checkpoints.byte_tokenizer())
+    return str(folder), model, mesh
+
+
+@pytest.mark.slow
+def test_a_prompt_is_the_source_of_an_encoder(capsys, translator):
+    folder, model, mesh = translator
+    flags = ["--checkpoint", folder, "--prompt", "abc", "--prompt", "d", "--tokens", "6"]
+    code, text, said = run(capsys, *flags, "--beams", "4", "--target-prompt", "xy")
+    with jax.set_mesh(mesh):
+        stop = sorted(checkpoints.tokenizer(folder).ends)
+        found = models.Generator(model)([[*b"xy"]] * 2, 6, sources=[[*b"abc"], [*b"d"]], beams=4, stop=stop).texts
+    first, second = (f"xy{checkpoints.byte_tokenizer().decode(each)}" for each in found)
+    assert (code, text) == (0, f"=== text 1 of 2 ===\n{first}\n=== text 2 of 2 ===\n{second}\n")
+    assert f"{sum(map(len, found))} tokens: all after " in said
+
+
+def test_explain_shows_the_encoder(capsys, translator):
+    flags = ["--checkpoint", translator[0], "--prompt", "abc", "--prompt", "d", "--explain", "--devices", "8"]
+    code, text, _ = run(capsys, *flags)
+    assert code == 0
+    for line in ("encode: 2 × 16 tokens, ", "prefill: 2 × 16 tokens, ", "decode: 2 × 1 token, "):
+        assert line in text
 
 
 @pytest.mark.parametrize(
@@ -206,7 +254,7 @@ def test_explain_loads_nothing(capsys, public, monkeypatch):
         ),
         (
             ["--tokens", "2045"],
-            "GenerationError: a prompt of 4 tokens and 2045 more are a text of 2049, and the model was made for at "
+            "GenerationError: a prompt of 4 tokens and 2045 more make a text of 2049, but the model was made for at "
             "most 2048 (context_length; max_position_embeddings in the config.json",
         ),
         (
@@ -225,6 +273,26 @@ def test_explain_loads_nothing(capsys, public, monkeypatch):
         (["--stop", ""], "ConfigError: cannot generate text:\n  --stop is empty"),
         (["--prompt", "a\udcff"], "ConfigError: cannot read the flags:\n  'a\\udcff' is not UTF-8."),
         (["--chunk", "0"], "GenerationError: chunk is 0; it must be at least 1"),
+        (
+            ["--beams", "4", "--top-p", "0.9", "--samples", "2"],
+            "ConfigError: cannot generate text:\n  --beams finds the likeliest text and draws none; leave out --top-p, "
+            "--samples.",
+        ),
+        (
+            ["--length-penalty", "2"],
+            "ConfigError: cannot generate text:\n  --length-penalty is for beam search; add --beams, or leave it out.",
+        ),
+        (["--n-best", "2"], "ConfigError: cannot generate text:\n  --n-best is for beam search; add --beams"),
+        (
+            ["--beams", "2", "--n-best", "3"],
+            "GenerationError: cannot search with beams:\n  n_best is 3; it must be at least 1, and at most beams (2)",
+        ),
+        (
+            ["--target-prompt", "xy"],
+            "ConfigError: cannot generate text:\n  --target-prompt is for models with an encoder, and this one is a "
+            "decoder alone",
+        ),
+        (["--beams", "-1"], "GenerationError: cannot search with beams:\n  beams is -1; it must be at most 64"),
         (["--layout", "megatron-1d", "--mesh", "y=8"], "LayoutError: cannot use layout 'megatron-1d'"),
         (["--prompt-file", "nowhere"], "ConfigError: cannot generate text:\n  the prompt in 'nowhere' cannot be read"),
         (
@@ -263,6 +331,7 @@ def test_a_checkpoint_with_nan_is_one_message(capsys, public, flags, tmp_path):
     )
 
 
+@pytest.mark.turns(1)
 @pytest.mark.parametrize("flags", [[], ["--weights", "int8"]])
 def test_a_run_that_diverged_is_one_message(capsys, model, flags, tmp_path):
     values = models.arrays(model)
@@ -272,7 +341,7 @@ def test_a_run_that_diverged_is_one_message(capsys, model, flags, tmp_path):
     assert (code, text) == (2, "")
     assert "Traceback" not in said
     assert said.endswith(
-        "GenerationError: cannot continue text 1 after 0 new tokens: the model's logits are no numbers.\n"
+        "GenerationError: cannot continue text 1 after 0 new tokens: the model's logits are NaN.\n"
         f"  blocks.0.attention.{'s_v' if flags else 'w_v'} has NaN or infinity: "
         "take a model whose weights are finite.\n"
     )
@@ -335,6 +404,7 @@ def test_an_interrupt_is_no_traceback(capsys, public, monkeypatch):
     assert said.endswith("\nInterrupted.\n")
 
 
+@pytest.mark.slow
 def test_an_interrupt_between_two_bursts_ends_the_text(capsys, public, monkeypatch):
     """The signal only leaves a mark: an exception may come where JAX would ignore it."""
     write = decoding.Text.add

@@ -135,7 +135,7 @@ def test_the_models_not_installed_are_one_message(capsys, monkeypatch):
     )
 
 
-# document_layouts.py is for those who change gspmd, and is no command.
+# document_layouts.py is for those who change gspmd, and is not a command.
 @pytest.mark.parametrize(
     "path",
     sorted({*(ROOT / "scripts").glob("*.py")} - {ROOT / "scripts/document_layouts.py"}),

@@ -14,8 +14,9 @@ def told(found: list[Verdict]) -> str:
     return "\n\n".join(str(verdict) for verdict in found if verdict.is_fault)
 
 
+@pytest.mark.slow
 def test_some_steps_train_and_one_is_refused():
-    """In one process of its own, which may abort."""
+    """Run in a process of its own, which may abort."""
     found = list(verdicts([*TRAINED, *REFUSED]))
     assert not told(found), told(found)
     assert [verdict.outcome for verdict in found] == ["trained"] * len(TRAINED) + ["refused"] * len(REFUSED)

@@ -25,7 +25,7 @@ from gspmd.training.toml import ConfigError
 
 @dataclass(frozen=True)
 class Settings:
-    """As a script has them."""
+    """The settings of a script."""
 
     training: tyro.conf.OmitArgPrefixes[TrainingConfig] = field(default_factory=TrainingConfig)
     sharding: tyro.conf.OmitArgPrefixes[ShardingConfig] = field(default_factory=ShardingConfig)
@@ -167,13 +167,13 @@ def test_a_flag_without_its_value_is_told_by_the_parser(resumed, capsys):
 
 def model(vocabulary=256, groups=None, causal=True, int8=False):
     moe = SimpleNamespace(groups=groups, causal=causal, router="oracle")
-    return SimpleNamespace(vocabulary=vocabulary, moe=moe, int8=int8)
+    return SimpleNamespace(vocabulary=vocabulary, moe=moe, int8=int8, encoder_layers=0)
 
 
 def test_a_model_that_fits():
     training = TrainingConfig(batch=8, length=16)
     check_model(training, model(groups=32))
-    check_model(training, SimpleNamespace(vocabulary=256, moe=None, int8=False))
+    check_model(training, SimpleNamespace(vocabulary=256, moe=None, int8=False, encoder_layers=0))
     check_model(replace(training, sample_bytes=0), model(causal=False))
 
 
@@ -183,9 +183,37 @@ def test_a_model_that_does_not_fit_is_one_message():
     assert error.value.faults == (
         "model.vocabulary must be 256, since the data is bytes, but is 100.",
         "model.moe.groups must divide the tokens of a batch, 8 × 16 = 128, but is 24.",
-        "model.int8 is to serve: leave it out, and sample with 'gspmd generate --weights int8'.",
+        "model.int8 is for serving: leave it out; sample with 'gspmd generate --weights int8'.",
         "model.moe.router oracle cannot generate text, since its experts read later tokens; "
         "set sample_bytes to 0, or take another router.",
+    )
+
+
+def test_groups_divide_the_tokens_of_the_sources_too():
+    training = TrainingConfig(batch=8, length=16, source_length=15, objective="prefix", sample_bytes=0)
+    experts = SimpleNamespace(groups=32, causal=True)
+    with pytest.raises(ConfigError) as error:
+        check_model(training, SimpleNamespace(vocabulary=358, moe=experts, int8=False, encoder_layers=2))
+    assert error.value.faults == (
+        "model.moe.groups must divide the tokens of the sources of a batch, 8 × 15 = 120, but is 32.",
+    )
+
+
+def test_an_objective_has_a_source_where_the_model_has_an_encoder():
+    training = TrainingConfig(batch=8, length=16, sample_bytes=0)
+    encoding = SimpleNamespace(vocabulary=358, moe=None, int8=False, encoder_layers=2)
+    check_model(replace(training, objective="prefix"), encoding)
+    with pytest.raises(ConfigError) as error:
+        check_model(training, encoding)
+    assert error.value.faults == (
+        "model.encoder_layers is 2, but the objective next-token has no source; set objective to span-corruption, "
+        "prefix or pairs.",
+    )
+    with pytest.raises(ConfigError) as error:
+        check_model(replace(training, objective="pairs"), model())
+    assert error.value.faults == (
+        "the objective pairs has a source, but the model has no encoder; set model.encoder_layers, or objective to "
+        "next-token.",
     )
 
 
@@ -285,7 +313,7 @@ def test_what_the_system_says_of_a_named_file_is_one_message(capsys, tmp_path):
 ])  # fmt: skip
 def test_any_error_of_one_of_several_processes_reaches_the_others(monkeypatch, capsys, error, code, sure):
     class Over(BaseException):
-        """In place of the end of the process."""
+        """Raised where the process would end."""
 
     def fail(code, message, *, sure=True):
         told.append((code, str(error) in message, sure))

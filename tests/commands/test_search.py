@@ -117,6 +117,7 @@ def test_a_given_number_of_microbatches_is_the_only_one(run, tmp_path):
     assert "mesh x=4, remat full, in 4 microbatches: " in out
 
 
+@pytest.mark.slow
 def test_microbatches_are_found_where_the_whole_batch_does_not_fit(run, tmp_path):
     """The microbatches of [training] are no limit of the search."""
     fixed = ["--mesh", "x=4", "--remat", "full", "--batch", "64", "--length", "64"]
@@ -135,6 +136,7 @@ def test_microbatches_are_found_where_the_whole_batch_does_not_fit(run, tmp_path
     assert f"--microbatches {figures['microbatches']}\n" in out
 
 
+@pytest.mark.slow
 def test_searching_again_writes_the_same(run, tmp_path):
     texts = set()
     for name in ("one.toml", "two.toml"):
@@ -145,6 +147,7 @@ def test_searching_again_writes_the_same(run, tmp_path):
     assert "--out" not in next(iter(texts))
 
 
+@pytest.mark.slow
 def test_int8_weights_and_cache_are_searched_as_they_are_served(run, tmp_path):
     found = {}
     for flags in ([], ["--weights", "int8"], ["--weights", "int8", "--cache", "int8"]):
@@ -157,6 +160,7 @@ def test_int8_weights_and_cache_are_searched_as_they_are_served(run, tmp_path):
     assert found[0] > found[2] > found[4]
 
 
+@pytest.mark.slow
 def test_without_a_file_the_layout_is_printed(run, tmp_path):
     code, out, _ = run("--mesh", "x=2,y=2")
     assert code == 0
@@ -177,6 +181,7 @@ def test_nothing_fits_says_what_is_nearest_and_what_would_do(run, tmp_path):
     assert not (tmp_path / "found.toml").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [1.0, 0.5, 0.15])
 def test_the_picture_has_the_presets_of_its_mesh_and_no_label_on_another(script, share):
     config = ModelConfig(layers=8, embed=256, feed_forward=1024, heads=8, head_size=32, remat="full")
@@ -205,8 +210,9 @@ def test_the_picture_has_the_presets_of_its_mesh_and_no_label_on_another(script,
     assert all(whole.containsx(x) for each in labels for x in each.get_window_extent().intervalx)
 
 
+@pytest.mark.slow
 def test_the_picture_is_of_one_mesh(run, script, monkeypatch, tmp_path):
-    """In the table each preset is on the mesh, with the remat, that is best for it."""
+    """The table gives each preset with the mesh and the remat that are best for it."""
     seen, figure, placed = [], script.picture.figure, {}
 
     def places(candidates, ranges=()):
@@ -224,6 +230,7 @@ def test_the_picture_is_of_one_mesh(run, script, monkeypatch, tmp_path):
     assert {id(each.candidate) for each in presets} == {id(finding.best)}
 
 
+@pytest.mark.slow
 def test_nothing_fits_a_given_mesh(run):
     code, _, err = run("--memory", "1e-6", "--mesh", "x=4")
     assert code == 1
@@ -293,7 +300,7 @@ def test_an_interrupt_before_anything_is_found_speaks_of_the_search(script, monk
         ("[model.moe]\nexperts = 8\ngroups = 4", ["--stages"],
          "cannot search stages of this model: it has experts and 4 groups of tokens. Leave --stages out: "),
         ("[lora]\nrank = 4", ["--stages"],
-         "cannot search stages of this model: some of its parameters are not trained. Leave --stages out: without "
+         "cannot search stages of this model: some of its parameters are frozen. Leave --stages out: without "
          "stages it is"),
     ],
 )  # fmt: skip
@@ -326,6 +333,7 @@ def test_a_real_interrupt_writes_the_best_so_far(tmp_path):
     Layout.load(path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "table",
     ["[model.moe]\nexperts = 4\nrouter = 'noisy-top-k'", "[lora]\nrank = 4", "[optimizer]\nmoments = 'int8'",
@@ -358,6 +366,7 @@ def test_presets_that_are_not_in_the_space_are_traced_after_a_program_was_read(t
     assert "zero-1: not possible, moments in int8 have blocks of 32 numbers, but a device has 8" in done.stdout
 
 
+@pytest.mark.turns(1)
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
@@ -373,6 +382,7 @@ def test_a_line_that_is_none_does_not_lose_the_answer(run, asked, said, tmp_path
     Layout.load(tmp_path / "found.toml").check(SIZES, {"x": 4})
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no full device")
 def test_figures_that_cannot_be_written_do_not_lose_the_answer(run, tmp_path):
     code, _, err = run("--mesh", "x=4", "--json", "/dev/full", "--out", str(tmp_path / "found.toml"))
@@ -419,9 +429,21 @@ def test_all_lines_that_are_none_are_named_at_once(run, tmp_path):
         (["--batch", "8", "--microbatches", "3"], "cannot cut a batch of 8 into 3 microbatches."),
         (["--topology", "tpu-v5p:2x2"], "there is no topology 'tpu-v5p:2x2'"),
         (["--microbatches", "0"], "microbatches must be"),
-        (["--weights", "int8"], "--weights int8 is for --phase prefill and decode, not train."),
+        (["--weights", "int8"], "--weights int8 is for --phase encode, prefill and decode, not train."),
         (["--phase", "decode", "--microbatches", "1"], "--phase decode trains nothing; leave --microbatches out."),
         (["--phase", "trian"], "train"),
+        (["--phase", "encode"], "--phase encode is for an encoder–decoder, and this model has no encoder."),
+        (
+            ["--model.moe.experts", "4"],
+            "this configuration has no experts; write [model.moe] in a TOML file, and name it",
+        ),
+        (["--model.lora.rank", "4"], "this configuration has no adapters; write [lora] in a TOML file, and name it"),
+        (["--source-length", "8"], "--source-length is for an encoder–decoder, and this model has no encoder."),
+        (["--source-length", "-8"], "source_length must not be negative, but is -8."),
+        (
+            ["--model.encoder-layers", "2", "--stages"],
+            "--stages searches pipelines of a decoder alone, and this model has an encoder; leave it out.",
+        ),
     ],
 )
 def test_bad_input_is_one_message(run, flags, said):
@@ -498,10 +520,19 @@ def compiler(script, monkeypatch):
             done.append(replace(each, report=report))
         return sorted(done, key=lambda each: (each.seconds, each.answer.seconds))
 
+    monkeypatch.setattr(script, "topology", lambda name: None)
     monkeypatch.setattr(script.compiling, "compiled", compiled)
     return seconds
 
 
+def test_what_cannot_be_compiled_is_refused_before_the_search(run, script, monkeypatch):
+    monkeypatch.setattr(script, "find", lambda *_: pytest.fail("searched what cannot be compiled"))
+    code, out, err = run("--topology", "mi300x:8", "--compile", "1")
+    assert (code, out) == (2, "")
+    assert "cannot compile for 'mi300x:8'" in err
+
+
+@pytest.mark.slow
 def test_the_fastest_program_is_the_answer(run, compiler, tmp_path):
     files = ["--out", str(tmp_path / "found.toml"), "--json", str(tmp_path / "found.json")]
     code, out, _ = run("--compile", "4", *files)
@@ -524,6 +555,19 @@ def test_the_fastest_program_is_the_answer(run, compiler, tmp_path):
     assert text.count("; next ") > 5
 
 
+def test_a_program_that_does_not_fit_is_no_fast_one(script):
+    """Compilers for GPUs refuse nothing: what does not fit has a timeline too."""
+
+    def listed(seconds, fits):
+        report = SimpleNamespace(timeline=SimpleNamespace(step_seconds=seconds), fits=fits)
+        return script.compiling.Listed(f"{seconds} s", None, SimpleNamespace(seconds=1.0), {}, report=report)
+
+    large, small = listed(1.0, False), listed(2.0, True)
+    assert (large.seconds, small.seconds) == (float("inf"), 2.0)
+    assert script.compiling.fastest([large, small]) == [small, large]
+
+
+@pytest.mark.slow
 def test_a_preset_whose_program_is_the_fastest_is_the_answer(run, compiler, tmp_path):
     compiler |= dict.fromkeys(presets(), 1.0)
     code, _, _ = run("--compile", "2", "--out", str(tmp_path / "found.toml"), "--json", str(tmp_path / "found.json"))
@@ -533,6 +577,7 @@ def test_a_preset_whose_program_is_the_fastest_is_the_answer(run, compiler, tmp_
     assert f"that of preset {preset['name']}" in (tmp_path / "found.toml").read_text()
 
 
+@pytest.mark.slow
 def test_a_program_that_loops_is_asked_for_where_it_is_the_fastest(run, compiler, tmp_path):
     path, looped = tmp_path / "found.toml", "found, lowering auto"
     for seconds, lowering, said in ((10.0, "blocking", "9 s, "), (8.0, "auto", "8 s, ")):
@@ -565,8 +610,9 @@ def improve(run, compiler, tmp_path):
     return compiled
 
 
+@pytest.mark.slow
 def test_a_preset_that_is_the_fastest_is_improved(improve, tmp_path):
-    """By single lines, those that gain the most in the plan, and by the faster ones of them together."""
+    """Try the single lines that gain most in the plan, then the faster of them together."""
     preset = next(each["name"] for each in improve({})[0] if each["preset"])
     listed, text = improve({preset: 1.0})
     ours = [each for each in listed if each["name"].startswith(f"{preset}, with ")]
@@ -591,6 +637,7 @@ def test_a_preset_that_is_the_fastest_is_improved(improve, tmp_path):
     assert listed[0]["name"] == names[0]
 
 
+@pytest.mark.slow
 def test_an_interrupt_while_compiling_keeps_what_is_compiled(run, script, monkeypatch, compiler, tmp_path):
     every = script.compiling.compiled
 
@@ -610,6 +657,7 @@ def test_an_interrupt_while_compiling_keeps_what_is_compiled(run, script, monkey
     assert "compiled for the slice, the fastest first" in out
 
 
+@pytest.mark.slow
 def test_an_interrupt_while_a_preset_is_improved_keeps_the_fastest(improve, shortlist, monkeypatch):
     preset = next(each["name"] for each in improve({})[0] if each["preset"])
     names = [each["name"] for each in improve({preset: 1.0})[0] if ", with " in each["name"]]
@@ -623,6 +671,7 @@ def test_an_interrupt_while_a_preset_is_improved_keeps_the_fastest(improve, shor
     assert "# compiled   900 ms, 1 kB on each device: the fastest of the programs that were compiled\n" in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("experts", [0, 4])
 def test_every_line_that_improves_a_preset_has_a_name(shortlist, experts):
     """Also one that is left out: of a parameter whose optimizer state lies otherwise."""
@@ -640,6 +689,7 @@ def test_every_line_that_improves_a_preset_has_a_name(shortlist, experts):
     assert improved > 20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", [["--mesh", "x=4", "--remat", "none", "--microbatches", "1"], ["--remat", "full"]])
 def test_layouts_of_the_shortlist_differ_in_substance(run, script, compiler, monkeypatch, flags):
     listed = []
@@ -684,6 +734,7 @@ def test_no_layout_is_compiled_twice_with_axes_swapped_in_a_part_of_it(shortlist
     assert [each.name for each in shortlist.different(alike, 3)] == ["found", "hides more"]
 
 
+@pytest.mark.turns(1)
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
 def test_of_layouts_to_serve_those_that_end_soonest_with_loops_are_compiled(
     run, script, shortlist, compiler, monkeypatch, phase
@@ -729,6 +780,7 @@ def test_what_auto_loops_is_compiled_so_too(script, tmp_path, monkeypatch, phase
     assert any(lowering == "auto" for _, lowering in programs) == loops
 
 
+@pytest.mark.slow
 @needs_libtpu
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
 def test_a_layout_that_cuts_prompts_along_their_length_is_compiled(run, script, monkeypatch, tmp_path, phase):
@@ -768,6 +820,26 @@ def test_the_shortlist_is_compiled(script, capfd, tmp_path, monkeypatch):
     assert all(each["fits"] for each in figures["compiled"])
 
 
+@needs_libtpu
+@pytest.mark.slow
+@pytest.mark.parametrize("phase", ["train", "encode", "prefill", "decode"])
+def test_two_stacks_with_experts_are_searched_and_compiled_for_64_chips(script, tmp_path, monkeypatch, phase):
+    monkeypatch.setattr(script.compiling.host, "start", lambda *_: None)
+    monkeypatch.setattr(script.compiling, "traced", lambda settings, presets: presets)
+    files = ["--out", str(tmp_path / "found.toml"), "--json", str(tmp_path / "found.json")]
+    flags = ["--config", "switch-base-8", "--model.layers", "2", "--model.encoder-layers", "2", "--batch", "64"]
+    flags += ["--topology", "tpu-v5e:8x8", "--mesh", "x=8,y=8", "--phase", phase, "--compile", "1"]
+    if phase == "train":
+        flags += ["--remat", "full", "--microbatches", "1"]
+    assert runner.guarded(script.main, [*flags, *files]) == 0
+    figures = json.loads((tmp_path / "found.json").read_text())
+    assert figures["source_length"] == 512, "that of [training]"
+    assert all(each["fits"] for each in figures["compiled"])
+    assert min(each["bytes"] / each["planned_bytes"] for each in figures["compiled"]) > 0.3
+    found = Layout.load(tmp_path / "found.toml")
+    assert {"cross.key", "cross.w_k"} <= {*found.table}
+
+
 def test_stages_are_a_table(run):
     code, out, _ = run("--mesh", "x=4", "--stages", "--remat", "full")
     assert code == 0
@@ -776,6 +848,7 @@ def test_stages_are_a_table(run):
     assert "--mesh x=4 is of the layout without stages" in " ".join(out.split())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("table", ["", "[model.moe]\nexperts = 4\nevery = 2\nrouter = 'gshard'"])
 def test_the_best_pipeline_is_written_beside_the_layout(run, script, monkeypatch, tmp_path, table):
     """The file is the row of the table: it checks for the model, and its lines alone, searched again, cost the same."""
@@ -806,6 +879,7 @@ def test_the_best_pipeline_is_written_beside_the_layout(run, script, monkeypatch
     assert again.bytes == best.answer.bytes
 
 
+@pytest.mark.slow
 def test_a_pipeline_that_cannot_be_written_loses_nothing_else(run, tmp_path):
     (tmp_path / "found-stages.toml").mkdir()
     files = ["--out", str(tmp_path / "found.toml"), "--json", str(tmp_path / "found.json")]
@@ -816,6 +890,7 @@ def test_a_pipeline_that_cannot_be_written_loses_nothing_else(run, tmp_path):
     assert json.loads((tmp_path / "found.json").read_text())["complete"]
 
 
+@pytest.mark.slow
 def test_an_answer_that_cannot_be_written_is_printed(run, tmp_path):
     code, out, err = run("--mesh", "x=4", "--remat", "full", "--out", "/proc/found.toml")
     assert code == 2
@@ -823,6 +898,7 @@ def test_an_answer_that_cannot_be_written_is_printed(run, tmp_path):
     assert "[attention]" in out
 
 
+@pytest.mark.slow
 def test_lines_that_are_given_stay(run, tmp_path):
     out = str(tmp_path / "found.toml")
     given = ["--fixed", "ffn.w_in=E_xF", "--fixed", "attention.residual=B_yLE"]
@@ -843,4 +919,4 @@ def test_lines_that_are_given_stay(run, tmp_path):
     code, _, said = run("--stages", "--fixed", "ffn.w_in=E_xF", "--layout", "zero-3")
     assert code == 2
     assert "--fixed gives lines of a layout without stages; leave it, or --stages, out." in said
-    assert "--layout is for your own model (--model); the lines of this model are known. Leave it out." in said
+    assert "--layout is for a custom model (--model); the lines of this model are known. Leave it out." in said

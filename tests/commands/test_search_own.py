@@ -34,6 +34,7 @@ def losses(folder, name, out, *more):  # noqa: F811
 
 
 # So small a model is whole on every device where memory is not scarce; with little of it much is sharded.
+@pytest.mark.turns(1)
 @pytest.mark.parametrize(
     ("topology", "memory", "mesh", "count"),
     [
@@ -79,6 +80,7 @@ def test_what_is_found_trains_to_one_curve_and_compiles_as_planned(
     assert comparison.agrees, str(comparison)
 
 
+@pytest.mark.slow
 def test_every_mesh_of_the_slice_is_searched_and_the_layout_printed(folder, capsys):  # noqa: F811
     here, name = folder
     (here / "run.toml").write_text(
@@ -100,6 +102,7 @@ def test_every_mesh_of_the_slice_is_searched_and_the_layout_printed(folder, caps
     assert "# step       batch 8, length 16 in 2 microbatches, bfloat16" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_line_is_asked_about_and_memory_drawn_against_seconds(folder, capsys):  # noqa: F811
     here, name = folder
     files = ["--json", "found.json", "--frontier", "found.png", "--out", "found.toml"]
@@ -135,7 +138,7 @@ def test_lines_that_are_given_stay(folder):  # noqa: F811
         (["--layout", ""], "its lines come from a layout file; give --layout FILE, of which only dimensions are used."),
         (["--layout", "megatron-1d"], "parameter 'blocks.w_in' has no line 'mixer.w_in'"),
         (["--layout", "auto"], "no layout is called 'auto'."),
-        (["--microbatches", "3"], "a batch of 8 is not cut into 3 microbatches; choose a divisor."),
+        (["--microbatches", "3"], "3 microbatches do not divide a batch of 8; choose a divisor."),
         (["--batch", "0"], "batch must be positive, but is 0."),
         (["--memory", "2"], "--memory is the share of memory that may be used"),
         (["--mesh", "x=4"], "--mesh x=4 has 4 devices, and tpu-v5e:4x2 has 8; --topology names another slice."),
@@ -144,7 +147,7 @@ def test_lines_that_are_given_stay(folder):  # noqa: F811
         (["--fixed", "mixer.w_in"], "--fixed reads KEY=SPEC, such as ffn.w_in=EF_x, not 'mixer.w_in'."),
         (["--fixed", "mixer.w_inn=EF"], "Did you mean 'mixer.w_in'?"),
         (["--fixed", "mixer.w_in=E_zF"], "cannot fix mixer.w_in = 'E_zF': the mesh has no axis z."),
-        (["--fixed", "mixer.w_in=FE"], "cannot fix mixer.w_in = 'FE'.\n  Its dimensions are EF."),
+        (["--fixed", "mixer.w_in=FE"], "cannot fix mixer.w_in = 'FE': its dimensions must be EF."),
         (["--topology", "tpu-v5e:3x3x3x3"], "tpu-v5e"),
     ],
 )  # fmt: skip

@@ -98,7 +98,7 @@ def test_a_run_at_longer_sequences_writes_as_long_texts(files):
         (
             {"context_length": 64},
             {"length": 16},
-            "are a text of .*, and the model was made for at most 64.*--sample-bytes",
+            "make a text of .*, but the model was made for at most 64.*--sample-bytes",
         ),
     ],
 )
@@ -189,11 +189,11 @@ BAD = {
     ),
     "rounds without stages": (
         ["--config", "tiny", "--rounds", "2"],
-        "rounds is 2, and no layout here has stages to go round; set rounds to 1.",
+        "rounds is 2, but no layout here has stages; set rounds to 1.",
     ),
     "a schedule without stages": (
         ["--config", "tiny", "--schedule", "gpipe"],
-        "schedule is gpipe, and no layout here has stages; leave it out.",
+        "schedule is gpipe, but no layout here has stages; leave it out.",
     ),
     "microbatches too small for a layout": (
         ["--config", "tiny", "--batch", "16", "--microbatches", "4"],
@@ -230,11 +230,11 @@ BAD = {
     ),
     "slots of experts that do not divide": (
         [*SLOTS, "--model.moe.capacity-factor", "1.1"],
-        "  C is the slots that an expert has for each group, by model.moe.capacity_factor 1.1.",
+        "  C is the number of slots of an expert for each group: model.moe.capacity_factor is 1.1.",
     ),
     "slots that do not divide in evaluation": (
         [*SLOTS, "--model.moe.capacity-factor", "4", "--model.moe.evaluation-capacity-factor", "1.1"],
-        "  C is the slots that an expert has for each group, by model.moe.evaluation_capacity_factor 1.1.",
+        "  C is the number of slots of an expert for each group: model.moe.evaluation_capacity_factor is 1.1.",
     ),
     "layers that make no rounds": (
         [*IN_STAGES, "--model.layers", "12", "--rounds", "2", "--microbatches", "2"],

@@ -1,4 +1,4 @@
-"""`gspmd train --rounds`: validated, moved onto a layout without stages, resumed and exported, as one device trains."""
+"""`gspmd train` in rounds and of two stacks: validated, moved off stages, resumed, exported, as one device trains."""
 
 import jax
 import numpy as np
@@ -62,3 +62,27 @@ def test_a_run_in_rounds_is_validated_moved_resumed_and_exported(monkeypatch, tm
     wanted, found = (checkpoints.load(f"{run}-out", layout, mesh, "float32")[0] for run in ("alone", "run"))
     for (path, value), each in zip(models.arrays(found).items(), models.arrays(wanted).values(), strict=True):
         np.testing.assert_allclose(value, each, atol=1e-4, err_msg=path)
+
+
+@pytest.mark.slow
+def test_a_run_of_two_stacks_in_stages_is_validated_moved_and_samples(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(host, "start", lambda count, platform, host_devices=8: jax.devices()[: count or host_devices])
+    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog, and then it sleeps. " * 80)
+    model = 'vocabulary = 358\nstart_token = 257\nencoder_layers = 2\npositions = "relative"\nattention_scale = 1.0\n'
+    changes = {
+        "[model]\n": f"[model]\n{model}", "layers = 4": "layers = 2", "batch = 8": "batch = 16",
+        "length = 8": "length = 16\nsource_length = 24",
+        "sample_bytes = 0": 'sample_bytes = 4\nobjective = "span-corruption"\nprompt = "the"',
+    }  # fmt: skip
+    settings = CONFIG
+    for before, after in changes.items():
+        settings = settings.replace(before, after)
+    (tmp_path / "small.toml").write_text(settings)
+    small = ["train", "--config", "small.toml"]
+    assert main.main([*small, "--layout", "replicated", "--devices", "1", "--out", "alone"]) == 0
+    in_stages = ["--layout", "pipeline", "--mesh", "p=2,x=2,y=2", "--microbatches", "2", "--devices", "8"]
+    assert main.main([*small, *in_stages, "--relayout", "2=zero-2", "--out", "run"]) == 0
+    alone, whole = figures("alone"), figures("run")
+    assert [each[:2] for each in whole] == [each[:2] for each in alone]
+    np.testing.assert_allclose([each[2] for each in whole], [each[2] for each in alone], atol=1e-4)

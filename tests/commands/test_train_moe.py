@@ -63,6 +63,15 @@ BAD = {
     "no GPU": (["--platform", "gpu", "--devices", "8"], "HostError: cannot"),
     "not a number": (["--steps", "many"], "'many'"),
     "unknown flag": (["--stps", "3"], "Unrecognized options: --stps"),
+    "experts of a model without": (
+        ["--config", "palm-8b", "--model.moe.experts", "8"],
+        "cannot read the flags: --model.moe.experts is a field of [model.moe], and this configuration has no experts; "
+        "write [model.moe] in a TOML file, and name it with --config.",
+    ),
+    "adapters of a model without": (
+        ["--model.lora.rank", "8"],
+        "--model.lora.rank is a field of [model.lora], and this configuration has no adapters; write --lora.rank.",
+    ),
     "unknown lowering": (["--lowering", "loop"], "but is 'loop'."),
     "unknown dtype": (["--dtype", "int3"], "it must be one of 'float32', 'bfloat16', but is 'int3'."),
     "unknown preset": (["--layout", "gshrd"], "LayoutError: no layout is called 'gshrd'. Did you mean 'gshard'?"),
@@ -78,7 +87,7 @@ BAD = {
     "mesh against devices": (["--mesh", "x=4"], "it has 4 devices, but --devices asks for 8. Leave one"),
     "batch on the mesh": (["--batch", "12"], "dimension B has size 12, which mesh axes x, y and z (size 8·1·1"),
     "missing data": (["--data", "none/*.txt"], "ConfigError: cannot find the data: no file matches 'none/*.txt'."),
-    "empty data": (["--data", "empty.txt"], "cannot train on this data: 1 file of 'empty.txt' holds no text."),
+    "empty data": (["--data", "empty.txt"], "cannot train on this data: 'empty.txt' holds no text."),
     "little data": (["--data", "small.txt"], "has 95 bytes, but a batch of 8 sequences of 16 needs 129."),
     "unwritable out": (["--out", "empty.txt/run"], "ConfigError: cannot write to 'empty.txt/run': Not a directory."),
     "out is a file": (["--out", "empty.txt"], "ConfigError: cannot write to 'empty.txt': File exists."),

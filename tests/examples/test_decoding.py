@@ -156,6 +156,7 @@ def test_token_after_token_is_as_at_once():
     np.testing.assert_allclose(jnp.concatenate(found, axis=1), whole, rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.turns(1)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_the_likeliest_text_is_that_of_one_device(name, likeliest, make_mesh):
     shape, lines, kind = LAYOUTS[name]
@@ -173,6 +174,7 @@ def test_a_text_does_not_depend_on_what_is_written_beside_it(make_mesh):
     assert together[0] != together[1]
 
 
+@pytest.mark.turns(1)
 @pytest.mark.parametrize(("shape", "lines"), [({"x": 2, "y": 2}, {}), ({"x": 1, "y": 4}, {"mixer.cache": "BKT_yD"})])
 def test_a_cache_is_kept_by_its_line(shape, lines, make_mesh, tmp_path):
     subject, layout = Own(Attention()), layout_of(ATTENTION | lines, tmp_path)

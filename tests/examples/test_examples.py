@@ -69,12 +69,12 @@ def data_parallel(name):
 
 
 def fully_sharded(name):
-    """As that, and every weight over all devices, gathered where it is used (ZeRO-3)."""
+    """Return data parallelism with every weight over all devices, gathered where it is used (ZeRO-3)."""
     return data_parallel(name) | {key: f"{dims[0]}_xy{dims[1:]}" for key, dims in WEIGHTS[name].items()}
 
 
 def partial_gradients(name):
-    """As that, and weights whole, gradients partial sums until they reach a sharded optimizer (ZeRO-2)."""
+    """Return data parallelism whose gradients stay partial sums until the sharded optimizer (ZeRO-2)."""
     matrices = {key: dims for key, dims in WEIGHTS[name].items() if len(dims) > 1}
     gradients = {f"gradients.{key}": f"{dims} partialsum-xy" for key, dims in matrices.items()}
     return data_parallel(name) | gradients | {f"optimizer.{key}": f"{d[0]}_xy{d[1:]}" for key, d in matrices.items()}
@@ -136,7 +136,7 @@ def alone():
     return of
 
 
-@pytest.mark.turns(4)
+@pytest.mark.turns(1)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("case", LAYOUTS)
 def test_a_layout_never_changes_a_loss_curve(alone, make_mesh, name, case):
@@ -178,7 +178,7 @@ def _plain(make_mesh, shape, overrides):
     return np.array(losses), gspmd.ledger(compiled).compare(plan)
 
 
-@pytest.mark.turns(2)
+@pytest.mark.turns(1)
 @pytest.mark.parametrize("case", PLAIN_LAYOUTS)
 def test_plain_modules_have_one_loss_curve_too(make_mesh, case):
     losses, comparison = _plain(make_mesh, *PLAIN_LAYOUTS[case])

@@ -14,7 +14,8 @@ from gspmd import Spec
 from gspmd.annotate import parse_equation
 from gspmd.hardware.chips import Chip
 from gspmd.hardware.dtypes import itemsize
-from gspmd.hardware.links import collective_seconds, einsum_seconds, wire_bytes
+from gspmd.hardware.links import collective_seconds, wire_bytes
+from gspmd.hardware.matmul import local_einsum_seconds
 from gspmd.planner.steps import picoseconds
 
 Placement = tuple[tuple[tuple[str, ...], ...], frozenset[str]]
@@ -180,10 +181,8 @@ class _Table:
 
     def _einsum(self, on) -> int:
         local = {dim: self.sizes[dim] // prod(self.mesh[axis] for axis in axes) for dim, axes in on.items()}
-        flops = prod(local.values()) * (2 if len(self.dims) < len(local) else 1)
-        specs = (self.shared.dims, self.partner.dims, self.dims)
-        touched = itemsize(self.dtype) * sum(prod(local[dim] for dim in dims) for dims in specs)
-        return picoseconds(einsum_seconds(flops, touched, self.dtype, self.chip))
+        arrays = [(dims, itemsize(self.dtype)) for dims in (self.shared.dims, self.partner.dims, self.dims)]
+        return picoseconds(local_einsum_seconds(local, arrays, self.dtype, self.chip))
 
 
 # -- random cases ------------------------------------------------------------------------------------------------------

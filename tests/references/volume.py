@@ -1,37 +1,28 @@
-"""The volume of the slow suite: `DRAWS=5 python -m pytest -m slow` draws five times as many random cases.
+"""The volume of the test suite: how many cases of long products run, which ones, and for how long.
 
-Below 1, long products of parameters are drawn from too: `DRAWS=0.3` runs three in ten cases of every slow test that has
-at least `LONG`, and one in two of the tests that have fewer. Which ones depends on `DRAWS_SEED`. Left unset it is the
-commit, so that one comes round to all of them.
+The fast suite runs the same cases at every commit. Of a test that is marked `turns(count)`, so many cases are fast,
+drawn once and for all by the name of its file, and the others are slow: they are instances of one property, each of
+which compiles a program of its own.
 
-In the fast suite the cases of a test that is marked `turns(count)` take turns: so many run, drawn by the same seed, and
-the others are slow. They are instances of one property, each of which compiles a program of its own. A slow suite that
-draws leaves them out, for the fast suite comes round to them.
+The slow suite runs whole, unless the environment says otherwise:
+
+- `DRAWS=5` draws five times as many random cases. Below 1, it draws from long products, too: `DRAWS=0.3` runs three in
+  ten cases of every slow test that has at least `LONG`, and two in five of the tests that have fewer.
+- `DRAWS_SEED` chooses which cases these are, and what the random ones contain. `.ci/run` gives the commit, so that in
+  time all of them run.
+- `MINUTES=10` runs tests in an order drawn by the seed, and skips those that have not begun after so many minutes.
 """
 
 import os
 import random
-import subprocess
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TypeVar
 
-
-def commit(folder: Path = Path(__file__).parent) -> str:
-    """The commit that is checked out there; "0" where there is none, or no git."""
-    asked = ["git", "rev-parse", "HEAD"]
-    try:
-        return subprocess.run(asked, cwd=folder, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return "0"
-
-
 SCALE = float(os.environ.get("DRAWS", "1"))
-if "DRAWS_SEED" not in os.environ:
-    os.environ["DRAWS_SEED"] = commit()  # for pytest's workers, which all draw the same
-SEED = os.environ["DRAWS_SEED"]
+SEED = os.environ.get("DRAWS_SEED", "0")
+MINUTES = float(os.environ.get("MINUTES", "inf"))
 LONG = 10
-SHORT = 0.5
+SHORT = 0.4
 """The part of the slow tests with fewer cases that a run draws which draws from the others."""
 
 Case = TypeVar("Case")
@@ -46,12 +37,13 @@ def drawn(name: str, cases: Sequence[Case]) -> list[Case]:
     """The cases of a slow test that run, in their order."""
     if SCALE >= 1:
         return [*cases]
+    draw = random.Random(f"{SEED} {name}")
     if len(cases) < LONG:
-        return [*cases] if random.Random(f"{SEED} {name}").random() < SHORT else []
-    return sampled(name, cases, scaled(len(cases)))
+        return [*cases] if draw.random() < SHORT else []
+    return sampled(draw, cases, scaled(len(cases)))
 
 
-def sampled(name: str, cases: Sequence[Case], count: int) -> list[Case]:
-    """So many of the cases of a test by the seed, in their order; all of them where there are no more."""
-    numbers = random.Random(f"{SEED} {name}").sample(range(len(cases)), min(count, len(cases)))
+def sampled(draw: random.Random, cases: Sequence[Case], count: int) -> list[Case]:
+    """So many of the cases of a test, in their order; all of them where there are no more."""
+    numbers = draw.sample(range(len(cases)), min(count, len(cases)))
     return [cases[number] for number in sorted(numbers)]

@@ -237,6 +237,7 @@ def test_a_found_layout_loads_and_checks(config, tmp_path):
             assert config.gated or line.key == "ffn.w_gate" or section[line.key] == line.text
 
 
+@pytest.mark.slow
 def test_searching_again_writes_the_same_bytes():
     texts = set()
     for _ in range(2):
@@ -256,6 +257,7 @@ def test_sections_stand_as_in_presets_and_comments_in_a_column():
         assert len({line.index("  # ") for line in block if "  # " in line}) <= 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gated", [True, False])
 def test_every_line_of_shared_experts_is_written_and_commented_and_again_the_same(gated, tmp_path):
     config = replace(SHARED, activation="swiglu" if gated else "gelu")
@@ -273,7 +275,7 @@ def test_every_line_of_shared_experts_is_written_and_commented_and_again_the_sam
 
 
 def test_shared_experts_lie_as_the_width_of_one_divides():
-    """By which layouts are checked, though two together are as wide as the axes could divide."""
+    """Layouts are checked by the width of one shared expert, though the axes would divide two together."""
     config = replace(SHARED, feed_forward=6)
     held = candidate(config, (("x", 4),))
     vias = [
@@ -300,6 +302,7 @@ def test_what_is_said_of_a_choice_is_what_it_costs_and_what_the_next_best_would(
         assert remark.other.picks[name] not in alike
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [1e3, 0.3])
 def test_near_an_answer_are_the_cheapest_with_each_tensor_sharded_otherwise(share):
     held = candidate(mesh=(("x", 2), ("y", 2)), phase="prefill")
@@ -327,9 +330,10 @@ def test_near_an_answer_are_the_cheapest_with_each_tensor_sharded_otherwise(shar
 PARALLEL = replace(PLAIN, block="parallel", kv_heads=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("config", "phase"), [(GATED, "train"), (PARALLEL, "decode"), (ROUTED, "train")])
 def test_a_layout_is_improved_by_one_line_at_a_time(config, phase):
-    """By each that makes it cheaper, all others as they are, and as far as any option of it does."""
+    """Every line that makes the layout cheaper, with all others kept, is improved as far as its options allow."""
     held = candidate(config, (("x", 4),), phase=phase)
     for placed in placed_presets([held])[-3:]:
         if not placed.answer:
@@ -351,6 +355,7 @@ def test_a_layout_is_improved_by_one_line_at_a_time(config, phase):
                 assert all(found[name].picks[other] == picks[other] for other in written - {name})
 
 
+@pytest.mark.slow
 def test_what_is_said_where_there_is_no_next_best():
     """On one device nothing can be otherwise; at the least memory something can, and does not fit."""
     alone = candidate(mesh=(("x", 1),))
@@ -368,6 +373,7 @@ def test_how_much_dearer_is_written_without_exponents(more, text):
     assert str(LineCost(0.5, "EF_x", more)) == f"500 ms; next EF_x: {text}"
 
 
+@pytest.mark.turns(1)
 @pytest.mark.parametrize(
     ("config", "phase"),
     [(GATED, "train"), (PARALLEL, "train"), (ROUTED, "train"), (GATED, "decode"), (PARALLEL, "decode"),
@@ -408,6 +414,7 @@ def test_options_that_differ_in_the_names_of_axes_alone_are_alike():
     assert same((("x", 4), ("y", 2)), "B_xLF_y") == {"B_xLF_y"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "share", "steps"),
     [
@@ -448,6 +455,7 @@ def losses(config, layout, sizes, steps):
 # -- presets -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.turns(1)
 @pytest.mark.parametrize(
     ("config", "phase"),
     [(GATED, "train"), (PLAIN, "train"), (GATED, "prefill"), (PLAIN, "decode"), (SHARED, "train"), (SHARED, "decode")],
@@ -490,6 +498,7 @@ def test_on_one_device_all_presets_are_one_layout(phase):
     assert {each.answer.seconds for each in usable} == {held.free.seconds}
 
 
+@pytest.mark.slow
 def test_with_microbatches_all_presets_are_priced():
     """Also `replicated`, whose gradients have no partial sums to add up."""
     phase = problem_of(Workload(GATED, CHIP, 2 * BATCH, LENGTH, microbatches=2), {"x": 4, "y": 2})
@@ -581,6 +590,7 @@ def test_what_is_no_option_is_one_message(key, text, said):
     assert str(error.value).startswith(said)
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_priced_without_the_limit():
     held = candidate(limit=0.3 * candidate().free.bytes)
     asked = why(held, "ffn.w_in", "EF")
@@ -594,6 +604,7 @@ def test_what_does_not_fit_is_priced_without_the_limit():
 # -- seconds against bytes ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_front_falls_and_nothing_is_below_it():
     held = candidate()
     points = frontier(held, searches=4)
@@ -612,6 +623,7 @@ def test_the_front_falls_and_nothing_is_below_it():
         assert all(answer.seconds >= point.answer.seconds * (1 - TOLERANCE) for point in fits)
 
 
+@pytest.mark.slow
 def test_the_answer_is_a_point_of_the_front():
     of = Candidate(candidate().phase, (candidate().least.bytes + candidate().free.bytes) / 2)
     answer = of.solve()

@@ -32,6 +32,7 @@ FREE = ("moe.groups", "moe.expert_input", "moe.hidden", "moe.in_via", "moe.out_v
 """Choices of rows, which are tried in every combination."""
 
 
+@pytest.mark.turns(1)
 @pytest.mark.parametrize("phase", ["train", "decode"])
 def test_rows_do_not_leave_their_device_between_their_arrival_and_their_answers(phase):
     found = candidate(SMALL, MESH).phase if phase == "train" else problem_of(ROUTED, phase)
@@ -44,6 +45,7 @@ def test_rows_do_not_leave_their_device_between_their_arrival_and_their_answers(
             assert [spec.axes_of(dim) for dim in "GXC"] == [there.axes_of("G"), there.axes_of("X"), ()]
 
 
+@pytest.mark.slow
 def test_no_step_of_rows_cuts_what_their_buffers_do_not_have():
     """X of a buffer is the shards of the experts, whatever is multiplied with it; so every step of the plan can run.
 
@@ -88,6 +90,7 @@ def test_the_best_is_the_best_of_every_placement_of_rows(seed):
     assert best.seconds == pytest.approx(cheapest, rel=1e-12)
 
 
+@pytest.mark.slow
 def test_a_file_has_a_line_for_every_key_and_is_the_same_again(tmp_path):
     held = candidate(SMALL, MESH)
     texts = {written(held, held.solve(), remarks(held, held.solve())) for _ in range(2)}

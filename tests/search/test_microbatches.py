@@ -45,6 +45,8 @@ def picked(of, other, picks):
     return found | {NORM: picks[NORM]} if NORM in other.choices and NORM in picks else found
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("chip", ["tpu-v5p", "h100"])
 @pytest.mark.parametrize(
     ("config", "remat", "mesh", "batch"),
     [(DENSE, "none", {"x": 4}, 16), (replace(DENSE, tied=False), "full", {"x": 2, "y": 2}, 16),
@@ -56,8 +58,9 @@ def picked(of, other, picks):
          (ROWS, "dots", {"x": 2, "y": 2}, 16),
          (replace(ROWS, moe=replace(ROWS.moe, experts=20, groups=4)), "selective", {"x": 4}, 16)))],
 )  # fmt: skip
-def test_no_layout_costs_or_holds_less_than_its_bound_or_in_fewer_microbatches(config, remat, mesh, batch):
-    draw, workload = random.Random(f"{remat} {batch}"), Workload(replace(config, remat=remat), CHIP, batch, LENGTH)
+def test_no_layout_costs_or_holds_less_than_its_bound_or_in_fewer_microbatches(config, remat, mesh, batch, chip):
+    draw = random.Random(f"{remat} {batch}")
+    workload = Workload(replace(config, remat=remat), CHIPS[chip], batch, LENGTH)
     relaxed, counts, former = RelaxedTraining(workload, mesh), several(batch)[:4], None
     for count in counts:
         phase = problem_of(replace(workload, microbatches=count), mesh)
@@ -77,6 +80,7 @@ def test_no_layout_costs_or_holds_less_than_its_bound_or_in_fewer_microbatches(c
         former = phase
 
 
+@pytest.mark.slow
 def test_a_bound_is_near_what_large_products_cost():
     """So that a number of microbatches that cannot win is not made: weights move as often as they do."""
     config = replace(DENSE, embed=1024, feed_forward=4096, head_size=64, heads=16, kv_heads=16, remat="full")
@@ -137,30 +141,45 @@ def spaces(remats=("none", "full")):
             yield Space(partial(known, workload, mesh), partial(several_of, workload, mesh))
 
 
+@cache
 def alone(limit):
-    """Every candidate of every number of microbatches."""
+    """Return every candidate of every number of microbatches, each of which is solved once for all tests."""
     ranges = [space.several(limit) for space in spaces()]
-    every = [space.phase() for space in spaces()]
+    every, found = [space.phase() for space in spaces()], []
     for phase in every + [each.make(count) for each in ranges for count in each.counts]:
         try:
-            yield Candidate(phase, limit)
+            found.append(Candidate(phase, limit))
         except NothingFits:
             continue
+    return found
 
 
-LEAST = min(each.least.bytes for each in alone(1e9))
-FREE = min(alone(1e9), key=lambda each: each.free.seconds).free.bytes
+@cache
+def cheapest_of(candidate):
+    """Return the seconds of the cheapest layout, infinite if none fits."""
+    try:
+        return Search(candidate.problem).best().seconds
+    except NothingFits:
+        return inf
 
 
+@cache
+def least():
+    """Return the fewest bytes of any layout."""
+    return min(each.least.bytes for each in alone(1e9))
+
+
+@cache
+def free():
+    """Return the bytes of the layout that is fastest if memory does not matter."""
+    return min(alone(1e9), key=lambda each: each.free.seconds).free.bytes
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [1.0, 0.5, 0.2, 0.05, 0.01])
 def test_the_best_is_the_best_of_all_searched_alone(share):
-    limit = LEAST + share * (FREE - LEAST)
-    known = []
-    for each in alone(limit):
-        try:
-            known.append((Search(each.problem).best().seconds, each.microbatches))
-        except NothingFits:
-            continue
+    limit = least() + share * (free() - least())
+    known = [(cheapest_of(each), each.microbatches) for each in alone(limit)]
     finding = find(spaces(), limit)
     one, more = (min((took for took, count in known if (count == 1) == first), default=inf) for first in (True, False))
     cheapest = more if more < one * (1 - GAIN) else one
@@ -171,13 +190,14 @@ def test_the_best_is_the_best_of_all_searched_alone(share):
     assert finding.best.microbatches in [count for seconds, count in known if seconds <= finding.answer.seconds]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("share", "gain", "microbatches"), [(1.0, GAIN, 1), (0.5, GAIN, 16), (0.5, 0.8, 1)])
 def test_what_is_proved_of_another_answer_is_true_of_all(share, gain, microbatches, monkeypatch):
     """A compiled program in several microbatches may be the fastest, though its layout was not the cheapest."""
     monkeypatch.setattr("gspmd.search.answers.candidate.GAIN", gain)
-    limit, counts = LEAST + share * (FREE - LEAST), set()
+    limit, counts = least() + share * (free() - least()), set()
     every = [each for each in alone(limit) if each.least.bytes <= limit]
-    cheapest, finding = min(Search(each.problem).best().seconds for each in every), find(spaces(), limit)
+    cheapest, finding = min(map(cheapest_of, every)), find(spaces(), limit)
     for each in every:
         taken = finding.taking(each, each.solve())
         assert (taken.best, taken.answer) == (each, each.solve())
@@ -187,10 +207,11 @@ def test_what_is_proved_of_another_answer_is_true_of_all(share, gain, microbatch
     assert (finding.best.microbatches, len(counts)) == (microbatches, 5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gain", [0.0, 1.0])
 def test_several_microbatches_have_to_gain_what_plans_do_not_know(gain, monkeypatch):
-    """By brute force: several that are cheaper are taken for no less than `GAIN`, or where nothing fits in one."""
-    limit = LEAST + 0.1 * (FREE - LEAST)
+    """Brute force takes several only if they gain at least `GAIN`, or if one does not fit."""
+    limit = least() + 0.1 * (free() - least())
     fits = [each for each in alone(limit) if each.least.bytes <= limit]
     first = min((each.solve().seconds for each in fits if each.microbatches == 1), default=inf)
     then = min(each.solve().seconds for each in fits if each.microbatches > 1)
@@ -201,13 +222,13 @@ def test_several_microbatches_have_to_gain_what_plans_do_not_know(gain, monkeypa
 
 
 def test_where_nothing_fits_the_nearest_is_the_smallest_of_all():
-    limit = 0.99 * LEAST
+    limit = 0.99 * least()
     with pytest.raises(NoneFits) as none:
         find(spaces(), limit)
-    assert none.value.nearest.bytes == LEAST
-    assert none.value.over == LEAST - limit
+    assert none.value.nearest.bytes == least()
+    assert none.value.over == least() - limit
     assert none.value.candidate.microbatches > 1
-    assert smallest([], [space.several(limit) for space in spaces()]).least.bytes == LEAST
+    assert smallest([], [space.several(limit) for space in spaces()]).least.bytes == least()
 
 
 def test_sizes_are_those_of_a_microbatch_where_their_number_is_known():
@@ -253,8 +274,9 @@ def test_at_an_interrupt_several_microbatches_have_to_gain_too(known, left):
         assert not found.complete
 
 
+@pytest.mark.slow
 def test_a_preset_takes_the_number_of_microbatches_that_is_best_for_it(monkeypatch):
-    limit = LEAST + 0.1 * (FREE - LEAST)
+    limit = least() + 0.1 * (free() - least())
     every = {}
     for each in placed_presets([*alone(limit)]):
         every[each.name] = each

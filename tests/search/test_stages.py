@@ -27,6 +27,7 @@ from gspmd.search.stages import LayerRange, NoSplit, split
 from gspmd.training import OptimizerConfig
 from gspmd_models import ModelConfig, abstract, abstract_batch, abstract_key, step
 from gspmd_models.finetuning.config import LoraConfig
+from gspmd_models.search import stages as stages_module
 from gspmd_models.search.pipeline import StageProblem
 from gspmd_models.search.stages import sheet, table
 from gspmd_models.search.workload import Workload
@@ -192,6 +193,7 @@ def planned(found: StageProblem, problem: Problem, picks: dict[str, int]) -> flo
     return tables + float(problem.seconds_of(picks).get(NORM, 0.0))
 
 
+@pytest.mark.turns(1)
 @pytest.mark.parametrize(
     ("config", "remat", "microbatches", "side", "stages"),
     [
@@ -280,6 +282,7 @@ def pipelines():
     return table(Workload(DENSE, CHIP, BATCH, LENGTH), (8,), 95e9, microbatches=(4, 8, 48))
 
 
+@pytest.mark.slow
 def test_a_row_is_its_slots_and_what_comes_once(pipelines):
     assert [(row.stages, row.microbatches) for row in pipelines.rows] == [(2, 4), (2, 8), (4, 4), (4, 8)]
     for row in pipelines.rows:
@@ -293,6 +296,7 @@ def test_a_row_is_its_slots_and_what_comes_once(pipelines):
     assert pipelines.best.answer.seconds == min(row.answer.seconds for row in pipelines.rows)
 
 
+@pytest.mark.slow
 def test_no_stages_that_are_alike_are_faster_than_any_split(pipelines):
     for row in pipelines.rows:
         assert pipelines.free[row.microbatches].seconds <= row.split.seconds
@@ -301,6 +305,30 @@ def test_no_stages_that_are_alike_are_faster_than_any_split(pipelines):
         assert pipelines.free[row.microbatches].seconds <= alone <= row.split.seconds
 
 
+def test_stages_of_gpus_are_of_every_size(monkeypatch):
+    """GPUs have no torus: stages divide their number, and a stage has every mesh, nodes first."""
+    tried = []
+    record = lambda along, problem, *_: tried.append((problem.stages, problem.case.mesh, problem.case.side))  # noqa: E731
+    monkeypatch.setattr(stages_module, "_solved", record)
+    for nodes, devices in ((1, 8), (4, 8)):
+        tried.clear()
+        layers = replace(DENSE, layers=16)
+        found = table(Workload(layers, CHIPS["h100"], 256, LENGTH), (nodes, devices)[nodes == 1 :], 80e9, (4,))
+        assert not found.rows
+        meshes = {(stages, tuple(mesh.values())) for stages, mesh, _ in tried}
+        wanted = set()
+        for stages in (2, 4, 8, 16):
+            size = nodes * devices // stages
+            pairs = [(first, size // first) for first in range(2, size) if size % first == 0]
+            wanted |= {(stages, pair) for pair in pairs if size > 8 or pair[0] <= pair[1]}
+            wanted |= {(stages, (size,))} if size else set()
+        assert meshes == wanted
+        # Where a stage lies in several nodes, a pipeline beside others is devices next to each other.
+        assert all("y" not in side or "x" in side for _, mesh, side in tried if math.prod(mesh.values()) > 8)
+        assert any(side == ("y",) for _, _, side in tried)
+
+
+@pytest.mark.slow
 def test_the_found_pipeline_is_a_layout(pipelines, tmp_path):
     best = pipelines.best
     layout = layout_of(best.lines, tmp_path, tuple(best.mesh))
@@ -308,6 +336,7 @@ def test_the_found_pipeline_is_a_layout(pipelines, tmp_path):
     assert str(layout.spec("pipeline.layers")) == "N_p"
 
 
+@pytest.mark.slow
 def test_the_table_says_what_fits(pipelines):
     least = min(row.answer.bytes for row in pipelines.rows)
     tight = table(Workload(DENSE, CHIP, BATCH, LENGTH), (8,), 0.2 * least, microbatches=(4,))
@@ -327,7 +356,7 @@ def test_the_table_says_what_fits(pipelines):
         (DENSE, 3, (), "cannot split 4 stacked layers into 3 stages"),
         (ROUTED, 2, ("x",), "cannot search stages of this model: it has experts and pipelines side by side"),
         (replace(ROUTED, moe=replace(ROUTED.moe, groups=4)), 2, (), "model: it has experts and 4 groups of tokens"),
-        (replace(DENSE, lora=LoraConfig(4)), 2, (), "model: some of its parameters are not trained"),
+        (replace(DENSE, lora=LoraConfig(4)), 2, (), "model: some of its parameters are frozen"),
     ],
 )
 def test_what_makes_no_stages_is_refused(config, stages, side, told):

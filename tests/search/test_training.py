@@ -93,6 +93,8 @@ CASES = [
               for remat in REMATS for count in (1, 2)),
             (DEEPSEEK, "full", 2), (DEEPSEEK, "dots", 1), (DEEPSEEK, "none", 4),
             *((ROWS, remat, count) for remat in REMATS for count in (1, 2, 4) if (remat, count) != ("dots", 2)),
+            (replace(ROWS, ffn_bias=True), "dots", 2),
+            (replace(SHARED, ffn_bias=True), "full", 2), (replace(EVERYWHERE, ffn_bias=True), "none", 1),
             (UNEVEN, "none", 1), (UNEVEN, "dots", 4), (UNEVEN, "dots-except-hidden", 2), (UNEVEN, "selective", 1),
         ]
     ),
@@ -103,11 +105,12 @@ SLICED_FIRST = {("none", 1, 0), ("dots", 1, 1)}
 """Draws of `SHARED` in which tokens go to two places by chains that begin with the same slice, a device's own part.
 
 JAX takes a device's place in the mesh out of a loop that it differentiates, once for each chain, so that compilers do
-not see that both begin alike, as `gspmd.trace` knows. 0.2% and 0.5% of the step; docs/search.md, "Known to be off".
+not see that both begin alike, as `gspmd.trace` knows. 0.2% and 0.5% of the step: "Known to be off" in
+docs/search-figures.md.
 """
 
 
-@pytest.mark.turns(5)
+@pytest.mark.slow
 @pytest.mark.parametrize("draw", [0, 1])
 @pytest.mark.parametrize(("config", "remat", "microbatches"), CASES)
 def test_a_layout_costs_what_its_training_step_is_traced_to(config, remat, microbatches, draw, tmp_path, request):
@@ -127,6 +130,7 @@ def test_a_layout_costs_what_its_training_step_is_traced_to(config, remat, micro
     assert wanted * (1 - 1e-6) <= told <= wanted * (1 + 1e-6) + slack
 
 
+@pytest.mark.turns(1)
 @pytest.mark.parametrize(
     ("config", "axes", "microbatches"),
     [(WIDE, (), 1), (GPT2, ("y",), 2), (replace(ROUTED, tied=False), ("x",), 1), (PARALLEL, ("y",), 1),
@@ -144,6 +148,7 @@ def test_the_norm_is_summed_over_the_axes_that_shard_weights_alone(config, axes,
     assert planned(found, picks) == pytest.approx(traced(config, layout, mesh, microbatches), rel=1e-6)
 
 
+@pytest.mark.slow
 def test_where_the_norm_is_priced_over_all_axes_less_is_proved():
     """On three axes: what its price may be too much is no part of the bound."""
     phase = problem_of(WIDE)
@@ -162,6 +167,7 @@ def test_gradients_may_stay_partial_sums_and_the_stream_lie_over_the_batch_in_an
     assert "B_xyzLE" in {texts["", "attention.residual"] for texts in found.texts("attention.residual")}
 
 
+@pytest.mark.turns(1)
 @pytest.mark.parametrize(("config", "microbatches"), [(GPT2, 1), (replace(SHARED, tied=True), 2)])
 def test_arguments_are_the_state_and_the_batch_to_the_byte(config, microbatches, tmp_path):
     pytest.importorskip("libtpu")
@@ -176,6 +182,7 @@ def test_arguments_are_the_state_and_the_batch_to_the_byte(config, microbatches,
         assert told == pytest.approx(local_bytes(state) + local_bytes(batch), abs=64)  # the random key, and the step
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "name", "microbatches"),
     [
