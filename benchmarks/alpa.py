@@ -1,13 +1,14 @@
-"""Alpa's published plans beside the best of our search, by predicted seconds, on the clusters they were found for.
+"""Compare Alpa's published plans with the best of our search, by predicted seconds on the same clusters.
 
-    python benchmarks/alpa.py --write docs/search.md     # minutes
+    python benchmarks/alpa.py --write docs/search-figures.md     # minutes
 
 Alpa (Zheng et al. 2022, arXiv 2201.12023) trains GPT and GShard MoE models on 1 to 64 V100 of p3.16xlarge nodes. Its
-repository keeps the plan that it found for each (benchmark/alpa/suite_auto_gpt.py and suite_auto_moe.py): stages, the
-mesh of each, which of its axes split the batch, and microbatches. What a stage's tensors are sharded over is not kept:
-here it is what the search finds best on that mesh. Both have the state of AdamW in float32, compute blocks again in
-the backward pass or not (a pipeline's stage does from its input in any case), and are priced with the embedding on the
-first stage and the output on the last, as Alpa's run; pipelines here have both on every stage.
+repository has the plan that it found for each model (benchmark/alpa/suite_auto_gpt.py and suite_auto_moe.py): the
+stages, the mesh of each stage, the axes that split the batch, and the microbatches. It does not say how the tensors of
+a stage are sharded; here the search chooses the best sharding on that mesh. Both plans have AdamW's state in float32,
+and may recompute blocks in the backward pass (a pipeline's stage is always recomputed from its input). Both are priced
+with the embedding on the first stage and the output on the last, as Alpa runs them; `gspmd.pipeline` has both on every
+stage.
 
 Differs: no biases; groups of experts are single sequences, where Alpa's are two; NVLink's hybrid cube counts as a
 switch.
@@ -37,14 +38,14 @@ V100 = Chip(
     link_bandwidth=25e9, links=6, torus=0, wrap_multiple=1, hop_seconds=3e-6, clock=1.53e9,
     node_devices=8, network_bandwidth=25e9 / 8 / 8, network_seconds=2e-5,
 )  # fmt: skip
-"""NVIDIA's data sheet of the SXM2 module with 16 GB, in float16; p3.16xlarge has 25 Gbit/s for its eight GPUs."""
+"""NVIDIA's data sheet of the SXM2 module with 16 GB, in float16; a p3.16xlarge shares 25 Gbit/s among its 8 GPUs."""
 BATCH, LENGTH = 1024, 1024
 MICROBATCHES = (4, 8, 16, 32, 64, 128, 256, 512, 1024)
 MARKS = "<!-- alpa: python benchmarks/alpa.py -->", "<!-- end of alpa -->"
 
 
 def gpt(embed: int, layers: int, heads: int) -> ModelConfig:
-    """A GPT of Alpa's table 5."""
+    """Return a GPT of Alpa's table 5."""
     return ModelConfig(
         vocabulary=51_200, embed=embed, layers=layers, heads=heads, kv_heads=heads, head_size=embed // heads,
         feed_forward=4 * embed, activation="gelu", norm="layer", tied=True,
@@ -52,7 +53,7 @@ def gpt(embed: int, layers: int, heads: int) -> ModelConfig:
 
 
 def moe(embed: int, layers: int, experts: int) -> ModelConfig:
-    """A GShard MoE of the same table: experts in every second layer."""
+    """Return a GShard MoE of the same table, with experts in every second layer."""
     return ModelConfig(
         vocabulary=32_000, embed=embed, layers=layers, heads=16, kv_heads=16, head_size=embed // 16,
         feed_forward=8 * embed, activation="gelu", norm="layer", tied=True,
@@ -62,13 +63,13 @@ def moe(embed: int, layers: int, experts: int) -> ModelConfig:
 
 @dataclass(frozen=True)
 class Plan:
-    """Stages that are alike.
+    """A plan with equal stages.
 
     Attributes:
-        stages: how many.
-        microbatches: how many.
-        batch: devices of a stage over which Alpa was made to split the batch.
-        other: devices of a stage over which it was free.
+        stages: number of stages.
+        microbatches: number of microbatches.
+        batch: devices of a stage along the axis on which Alpa had to split the batch.
+        other: devices of a stage along the axis on which it was free.
     """
 
     stages: int
@@ -96,7 +97,7 @@ CASES = {
     "MoE 27B": (moe(2048, 16, 48), Plan(8, 128, 1, 4)),
     "MoE 70B": (moe(2048, 32, 64), Plan(8, 64, 1, 8)),
 }
-"""Alpa's plans. That of GPT 2.6B is missing: its stages of 8, 8 and 16 layers are not alike."""
+"""Alpa's plans. GPT 2.6B is left out, because its stages of 8, 8 and 16 layers are not equal."""
 
 
 def main() -> None:
@@ -114,7 +115,7 @@ def main() -> None:
 
 
 def table(names: Sequence[str]) -> Iterator[str]:
-    """Alpa's plan and ours, a line for each model."""
+    """Yield a Markdown table of Alpa's plan and ours, with a row for each model."""
     yield "| model | GPUs | Alpa's plan | predicted | as pipelines run here | our plan | predicted | ours / Alpa's |"
     yield "|:--|--:|:--|--:|--:|:--|--:|--:|"
     for name in names:
@@ -130,7 +131,7 @@ def table(names: Sequence[str]) -> Iterator[str]:
 
 
 def plans(config: ModelConfig, devices: int) -> Iterator[Plan]:
-    """Every number of stages and microbatches, and every mesh of two axes in a stage."""
+    """Yield the plans with every number of stages and microbatches, and every mesh of two axes in a stage."""
     for stages in (each for each in range(1, devices + 1) if devices % each == 0):
         if (config.layers // config.period) % stages == 0:
             own = devices // stages
@@ -142,7 +143,7 @@ def plans(config: ModelConfig, devices: int) -> Iterator[Plan]:
 
 @dataclass(frozen=True)
 class Price:
-    """Seconds of a step: with embedding and output on the first and the last stage alone, and on all, as here."""
+    """Seconds of a step with embedding and output on the first and last stage only; `here`, with both on all stages."""
 
     seconds: float
     here: float
@@ -171,7 +172,7 @@ def _priced(config: ModelConfig, plan: Plan) -> Price | None:
 
 
 def problem(config: ModelConfig, plan: Plan) -> PhaseProblem:
-    """The search problem of a stage; of the whole step where there is one."""
+    """Return the search problem of a stage; with a single stage, that of the whole step."""
     mesh = {axis: size for axis, size in (("x", plan.batch), ("y", plan.other)) if size > 1} or {"x": 1}
     workload = Workload(config, V100, BATCH, LENGTH, microbatches=plan.microbatches)
     if plan.stages == 1:

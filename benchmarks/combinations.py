@@ -1,11 +1,11 @@
-"""Every sensible combination of data, model, expert, context and pipeline parallelism, trained on eight host devices.
+"""Train combinations of data, model, expert, context and pipeline parallelism on eight host devices.
 
     python benchmarks/combinations.py                                  # all rows
-    python benchmarks/combinations.py --only "data × context"          # those of one kind
+    python benchmarks/combinations.py --only "data × context"          # the rows of one combination
     python benchmarks/combinations.py --write docs/combinations.md     # regenerates the page's tables
 
-A row is green when 50 steps have one device's losses to 1e-4 in float32, and when the compiled step sends what was
-planned, to the byte. A row that a layout refuses shows why.
+A row is green if the losses of 50 steps agree with those of one device to 1e-4 in float32, and if the compiled step
+sends what was planned, to the byte. A row that a layout refuses shows the reason.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from gspmd.moe import MoEConfig
 from gspmd.training import OptimizerConfig
 from gspmd.training.step import jit_step
 from gspmd_models import step
-from gspmd_models.objective import for_stages, schedule_of
+from gspmd_models.stages import for_stages, schedule_of
 
 STEPS, TOLERANCE, BATCH, LENGTH = 50, 1e-4, 8, 16
 DENSE = models.ModelConfig(
@@ -39,7 +39,7 @@ EXPERTS = replace(DENSE, moe=MoEConfig(experts=8, every=2))
 
 @dataclass(frozen=True)
 class Pipeline:
-    """The schedule of the stages of a row, and their number of layers."""
+    """The schedule of a row's pipeline, and the model's number of layers."""
 
     schedule: str
     microbatches: int
@@ -61,15 +61,15 @@ class Row:
     """One combination.
 
     Attributes:
-        parts: what it combines, `"data × context"`.
-        layout: the preset.
-        mesh: sizes of its axes; none but those above 1.
+        parts: the kinds of parallelism that it combines, `"data × context"`.
+        layout: name of the preset.
+        mesh: sizes of the mesh axes, without those of size 1.
         change: specs that differ from the preset's, by key.
-        lowering: of every part of the model.
-        length: of sequences.
-        config: the model; None for the dense one, or that with experts where they are a part.
-        pipeline: of its stages, which it has in the layout with `pipeline.layers` N_p; every layer has experts there.
-        reason: why the layout refuses it, in part; empty where it trains.
+        lowering: lowering of every part of the model.
+        length: tokens per sequence.
+        config: the model; None for the default model, which has experts if `parts` names them.
+        pipeline: the pipeline, if any; the layout then has `pipeline.layers` N_p, and every layer of a mixture experts.
+        reason: part of the message with which the layout refuses the row; empty if it trains.
     """
 
     parts: str
@@ -84,7 +84,7 @@ class Row:
 
     @property
     def name(self) -> str:
-        """Return the name that a reader gives it."""
+        """Return a short name of the row, for test ids."""
         changed = ", ".join(f"{key} {spec}" for key, spec in self.change.items() if key in _TOLD)
         mesh = " ".join(f"{axis}={size}" for axis, size in self.mesh.items())
         stages = f" {self.pipeline}" if self.pipeline else ""
@@ -92,7 +92,7 @@ class Row:
 
     @property
     def model(self) -> models.ModelConfig:
-        """The model that it trains."""
+        """The model that the row trains."""
         config = self.config or (EXPERTS if "expert" in self.parts else DENSE)
         if self.pipeline is None:
             return config
@@ -101,7 +101,7 @@ class Row:
 
     @property
     def table(self) -> Layout:
-        """The layout."""
+        """The layout, with the row's changes."""
         layout = Layout.load(self.layout)
         if self.pipeline:
             layout = replace(layout, axes=("p", *layout.axes)).override({"pipeline.layers": "N_p"})
@@ -109,7 +109,7 @@ class Row:
 
 
 _TOLD = ("moe.expert_input", "moe.hidden", "attention.query", "moe.groups")
-# Experts over the axis that cuts sequences, each expert whole or cut over z: folded into the devices of attention.
+# Experts over the axis that shards sequences, each expert whole or split over z, on the same devices as attention.
 OVER_Y = {
     "moe.expert_input": "G_xX_yCE", "moe.w_in": "X_yEF_z", "moe.w_gate": "X_yEF_z", "moe.hidden": "G_xX_yCF_z",
     "moe.w_out": "X_yF_zE", "moe.in_via": "G_xX_yCE, X_yEF_z", "moe.out_via": "G_xX_yCF_z, X_yF_zE",
@@ -173,11 +173,11 @@ class Outcome:
     """The outcome of a row.
 
     Attributes:
-        difference: the largest of a loss from one device's, as a share.
-        sent: bytes that one device sends in a step, as compiled.
-        as_planned: whether they are the planned ones by kind and mesh axes.
-        fell: by how much the loss fell, in nats.
-        refused: why the layout refuses it; empty where it trains.
+        difference: the largest relative difference between a loss and one device's.
+        sent: bytes that one device sends in a compiled step.
+        as_planned: whether these bytes equal the planned ones, by kind and mesh axes.
+        fell: the decrease of the loss, in nats.
+        refused: the message with which the layout refuses the row; empty if it trains.
     """
 
     difference: float = 0.0
@@ -188,12 +188,12 @@ class Outcome:
 
     @property
     def is_green(self) -> bool:
-        """Whether the losses are one device's, and the ledger is the plan."""
+        """Whether the losses agree with one device's, and the ledger with the plan."""
         return not self.refused and self.difference <= TOLERANCE and self.as_planned
 
 
 def outcome(row: Row) -> Outcome:
-    """Train a row and one device, and compare."""
+    """Train a row on its mesh and on one device, and compare the two."""
     try:
         layout, settings = row.table, row.pipeline.settings if row.pipeline else {}
         mesh = layout.complete_mesh(row.mesh)
@@ -212,7 +212,7 @@ def outcome(row: Row) -> Outcome:
 
 @cache
 def alone(config: models.ModelConfig, length: int) -> np.ndarray:
-    """The losses of one device."""
+    """Return the losses of one device."""
     return train(config, Layout.load("replicated"), {"x": 1}, length)[0]
 
 
@@ -223,7 +223,7 @@ def train(
     length: int,
     settings: Mapping[str, Any] = MappingProxyType({}),
 ) -> tuple[np.ndarray, bool, int]:
-    """Losses of the training loop's own step, whether its ledger is the plan, and the bytes that it sends."""
+    """Return the losses of the training loop's step, whether its ledger agrees with the plan, and the bytes sent."""
     sizes = layout.complete_mesh(sizes)
     devices = jax.devices()[: int(np.prod([*sizes.values()]))]
     types = (jax.sharding.AxisType.Explicit,) * len(sizes)
@@ -243,18 +243,18 @@ def train(
 
 
 def placed_key(mesh: jax.sharding.Mesh) -> jax.Array:
-    """The key of the routers, on all devices."""
+    """Return the key of the routers, replicated on all devices."""
     return jax.device_put(jax.random.key(1), jax.NamedSharding(mesh, jax.P()))
 
 
 def text(number: int, length: int) -> np.ndarray:
-    """[B, L+1] tokens, each its predecessor plus 1 or 5."""
+    """Return tokens [B, L+1], each of which is its predecessor plus 1 or 5."""
     steps = np.random.default_rng(number).choice([1, 5], size=(BATCH, length + 1))
     return (np.cumsum(steps, axis=1) % 64).astype(np.int32)
 
 
 def line(row: Row, found: Outcome) -> str:
-    """A row of the page's table."""
+    """Return a row of the page's table."""
     changed = "; ".join(f"`{key}` {spec}" for key, spec in row.change.items() if key in _TOLD)
     changed = "; ".join(filter(None, (changed, str(row.pipeline or ""))))
     mesh = ", ".join(f"{axis}={size}" for axis, size in row.mesh.items())

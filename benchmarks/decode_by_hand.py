@@ -1,18 +1,18 @@
-"""PaLM's prefill and decode step in plain JAX and shard_map: what the same in notation is measured against.
+"""PaLM's prefill and decode step in plain JAX and shard_map, as a baseline for the same steps in notation.
 
     python benchmarks/decode_by_hand.py           # the four rows of Pope et al. 2022, table 2, compiled for 64 TPU v4
     python benchmarks/decode_by_hand.py --row decode-64-int8 --hlo decode.hlo
 
-Nothing here but the measuring at the end uses gspmd. A parallel block (one norm, one gather of its input, one
-reduction of its output), multiquery attention, SwiGLU, rotary positions, a scan over layers; weights in bfloat16, or
-in int8 with a float32 scale for each column of a result. In notation:
+Only the measurement at the end uses gspmd. The model has a parallel block (one norm, one gather of its input, one
+reduction of its output), multiquery attention, SwiGLU, rotary positions and a scan over layers; its weights are
+bfloat16, or int8 with a float32 scale for each column of a result. In notation:
 
     decode                  weights E_xF_yz, H_yzDE_x; residual BE_xyz; attention and cache over the batch, B_xyz
     prefill, stationary     the same weights; attention over the heads, H_yzx; keys and values whole
     prefill, gathered       the same stored weights, each gathered whole before its product; everything else over B_xyz
 
-The cache [N, B, T, 1, D] is only read inside of the scan. Its layers return the new keys and values, and one write
-after the scan puts them in their places, so that nothing copies a cache.
+The cache [N, B, T, 1, D] is only read inside the scan. The layers return their new keys and values, and one write
+after the scan adds them to the cache, so that the cache is never copied.
 """
 
 import argparse
@@ -42,7 +42,7 @@ class Sizes:
     vocabulary: int = 262144
     batch: int = 512
     length: int = 2048
-    """Tokens of the prompt: of each row, the cache of a decode step holds so many."""
+    """Tokens of each prompt, which are in the cache of a decode step."""
     cache: int = 2112
     """Positions that the cache has room for."""
     int8: bool = False
@@ -54,7 +54,7 @@ ROWS = {
     "prefill-512": ("gathered", Sizes(batch=512), 85.2),
     "decode-512": ("decode", Sizes(batch=512), 6.0),
 }
-"""Table 2: program, sizes, and measured seconds: of the prompt's 2048 tokens, or of 64 steps."""
+"""Table 2: program, sizes, and measured seconds for the prompt's 2048 tokens or for 64 decode steps."""
 STEPS = 64
 
 
@@ -64,26 +64,26 @@ def gather(x: jax.Array, axes: tuple[str, ...], dim: int) -> jax.Array:
 
 
 def scatter(x: jax.Array, axes: tuple[str, ...], dim: int) -> jax.Array:
-    """Reduce-scatter along a dimension; its pieces stand in front, or the TPU compiler makes it an all-reduce."""
+    """Reduce-scatter along a dimension, moved to the front; otherwise the TPU compiler makes it an all-reduce."""
     x = jnp.moveaxis(x, dim, 0)
     pieces = x.reshape(lax.axis_size(axes), -1, *x.shape[1:])
     return jnp.moveaxis(lax.psum_scatter(pieces, axes, scatter_dimension=0), 0, dim)
 
 
 def exchange(x: jax.Array, axes: tuple[str, ...], split: int, joined: int) -> jax.Array:
-    """All-to-all: one dimension is split, another one joined."""
+    """Run an all-to-all that splits one dimension and joins another."""
     return lax.all_to_all(x, axes, split, joined, tiled=True)
 
 
 def product(equation: str, x: jax.Array, weight: tuple[jax.Array, jax.Array | None]) -> jax.Array:
-    """An einsum with a weight; an int8 one is cast on the fly, and its scales multiply the result."""
+    """Compute an einsum with a weight; an int8 weight is cast on the fly, and its scales multiply the result."""
     values, scales = weight
     y = jnp.einsum(equation, x, values.astype(x.dtype), preferred_element_type=jnp.float32)
     return (y if scales is None else y * scales).astype(x.dtype)
 
 
 def norm(x: jax.Array, scale: jax.Array, size: int) -> jax.Array:
-    """RMS norm of [..., E_xyz], or of a whole E where the scale is whole."""
+    """Compute the RMS norm of [..., E_xyz], or of [..., E] if the scale is whole."""
     wide = x.astype(jnp.float32)
     total = jnp.sum(wide * wide, axis=-1, keepdims=True)
     total = total if x.shape[-1] == size else lax.psum(total, XYZ)
@@ -91,7 +91,7 @@ def norm(x: jax.Array, scale: jax.Array, size: int) -> jax.Array:
 
 
 def rotate(x: jax.Array, positions: jax.Array) -> jax.Array:
-    """Rotary positions on [B, L, H, D], positions [B, L]."""
+    """Apply rotary positions [B, L] to [B, L, H, D]."""
     size = x.shape[-1]
     angles = positions[:, :, None, None] * 10000.0 ** (-jnp.arange(0, size, 2) / size)
     cos, sin = jnp.cos(angles), jnp.sin(angles)
@@ -100,7 +100,7 @@ def rotate(x: jax.Array, positions: jax.Array) -> jax.Array:
 
 
 def attend(q: jax.Array, k: jax.Array, v: jax.Array, old_k: jax.Array, old_v: jax.Array, lengths: jax.Array):
-    """One query [B, 1, H, D] for its own key and value [B, 1, D] and those of the cache [B, T, D] before `lengths`."""
+    """Attend with a query [B, 1, H, D] to its own key and value [B, 1, D] and the cache [B, T, D] before `lengths`."""
     q = q * q.shape[-1] ** -0.5
     own = jnp.einsum("blhd,bld->bhl", q, k, preferred_element_type=jnp.float32)
     old = jnp.einsum("blhd,btd->bht", q, old_k, preferred_element_type=jnp.float32)
@@ -113,7 +113,7 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, old_k: jax.Array, old_v: ja
 
 
 def attend_causally(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    """Queries [B, L, H, D] for the keys and values [B, L, D] of the same tokens, one sequence at a time."""
+    """Attend with queries [B, L, H, D] to keys and values [B, L, D] of the same tokens, one sequence at a time."""
 
     def one(row: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
         q, k, v = row
@@ -125,7 +125,7 @@ def attend_causally(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
 
 
 def decode(sizes: Sizes) -> Callable[..., Any]:
-    """One decode step, inside of shard_map: weights, cache, tokens and lengths [B] to logits [B, V_xyz] and cache."""
+    """Build a decode step for shard_map: weights, cache, tokens and lengths [B] to logits [B, V_xyz] and cache."""
 
     def step(weights, keys, values, tokens, lengths):
         rows = keys.shape[1]
@@ -147,7 +147,7 @@ def decode(sizes: Sizes) -> Callable[..., Any]:
 
         x = embed(weights["table"], tokens[:, None])[:, 0]
         x, new = lax.scan(layer, x, (weights["layers"], keys, values))
-        # All leading dimensions are indices: with whole layers as windows the compiler copies the caches.
+        # All leading dimensions are indexed: if whole layers were the windows, the compiler would copy the caches.
         at = jnp.arange(sizes.layers)[:, None], jnp.arange(rows), mine, 0
         keys, values = (old.at[at].set(n[:, :, 0], mode="drop") for old, n in zip((keys, values), new))
         return logits(weights, x, sizes), keys, values
@@ -156,7 +156,7 @@ def decode(sizes: Sizes) -> Callable[..., Any]:
 
 
 def prefill(sizes: Sizes, gathered: bool) -> Callable[..., Any]:
-    """A prompt, inside of shard_map: weights and tokens [B, L] to the last token's logits and the cache, rows first."""
+    """Build a prefill for shard_map: weights and tokens [B, L] to the last token's logits, and the keys and values."""
 
     def stationary(x, w):
         y = gather(norm(x, w["norm"], sizes.embed), YZ, 2)
@@ -188,7 +188,7 @@ def prefill(sizes: Sizes, gathered: bool) -> Callable[..., Any]:
         return rotate(q, positions), rotate(k[:, :, None], positions)[:, :, 0]
 
     def program(weights, tokens):
-        if gathered:  # a row of every device at a time, for a table's part answers for all devices' tokens
+        if gathered:  # one row of each device at a time, since each part of the table looks up all devices' tokens
             rows = lax.map(lambda row: embed(weights["table"], gather(row[None], XYZ, 0), rows=True), tokens)
             x = rows[:, 0]
         else:
@@ -201,27 +201,27 @@ def prefill(sizes: Sizes, gathered: bool) -> Callable[..., Any]:
 
 
 def embed(table: jax.Array, tokens: jax.Array, rows: bool = False) -> jax.Array:
-    """The rows of a table [V_xyz, E] for whole tokens [B, L]: [B, L, E_xyz], or [B_xyz, L, E] if `rows`."""
+    """Look tokens [B, L] up in a table [V_xyz, E]; return [B, L, E_xyz], or [B_xyz, L, E] if `rows`."""
     ids = tokens - lax.axis_index(XYZ) * table.shape[0]
     found = jnp.where(((ids >= 0) & (ids < table.shape[0]))[..., None], table[ids], 0)
     return scatter(scatter(found, X, 0 if rows else 2), YZ, 0 if rows else 2)
 
 
 def logits(weights: Any, x: jax.Array, sizes: Sizes) -> jax.Array:
-    """The last norm and the tied table, for x [B, E_xyz]: [B, V_xyz] in float32."""
+    """Apply the last norm and the tied table to x [B, E_xyz]; return float32 logits [B, V_xyz]."""
     y = gather(gather(norm(x, weights["norm"], sizes.embed), YZ, 1), X, 1)
     return jnp.einsum("be,ve->bv", y, weights["table"], preferred_element_type=jnp.float32)
 
 
 def arguments(sizes: Sizes, mesh: Mesh) -> tuple[dict, tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]]:
-    """The abstract weights and cache."""
+    """Return the abstract weights and cache."""
     embed, wide, heads, size = sizes.embed, sizes.feed_forward, sizes.heads, sizes.head_size
 
     def array(shape, spec, dtype):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(*spec)))
 
     def weight(shape, spec, columns):
-        """[N, ...], and the scales of the dimensions that a product keeps."""
+        """Return a weight [N, ...] and, for int8, the scales of the dimensions that a product keeps."""
         whole = array((sizes.layers, *shape), (None, *spec), jnp.int8 if sizes.int8 else jnp.bfloat16)
         if not sizes.int8:
             return whole, None
@@ -244,7 +244,7 @@ def arguments(sizes: Sizes, mesh: Mesh) -> tuple[dict, tuple[jax.ShapeDtypeStruc
 
 
 def program(name: str, sizes: Sizes, mesh: Mesh) -> tuple[Callable, tuple, tuple[int, ...]]:
-    """A program by its name in `ROWS`, its abstract arguments, and which of these it may overwrite."""
+    """Return a program by its name in `ROWS`, its abstract arguments, and the indices of those to donate."""
     weights, cache = arguments(sizes, mesh)
 
     def ints(*shape, spec):
@@ -268,7 +268,7 @@ def program(name: str, sizes: Sizes, mesh: Mesh) -> tuple[Callable, tuple, tuple
 
 
 def main() -> None:
-    """Compile the rows, and print their seconds beside the measured ones."""
+    """Compile the rows, and print the predicted seconds beside the measured ones."""
     from gspmd import host
     from gspmd.audit import compile_offline, topology
 

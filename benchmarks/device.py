@@ -1,13 +1,12 @@
-"""Measure one card: operations against float64, products, kernels by bytes, attention, training steps, experts.
+"""Measure one card: accuracy against float64, products, kernels by bytes, attention, training steps, experts.
 
     python benchmarks/device.py --out device                     # on one H100 or H200, in five minutes
-    python benchmarks/device.py --small --parts agreement        # anywhere: that it runs
+    python benchmarks/device.py --small --parts agreement        # on any machine, to see that it runs
 
-One device, so every mesh axis has size 1: what is measured is what a device computes, not what it sends. Times are
-medians of repetitions inside one compiled loop whose trips depend on each other, so that neither the host nor the
-launch of a program is in them; launches have a row of their own. A part that fails is a row that says so. The folder
-has table.md, and results.json with every measurement: these are what a model of a card's products and kernels is
-calibrated on.
+There is one device, so every mesh axis has size 1, and only computation is measured, not communication. Times are
+medians of repetitions inside one compiled loop whose trips depend on each other, so they include neither the host nor
+program launches; launches have their own row. A part that fails becomes a row that says so. The folder gets table.md,
+and results.json with every measurement, on which models of a card's products and kernels are calibrated.
 """
 
 import argparse
@@ -45,6 +44,15 @@ LOWERINGS = ("xla", "blocking", "looped", "auto")
 ROUTERS = ("switch", "gshard", "top-k", "st-moe", "expert-choice", "noisy-top-k")
 
 
+STEPS = {
+    "150M": (ModelConfig(vocabulary=32768, embed=768, layers=12, heads=12, kv_heads=12, head_size=64,
+                         feed_forward=2048, tied=False), 16, 1024),
+    "1B": (ModelConfig(vocabulary=32768, embed=2048, layers=16, heads=16, kv_heads=8, head_size=128,
+                       feed_forward=8192, tied=False, remat="full"), 8, 2048),
+}  # fmt: skip
+"""The training steps: model, sequences of a batch, and their length."""
+
+
 def mesh(device: jax.Device | None = None) -> jax.sharding.Mesh:
     """Return one device, the first if none is given, with the three mesh axes of the layouts."""
     axes, one = (AxisType.Explicit,) * 3, [device or jax.devices()[0]]
@@ -64,7 +72,7 @@ def microseconds(run: Callable, x: Any, trips: int, *beside: Any, rounds: int = 
 
 
 def error(found: Any, wanted: np.ndarray) -> float:
-    """Return the largest difference, relative to the largest number that is wanted."""
+    """Return the largest difference, relative to the largest expected number."""
     return float(np.max(np.abs(np.asarray(found, np.float64) - wanted)) / np.max(np.abs(wanted)))
 
 
@@ -72,7 +80,7 @@ def error(found: Any, wanted: np.ndarray) -> float:
 
 
 def agreement(small: bool) -> Iterator[Row]:
-    """Operations in float32 and bfloat16 against numpy in float64."""
+    """Compare operations in float32 and bfloat16 with numpy in float64."""
     rng = np.random.default_rng(0)
     size = 32 if small else 256
     a, b, c = (rng.standard_normal((size, size)) / size**0.5 for _ in range(3))
@@ -115,7 +123,7 @@ def _attention_agrees(rng: np.random.Generator, dtype: str, length: int) -> Iter
     with jax.set_mesh(mesh()), jax.default_matmul_precision("highest"):
         found = ops.attention(q, k, v, "BLHD", "BLKD", causal=True)
         yield {"what": "causal attention, 8 query heads on 2", "dtype": dtype, "error": error(found, wanted)}
-        # The last token again, behind a cache of all others: in the dtype, and in int8, whose own rounding is in it.
+        # The last token again, with a cache of all others: in the dtype, and in int8, whose error includes rounding.
         held = [jnp.swapaxes(each, 1, 2) for each in (k, v)]
         last, lengths = [each[:, -1:] for each in (q, k, v)], jnp.full(2, length - 1)
         found = ops.cached_attention(*last, *held, "BLHD", "BLKD", "BKTD", lengths=lengths)
@@ -145,7 +153,7 @@ def _vectors_agree(rng: np.random.Generator, dtype: str) -> Iterator[Row]:
 
 
 def _experts_agree(rng: np.random.Generator) -> Iterator[Row]:
-    """The expert layer on the card against the same on the host, in float32: what is routed is a choice."""
+    """Compare the expert layer on the card with the host, in float32, so that both route tokens alike."""
     layout = Layout.load("gshard").section("moe")
     for router in ROUTERS:
         for dispatch in ("sort", "onehot", "dropless"):
@@ -168,12 +176,12 @@ def _experts_agree(rng: np.random.Generator) -> Iterator[Row]:
 
 
 def _placed(x: Any, section: Any, line: str) -> jax.Array:
-    """Place an array as a line of a layout's section says."""
+    """Place an array by a line of a layout's section."""
     return jax.device_put(x, jax.NamedSharding(jax.sharding.get_mesh(), section.spec(line).partition_spec()))
 
 
 def _steps_agree() -> Iterator[Row]:
-    """Losses of twenty steps on the card against those on the host."""
+    """Compare the losses of twenty steps on the card with those on the host."""
     dense = ModelConfig(vocabulary=256, embed=64, layers=2, heads=4, kv_heads=2, head_size=16, feed_forward=128)
     routed = replace(dense, moe=MoEConfig(experts=4, router="switch"))
     for name, config in (("dense", dense), ("Switch", routed)):
@@ -202,7 +210,7 @@ def _losses(config: ModelConfig, device: jax.Device, steps: int) -> list[float]:
 
 
 def products(small: bool) -> Iterator[Row]:
-    """Products in bfloat16, accumulated in float32: square ones, thin ones, and many at a time."""
+    """Time products in bfloat16, accumulated in float32: square, thin and batched ones."""
     shapes = [(1, n, n, n) for n in ((256, 512) if small else (512, 1024, 2048, 4096, 8192, 16384))]
     if not small:
         shapes += [(1, m, k, n) for k, n in ((4096, 4096), (4096, 16384), (16384, 4096), (8192, 28672))
@@ -216,7 +224,7 @@ def products(small: bool) -> Iterator[Row]:
         back = jax.random.normal(keys[2], (groups, n, k), jnp.bfloat16) / n**0.5
         flops = 2 * groups * m * k * n
 
-        def run(x, w, back):  # there and back: the result of one is an operand of the other
+        def run(x, w, back):  # two products, so that the result has the shape of the operand of the next trip
             return jnp.matmul(jnp.matmul(x, w), back)
 
         trips = 2 if small else max(2, min(200, int(2e14 / max(flops, 2 * groups * k * n * 400))))
@@ -228,7 +236,7 @@ def products(small: bool) -> Iterator[Row]:
 
 
 def kernels(small: bool) -> Iterator[Row]:
-    """Kernels by the bytes that they read and write, and launches."""
+    """Time kernels by the bytes that they read and write, and program launches."""
     for power in (10, 14) if small else (10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30):
         x = jnp.ones(2**power // 4, jnp.float32)
         trips = max(4, min(2000, 2**33 // 2**power))
@@ -262,14 +270,19 @@ def kernels(small: bool) -> Iterator[Row]:
     yield {"what": "launch of a program from the host", "us": (time.perf_counter() - begun) * 1e3, "spread": 0.0}
 
 
+def causal_flops(length: int, batch: int = 0, heads: int = 32, depth: int = 128) -> int:
+    """Return the operations of causal attention: two products, half of each masked; of 16384 tokens by default."""
+    return 2 * (batch or 16384 // length) * heads * length * length * depth
+
+
 def attention(small: bool) -> Iterator[Row]:
-    """Causal attention by gspmd beside `jax.nn.dot_product_attention`."""
+    """Time causal attention in gspmd and in `jax.nn.dot_product_attention`."""
     for length in (128,) if small else (2048, 8192):
         batch, heads, groups, depth = (1, 4, 2, 64) if small else (16384 // length, 32, 8, 128)
         keys = jax.random.split(jax.random.key(0), 3)
         q, k, v = (jax.random.normal(key, (batch, length, n, depth), jnp.bfloat16)
                    for key, n in zip(keys, (heads, groups, groups)))  # fmt: skip
-        flops = 2 * batch * heads * length * length * depth  # two products, half of each behind the mask
+        flops = causal_flops(length, batch, heads, depth)
         ways = {"gspmd": lambda q, k, v: ops.attention(q, k, v, "BLHD", "BLKD", causal=True)}
         for how in ("xla", "cudnn"):
             ways[how] = partial(jax.nn.dot_product_attention, is_causal=True, implementation=how)
@@ -284,7 +297,7 @@ def attention(small: bool) -> Iterator[Row]:
 
 
 def experts(small: bool) -> Iterator[Row]:
-    """The expert layer beside a dense one of as many FLOPs: forward and backward, in turns."""
+    """Time the expert layer and a dense layer of as many FLOPs, forward and backward."""
     batch, length, embed, hidden = (2, 64, 64, 128) if small else (16, 2048, 2048, 8192)
     x = jax.random.normal(jax.random.key(0), (batch, length, embed), jnp.bfloat16)
     layout, dtype = Layout.load("gshard").section("moe"), jnp.bfloat16
@@ -298,7 +311,7 @@ def experts(small: bool) -> Iterator[Row]:
         def run(x, weights):
             out, pull = jax.vjp(layer, x, weights)
             dx, dw = pull(out)
-            # What follows needs every gradient, and changes by next to nothing.
+            # The next trip depends on every gradient, but its values hardly change.
             return x + (0.001 * dx + sum(each.mean() * 1e-9 for each in jax.tree.leaves(dw))).astype(x.dtype)
 
         return microseconds(run, x, trips, weights, rounds=3)
@@ -322,7 +335,7 @@ def experts(small: bool) -> Iterator[Row]:
 
 
 def grouped(small: bool) -> Iterator[Row]:
-    """Products of rows that are sorted by expert, in each form, beside a dense product of as many FLOPs."""
+    """Time products of rows sorted by expert, in each form, and a dense product of as many FLOPs."""
     rows, embed, hidden = (256, 64, 128) if small else (32768, 2048, 8192)
     x = jax.random.normal(jax.random.key(0), (rows, embed), jnp.bfloat16)
     flops = 3 * 2 * rows * embed * hidden
@@ -346,13 +359,8 @@ def grouped(small: bool) -> Iterator[Row]:
 
 
 def training(small: bool) -> Iterator[Row]:
-    """Whole training steps in bfloat16 beside their plan."""
-    sizes = {
-        "150M": (ModelConfig(vocabulary=32768, embed=768, layers=12, heads=12, kv_heads=12, head_size=64,
-                             feed_forward=2048, tied=False), 16, 1024),
-        "1B": (ModelConfig(vocabulary=32768, embed=2048, layers=16, heads=16, kv_heads=8, head_size=128,
-                           feed_forward=8192, tied=False, remat="full"), 8, 2048),
-    }  # fmt: skip
+    """Time whole training steps in bfloat16, and compare them with their plan."""
+    sizes = STEPS
     if small:
         sizes = {"tiny": (ModelConfig(vocabulary=256, embed=64, layers=2, heads=4, kv_heads=2, head_size=16,
                                       feed_forward=128), 4, 64)}  # fmt: skip
@@ -381,7 +389,7 @@ def training(small: bool) -> Iterator[Row]:
 
 
 def card() -> Any:
-    """The figures of the card, by its name; those of an H100 for what is not listed."""
+    """Return the figures of the card, by its name; those of an H100 if it is not listed."""
     kind = jax.devices()[0].device_kind.lower()
     return next((chip for name, chip in CHIPS.items() if name in kind.replace(" ", "-")), CHIPS["h100"])
 
@@ -393,7 +401,7 @@ PARTS: dict[str, Callable[[bool], Iterator[Row]]] = {
 
 
 def head() -> dict[str, str]:
-    """Return what ran: card, driver and versions."""
+    """Return the card, the driver and the versions of software."""
     try:
         asked = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total", "--format=csv,noheader"]
         smi = subprocess.run(asked, capture_output=True, text=True, timeout=20).stdout.strip()
@@ -421,12 +429,12 @@ def markdown(facts: dict[str, str], rows: list[Row]) -> str:
 
 
 def main() -> None:
-    """Run the parts, and write what is known after each row."""
+    """Run the parts, and write all results so far after each row."""
     flags = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    flags.add_argument("--small", action="store_true", help="sizes that a CPU takes")
-    flags.add_argument("--parts", default=",".join(PARTS), help="which, with commas between")
+    flags.add_argument("--small", action="store_true", help="sizes that fit a CPU")
+    flags.add_argument("--parts", default=",".join(PARTS), help="parts to run, separated by commas")
     flags.add_argument("--out", default="", help="folder for table.md and results.json; printed if not given")
-    flags.add_argument("--budget", type=float, default=300.0, help="seconds after which no row is begun")
+    flags.add_argument("--budget", type=float, default=300.0, help="seconds after which no further row starts")
     asked = flags.parse_args()
     begun, facts, rows = time.perf_counter(), head(), list[Row]()
     for part in asked.parts.split(","):

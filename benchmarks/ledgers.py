@@ -1,11 +1,11 @@
-"""Ledgers of a training step of every preset, planned beside compiled, as Markdown tables.
+"""Compare the planned and the compiled ledger of a training step, for every preset, as Markdown tables.
 
     python benchmarks/ledgers.py --lowering xla                              # eight host devices, float32
     python benchmarks/ledgers.py --topology tpu-v4:4x4x4 --dtype bfloat16    # the real TPU compiler, no TPU needed
     python benchmarks/ledgers.py --presets zero-3,gshard                     # some presets
     python benchmarks/ledgers.py --lowering xla --write docs/ledgers.md      # regenerates the page's tables
 
-Nothing is allocated and nothing runs. Figures are bytes that one device sends in one step.
+Nothing is allocated or run. Figures are the bytes that one device sends in one step.
 """
 
 import argparse
@@ -30,18 +30,17 @@ from gspmd.training import OptimizerConfig
 from gspmd.training.step import jit_step
 from gspmd_models import step
 
-# Two repeats of a dense block and one of experts, so that a loop is there and the backward pass recomputes.
+# Two repeats of a dense block and an expert block, so that there is a loop and the backward pass recomputes.
 SMALL = models.ModelConfig(
     vocabulary=64, embed=32, layers=4, heads=8, kv_heads=8, head_size=8, feed_forward=64, moe=MoEConfig(experts=8)
 )  # fmt: skip
-# Pieces of 64 chips fill the tiles of the vector unit, which are 128 wide, wherever a dimension is split over all of
-# them once: 8192 / 64.
+# A dimension that is split over all 64 chips fills a tile of the vector unit, which is 128 wide: 8192 / 64.
 LARGE = models.ModelConfig(
     vocabulary=32768, embed=8192, layers=4, heads=64, kv_heads=64, head_size=64, feed_forward=8192,
     moe=MoEConfig(experts=64, capacity_factor=2.0),
 )  # fmt: skip
-# Where every device holds every parameter, or all of a layer's at a time, there is room for a smaller one only: in a
-# memory that is nearly full the compiler gathers again what it could have kept.
+# Presets with whole parameters on every device, or a whole layer's at a time, only have room for a smaller model: if
+# memory is nearly full, the compiler repeats gathers whose results it could have kept.
 THIN = replace(LARGE, embed=2048, feed_forward=512, heads=16, kv_heads=16)
 SMALLER = {
     "replicated": THIN,
@@ -51,7 +50,7 @@ SMALLER = {
     "zero-3": replace(LARGE, feed_forward=2048),
     "weight-gathered-xyz": replace(LARGE, feed_forward=4096),
 }
-HOST, SLICE = (8, 16), (64, 1024)  # sequences and their length
+HOST, SLICE = (8, 16), (64, 1024)  # batch and length
 ROOT = f"{Path(__file__).parents[1]}/"
 
 
@@ -68,7 +67,7 @@ def main() -> None:
 
 
 def parsed() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--lowering", choices=("blocking", "xla"), default="blocking", help="default: %(default)s")
     parser.add_argument("--topology", default="", help="a TPU slice, such as tpu-v4:4x4x4; host devices if not given")
@@ -80,7 +79,7 @@ def parsed() -> argparse.Namespace:
 
 
 def section(layout: Layout, options: argparse.Namespace) -> Iterator[str]:
-    """One preset's tables."""
+    """Yield the tables of one preset."""
     model = model_of(layout, options)
     plan, ledger = (on_slice if options.topology else on_host)(layout, options, *model)
     mesh = ", ".join(f"{axis}={size}" for axis, size in ledger.mesh.items())
@@ -92,18 +91,18 @@ def section(layout: Layout, options: argparse.Namespace) -> Iterator[str]:
 
 
 def model_of(layout: Layout, options: argparse.Namespace) -> tuple[models.ModelConfig, int, int]:
-    """The model, sequences and their length."""
+    """Return the model, the batch and the length."""
     if not options.topology:
         return SMALL, *HOST
     batch, length = SLICE
-    # where nothing is sharded every device computes the whole batch
+    # Every device of `replicated` computes the whole batch.
     return SMALLER.get(layout.name, LARGE), batch, 64 if layout.name == "replicated" else length
 
 
 def on_host(
     layout: Layout, options: argparse.Namespace, config: models.ModelConfig, batch: int, length: int
 ) -> tuple[ProgramPlan, Ledger]:
-    """The plan of a step with lowering blocking, and what one with the lowering asked for compiles to."""
+    """Return the plan of a step with lowering blocking, and the ledger of one compiled with the chosen lowering."""
     sizes = mesh_of(layout, 8, options)
     mesh = jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(jax.sharding.AxisType.Explicit,) * len(sizes))
     with jax.set_mesh(mesh):
@@ -113,7 +112,7 @@ def on_host(
         update, arguments = program(config, layout.lowered(options.lowering), mesh, options.dtype, batch, length)
         with gspmd.lowering(options.lowering):
             lowered = jit_step(update, arguments[0]).lower(*arguments)
-    # Merged all-reduces send the same bytes, and would all be listed under one equation.
+    # Combined all-reduces would send the same bytes, but would all be listed under one equation.
     separate = {"xla_disable_hlo_passes": "cpu-all-reduce-combiner,all-reduce-combiner"}
     return plan, gspmd.ledger(lowered.compile(separate), mesh)
 
@@ -121,7 +120,7 @@ def on_host(
 def on_slice(
     layout: Layout, options: argparse.Namespace, config: models.ModelConfig, batch: int, length: int
 ) -> tuple[ProgramPlan, Ledger]:
-    """The plan of a step with the lowering asked for, and what the TPU compiler makes of it."""
+    """Return the plan of a step with the chosen lowering, and its ledger as compiled by the TPU compiler."""
     target = topology(options.topology)
     mesh = target.mesh(mesh_of(layout, target.num_devices, options))
     with gspmd.lowering(options.lowering), jax.set_mesh(mesh):
@@ -134,7 +133,7 @@ def on_slice(
 
 
 def program(config: models.ModelConfig, layout: Layout, mesh: jax.sharding.Mesh, dtype: str, batch: int, length: int):
-    """A training step, and its abstract arguments."""
+    """Return a training step and its abstract arguments."""
     layout.check(config.sizes(batch, length), mesh)
     model, optimizer = models.abstract(config, layout, mesh, dtype), OptimizerConfig()
     state = step.abstract_state(model, optimizer, 100, mesh)
@@ -143,7 +142,7 @@ def program(config: models.ModelConfig, layout: Layout, mesh: jax.sharding.Mesh,
 
 
 def mesh_of(layout: Layout, devices: int, options: argparse.Namespace) -> dict[str, int]:
-    """The mesh that is asked for; or a slice's torus, if it has three axes; or what the layout makes of the devices."""
+    """Return the chosen mesh; by default a slice's torus if it has three axes, or else the layout's own factors."""
     shape = options.mesh.split(",") if options.mesh else options.topology.partition(":")[2].split("x")
     return dict(zip("xyz", map(int, shape))) if len(shape) == 3 else layout.mesh_for(devices)
 
@@ -152,7 +151,7 @@ def mesh_of(layout: Layout, devices: int, options: argparse.Namespace) -> dict[s
 
 
 def totals(comparison: Comparison) -> Iterator[str]:
-    """Planned and compiled bytes by kind and axes."""
+    """Yield a table of planned and compiled bytes by kind and axes."""
     yield "| kind | mesh axes | planned | compiled | |"
     yield "|---|---|--:|--:|--:|"
     rows = {f"{kind} | {axes_text(axes)}": figures for (kind, axes), figures in sorted(comparison.totals.items())}
@@ -163,12 +162,12 @@ def totals(comparison: Comparison) -> Iterator[str]:
 
 
 def ratio(planned: int, compiled: int) -> str:
-    """Return the share of what was planned that is sent."""
+    """Return the compiled bytes relative to the planned ones, as text."""
     return "=" if planned == compiled else f"× {compiled / planned:.2f}" if planned and compiled else ""
 
 
 def by_step(comparison: Comparison) -> Iterator[str]:
-    """Every step that is not as planned, those that send most first."""
+    """Yield a table of the steps that are not compiled as planned, in descending order of bytes."""
     rows = sorted(comparison.differing, key=lambda row: -max(row.planned[1], row.compiled[1]))
     if not rows:
         yield "Every step is compiled as planned.\n"
@@ -184,7 +183,7 @@ def by_step(comparison: Comparison) -> Iterator[str]:
 
 
 def by_equation(plan: ProgramPlan, ledger: Ledger) -> Iterator[str]:
-    """Yield the bytes that each equation sends, its gradient's moves included, where they are not what was planned."""
+    """Yield a table of the equations, each with its gradient, whose compiled bytes differ from the planned ones."""
     planned = sent([(e.equation, e.step.kind, e.step.axes, e.wire_bytes) for e in plan.entries if e.step.is_collective])
     compiled = sent([(e.equation or line(e.source), e.kind, e.axes, e.wire_bytes) for e in ledger.entries])
     names = [name for name in {**planned, **compiled} if planned.get(name) != compiled.get(name)]
@@ -203,7 +202,7 @@ Sent = Mapping[tuple[str, tuple[str, ...]], int]
 
 
 def sent(collectives: Sequence[tuple]) -> dict[str, Sent]:
-    """Bytes by equation, and in it by kind and axes."""
+    """Sum bytes by equation and, for each, by kind and axes."""
     found: dict[str, Counter] = {}
     for equation, kind, axes, count in collectives:
         if count:
@@ -216,22 +215,22 @@ def total(amounts: Sent | None) -> int:
 
 
 def amounts(of: Sent | None) -> str:
-    """`all-gather yz 1,024, ...`."""
+    """Format amounts as `all-gather yz 1,024, ...`."""
     return ", ".join(f"{kind} {axes_text(axes)} {count:,}" for (kind, axes), count in sorted((of or {}).items()))
 
 
 def line(source: str) -> str:
-    """A source line from the repository's root on."""
+    """Format a source line relative to the repository's root."""
     return f"(no equation) {source.removeprefix(str(ROOT))}" if source else "(the compiler)"
 
 
 def mark(options: argparse.Namespace) -> str:
-    """The name of these tables in a page."""
+    """Return the name of these tables in a page."""
     return options.topology or f"host {options.lowering}"
 
 
 def written(old: str, name: str, preset: str, tables: str) -> str:
-    """A page with one preset's section between two markers replaced, or put in its place among the others."""
+    """Return a page with one preset's section between two markers replaced, or inserted in order."""
     begin, end = f"<!-- {name}: begin -->\n", f"<!-- {name}: end -->"
     if begin not in old or end not in old:
         raise SystemExit(f"the page has no lines '{begin.strip()}' and '{end}' for these tables to stand between.")

@@ -1,10 +1,10 @@
-"""PaLM 540B's feed-forward layer on 64 TPU v4, compiled offline: every lowering's predicted seconds, side by side.
+"""Compare the predicted seconds of all lowerings, for PaLM 540B's feed-forward layer compiled for 64 TPU v4.
 
     python benchmarks/looped.py --json looped.json --write docs/looped.md      # all of it: 15 rows, about three hours
     python benchmarks/looped.py --layouts weight-stationary-2d --tokens 4096   # one row
 
-Seconds are simulated (`gspmd.audit.timeline`): the cycles that the TPU compiler estimates, and transfers at the links'
-full rate. Nothing runs. Every cell is a process of its own, since the compiler reads its flags once.
+Seconds are simulated (`gspmd.audit.timeline`) from the cycles that the TPU compiler estimates, with transfers at the
+links' full rate. Nothing runs. Each cell has its own process, since the compiler reads its flags only once.
 """
 
 import argparse
@@ -41,13 +41,13 @@ COLUMNS = {
     "paired": ("looped:paired", ""),
     "auto": ("auto", ""),
 }
-"""Name -> lowering, and the compiler's flags."""
+"""Maps the name of a column to its lowering and the compiler's flags."""
 MARKS = ("<!-- table: python benchmarks/looped.py -->", "<!-- end of table -->")
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One program: what it is, and its simulated seconds, or why there are none."""
+    """One program, with its simulated seconds or the reason why it has none."""
 
     layout: str
     tokens: int
@@ -61,7 +61,7 @@ class Cell:
 
 
 def main() -> None:
-    """Fill the table, cell by cell."""
+    """Fill the table cell by cell."""
     options = parsed()
     if options.cell:
         layout, tokens, column = options.cell
@@ -83,7 +83,7 @@ def main() -> None:
 
 
 def parsed() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--layouts", default=",".join(LAYOUTS), help="default: %(default)s")
     parser.add_argument("--tokens", default=",".join(map(str, TOKENS)), help="per batch; default: %(default)s")
@@ -97,13 +97,13 @@ def parsed() -> argparse.Namespace:
 
 
 def kept(path: Path) -> dict[tuple[str, int, str], Cell]:
-    """The cells of an earlier run that came to its end or was interrupted."""
+    """Read the successful cells of an earlier run, whether it finished or was interrupted."""
     cells = [Cell(**each) for each in json.loads(path.read_text())] if path.exists() else []
     return {(cell.layout, cell.tokens, cell.column): cell for cell in cells if not cell.failure}
 
 
 def in_a_process(layout: str, tokens: int, column: str, timeout: float) -> Cell:
-    """A cell, measured by a process with the column's compiler flags."""
+    """Measure a cell in a process with the column's compiler flags."""
     command = [sys.executable, __file__, "--cell", layout, str(tokens), column]
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "LIBTPU_INIT_ARGS": COLUMNS[column][1]}
     try:
@@ -116,7 +116,7 @@ def in_a_process(layout: str, tokens: int, column: str, timeout: float) -> Cell:
 
 
 def reason(error: str) -> str:
-    """Why there is no program, in the words of a table."""
+    """Return a table's text for the error of a program that did not compile."""
     held = re.search(r"RESOURCE_EXHAUSTED.*\(([\d.]+)G\) exceeds available HBM \(([\d.]+)G\)", error)
     if not held:
         return error[:200]
@@ -132,7 +132,7 @@ def measured(layout: str, tokens: int, column: str) -> Cell:
     from gspmd.audit.hlo import parse
     from gspmd.lowerings import in_force
 
-    in_force.LOWERINGS = (*in_force.LOWERINGS, "looped:one-way")  # measured, though no public choice
+    in_force.LOWERINGS = (*in_force.LOWERINGS, "looped:one-way")  # measured although it is not a public choice
     target = topology(TOPOLOGY)
     mesh = target.mesh(MESH)
     layer, operands = feed_forward(layout, tokens, mesh, COLUMNS[column][0])
@@ -146,7 +146,7 @@ def measured(layout: str, tokens: int, column: str) -> Cell:
 
 
 def feed_forward(layout: str, tokens: int, mesh, lowering: str):
-    """The gated layer, W_out · (silu(W_gate x) ⊙ W_in x), and what it takes, in bfloat16."""
+    """Return the gated layer, W_out · (silu(W_gate x) ⊙ W_in x), and its abstract operands in bfloat16."""
     import jax
     import jax.numpy as jnp
 
@@ -172,7 +172,7 @@ def feed_forward(layout: str, tokens: int, mesh, lowering: str):
 
 
 def table(cells: Sequence[Cell]) -> Iterator[str]:
-    """Markdown: a table per layout, a row per number of tokens."""
+    """Yield a Markdown table for each layout, with a row for each number of tokens."""
     for layout in dict.fromkeys(cell.layout for cell in cells):
         yield f"\n### {layout}\n"
         yield f"| tokens | {' | '.join(COLUMNS)} | xla ÷ best looped | blocking ÷ best looped, hidden |"
@@ -184,7 +184,7 @@ def table(cells: Sequence[Cell]) -> Iterator[str]:
 
 
 def text(cell: Cell, best: float = 0.0) -> str:
-    """A cell: predicted time, and of that the exposed communication; the best of a row in bold."""
+    """Format a cell: the predicted time, then its exposed communication; the best of a row is bold."""
     if cell.failure:
         return cell.failure
     whole = amount(cell.seconds)
@@ -193,10 +193,10 @@ def text(cell: Cell, best: float = 0.0) -> str:
 
 
 def summary(row: dict[str, Cell]) -> str:
-    """Return by how much the best schedule is faster than either other program, and the share of communication that it
-    hides.
+    """Return the speedup of the best schedule over `xla` and over `blocking`, and the share of communication it hides.
 
-    The papers compare with the compiler's own program, which is `xla`; what is hidden is a share of blocking's.
+    The papers compare with the compiler's own program, which is `xla`; the hidden share is of the exposed communication
+    of `blocking`.
     """
     looped = [row[name] for name in ("one-way", "halves", "paired") if row[name].seconds]
     if not looped:
@@ -212,7 +212,7 @@ def summary(row: dict[str, Cell]) -> str:
 
 
 def amount(seconds: float) -> str:
-    """Three digits of micro- or milliseconds."""
+    """Format seconds with three digits, in micro- or milliseconds."""
     value, unit = (seconds * 1e6, "µs") if seconds < 1e-3 else (seconds * 1e3, "ms")
     return f"{value:.{max(0, 2 - len(str(int(value))) + 1)}f} {unit}"
 

@@ -1,4 +1,4 @@
-"""Bytes of one device for the models of Korthikanti et al. 2022: as planned, and by their formulas."""
+"""Bytes per device of the models of Korthikanti et al. 2022, as planned and by the paper's formulas."""
 
 import math
 from dataclasses import dataclass, replace
@@ -41,10 +41,10 @@ RESIDUAL = dict.fromkeys(("attention.residual", "ffn.residual"), "B_xL_yzE")
 
 
 def formulas(model: Megatron) -> tuple[float, float]:
-    """Bytes of one device: of parameters, gradients and Adam's moments, and of what selective keeps of one layer.
+    """Return the bytes per device of parameters, gradients and moments, and of a layer's activations under `selective`.
 
-    16 · (12 L h² (1 + 13/12h) / (t p) + V h / t), in float32 as here or with float16 beside float32 masters as there,
-    with the table on every stage as here; and (34 − 2) s b h / t, without the masks of a dropout that is not here.
+    16 · (12 L h² (1 + 13/12h) / (t p) + V h / t) holds for float32, as here, and for float16 with float32 masters, as
+    in the paper; the table is on every stage, as here. (34 − 2) s b h / t leaves out the masks of dropout.
 
     Source: Korthikanti et al. 2022 (arXiv 2205.05198), sections 4 and 5; Narayanan et al. 2021 (arXiv 2104.04473),
     section 5.1 for the number of parameters.
@@ -54,7 +54,7 @@ def formulas(model: Megatron) -> tuple[float, float]:
 
 
 def planned_bytes(model: Megatron) -> dict[str, int]:
-    """Bytes of parameters, gradients and Adam's state in float32 on one device, and of a layer's kept activations."""
+    """Return the planned bytes per device of parameters, gradients and moments in float32, and of a layer's tensors."""
     config, shape = model.config, {"p": model.stages, "x": 1, "y": model.tensor, "z": 1}
     stages = Layout.load("pipeline").override(RESIDUAL)
     kept, held = optimizer_specs(config, stages), 0

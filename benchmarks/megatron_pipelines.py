@@ -1,4 +1,4 @@
-"""Training steps of Megatron's models in pipelines over 1024 TPU v5p that are not there: what compiling takes."""
+"""Compilation time and predicted time of Megatron's models in pipelines over 1024 TPU v5p, compiled offline."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -21,7 +21,7 @@ TOPOLOGY, CHIPS = "tpu-v5p:8x8x16", 1024
 
 @dataclass(frozen=True)
 class Pipeline:
-    """A model of `MEGATRON` on all chips, one sequence to a microbatch and pipeline."""
+    """A model of `MEGATRON` on all chips, with one sequence per microbatch and pipeline."""
 
     name: str
     schedule: str
@@ -29,12 +29,12 @@ class Pipeline:
 
     @property
     def model(self) -> Megatron:
-        """Layers and sizes, and how many stages there are."""
+        """The model, with its sizes and its number of stages."""
         return MEGATRON[self.name]
 
     @property
     def data(self) -> int:
-        """Pipelines that run side by side."""
+        """Number of pipelines that run side by side."""
         return CHIPS // (self.model.tensor * self.model.stages)
 
     @property
@@ -53,11 +53,11 @@ class Pipeline:
 
 
 PIPELINES = (Pipeline("175B", "1f1b", 96), Pipeline("175B", "gpipe", 96), Pipeline("1T", "1f1b", 512))
-"""Of 175B a batch of 1536 sequences, GPT-3's 3.2 million tokens; of 1T the 512 microbatches of Megatron's table."""
+"""175B has a batch of 1536 sequences, GPT-3's 3.2 million tokens; 1T the 512 microbatches of Megatron's table."""
 
 
 def pipelines(kept: Kept, _: Sequence[str]) -> Iterator[str]:
-    """Processor seconds of each step's compilation, and its predicted time."""
+    """Yield a table of the processor seconds of each step's compilation, and its predicted time."""
     yield (
         "| model | tensor × pipeline × data | schedule | microbatches | trace | lower | compile | bytes of a chip "
         "| step | MFU | bubble | formula |"
@@ -75,7 +75,7 @@ def pipelines(kept: Kept, _: Sequence[str]) -> Iterator[str]:
 
 
 def compiled(each: Pipeline) -> dict[str, Any]:
-    """Figures of one training step."""
+    """Compile one training step, and return its figures."""
     settings, target, began = each.settings, topology(TOPOLOGY), {}
     layout, mesh = command.layout_of(settings), command.mesh_of(settings, target)
     program, args, options = command.program_of(settings, layout, mesh)
@@ -95,15 +95,15 @@ def compiled(each: Pipeline) -> dict[str, Any]:
 
 
 def flops(settings: command.CompileSettings) -> float:
-    """Model FLOPs of a step."""
+    """Return the model FLOPs of a step."""
     return settings.batch * settings.length * settings.model.flops_per_token(settings.length)
 
 
 def simulated(line: Timeline, each: Pipeline) -> dict[str, float]:
-    """A step's seconds and MFU; and its bubble, the share that is not that of its microbatches.
+    """Return a step's seconds, its MFU, and its bubble: the share of time that does not grow with the microbatches.
 
-    A microbatch takes what one more would: a tick of each loop that has as many trips as there are microbatches, or a
-    few more. All else, what stages wait for, and the sums and the update at the end, does not grow with them.
+    The time of a microbatch is what one more would add: a trip of each loop with at least as many trips as there are
+    microbatches. Everything else, such as the stages' waiting and the sums and update at the end, is fixed.
     """
     loops = [span for span in line.spans if span.category == "loop" and span.times == span.trips >= each.microbatches]
     of_one = sum(within(line, loop) / loop.trips for loop in loops)
@@ -112,7 +112,7 @@ def simulated(line: Timeline, each: Pipeline) -> dict[str, float]:
 
 
 def within(line: Timeline, loop: Any) -> float:
-    """Seconds of a loop: of what is drawn inside it, as often as it runs."""
+    """Return the seconds of a loop: the sum over the spans drawn inside it, times their repetitions."""
     end = loop.start + loop.seconds
     inside = (span for span in line.spans if span.category != "loop" and loop.start <= span.start < end)
     waits = lambda span: span.rows not in (("compute",), ("memory",))  # noqa: E731

@@ -1,13 +1,13 @@
-"""Training steps whose MFU MaxText publishes, compiled for slices that are not there: predicted beside published.
+"""Compare predicted with published MFU, for training steps of MaxText compiled offline for the same slices.
 
     python benchmarks/mfu.py --only runs parts --json mfu.json --write docs/mfu.md    # minutes for each run
     python benchmarks/mfu.py --only runs --run mixtral-8x7b-v6e --json mfu.json
     python benchmarks/mfu.py --only memory depth pipelines --json mfu.json --write docs/mfu.md
 
-`runs` compiles what `gspmd compile` does, by the flags that the page shows; `parts` says what takes the time. `memory`
-has Megatron's models of 175, 530 and 1000 billion parameters, planned and by Korthikanti et al.'s formulas, and
-`pipelines` their steps on 1024 chips, compiled; `depth` compares tracing and compiling of many layers and of few. Needs
-the compiler for TPUs, and no TPU.
+`runs` compiles as `gspmd compile` does, with the flags that the page shows; `parts` splits the time of a step. `memory`
+compares the planned memory of Megatron's models of 175, 530 and 1000 billion parameters with Korthikanti et al.'s
+formulas; `pipelines` compiles their steps on 1024 chips; `depth` compares tracing and compiling of many and of few
+layers. Needs the compiler for TPUs, but no TPU.
 """
 
 import argparse
@@ -35,17 +35,17 @@ from gspmd_models import ModelConfig, abstract, abstract_batch, abstract_key, st
 
 @dataclass(frozen=True)
 class Run:
-    """A training step that was measured.
+    """A training step with a published measurement.
 
     Attributes:
-        flags: of `gspmd compile`, but for phase and batch.
-        chips: of the slice.
-        rows: sequences of one chip, over all microbatches.
-        length: tokens of a sequence.
-        mfu: as published.
-        tokens: per second and chip, as published.
-        causal: whether the published count of FLOPs takes half of attention's scores.
-        options: of the compiler, as published with the run.
+        flags: flags of `gspmd compile`, without phase and batch.
+        chips: number of chips of the slice.
+        rows: sequences per chip, over all microbatches.
+        length: tokens per sequence.
+        mfu: the published MFU.
+        tokens: the published tokens per second and chip.
+        causal: whether the published count of FLOPs has only half of attention's scores.
+        options: the published options of the compiler.
     """
 
     flags: str
@@ -59,7 +59,7 @@ class Run:
 
     @property
     def command(self) -> str:
-        """Return the command as a reader types it."""
+        """Return the command line of the run."""
         sizes = f"--batch {self.chips * self.rows} --length {self.length}"
         options = "".join(f" --compiler-options {each}" for each in self.options)
         return f"gspmd compile --phase train {self.flags} {sizes}{options}"
@@ -70,14 +70,14 @@ ASYNCHRONOUS = (
     "xla_tpu_enable_async_collective_fusion_multiple_steps=true", "xla_tpu_overlap_compute_collective_tc=true",
     "xla_enable_async_all_gather=true",
 )  # fmt: skip
-"""MaxText's CF_FOR_ALL_GATHER: gathers run beside what is computed."""
+"""MaxText's CF_FOR_ALL_GATHER: gathers run in parallel with computation."""
 OVERLAPPED = ("xla_tpu_enable_data_parallel_all_reduce_opt=true", "xla_tpu_data_parallel_opt_different_sized_ops=true")
-"""Its DATA_PARALLEL_OVERLAP."""
+"""MaxText's DATA_PARALLEL_OVERLAP."""
 BACKWARD = (
     "xla_tpu_megacore_fusion_allow_ags=false", "xla_enable_async_collective_permute=true",
     "xla_tpu_enable_ag_backward_pipelining=true",
 )  # fmt: skip
-"""Options that its script for Llama 2 70B has besides."""
+"""Further options of MaxText's script for Llama 2 70B."""
 RUNS = {
     "llama-2-70b-v5p": Run(
         "--config llama-2-70b --topology tpu-v5p:4x8x8 --layout zero-3 --lowering blocking "
@@ -100,19 +100,19 @@ RUNS = {
         options=("xla_tpu_scoped_vmem_limit_kib=81920", *ASYNCHRONOUS, *OVERLAPPED),
     ),
 }  # fmt: skip
-"""MaxText's docs/reference/models/tiering.md, and tpu-recipes for 405B on v5p (68.5% = 314.5 of 459 TFLOP/s). Options:
-its configs/v5p/llama2_70b.sh and benchmarks/xla_flags_library.py; training/v5p/Llama3.1-405B-MaxText of the recipes,
-whose HOST_OFFLOAD_FLAGS are for what is kept in the host's memory, and nothing is here."""
+"""Figures are from MaxText's docs/reference/models/tiering.md, and for 405B on v5p from tpu-recipes (68.5% = 314.5 of
+459 TFLOP/s). Options are from MaxText's configs/v5p/llama2_70b.sh and benchmarks/xla_flags_library.py, and from the
+recipes' training/v5p/Llama3.1-405B-MaxText without its HOST_OFFLOAD_FLAGS, since nothing is offloaded here."""
 
 
 def flops_per_token(config: ModelConfig, length: int, causal: bool = False) -> float:
-    """MaxText's model FLOPs of a trained token: of all products, forward and backward, without what is computed again.
+    """Return MaxText's model FLOPs per trained token: all products, forward and backward, without recomputation.
 
     Args:
         config: the model.
-        length: tokens of a sequence.
-        causal: whether of attention's scores and weighted sums those above the diagonal are left out, as MaxText does
-            since its pull request 1988.
+        length: tokens per sequence.
+        causal: whether to leave out attention's scores and weighted sums above the diagonal, as MaxText does since its
+            pull request 1988.
 
     Source: MaxText, `calculate_tflops_training_per_device`, and docs/reference/performance_metrics.md.
     """
@@ -121,12 +121,12 @@ def flops_per_token(config: ModelConfig, length: int, causal: bool = False) -> f
 
 
 def mfu(config: ModelConfig, length: int, tokens: float, peak: float, causal: bool = False) -> float:
-    """Model FLOPs utilization at so many tokens per second and chip."""
+    """Return the model FLOPs utilization at `tokens` per second and chip."""
     return flops_per_token(config, length, causal) * tokens / peak
 
 
 def main() -> None:
-    """Compile what is asked for, print it, and write it into the page."""
+    """Compile the chosen runs, print the tables, and write them into the page."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", choices=SECTIONS, nargs="+", default=list(SECTIONS), help="default: all")
     parser.add_argument("--run", choices=RUNS, nargs="+", default=list(RUNS), help="of `runs`; default: all")
@@ -140,7 +140,7 @@ def main() -> None:
 
 
 def compared(kept: Kept, names: Sequence[str]) -> Iterator[str]:
-    """MFU and tokens per second and chip, predicted beside published."""
+    """Yield a table of predicted and published MFU and tokens per second and chip."""
     yield "| step | chips | seconds | tokens/s per chip | published | | MFU | published | |"
     yield "|---|--:|--:|--:|--:|--:|--:|--:|--:|"
     for name in names:
@@ -158,7 +158,7 @@ def compared(kept: Kept, names: Sequence[str]) -> Iterator[str]:
 
 
 def parts(kept: Kept, names: Sequence[str]) -> Iterator[str]:
-    """Yield the shares of each step's time by what takes them."""
+    """Yield a table of the shares of each step's time."""
     yield "| step | products | other instructions | copies waited for | collectives waited for | hidden | as planned |"
     yield "|---|--:|--:|--:|--:|--:|---|"
     for name in names:
@@ -176,24 +176,24 @@ def parts(kept: Kept, names: Sequence[str]) -> Iterator[str]:
 
 
 def scopes(name: str, found: dict[str, Any]) -> Iterator[str]:
-    """Yield the largest parts of a step, by category and by the line of the source that asked for them."""
+    """Yield the largest parts of a step, by category and by source line."""
     largest = sorted(found["lines"].items(), key=lambda line: -line[1])[:6]
     told = "; ".join(f"{what} {seconds / found['step']:.1%}" for what, seconds in largest)
     yield f"- {name}: {told}."
 
 
 def config_of(run: Run) -> ModelConfig:
-    """The model that a run trains."""
+    """Return the model that a run trains."""
     return settings_of(run).model
 
 
 def settings_of(run: Run) -> command.CompileSettings:
-    """The settings that `gspmd compile` has from a run's flags."""
+    """Return the settings that `gspmd compile` parses from a run's flags."""
     return command.parse(run.command.split()[2:])
 
 
 def measured(kept: Kept, name: str) -> dict[str, Any]:
-    """The simulated step of a run, compiled as `gspmd compile` does."""
+    """Return the figures of a run's simulated step, compiled as `gspmd compile` does."""
     run = RUNS[name]
 
     def compiled() -> dict[str, Any]:
@@ -212,9 +212,9 @@ def measured(kept: Kept, name: str) -> dict[str, Any]:
 
 
 def split(line: Timeline) -> dict[str, Any]:
-    """A step's seconds: products, other instructions, and what is waited for; and by line of the source.
+    """Split a step's seconds into products, other instructions, and waiting; and by source line.
 
-    Instructions with a product in them count as products, with all that is fused into them.
+    An instruction that contains a product counts as a product, with everything that is fused into it.
     """
     computed = {"einsum": 0.0, "other": 0.0}
     for part in line.parts:
@@ -233,7 +233,7 @@ def split(line: Timeline) -> dict[str, Any]:
 
 
 def memory(kept: Kept, names: Sequence[str]) -> Iterator[str]:
-    """Bytes of one device for Megatron's models: as planned, and by formulas."""
+    """Yield a table of the bytes per device of Megatron's models, as planned and by formulas."""
     yield (
         "| model | tensor × pipeline | parameters, gradients, Adam | formula | | a layer, none | selective | formula | "
         "| full | held by 1F1B here | Megatron's 1F1B, selective |"
@@ -242,7 +242,7 @@ def memory(kept: Kept, names: Sequence[str]) -> Iterator[str]:
     for name, model in MEGATRON.items():
         found = kept(f"memory {name}", lambda each=model: planned_bytes(each))
         state, selective = formulas(model)
-        # a stage holds its chunk's input for each microbatch in flight, and all of one chunk in its backward pass
+        # A stage holds its input for each microbatch in flight, and the activations of one microbatch's backward pass.
         in_flight = min(model.microbatches, 2 * model.stages - 1)
         held = in_flight * found["full"] + model.layers // model.stages * found["selective"]
         planned = (amount_of_bytes(found[part]) for part in ("state", "none", "selective", "full"))
@@ -256,7 +256,7 @@ def memory(kept: Kept, names: Sequence[str]) -> Iterator[str]:
 
 
 def depth(kept: Kept, names: Sequence[str]) -> Iterator[str]:
-    """Processor seconds of tracing, lowering and compiling a training step, of 96 layers and of 12."""
+    """Yield a table of processor seconds to trace, lower and compile a training step of 12 and of 96 layers."""
     found = kept("depth", seconds_by_layers)
     yield "| processor seconds | 12 layers | 96 layers | |"
     yield "|---|--:|--:|--:|"
@@ -265,11 +265,11 @@ def depth(kept: Kept, names: Sequence[str]) -> Iterator[str]:
 
 
 def seconds_by_layers(target_name: str = "tpu-v5p:2x2x2") -> dict[str, list[float]]:
-    """Processor seconds of planning, of tracing and lowering, and of compiling, for 12 and for 96 layers."""
+    """Return processor seconds of planning, of tracing and lowering, and of compiling, for 12 and for 96 layers."""
     found: dict[str, list[float]] = {"plan": [], "trace and lower": [], "compile": [], "all": []}
     target, layout = topology(target_name), Layout.load("zero-3")
     mesh = target.mesh(layout.mesh_for(target.num_devices))
-    for layers in (2, 12, 96):  # the first fills the caches of plans and does not count
+    for layers in (2, 12, 96):  # the first run fills the plan caches and is not counted
         config = ModelConfig(
             vocabulary=32_000, embed=1024, layers=layers, heads=8, head_size=128, feed_forward=2816, tied=False
         )

@@ -1,13 +1,13 @@
-"""Mixtures of experts against dense models of equal FLOPs per token: the default config, five models, three seeds.
+"""Compare mixtures of experts with dense models of equal FLOPs per token: five models with three seeds each.
 
     python benchmarks/moe_curves.py --out curves                                 # 15 runs of some minutes each
-    python benchmarks/moe_curves.py --out curves --write docs/moe.md             # what is done is not run again
+    python benchmarks/moe_curves.py --out curves --write docs/moe.md             # finished runs are not repeated
     python benchmarks/moe_curves.py --out curves --plot docs/images/moe_curves.png --only-draw
 
-Every run is `scripts/train_moe.py` on one device, which gives the losses of any layout. A run that is finished is read,
-one that was stopped goes on. Equal FLOPs: a token of a top-1 mixture meets as many weights as one of the dense model,
-and one of top-2 as in a dense model whose layers are 1.5 F wide, since every other layer is a mixture and takes twice
-F. The routers, a quarter of a percent, come on top.
+Every run is `scripts/train_moe.py` with the default config on one device, which gives the losses of any layout. A
+finished run is read from its folder; an interrupted one is resumed. Equal FLOPs: a token in a top-1 mixture uses as
+many weights as in the dense model, and a token in a top-2 mixture as many as in a dense model with layers 1.5 F wide,
+since every other layer is a mixture and uses 2 F. The routers add a quarter of a percent.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from page import write_between
+from page import INK, style, write_between
 
 from gspmd.training.checkpoints import newest
 from gspmd.training.toml import from_mapping
@@ -34,9 +34,8 @@ ROOT = Path(__file__).parents[1]
 CONFIG = ROOT / "configs" / "default.toml"
 SEEDS = (0, 1, 2)
 MARKS = ("<!-- table: python benchmarks/moe_curves.py -->", "<!-- end of table -->")
-INK, FAINT = "#22272e", "#d8dee6"
 
-#: Name -> what differs from the config's model (moe None is none), and the dense model of equal FLOPs.
+#: Maps a name to its changes of the config's model (moe None for no experts), and the dense model of equal FLOPs.
 MODELS = {
     "dense": ({"moe": None}, "dense"),
     "dense, 1.5 F": ({"moe": None, "feed_forward": 384}, "dense, 1.5 F"),
@@ -54,7 +53,7 @@ COLORS = {
 
 
 def main() -> None:
-    """Trains what is missing, and writes the numbers, the plot and the table."""
+    """Train the missing runs, and write the numbers, the plot and the table."""
     options = _parsed()
     options.out.mkdir(parents=True, exist_ok=True)
     _hold_to_settings(options)
@@ -77,16 +76,16 @@ def _parsed() -> argparse.Namespace:
 
 
 def _hold_to_settings(options: argparse.Namespace) -> None:
-    """Ends with a message where the folder's runs were made with other flags, or another default config."""
+    """Exit with a message if the folder's runs were made with other flags or another default config."""
     settings = json.dumps(tomllib.loads(CONFIG.read_text()), indent=1)
     path, now = options.out / "settings.txt", f"{shlex.join(options.flags)}\n{settings}\n"
     if path.exists() and path.read_text() != now and not options.only_draw:
-        sys.exit(f"{options.out} has runs of other flags, or of another {CONFIG.name}; give another --out.")
+        sys.exit(f"{options.out} has runs with other flags, or with another {CONFIG.name}; give another --out.")
     path.write_text(path.read_text() if path.exists() else now)
 
 
 def _train(out: Path, name: str, seed: int, more: Sequence[str]) -> None:
-    """One run to its end, unless it is there already."""
+    """Train one model to the end, unless the run is already finished."""
     folder = _folder(out, name, seed)
     if _rows(folder)[-1:] and "gzip_bits_per_byte" in _rows(folder)[-1]:
         return
@@ -111,7 +110,7 @@ def _rows(folder: Path) -> list[dict[str, Any]]:
 
 
 def _results(out: Path) -> dict[str, dict[str, Any]]:
-    """Return, for each model, FLOPs per token, and the held-out bits per byte by step of each finished seed."""
+    """Return the FLOPs per token of each model, and the held-out bits per byte by step for each finished seed."""
     found = {}
     for name, (_, rival) in MODELS.items():
         runs = {seed: [row for row in _rows(_folder(out, name, seed)) if "val_bits_per_byte" in row] for seed in SEEDS}
@@ -130,7 +129,7 @@ def _flops(name: str) -> int:
 
 
 def _settings(name: str) -> dict[str, Any]:
-    """The default config's tables, with the model's changes."""
+    """Return the default config's tables with the model's changes."""
     settings, changes = tomllib.loads(CONFIG.read_text()), dict(MODELS[name][0])
     model = settings["model"]
     if "moe" in changes:
@@ -140,7 +139,7 @@ def _settings(name: str) -> dict[str, Any]:
 
 
 def _toml(table: Mapping[str, Any], path: str = "") -> str:
-    """A table of strings, numbers and tables of them."""
+    """Format a table of strings, numbers and nested tables as TOML."""
     lines = [f"{key} = {json.dumps(value)}" for key, value in table.items() if not isinstance(value, Mapping)]
     head = f"[{path}]\n" if path else ""
     inner = [_toml(v, f"{path}.{key}".lstrip(".")) for key, v in table.items() if isinstance(v, Mapping)]
@@ -168,7 +167,7 @@ def _table(results: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _ends(row: Mapping[str, Any]) -> list[float]:
-    """The last figure of each seed, over all of the held-out text."""
+    """Return the last figure of each seed, over all of the held-out text."""
     return [list(curve.values())[-1] for curve in row["seeds"].values()]
 
 
@@ -176,7 +175,7 @@ def _draw(results: Mapping[str, Any], path: Path) -> None:
     figure = Figure(figsize=(10, 4.4), dpi=150, layout="constrained")
     panels = {"dense": "one expert per token", "dense, 1.5 F": "two experts per token"}
     for axes, (rival, title) in zip(figure.subplots(1, 2, sharey=True), panels.items()):
-        _style(axes, title)
+        style(axes, title, "step")
         for name, row in results.items():
             if row["rival"] == rival and row["seeds"]:
                 _curves(axes, name, row, dashed=name == rival)
@@ -188,7 +187,7 @@ def _draw(results: Mapping[str, Any], path: Path) -> None:
 
 
 def _curves(axes: Axes, name: str, row: Mapping[str, Any], *, dashed: bool) -> None:
-    """Every seed's curve, thin, and their mean."""
+    """Draw a thin curve for each seed, and their mean."""
     curves = [{int(step): bits for step, bits in curve.items()} for curve in row["seeds"].values()]
     style = {"color": COLORS[name], "linestyle": (0, (4, 2)) if dashed else "-"}
     for curve in curves:
@@ -196,16 +195,6 @@ def _curves(axes: Axes, name: str, row: Mapping[str, Any], *, dashed: bool) -> N
     steps = sorted(set.intersection(*(set(curve) for curve in curves)))
     average = [mean(curve[step] for curve in curves) for step in steps]
     axes.plot(steps, average, linewidth=2, label=f"{name}: {average[-1]:.3f}", **style)
-
-
-def _style(axes: Axes, title: str) -> None:
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.spines[["left", "bottom"]].set_color(FAINT)
-    axes.tick_params(colors=INK, length=0)
-    axes.grid(axis="y", color=FAINT, linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.set_title(title, loc="left", fontsize=12, fontweight="bold", color=INK)
-    axes.set_xlabel("step", color=INK)
 
 
 if __name__ == "__main__":

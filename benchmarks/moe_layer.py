@@ -1,12 +1,13 @@
-"""A mixture-of-experts layer beside a dense feed-forward layer of the same FLOPs, and beside what others would run.
+"""Compare a mixture-of-experts layer with a dense feed-forward layer of the same FLOPs, and with other libraries.
 
     python benchmarks/moe_layer.py --quick                                   # under a minute
     python benchmarks/moe_layer.py --json moe.json --write docs/moe.md       # 8 and 32 experts, k = 1 and 2
     python benchmarks/moe_layer.py --size 1024,256,1024 65536,256,1024 --only dense sort dropless
 
-All programs of a case run in turns, round after round, and medians are taken, so that a busy machine is busy for all.
-Sizes are tokens, E, F: on CPUs 4096,256,1024 in float32, on GPUs 65536,4096,14336 in bfloat16, if not given. Peers need
-`pip install haliax==1.4.dev453 levanter==1.2.dev1644 gitpython chex`, best in an environment of their own.
+All programs of a case run in turns over several rounds, so that other load on the machine affects all of them alike;
+the figures are medians. Sizes are tokens, E, F: by default 4096,256,1024 in float32 on CPUs, and 65536,4096,14336 in
+bfloat16 on GPUs. The other libraries need `pip install haliax==1.4.dev453 levanter==1.2.dev1644 gitpython chex`,
+preferably in a separate environment.
 """
 
 import argparse
@@ -33,7 +34,7 @@ from gspmd.layouts import Layout
 from gspmd.moe import MoEConfig, expert_layer
 
 SIZES = {"cpu": (4096, 256, 1024), "gpu": (65536, 4096, 14336), "tpu": (65536, 4096, 14336)}
-GROUP = 512  # tokens of a group of the one-hot forms, whose time grows with its square
+GROUP = 512  # tokens per group in the one-hot forms, whose time grows with the square of it
 FORWARD, BOTH = "forward", "forward + gradient"
 DENSE, DENSE_DROPLESS, GROUPED = "dense", "dense, k · T rows", "sort, groups"
 MARKS = ("<!-- table: python benchmarks/moe_layer.py -->", "<!-- end of table -->")
@@ -41,7 +42,7 @@ MARKS = ("<!-- table: python benchmarks/moe_layer.py -->", "<!-- end of table --
 
 @dataclass(frozen=True)
 class Case:
-    """One layer; every implementation has as many slots, X · C = factor · k · tokens, or none and k · tokens rows."""
+    """One layer; every implementation has X · C = factor · k · tokens slots, or k · tokens rows without slots."""
 
     tokens: int
     embed: int
@@ -54,18 +55,18 @@ class Case:
 
     @property
     def groups(self) -> int:
-        """Groups of the one-hot forms: of about GROUP tokens, all alike."""
+        """The number of equal groups of about GROUP tokens in the one-hot forms."""
         return max(count for count in range(1, max(1, self.tokens // GROUP) + 1) if self.tokens % count == 0)
 
     def config(self, form: str, groups: int) -> MoEConfig:
-        """Ours: softmax and the k largest, as the peers."""
+        """Return our config, with the same routing as the other libraries: softmax, then the k largest."""
         return MoEConfig(
             self.experts, router="top-k", k=self.k, renormalize=self.k > 1, capacity_factor=self.factor,
             dispatch=form, groups=groups,
         )  # fmt: skip
 
     def rows(self, name: str) -> int:
-        """Rows that the experts of an implementation have to compute."""
+        """Return the number of rows that the experts of an implementation compute."""
         if name == DENSE_DROPLESS or equal(name) == DENSE_DROPLESS:
             return self.k * self.tokens
         groups = self.groups if "one" in name or "groups" in name else 1
@@ -73,8 +74,8 @@ class Case:
 
     @property
     def needed_bytes(self) -> int:
-        """Slots and their answers, [X, C, E], and hidden activations [X, C, F]: for swiglu both halves with their
-        cotangents, else what goes into the nonlinearity, what comes out, and one cotangent."""
+        """Bytes of the slots and their outputs [X, C, E], and of hidden activations [X, C, F]: for swiglu both halves
+        with their cotangents, otherwise the nonlinearity's input and output and one cotangent."""
         wide = 4 if self.activation == "swiglu" else 3
         return self.rows("sort") * (2 * self.embed + wide * self.hidden) * jnp.dtype(self.dtype).itemsize
 
@@ -96,12 +97,12 @@ class Row:
 
 
 def equal(name: str) -> str:
-    """The dense layer of the same FLOPs."""
+    """Return the name of the dense layer with the same FLOPs."""
     return DENSE_DROPLESS if name in ("dropless", "plain ragged_dot", "haliax", "levanter") else DENSE
 
 
 def main() -> None:
-    """Measure, print, and write what was measured."""
+    """Measure the layers, print the tables, and write the results."""
     options = parsed()
     host.quiet_libtpu()
     if not options.fresh_memory:
@@ -128,14 +129,14 @@ def main() -> None:
 
 
 def kept(path: Path) -> dict[tuple, Row]:
-    """Return the results that an earlier run wrote."""
+    """Read the results of an earlier run."""
     taken = lambda kind, each: kind(**{field.name: each[field.name] for field in fields(kind)})  # noqa: E731
     rows = [(taken(Case, each), taken(Row, each)) for each in json.loads(path.read_text())]
     return {(case, row.implementation, row.step): row for case, row in rows}
 
 
 def parsed() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     size = lambda text: tuple(map(int, text.split(",")))  # noqa: E731
     parser.add_argument("--size", type=size, nargs="+", help="tokens,E,F; default: 4096,256,1024 on CPUs")
@@ -144,16 +145,16 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--activation", default="swiglu", choices=("swiglu", "gelu"), help="default: %(default)s")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), help="default: float32 on CPUs, else bfloat16")
     parser.add_argument("--rounds", type=int, help="default: 9, with --quick 5")
-    only = "these implementations alone, the dense ones always"
+    only = "only these implementations, and always the dense ones"
     parser.add_argument("--only", nargs="+", choices=tuple(IMPLEMENTATIONS), help=only)
     parser.add_argument("--quick", action="store_true", help="a small case, in less than a minute")
-    parser.add_argument("--fresh-memory", action="store_true", help="let the C library give memory back in between")
+    parser.add_argument("--fresh-memory", action="store_true", help="let the C library return freed memory")
     parser.add_argument("--json", type=Path, help="write the figures to a file")
     parser.add_argument("--add", action="store_true", help="keep what the --json file has of other programs")
     parser.add_argument("--write", type=Path, help="replace the tables in a page")
     options = parser.parse_args()
     if options.add and not (options.json and options.json.exists()):
-        parser.error("--add keeps what a --json file has; name one that is there")
+        parser.error("--add keeps the results of a --json file; give an existing one")
     options.experts = options.experts or ([8] if options.quick else [8, 32])
     options.k = options.k or ([2] if options.quick else [1, 2])
     options.rounds = options.rounds or (5 if options.quick else 9)
@@ -161,9 +162,10 @@ def parsed() -> argparse.Namespace:
 
 
 def keep_freed_memory() -> None:
-    """Let malloc keep what is freed: else every run's buffers are new pages, which the kernel fills with zeros first.
+    """Let malloc keep freed memory; otherwise every run's buffers are new pages, which the kernel fills with zeros.
 
-    A training step's buffers stay. Without this, the gradients of many experts' weights cost their size again.
+    The buffers of a training step stay allocated, so a benchmark without this would overestimate the cost of the
+    gradients of many experts' weights.
     """
     if sys.platform == "linux" and hasattr(library := ctypes.CDLL(None), "mallopt"):
         for option, value in ((-8, 1), (-4, 0), (-1, 2**31 - 1), (-2, 2**28)):  # arenas, mmaps, trimming, padding
@@ -171,7 +173,7 @@ def keep_freed_memory() -> None:
 
 
 def dense(case: Case) -> Callable:
-    """One feed-forward layer, of the first expert's weights."""
+    """Build a single feed-forward layer."""
 
     def layer(weights, x):
         return moe_peers.activated(case, jnp.matmul, x, weights)
@@ -180,7 +182,7 @@ def dense(case: Case) -> Callable:
 
 
 def ours(case: Case, form: str, groups: int) -> Callable:
-    """`gspmd.moe.expert_layer` on one device."""
+    """Build `gspmd.moe.expert_layer` on one device."""
     config, layout = case.config(form, groups), Layout.load("replicated").section("moe")
 
     def layer(weights, x):
@@ -200,11 +202,11 @@ IMPLEMENTATIONS: dict[str, Callable[[Case], Callable]] = {
     "dropless": lambda case: ours(case, "dropless", 1),
     **moe_peers.PEERS,
 }
-"""Return the implementations to measure, by name; each is built when its turn has come."""
+"""The implementations to measure, by name; each is built only when it is measured."""
 
 
 def inputs(case: Case, name: str) -> tuple:
-    """Weights, tokens, and the cotangent of the answers."""
+    """Return the weights, the tokens, and the cotangent of the outputs."""
     draw = lambda n, *shape: jax.random.normal(jax.random.key(n), shape, jnp.float32)  # noqa: E731
     shapes = {
         "w_in": (case.embed, case.hidden),
@@ -222,14 +224,14 @@ def inputs(case: Case, name: str) -> tuple:
 
 
 def forward_and_gradient(layer: Callable, weights, x, cotangent) -> tuple:
-    """The answers, and the gradients of all weights and of the tokens."""
+    """Return the outputs, and the gradients of all weights and of the tokens."""
     y, pullback = jax.vjp(layer, weights, x)
     return y, pullback(cotangent)
 
 
 def measured(case: Case, only: list[str] | None, rounds: int, skipped: set[str]) -> Iterator[Row]:
-    """Compile all, run them in turns, and take medians."""
-    mesh = jax.make_mesh((1,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:1])  # Auto for peers
+    """Compile all programs, run them in turns, and yield medians."""
+    mesh = jax.make_mesh((1,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:1])  # Auto for haliax
     with jax.set_mesh(mesh), gspmd.lowering("blocking"):
         programs = dict(compiled(case, only, skipped))
     shared = {True: inputs(case, DENSE), False: inputs(case, "sort")}
@@ -250,7 +252,7 @@ def measured(case: Case, only: list[str] | None, rounds: int, skipped: set[str])
 
 
 def compiled(case: Case, only: list[str] | None, skipped: set[str]) -> Iterator[tuple[tuple[str, str], Callable]]:
-    """Both programs of every implementation that there is; why there is none is said once."""
+    """Yield both programs of every available implementation; print once why one is not available."""
     for name, build in IMPLEMENTATIONS.items():
         if (only and name not in (*only, DENSE, DENSE_DROPLESS)) or (name == GROUPED and case.groups == 1):
             continue
@@ -261,12 +263,12 @@ def compiled(case: Case, only: list[str] | None, skipped: set[str]) -> Iterator[
                 yield (name, step), jax.jit(function).lower(*arrays).compile()
         except ImportError as error:
             if name not in skipped:
-                print(f"{name} is left out: {error}", flush=True)
+                print(f"{name} is skipped: {error}", flush=True)
             skipped.add(name)
 
 
 def table(case: Case, rows: list[Row]) -> Iterator[str]:
-    """Markdown: a row for each implementation, both passes beside each other."""
+    """Yield a Markdown table with a row for each implementation and columns for both passes."""
     shape = f"T={case.tokens} E={case.embed} F={case.hidden}, {case.experts} experts, k={case.k}"
     yield f"\n{shape}, {case.activation}, {case.dtype}; buffers of the gradient {case.needed_bytes / 1e6:.0f} MB\n"
     yield "| implementation | rows | forward ms | of dense | forward + gradient ms | of dense | temporary MB |"

@@ -1,9 +1,9 @@
-"""An expert layer with gradients, compiled for TPUs that are not there, beside a dense layer of as many rows.
+"""Compare an expert layer with a dense layer of as many rows, both with gradients and compiled offline for TPUs.
 
     python benchmarks/moe_offline.py --json layers.json --write docs/moe.md       # minutes
 
-Widths are GShard's (E = 1024, F = 8192, ReLU, top-2), on 256 TPU v5p with two experts on each: router, dispatch, both
-all-to-alls, products and combine, and the backward pass of all. Needs the compiler for TPUs, and no TPU.
+Sizes are GShard's (E = 1024, F = 8192, ReLU, top-2), on 256 TPU v5p with two experts each. The layer has the router,
+dispatch, both all-to-alls, products and combine, and its whole backward pass. Needs the compiler for TPUs, but no TPU.
 """
 
 import argparse
@@ -21,12 +21,12 @@ from gspmd.audit import compile_offline, topology
 from gspmd.moe import MoEConfig, expert_layer
 
 SLICE, EMBED, HIDDEN, EXPERTS, GROUPS, TOKENS = "tpu-v5p:4x8x8", 1024, 8192, 512, 4, 256
-"""The slice, E, F, X, and groups of one device and their tokens."""
+"""The slice, E, F, X, groups per device, and tokens per group."""
 MARKS = ("<!-- layer: python benchmarks/moe_offline.py -->", "<!-- end of layer -->")
 
 
 def main() -> None:
-    """Compile what is not kept, print the table, and write it into the page."""
+    """Compile the layers that are not in the file, print the table, and write it into the page."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, help="keep what was compiled in this file, and take it from there")
     parser.add_argument("--write", type=Path, help="replace the table in a page")
@@ -40,7 +40,7 @@ def main() -> None:
 
 
 def table(kept: Kept) -> Iterator[str]:
-    """Yield the seconds that both layers compute, waiting apart."""
+    """Yield a table of both layers' seconds, with computing and waiting apart."""
     found = {name: kept(name, lambda each=name: measured(each)) for name in LAYERS}
     yield "| layer | computing | products | other | of dense | waiting |"
     yield "|---|--:|--:|--:|--:|--:|"
@@ -51,7 +51,7 @@ def table(kept: Kept) -> Iterator[str]:
 
 
 def measured(name: str) -> dict[str, Any]:
-    """Seconds of one layer's program."""
+    """Return the seconds of one layer's program."""
     target, layout = topology(SLICE), gspmd.Layout.load("gshard").section("moe")
     with jax.set_mesh(target.mesh({"x": target.num_devices, "y": 1, "z": 1})), gspmd.lowering("blocking"):
         line = compile_offline(*LAYERS[name](layout, target.num_devices * GROUPS), topology=target).timeline
@@ -63,7 +63,7 @@ def measured(name: str) -> dict[str, Any]:
 
 
 def dense(layout: Any, groups: int) -> tuple:
-    """A feed-forward layer of as many rows as the experts have slots, its weights whole on every device."""
+    """Return a dense layer with whole weights and as many rows as the experts have slots, and its arguments."""
     rows = EXPERTS * CONFIG.capacity(TOKENS)
     x = abstract((groups, rows, EMBED), "G_xyzLE")
 
@@ -79,7 +79,7 @@ def dense(layout: Any, groups: int) -> tuple:
 
 
 def experts(layout: Any, groups: int) -> tuple:
-    """The experts' layer, and its abstract arguments."""
+    """Return the expert layer and its abstract arguments."""
     x = abstract((groups, TOKENS, EMBED), layout.groups)
     weights = {
         "router": abstract((EMBED, EXPERTS), layout.router, "float32"),
@@ -99,7 +99,7 @@ def experts(layout: Any, groups: int) -> tuple:
 
 
 def abstract(shape: tuple[int, ...], spec: Any, dtype: str = "bfloat16") -> jax.ShapeDtypeStruct:
-    """A placed array's shape."""
+    """Return an abstract array with its sharding."""
     return gspmd.annotate(jax.ShapeDtypeStruct(shape, dtype), spec)
 
 

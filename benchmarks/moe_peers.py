@@ -1,8 +1,8 @@
-"""Mixture-of-experts layers that others wrote, or that anybody would write first, for benchmarks/moe_layer.py.
+"""Mixture-of-experts layers of other libraries, and straightforward ones in plain JAX, for benchmarks/moe_layer.py.
 
-Each is a function of a case that returns a layer: from weights and tokens [T, E] to answers [T, E]. All route by a
-softmax whose k largest entries are the gates, divided by their sum where k > 1. Installed ones import what they need
-when they are asked for, so that whoever lacks them reads why they are left out.
+Each is a function of a case that returns a layer, from weights and tokens [T, E] to outputs [T, E]. All of them route
+by a softmax whose k largest entries are the gates, divided by their sum if k > 1. Libraries are imported only when
+their layer is built, so that a missing one is reported and skipped.
 """
 
 from collections.abc import Callable
@@ -16,20 +16,20 @@ Layer = Callable[[dict[str, jax.Array], jax.Array], jax.Array]
 
 
 def gates(case: Any, weights: dict[str, jax.Array], x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The k largest probabilities of each token, and whose they are: [..., k]."""
+    """Return the k largest probabilities of each token, and their experts, both [..., k]."""
     gate, expert = jax.lax.top_k(jax.nn.softmax(x.astype(jnp.float32) @ weights["router"]), case.k)
     return (gate / gate.sum(-1, keepdims=True) if case.k > 1 else gate), expert
 
 
 def activated(case: Any, product: Callable, x: jax.Array, weights: dict[str, jax.Array]) -> jax.Array:
-    """The feed-forward layer of every expert, by a product of rows and weights."""
+    """Apply the feed-forward layer of every expert, given a product of rows and weights."""
     up = product(x, weights["w_in"])
     h = jax.nn.silu(product(x, weights["w_gate"])) * up if case.activation == "swiglu" else jax.nn.gelu(up)
     return product(h, weights["w_out"])
 
 
 def plain_onehot(case: Any) -> Layer:
-    """The papers' einsums over masks [G, L, X, C], in groups of tokens, differentiated by JAX."""
+    """Build the papers' einsums over masks [G, L, X, C], in groups of tokens, differentiated by JAX."""
     groups, capacity = case.groups, case.config("onehot", case.groups).capacity(case.tokens // case.groups)
 
     def layer(weights, x):
@@ -48,7 +48,7 @@ def plain_onehot(case: Any) -> Layer:
 
 
 def plain_ragged_dot(case: Any) -> Layer:
-    """Rows sorted by expert and `lax.ragged_dot`, differentiated by JAX; no token is lost."""
+    """Build a layer that sorts rows by expert and uses `lax.ragged_dot`, differentiated by JAX; no token is dropped."""
 
     def layer(weights, x):
         gate, expert = gates(case, weights, x)
@@ -62,7 +62,7 @@ def plain_ragged_dot(case: Any) -> Layer:
 
 
 def haliax(case: Any) -> Layer:
-    """Haliax's MoELinear for the experts, and the plain sort around them; no token is lost."""
+    """Build a layer with Haliax's MoELinear between plain sorts; no token is dropped."""
     import haliax as hax
 
     def layer(weights, x):
@@ -78,12 +78,12 @@ def haliax(case: Any) -> Layer:
 
 
 def levanter(case: Any) -> Layer:
-    """Levanter's Mixtral block, which has three matrices for each expert; no token is lost."""
+    """Build Levanter's Mixtral block, which has three matrices for each expert; no token is dropped."""
     import haliax as hax
     from levanter.models.mixtral import MixtralConfig, MixtralMoEMlp, MixtralSparseMoeBlock
 
     if case.activation != "swiglu":
-        raise ImportError("its block is swiglu's alone")
+        raise ImportError("its block only supports swiglu")
     config = MixtralConfig(
         seq_len=case.tokens, hidden_dim=case.embed, intermediate_dim=case.hidden, num_experts_per_tok=case.k,
         n_routed_experts=case.experts, lbl_coef=None, rzl_coef=None,
@@ -118,7 +118,7 @@ PEERS = {"plain one-hot": plain_onehot, "plain ragged_dot": plain_ragged_dot, "h
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of what is installed."""
+    """Return the versions of the installed libraries."""
     found = {}
     for name in ("jax", "haliax", "levanter"):
         try:

@@ -1,4 +1,4 @@
-"""The findings of a benchmark: kept in a file, in tables between two marks of a page, and as labels in a picture."""
+"""Output of benchmarks: figures in a file, tables between two marks of a page, and labels in a plot."""
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -7,20 +7,20 @@ from typing import Any
 
 
 def write_between(path: Path, marks: tuple[str, str], content: str) -> None:
-    """Replace what stands between two marks of a page."""
+    """Replace the text between two marks of a page."""
     before, _, rest = path.read_text().partition(marks[0])
     path.write_text(f"{before}{marks[0]}\n{content}\n\n{marks[1]}{rest.partition(marks[1])[2]}")
 
 
 class Kept:
-    """Figures of compiled programs by name, in a file: compiling takes minutes, and may go on another time."""
+    """Figures of compiled programs by name, saved in a file so that a later run can continue."""
 
     def __init__(self, path: Path | None):
         self.path = path
         self.figures: dict[str, Any] = json.loads(path.read_text()) if path and path.exists() else {}
 
     def __call__(self, name: str, measure: Any) -> dict[str, Any]:
-        """The figures of this name, measured if there are none."""
+        """Return the figures of this name; measure them if there are none."""
         if name not in self.figures:
             self.figures[name] = measure()
             if self.path:
@@ -35,7 +35,7 @@ def write_tables(
     names: Sequence[str],
     page: Path | None,
 ) -> None:
-    """Print tables, each made of what is kept and the names asked for, and write them into a page, if one is given."""
+    """Print tables, made from the saved figures and the chosen names, and write them into a page if one is given."""
     for name, table in tables.items():
         text = "\n".join(table(kept, names))
         print(text, flush=True)
@@ -44,16 +44,31 @@ def write_tables(
             write_between(page, marks, text)
 
 
+INK, FAINT = "#22272e", "#d8dee6"
+"""Colours of the text and of the lines of a plot."""
+
+
+def style(axes: Any, title: str, along: str) -> None:
+    """Give axes of matplotlib a title and a label below, light lines and no frame."""
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color(FAINT)
+    axes.tick_params(colors=INK, length=0)
+    axes.grid(axis="y", color=FAINT, linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.set_title(title, loc="left", fontsize=12, fontweight="bold", color=INK)
+    axes.set_xlabel(along, color=INK)
+
+
 NEAR = [(8, 0), (6, 7), (6, -7), (-8, 0), (-6, 7), (-6, -7)]
 FAR = [(20, 14), (20, -14), (-20, 14), (-20, -14), (30, 30)]
 
 
 def place_labels(axes: Any, labels: Sequence[tuple[str, tuple[float, float], str]]) -> None:
-    """Label points of a drawn picture where nothing else is; one without room stays without.
+    """Label the points of a plot where there is free space; a point without space gets no label.
 
     Args:
-        axes: of matplotlib, drawn but for its labels.
-        labels: text, point and curve; consecutive points of one curve are joined by a line, which no text crosses.
+        axes: axes of matplotlib, already drawn except for the labels.
+        labels: text, point and curve of each label; no text crosses the line that joins the points of a curve.
     """
     inside, taken = axes.get_window_extent(), [text.get_window_extent().padded(2) for text in axes.texts]
     spots = axes.transData.transform([spot for _, spot, _ in labels]) if labels else []

@@ -1,12 +1,12 @@
-"""The tables of Pope et al. 2022 out of compiled programs: PaLM 540B served on 64 TPU v4 that are not there.
+"""Reproduce the tables of Pope et al. 2022 from programs compiled offline: PaLM 540B served on 64 TPU v4.
 
     python benchmarks/palm.py                                    # all of it, half an hour on two cores
     python benchmarks/palm.py --only contexts --write docs/palm.md
     python benchmarks/palm.py --only rows --row decode-512 --json rows.json
 
-`contexts` is table 1, the longest context; `rows` is table 2, latency and MFU, each row in the paper's layout, in the
-one that the planner picks, and in faster ones; `hand` compares the decode step with the same written by hand
-(`decode_by_hand.py`). The programs are those of `gspmd generate`. Needs the compiler for TPUs, and no TPU.
+`contexts` is table 1, the longest context; `rows` is table 2, latency and MFU, with each row in the paper's layout, in
+the planner's choice, and in faster layouts; `hand` compares the decode step with a handwritten one
+(`decode_by_hand.py`). The programs are those of `gspmd generate`. Needs the compiler for TPUs, but no TPU.
 """
 
 import argparse
@@ -32,7 +32,7 @@ from gspmd_models import ModelConfig, abstract_cache
 from gspmd_models.decoding import rank_serving, serving_layouts, serving_program
 
 SHARE = 0.3
-"""The part of the 32 GiB of a chip's memory that the cache may take (the paper's table 1)."""
+"""The fraction of a chip's 32 GiB of memory that the cache may take (the paper's table 1)."""
 HEADS = {"padding.H": 64}
 TILE = 8
 BATCH = "weight-stationary-2d B_xyzLHD B_xyzTKD"
@@ -47,18 +47,18 @@ LONGEST = (
 
 @dataclass(frozen=True)
 class File:
-    """The table of a configuration file that counts here."""
+    """The part of a configuration file that is used here."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
 
 
 @dataclass(frozen=True)
 class Row:
-    """A row of table 2: what was run, in which layout, and the seconds that were measured.
+    """A row of table 2: a program, its layout, and the measured seconds and MFU.
 
     Attributes:
-        steps: executions of the program: 64 for the 64 tokens of a decode.
-        faster: layouts and lowerings to compile besides, each with its multiple of heads.
+        steps: number of executions of the program: 64 for the 64 tokens of a decode.
+        faster: further layouts and lowerings to compile, each with the number that its padded heads are a multiple of.
     """
 
     phase: str
@@ -72,7 +72,7 @@ class Row:
 
     @property
     def tokens(self) -> int:
-        """Tokens over all rows and steps."""
+        """Number of tokens, over all rows and steps."""
         return self.batch * (2048 if self.phase == "prefill" else self.steps)
 
 
@@ -85,11 +85,11 @@ ROWS = {
     "prefill-512": Row("prefill", 512, GATHERED, 85.2, 0.76, faster=((GATHERED, "blocking", 1),)),
     "decode-512": Row("decode", 512, BATCH, 6.0, 0.33, steps=64, faster=((BATCH, "auto", 1),)),
 }  # fmt: skip
-"""Table 2. Prompts have 2048 tokens; a decode goes on behind them, so its cache has room for 2112."""
+"""Table 2. Prompts have 2048 tokens; a decode adds 64, so its cache has room for 2112."""
 
 
 def main() -> None:
-    """Measure what is asked for, print it, and write it into the page."""
+    """Measure the chosen rows, print the tables, and write them into the page."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", choices=SECTIONS, nargs="+", default=list(SECTIONS), help="default: all")
     parser.add_argument("--row", choices=ROWS, nargs="+", default=list(ROWS), help="of `rows`; default: all")
@@ -102,7 +102,7 @@ def main() -> None:
 
 
 def longest(kept: Kept, rows: Sequence[str]) -> Iterator[str]:
-    """Table 1: the longest context whose cache takes its share of a chip's memory."""
+    """Yield table 1: the longest context whose cache fits into its share of a chip's memory."""
     yield "| attention | batch | layout | cache per token of context | longest context | paper | |"
     yield "|---|--:|---|--:|--:|--:|--:|"
     for name, layout, measured in LONGEST:
@@ -116,9 +116,9 @@ def longest(kept: Kept, rows: Sequence[str]) -> Iterator[str]:
 
 
 def context(name: str, layout: str, batch: int) -> dict[str, Any]:
-    """The longest context, from the bytes of the cache among the arguments of compiled decode steps.
+    """Return the longest context, from the bytes of the cache among the arguments of compiled decode steps.
 
-    What one position takes is the difference between two programs; T is padded to whole tiles of 8 positions.
+    The bytes of one position come from the difference between two programs; T is padded to whole tiles of 8 positions.
     """
     machine, mesh = slice64()
     several = name.startswith("multi-head")
@@ -129,7 +129,7 @@ def context(name: str, layout: str, batch: int) -> dict[str, Any]:
     guess = int(room / (2 * prod(expected.sharding.shard_shape(expected.shape)) * 2)) * TILE
 
     def held(tokens: int) -> int:
-        """Bytes of weights and cache on one chip."""
+        """Return the bytes of weights and cache on one chip."""
         report = compiled(config, at, machine, mesh, "decode", batch, tokens)
         assert report.fits, report.reason
         return report.argument_bytes
@@ -140,23 +140,23 @@ def context(name: str, layout: str, batch: int) -> dict[str, Any]:
 
 
 def slice64() -> tuple[Topology, jax.sharding.Mesh]:
-    """64 chips, an axis of the mesh along each axis of the torus."""
+    """Return a slice of 64 chips, and a mesh with one axis along each axis of its torus."""
     machine = topology("tpu-v4:4x4x4")
     return machine, machine.mesh({"x": 4, "y": 4, "z": 4})
 
 
 def palm() -> ModelConfig:
-    """PaLM 540B."""
+    """Return PaLM 540B."""
     return load_toml(File, configs.find("palm-540b")).model
 
 
 def layout_named(name: str, several_keys: bool = False) -> Layout:
-    """The layout of this name among those that the planner chooses from."""
+    """Return the layout with this name among those that the planner chooses from."""
     return next(each for each in serving_layouts(several_keys=several_keys) if each.name == name)
 
 
 def compiled(config, layout, machine, mesh, phase, batch, room, length=1, weights=None, lowering="blocking") -> Report:
-    """The program of a phase, compiled for a slice."""
+    """Compile the program of a phase for a slice."""
     program = serving_program(config, layout, mesh, phase, batch=batch, room=room, length=length, weights=weights)
     with gspmd.lowering(lowering):
         return compile_offline(
@@ -166,7 +166,7 @@ def compiled(config, layout, machine, mesh, phase, batch, room, length=1, weight
 
 
 def latencies(kept: Kept, names: Sequence[str]) -> Iterator[str]:
-    """Table 2: every row in the paper's layout, the planner's choice, and what is faster."""
+    """Yield table 2: every row in the paper's layout, the planner's choice, and faster layouts."""
     yield "| row | layout, lowering | heads | computing | waiting | seconds | paper | | MFU | paper |"
     yield "|---|---|--:|--:|--:|--:|--:|--:|--:|--:|"
     for name in names:
@@ -188,7 +188,7 @@ def latencies(kept: Kept, names: Sequence[str]) -> Iterator[str]:
 
 
 def chosen(row: Row) -> dict[str, Any]:
-    """The layout that the planner picks for a row, with heads padded as in the paper."""
+    """Return the layout that the planner picks for a row, with heads padded as in the paper."""
     mesh, length = slice64()[1], 2048 if row.phase == "prefill" else 1
     ranked = rank_serving(
         palm(), [each.override(HEADS) for each in serving_layouts()], mesh, row.phase, batch=row.batch,
@@ -198,7 +198,7 @@ def chosen(row: Row) -> dict[str, Any]:
 
 
 def measured(row: Row, layout: str, lowering: str, heads: int) -> dict[str, Any]:
-    """The simulated seconds of one execution."""
+    """Return the simulated seconds of one execution."""
     machine, mesh = slice64()
     at = layout_named(layout).override({"padding.H": heads}) if heads > 1 else layout_named(layout)
     length = 2048 if row.phase == "prefill" else 1
@@ -214,7 +214,7 @@ def measured(row: Row, layout: str, lowering: str, heads: int) -> dict[str, Any]
 
 
 def by_hand(kept: Kept, names: Sequence[str]) -> Iterator[str]:
-    """The decode step of table 2's last row in notation, and by hand."""
+    """Yield a table of the decode step of table 2's last row, in notation and by hand."""
     figures = kept("by hand", compared)
     yield "| decode, 512 rows | in notation | by hand | |"
     yield "|---|--:|--:|--:|"
@@ -223,7 +223,7 @@ def by_hand(kept: Kept, names: Sequence[str]) -> Iterator[str]:
 
 
 def compared() -> dict[str, tuple[float, float]]:
-    """Figures of both programs."""
+    """Return the figures of both programs."""
     import decode_by_hand
 
     machine, mesh = slice64()
@@ -243,10 +243,10 @@ def compared() -> dict[str, tuple[float, float]]:
 
 
 def seconds_to_trace(*programs: tuple[Any, Any], times: int = 25) -> list[float]:
-    """The median processor seconds of tracing and lowering each function with its arguments.
+    """Return the median processor seconds to trace and lower each function with its arguments.
 
-    They take turns, so that what else the machine does falls on all of them. A first turn, which makes plans and fills
-    JAX's caches, does not count.
+    The functions take turns, so that other load on the machine affects all of them alike. The first turn, which makes
+    plans and fills JAX's caches, is not counted.
     """
     took: list[list[float]] = [[] for _ in programs]
     for _ in range(1 + times):

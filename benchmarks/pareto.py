@@ -1,13 +1,14 @@
-"""Latency against cost per token of PaLM 8B, 62B and 540B on TPU v4, each point in the layout that the planner picks.
+"""Plot latency against cost per token of PaLM 8B, 62B and 540B on TPU v4, each point in the planner's layout.
 
-    python benchmarks/pareto.py --json pareto.json      # plan every point, compile the frontiers; goes on where it was
+    python benchmarks/pareto.py --json pareto.json      # plan every point, compile the frontiers; continues old runs
     python benchmarks/pareto.py --from pareto.json --image docs/images/palm-pareto.png --write docs/palm.md
 
-As in figure 1 of Pope et al. 2022: one step of decoding with 2048 tokens of context in the cache, and reading a prompt
-of 2048 tokens, over batch sizes and numbers of chips. Cost is chip-seconds: chips · seconds / tokens. For each point
-all layouts of `serving_layouts` are ranked by the planned seconds of the actual step (`rank_serving`). A plan leaves
-out what stands between products, so what is compiled is slower: points that no other beats are compiled until none of
-them is only planned; what remains planned is beaten even as planned. Needs the compiler for TPUs, and no TPU.
+As in figure 1 of Pope et al. 2022, the points are one step of decoding with 2048 tokens of context in the cache, and
+reading a prompt of 2048 tokens, over batch sizes and numbers of chips. Cost is chips · seconds / tokens. For each
+point, all layouts of `serving_layouts` are ranked by the planned seconds of the actual step (`rank_serving`). A plan
+leaves out the work between products, so a compiled program is slower. Points on the frontier are compiled until every
+point on it is compiled; the others are off the frontier even with their planned seconds. Needs the compiler for TPUs,
+but no TPU.
 """
 
 import argparse
@@ -38,18 +39,18 @@ PRESETS = {
 }  # fmt: skip
 CONTEXT = 2048
 FEW = 64
-"""Most rows that are served with int8 weights, as in the paper; larger batches are served in bfloat16."""
+"""The most rows that are served with int8 weights, as in the paper; larger batches are served in bfloat16."""
 MARKS = ("<!-- points: python benchmarks/pareto.py -->", "<!-- end of points -->")
 NAMES = {"palm-8b": "PaLM 8B", "palm-62b": "PaLM 62B", "palm-540b": "PaLM 540B"}
 
 
 @dataclass(frozen=True)
 class Point:
-    """One phase of one model on so many chips: the layout that the planner picks, and its seconds.
+    """One phase of a model with a number of chips and rows, in the layout that the planner picks.
 
     Attributes:
-        seconds: of a step, planned.
-        compiled: likewise as compiled and simulated; 0 where it was not compiled.
+        seconds: planned seconds of a step.
+        compiled: simulated seconds of the compiled step; 0 if it was not compiled.
     """
 
     model: str
@@ -63,7 +64,7 @@ class Point:
 
     @property
     def latency(self) -> float:
-        """Seconds of a step as compiled, or else as planned."""
+        """Seconds of a step, as compiled if it was compiled, otherwise as planned."""
         return self.compiled or self.seconds
 
     @property
@@ -73,7 +74,7 @@ class Point:
 
 
 def main() -> None:
-    """Plan, compile, draw and write."""
+    """Plan and compile the points, draw the plot, and write the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", choices=CHIPS, help="only this one")
     parser.add_argument("--phase", choices=BATCHES, help="only this one")
@@ -97,7 +98,7 @@ def main() -> None:
 
 
 def measure(options: argparse.Namespace) -> list[Point]:
-    """Plan every point; then compile the frontiers until they stand."""
+    """Plan every point, then compile points until all of the frontiers are compiled."""
     points = read(options.json) if options.json and options.json.exists() else []
     for model in [options.model] if options.model else CHIPS:
         for phase in [options.phase] if options.phase else BATCHES:
@@ -115,7 +116,7 @@ def measure(options: argparse.Namespace) -> list[Point]:
 
 
 def read(path: Path) -> list[Point]:
-    """The points of a file."""
+    """Read the points of a file."""
     return [Point(**each) for each in json.loads(path.read_text())]
 
 
@@ -126,7 +127,7 @@ def keep(path: Path | None, points: Iterable[Point]) -> None:
 
 
 def plan(model: str, phase: str, chips: int, batch: int) -> list[Point]:
-    """The point in the fastest layout, if any fits."""
+    """Plan a point in its fastest layout; the list is empty if no layout fits."""
     mesh, config, weights = slice_of(chips)[1], config_of(model), "int8" if batch <= FEW else "bfloat16"
     length = CONTEXT if phase == "prefill" else 1
     ranked = rank_serving(
@@ -140,13 +141,13 @@ def plan(model: str, phase: str, chips: int, batch: int) -> list[Point]:
 
 
 def measured(point: Point) -> Point:
-    """The point as compiled; one whose program does not fit stays out of every frontier."""
+    """Compile a point; one whose program does not fit gets infinite seconds, which keeps it off every frontier."""
     machine, mesh = slice_of(point.chips)
     config = config_of(point.model)
     layout = next(each for each in layouts(config, point.phase, mesh) if each.name == point.layout)
     length = CONTEXT if point.phase == "prefill" else 1
     report = compiled(config, layout, machine, mesh, point.phase, point.batch, CONTEXT, length, point.weights)
-    seconds = report.timeline.step_seconds if report.timeline else float("inf")
+    seconds = report.timeline.step_seconds if report.fits and report.timeline else float("inf")
     print(
         f"  compiled: {point.model} {point.chips} chips, {point.batch} rows: {amount_of_seconds(seconds)}", flush=True
     )
@@ -154,18 +155,18 @@ def measured(point: Point) -> Point:
 
 
 def slice_of(chips: int):
-    """The slice, and a mesh along its torus axes."""
+    """Return a slice, and a mesh along its torus axes."""
     machine = topology(f"tpu-v4:{SLICES[chips]}")
     return machine, machine.mesh(dict(zip("xyz", machine.shape)))
 
 
 def config_of(model: str) -> models.ModelConfig:
-    """The configuration of a model."""
+    """Return the configuration of a model."""
     return load_toml(File, configs.find(model)).model
 
 
 def layouts(config: models.ModelConfig, phase: str, mesh) -> list:
-    """The layouts that are tried, heads padded to the devices that they are split over: all, or those of y and z."""
+    """Return the layouts to try, with heads padded to a multiple of all devices, or else of those along y and z."""
     alone = mesh.shape["y"] * mesh.shape["z"]
     padded = [-(-config.heads // share) * share for share in (mesh.devices.size, alone)]
     heads = next((size for size in padded if size < 2 * config.heads), config.heads)
@@ -174,7 +175,7 @@ def layouts(config: models.ModelConfig, phase: str, mesh) -> list:
 
 
 def frontier(points: Iterable[Point]) -> list[Point]:
-    """The points that no other of the same model and phase beats in both latency and cost, fastest first."""
+    """Return the points that no other point of the same model and phase beats in latency and cost, fastest first."""
     points, best = sorted(points, key=lambda point: (point.latency, point.cost)), []
     for point in points:
         if point.latency < float("inf") and all(point.cost < other.cost for other in best):
@@ -183,7 +184,7 @@ def frontier(points: Iterable[Point]) -> list[Point]:
 
 
 def table(points: list[Point]) -> list[str]:
-    """The frontiers as Markdown."""
+    """Format the frontiers as Markdown tables."""
     lines = []
     for phase in BATCHES:
         for model in CHIPS:
@@ -214,7 +215,7 @@ TITLES = {
 
 
 def draw(points: list[Point], path: Path) -> None:
-    """Draw latency against cost, a panel for each phase; frontiers in full color, each point with its layout."""
+    """Draw latency against cost in a panel for each phase, with labelled frontiers in full color."""
     from matplotlib.figure import Figure
 
     style = {"font.family": "DejaVu Sans", "font.size": 10}
@@ -230,7 +231,7 @@ def draw(points: list[Point], path: Path) -> None:
             panel(axes, [point for point in points if point.phase == phase], phase)
             for axes, phase in zip(figure.subplots(1, 2), BATCHES)
         ]
-        figure.draw_without_rendering()  # labels are placed where the layout has put everything else
+        figure.draw_without_rendering()  # labels are placed relative to everything else, which must be laid out first
         figure.set_layout_engine("none")
         for axes, best in zip(figure.axes, panels):
             place_labels(axes, [(said(point), spot, point.model) for point, spot in best])
@@ -241,7 +242,7 @@ Spot = tuple[float, float]
 
 
 def panel(axes, points: list[Point], phase: str) -> list[tuple[Point, Spot]]:
-    """Draw one phase; returns the points of its frontiers, and where they are."""
+    """Draw one phase, and return the points of its frontiers with their coordinates."""
     kept, scale = [], 1e3 if phase == "decode" else 1.0
     for model, color in COLORS.items():
         of_model = [point for point in points if point.model == model and point.latency < float("inf")]
@@ -279,7 +280,7 @@ def panel(axes, points: list[Point], phase: str) -> list[tuple[Point, Spot]]:
 
 
 def said(point: Point) -> str:
-    """Rows and chips; and the layout in short: of the weights, and over which axes the attention has the batch."""
+    """Return a point's label: rows and chips, the layout of the weights, and the axes that shard attention's batch."""
     preset, query, _ = point.layout.split()
     held = Spec.parse(query)
     over = [f"{dim}_{''.join(axes)}" for dim, axes in zip(held.dims, held.axes) if axes and dim in "BL"]

@@ -1,11 +1,11 @@
-"""The time that planning takes: a first plan, a cached one, and the plans of the gradients.
+"""Measure the time of planning: a first plan, a cached one, and the plans of the gradients.
 
     python benchmarks/plan.py                  # a table of medians, in milliseconds and microseconds
     python benchmarks/plan.py --json plan.json # the same as plain data
 
-Nothing runs on a device. Between two first plans every cache of the planner is emptied: so a first plan is that of a
-process which has planned nothing before, and in one that has planned the same equation for other sizes it takes half as
-long or less. Plans are `blocking`; what `looped` adds to them is not the search's.
+Nothing runs on a device. Before each first plan, every cache of the planner is emptied, so it takes as long as in a new
+process; a process that has planned the same equation for other sizes needs half as long or less. Plans are `blocking`,
+since the additional work for `looped` is not part of the search.
 """
 
 import argparse
@@ -51,7 +51,7 @@ LENGTHS = {"decode": 1, "prefill": 2048}
 
 
 def main() -> None:
-    """Measure, print, and write what was measured."""
+    """Measure the plans, print the table, and write the results."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     parser.add_argument("--repeats", type=int, default=5, help="first plans per equation (default: %(default)s)")
@@ -67,11 +67,11 @@ def main() -> None:
 
 
 def measure(name: str, equation: str, mesh: dict[str, int], stage: str, repeats: int) -> dict:
-    """Medians of one equation, in seconds."""
+    """Return the median seconds of one equation."""
     letters = {c for c in equation if c.isupper()}
     sizes = {d: n for d, n in {**SIZES, "L": LENGTHS[stage]}.items() if d in letters}
     make = lambda: gspmd.plan(equation, sizes, mesh, lowering="blocking")  # noqa: E731
-    make()  # numpy, the chips and the parser have their own first times
+    make()  # warms up numpy, the table of chips and the parser
     first, gradients = [], []
     for _ in range(repeats):
         forget()
@@ -92,14 +92,14 @@ def forget() -> None:
 
 
 def seconds(call: Callable) -> float:
-    """The processor time of one call: planning has one thread, and what else the machine does is not in it."""
+    """Return the processor seconds of one call; planning is single-threaded, so other load does not count."""
     start = time.process_time()
     call()
     return time.process_time() - start
 
 
 def table(rows: list[dict]) -> Table:
-    """The medians for a reader."""
+    """Lay the medians out as a table."""
     found = Table(title="planning, medians", title_justify="left")
     for column, justify in (("equation", "left"), ("", "left"), ("axes", "right")):
         found.add_column(column, justify=justify)

@@ -1,11 +1,11 @@
-"""Layouts that `gspmd search` finds beside the best preset, both compiled: seconds, bytes, and what they are spent on.
+"""Compare layouts that `gspmd search` finds with the best preset, both compiled: seconds by part, and bytes.
 
-    python benchmarks/search.py --folder searched --write docs/search.md     # hours: the two largest take one each
+    python benchmarks/search.py --folder searched --write docs/search-figures.md  # hours: the two largest take one each
     python benchmarks/search.py --folder searched --row palm-64-prefill
 
-Each row is a command, `gspmd search` with these flags, in a process of its own, which keeps its figures in the folder;
-rows whose figures are there are not run again. The table has the fastest program of those that were found and the
-fastest of a preset. Needs the compiler for TPUs, and no TPU.
+Each row runs `gspmd search` with these flags in its own process, which saves its figures in the folder; rows that have
+figures there are not repeated. The table has the fastest program that was found, and the fastest of a preset. Needs the
+compiler for TPUs, but no TPU.
 """
 
 import argparse
@@ -43,7 +43,7 @@ MARKS = "<!-- rows: python benchmarks/search.py -->", "<!-- end of rows -->"
 
 
 def main() -> None:
-    """Compile what is asked for, print it, and write it into the page."""
+    """Search and compile the chosen rows, print the table, and write it into the page."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--row", choices=ROWS, nargs="+", default=list(ROWS), help="default: all")
     parser.add_argument("--folder", type=Path, required=True, help="where figures are kept, and taken from")
@@ -57,7 +57,7 @@ def main() -> None:
 
 
 def measured(name: str, folder: Path) -> dict[str, Any]:
-    """The figures of a row; searched and compiled if they are not in the folder."""
+    """Return the figures of a row; search and compile it if they are not in the folder."""
     kept = folder / f"{name}.json"
     if not kept.exists():
         fresh = kept.with_suffix(".part")
@@ -68,7 +68,7 @@ def measured(name: str, folder: Path) -> dict[str, Any]:
 
 
 def rows(found: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
-    """Two lines for each step: the fastest program that was found, and the best preset's."""
+    """Yield a table with two rows for each step: the fastest program that was found, and that of the best preset."""
     yield "| step | layout | planned | compiled | of the preset | products | other | copies | waiting | memory |"
     yield f"|:--|:--|{'--:|' * 8}"
     for name, figures in found.items():
@@ -93,7 +93,7 @@ def _named(each: Mapping[str, Any], count: int) -> Iterator[str]:
 
 
 def _improves(each: Mapping[str, Any]) -> bool:
-    """Whether it is a preset with other lines: `zero-3, with ffn.w_in E_xyF`."""
+    """Return whether a layout is a preset with changed lines: `zero-3, with ffn.w_in E_xyF`."""
     return ", with " in each["name"]
 
 

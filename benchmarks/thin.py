@@ -1,12 +1,13 @@
-"""The cost of thin matrix products on TPUs, as their compiler estimates it, beside the model that the planner uses.
+"""Compare the cost of thin matrix products on TPUs, as their compiler estimates it, with the planner's model.
 
     python benchmarks/thin.py --chip tpu-v4                   # compile offline; measured, model, their ratio
     python benchmarks/thin.py --chip tpu-v4 --json thin.json  # and write the same as plain data
     python benchmarks/thin.py --chip tpu-v4 --fit             # and print a row for gspmd/hardware/matmul.toml
 
-Needs the compiler for TPUs (pip install 'gspmd[tpu]') and no TPU; one to ten minutes on two cores. Every product is
-taken in three forms: `plain`, by itself; `write`, a chunk of a free dimension, put in its place in the result; and
-`accumulate`, a chunk of the contracted dimension, added to a float32 accumulator; the latter two in a loop.
+Needs the compiler for TPUs (pip install 'gspmd[tpu]') but no TPU; takes one to ten minutes on two cores. Every product
+is compiled in three forms: `plain`, by itself; `write`, a loop over chunks of a free dimension, each written to its
+place in the result; and `accumulate`, a loop over chunks of the contracted dimension, each added to a float32
+accumulator.
 """
 
 import argparse
@@ -33,24 +34,24 @@ from gspmd.hardware.chips import Chip
 from gspmd.hardware.matmul import EFFICIENCIES, Efficiency, Traffic
 
 SLICES = {"tpu-v3": "4x4", "tpu-v4": "4x4x4", "tpu-v5e": "4x4", "tpu-v5p": "4x4x4", "tpu-v6e": "4x4", "tpu7x": "4x4x4"}
-DEPTHS = {"tpu-v6e": 256, "tpu7x": 256}  # rows of the matrix unit, where they are not 128
+DEPTHS = {"tpu-v6e": 256, "tpu7x": 256}  # rows of the matrix unit; 128 for other chips
 FORMS = ("plain", "write", "accumulate")
 LEFT = (8, 32, 64, 128, 256, 512, 1024, 2048, 8192)
 CONTRACTED = (64, 128, 288, 512, 1152, 2304, 4608, 18432)
 RIGHT = (128, 256, 512, 1152, 2304, 4608, 8192)
-SERIES = ((18432, 1152), (1152, 4608), (4608, 4608))  # weights of which ever thinner chunks are multiplied
-# whose results and accumulators are too large to stay on a chip
+SERIES = ((18432, 1152), (1152, 4608), (4608, 4608))  # weights that are multiplied by ever thinner chunks
+# Products whose results and accumulators are too large for on-chip memory.
 LARGE = ((8192, 512, 4608), (8192, 1152, 4608), (8192, 4608, 4608), (8192, 288, 8192), (8192, 2304, 8192))
 TRIPS = 4
-TOGETHER, BYTES = 12, 4e9  # most products, and about the most bytes of arguments, in one program
-ON_CHIP = re.compile(r"S\([1-4]\)")  # in a layout: the array lies in a memory of the chip
+TOGETHER, BYTES = 12, 4e9  # the most products, and roughly the most bytes of arguments, in one program
+ON_CHIP = re.compile(r"S\([1-4]\)")  # in a layout, marks an array in on-chip memory
 
 Shape = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One product as compiled: seconds, bytes that it reads from main memory, and bytes of its result written there."""
+    """One compiled product: its seconds, and the bytes that it reads from and writes to main memory."""
 
     form: str
     left: int
@@ -62,15 +63,15 @@ class Sample:
 
     @property
     def moved(self) -> Traffic:
-        """The same as the model takes it."""
+        """The bytes as the model takes them."""
         return Traffic(self.read, 0, self.written) if self.form == "accumulate" else Traffic(self.read, self.written)
 
 
 def main() -> None:
-    """Measure, print, and write what was measured."""
+    """Measure the products, print the table, and write the results."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--chip", default="tpu-v4", choices=SLICES, help="default: %(default)s")
-    parser.add_argument("--shapes", type=int, default=75, help="of the grid, drawn by chance (default: %(default)s)")
+    parser.add_argument("--shapes", type=int, default=75, help="random shapes of the grid (default: %(default)s)")
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     parser.add_argument("--fit", action="store_true", help="fit the constants anew, and print them")
     options = parser.parse_args()
@@ -92,7 +93,7 @@ def main() -> None:
 
 
 def shapes(count: int) -> list[Shape]:
-    """The series of ever thinner chunks, the large ones, and so many shapes of the grid."""
+    """Return the series of ever thinner chunks, the large shapes, and `count` random shapes of the grid."""
     grid = [s for s in product(LEFT, CONTRACTED, RIGHT) if 2**21 <= prod(s) <= 2**38]
     drawn = np.random.default_rng(0).permutation(len(grid))[:count]
     series = [(left, *weight) for left in (16, 64, 256, 1024, 2048) for weight in SERIES]
@@ -100,12 +101,12 @@ def shapes(count: int) -> list[Shape]:
 
 
 def plain(x: jax.Array, w: jax.Array, at: jax.Array) -> jax.Array:
-    """A product by itself."""
+    """Multiply once, without a loop."""
     return x @ w
 
 
 def write(x: jax.Array, w: jax.Array, at: jax.Array) -> jax.Array:
-    """Chunks of a free dimension, each product put in its place."""
+    """Multiply chunks of a free dimension, and write each product to its place."""
     left = x.shape[1]
 
     def step(k: jax.Array, out: jax.Array) -> jax.Array:
@@ -117,7 +118,7 @@ def write(x: jax.Array, w: jax.Array, at: jax.Array) -> jax.Array:
 
 
 def accumulate(x: jax.Array, w: jax.Array, at: jax.Array) -> jax.Array:
-    """Chunks of the contracted dimension, each product added to the sum so far."""
+    """Multiply chunks of the contracted dimension, and add up the products."""
 
     def step(k: jax.Array, total: jax.Array) -> jax.Array:
         place = (at + k) % TRIPS
@@ -128,13 +129,13 @@ def accumulate(x: jax.Array, w: jax.Array, at: jax.Array) -> jax.Array:
 
 
 def operands(form: str, left: int, contracted: int, right: int) -> list[tuple[int, ...]]:
-    """Shapes of a form's operands: all of its chunks."""
+    """Return the shapes of a form's operands, with all of their chunks."""
     of_left, of_right = () if form == "plain" else (TRIPS,), (TRIPS,) if form == "accumulate" else ()
     return [(*of_left, left, contracted), (*of_right, contracted, right)]
 
 
 def programs(form: str, wanted: list[Shape]) -> Iterator[list[Shape]]:
-    """The shapes in groups, each small enough for one program."""
+    """Yield the shapes in groups that are small enough for one program."""
     group, size = [], 0
     for shape in wanted:
         more = 2 * sum(map(prod, operands(form, *shape)))
@@ -146,7 +147,7 @@ def programs(form: str, wanted: list[Shape]) -> Iterator[list[Shape]]:
 
 
 def measure(machine: Topology, form: str, group: list[Shape]) -> Iterator[Sample]:
-    """Compile independent products as one program, and read what each of them takes."""
+    """Compile independent products as one program, and yield the cost of each."""
     body = {"plain": plain, "write": write, "accumulate": accumulate}[form]
 
     def run(at: jax.Array, *arrays: jax.Array) -> list[jax.Array]:
@@ -163,7 +164,7 @@ def measure(machine: Topology, form: str, group: list[Shape]) -> Iterator[Sample
 
 
 def compiled(machine: Topology, run: Callable, sizes: list[tuple[int, ...]]) -> Module:
-    """A program in which every device does the same, for itself."""
+    """Compile a program in which every device computes the same by itself."""
     mesh = machine.mesh({"x": machine.num_devices}, "auto")
     place = NamedSharding(mesh, PartitionSpec())
     arrays = [jax.ShapeDtypeStruct(size, jnp.bfloat16, sharding=place) for size in sizes]
@@ -181,7 +182,7 @@ def bodies(module: Module) -> Iterator[Computation]:
 
 
 def summed(module: Module, computations: list[Computation], scope: str, chip: Chip) -> tuple[float, int, int]:
-    """Seconds and bytes of everything in a scope, once; what is copied beside it, in the background, costs nothing."""
+    """Sum the seconds and bytes of the instructions in a scope; asynchronous copies cost nothing."""
     seconds, moved, written = 0.0, 0, 0
     for computation in computations:
         for each in computation.instructions:
@@ -195,20 +196,20 @@ def summed(module: Module, computations: list[Computation], scope: str, chip: Ch
 
 
 def touched(value: Instruction) -> int:
-    """Bytes of main memory where a product reads an operand, one chunk of it, or writes its result."""
+    """Return the bytes of main memory that a product touches in one chunk of an operand or in its result."""
     array = value.arrays[0]
     on_chip = ON_CHIP.search(value.type) or len(array.shape) < 2
     return 0 if on_chip else array.bytes // prod(array.shape[:-2])
 
 
 def modelled(sample: Sample, chip: Chip, row: Efficiency) -> float:
-    """Seconds by the model, for the bytes that the compiled program moves."""
+    """Return the model's seconds, for the bytes that the compiled program moves."""
     sizes = (1, sample.left, sample.contracted, sample.right)
     return row.seconds(sizes, sample.moved, "bfloat16", chip, sample.form == "accumulate")
 
 
 def fit(samples: Sequence[Sample], chip: Chip) -> Efficiency:
-    """The constants with the least ratios between model and measurement, outliers counting little."""
+    """Fit the constants to the log ratios of model and measurement, with a loss that discounts outliers."""
     tiles = {"rows": 8, "lanes": 128, "depth": DEPTHS.get(chip.name, 128)}
     row = lambda logs: Efficiency(*np.exp(logs).tolist(), **tiles)  # noqa: E731
     off = lambda logs: [log(modelled(each, chip, row(logs)) / each.seconds) for each in samples]  # noqa: E731
@@ -219,8 +220,8 @@ def fit(samples: Sequence[Sample], chip: Chip) -> Efficiency:
 
 
 def errors(rows: list[dict]) -> dict[str, tuple[int, float, float]]:
-    """Return how far the model is off, over all and form by form: products, median and 90th percentile of |ratio -
-    1|."""
+    """Return the model's errors, over all forms and for each: number of products, median and 90th percentile of
+    |ratio - 1|."""
     found = {}
     for form in ("all", *FORMS):
         off = [abs(row["model"] / row["seconds"] - 1) for row in rows if form in ("all", row["form"])]
@@ -229,14 +230,14 @@ def errors(rows: list[dict]) -> dict[str, tuple[int, float, float]]:
 
 
 def row_text(chip: str, fitted: Efficiency, rows: list[dict]) -> str:
-    """A row of matmul.toml."""
+    """Format a row of matmul.toml."""
     count, median, most = errors(rows)["all"]
     figures = "\n".join(f"{key} = {value:.4g}" for key, value in asdict(fitted).items())
     return f"\n[{chip}]\n{figures}\n\n[{chip}.fit]\nproducts = {count}\nmedian = {median:.3f}\nninetieth = {most:.3f}\n"
 
 
 def table(rows: list[dict], chip: str) -> Table:
-    """Measured and model for a reader, the worst last."""
+    """Lay the measurements and the model out as a table, with the largest errors last."""
     found = Table(title=f"one product on {chip}", title_justify="left")
     for column in (
         "form",

@@ -1,13 +1,12 @@
-"""The cost of lowering `looped` for a training step on fake devices: tokens per second beside blocking's, preset by
-preset.
+"""Measure the overhead of lowering `looped`: tokens per second of a training step on fake devices, for each preset.
 
     python benchmarks/training_throughput.py                          # every preset, half an hour on two cores
     python benchmarks/training_throughput.py --quick                  # a smaller model, fewer steps: eight minutes
     python benchmarks/training_throughput.py --json throughput.json   # and write the same as plain data
 
-Eight fake devices share the cores of this host: a permute is a memory copy by a core that would multiply meanwhile, so
-hiding it cannot pay. The ratio says only what looping costs in extra work: smaller products, copies of chunks, more
-instructions. What it gains on devices with links of their own is in benchmarks/looped.py.
+Eight fake devices share the cores of this host. A permute is a memory copy by a core that would otherwise multiply, so
+hiding it cannot pay. The ratio to lowering `blocking` shows only the extra work of looping: smaller products, copies of
+chunks, more instructions. benchmarks/looped.py has its gain on devices with real links.
 """
 
 import argparse
@@ -36,10 +35,10 @@ from gspmd_models import step
 
 LOWERINGS = ("blocking", "looped")
 NOTE = (
-    "communication is a memory copy by the cores that multiply, so hiding it cannot pay: the ratio says only what "
-    "looping costs in extra work, and nothing about devices with links of their own"
+    "communication is a memory copy by the cores that multiply, so hiding it cannot pay: the ratio shows only the "
+    "extra work of looping, and says nothing about devices with real links"
 )
-# Two repeats of a dense block and one of experts: a scan, whose backward pass recomputes.
+# Two repeats of a dense block and an expert block, in a scan whose backward pass recomputes.
 MODEL = models.ModelConfig(
     vocabulary=256, embed=128, layers=4, heads=8, kv_heads=8, head_size=16, feed_forward=256, moe=MoEConfig(experts=8)
 )
@@ -47,7 +46,7 @@ MODEL = models.ModelConfig(
 
 @dataclass(frozen=True)
 class Load:
-    """The case that is timed: a model, sequences, their length, and how often both lowerings take their turn."""
+    """The timed case: a model, its batch and length, and the numbers of turns and of steps per turn."""
 
     model: models.ModelConfig = MODEL
     batch: int = 16
@@ -61,7 +60,7 @@ QUICK = Load(replace(MODEL, layers=2, remat=False), batch=8, length=64, turns=9,
 
 @dataclass(frozen=True)
 class Row:
-    """One preset: tokens per second of every turn, and seconds of compilation, by lowering."""
+    """The figures of one preset: tokens per second of every turn, and seconds of compilation, by lowering."""
 
     preset: str
     mesh: dict[str, int]
@@ -70,7 +69,7 @@ class Row:
 
     @property
     def ratios(self) -> list[float]:
-        """Return looped's tokens per second as a multiple of blocking's, for every turn."""
+        """The ratio of looped's to blocking's tokens per second, for every turn."""
         blocking, looped = (self.tokens_per_second[name] for name in LOWERINGS)
         return [second / first for first, second in zip(blocking, looped)]
 
@@ -90,7 +89,7 @@ def main() -> None:
 
 
 def parsed() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--presets", default=",".join(presets()), help="default: all of them")
     parser.add_argument("--quick", action="store_true", help="a smaller model and batch, fewer steps")
@@ -99,7 +98,7 @@ def parsed() -> argparse.Namespace:
 
 
 def measured(name: str, load: Load) -> Row:
-    """Compile a preset's step in both lowerings, and time them in turns: what else runs here slows down both."""
+    """Compile a preset's step in both lowerings, and time them in turns, so that other load affects both alike."""
     layout = Layout.load(name)
     mesh = jax.make_mesh(tuple(layout.mesh_for(8).values()), tuple(layout.mesh_for(8)))
     with jax.set_mesh(mesh):
@@ -113,7 +112,7 @@ def measured(name: str, load: Load) -> Row:
 
 
 def compiled(layout: Layout, mesh: jax.sharding.Mesh, load: Load) -> tuple[Callable[[int], float], float]:
-    """A function that trains so many steps and says how many seconds they took, and the seconds to compile it."""
+    """Return a function that trains a number of steps and returns their seconds, and the seconds of compilation."""
     layout.check(load.model.sizes(load.batch, load.length), mesh)
     with gspmd.lowering(layout.lowering):
         model = models.build(load.model, layout, mesh, jax.random.key(0))
@@ -130,12 +129,12 @@ def compiled(layout: Layout, mesh: jax.sharding.Mesh, load: Load) -> tuple[Calla
 
 
 def placed(tokens: np.ndarray, layout: Layout, mesh: jax.sharding.Mesh) -> jax.Array:
-    """A batch, as the layout has it."""
+    """Place a batch by the layout."""
     return jax.device_put(tokens.astype(np.int32), shardings(models.batch_spec(layout), mesh))
 
 
 def timed(update: Callable, state: Any, *rest: jax.Array) -> Callable[[int], float]:
-    """A function that goes on from the state that it left."""
+    """Return a function that times a number of steps, each call continuing from the state of the last."""
 
     def run(steps: int) -> float:
         nonlocal state
@@ -149,13 +148,13 @@ def timed(update: Callable, state: Any, *rest: jax.Array) -> Callable[[int], flo
 
 
 def plain(rows: Sequence[Row], load: Load, devices: str) -> dict:
-    """The figures as plain data."""
+    """Return the figures as plain data."""
     settings = {"devices": devices, "note": NOTE, "load": asdict(load)}
     return {**settings, "rows": [{**asdict(row), "ratio": statistics.median(row.ratios)} for row in rows]}
 
 
 def table(rows: Sequence[Row], load: Load, devices: str) -> Iterator[str]:
-    """The figures as Markdown, and what they do not say."""
+    """Yield the figures as Markdown, with a note on their limits."""
     yield f"On {devices} {NOTE}.\n"
     yield f"{load.model.num_parameters:,} parameters, {load.batch} × {load.length} tokens, float32. Medians of"
     yield f"{load.turns} turns of {load.steps} steps, one lowering after the other, and quartiles of their ratios.\n"
@@ -165,7 +164,7 @@ def table(rows: Sequence[Row], load: Load, devices: str) -> Iterator[str]:
 
 
 def line(row: Row) -> str:
-    """One preset's figures."""
+    """Format the figures of one preset as a row."""
     mesh = mesh_text(row.mesh, trivial=False) or "x=1"
     speeds = [f"{statistics.median(row.tokens_per_second[name]):,.0f}" for name in LOWERINGS]
     low, middle, high = statistics.quantiles(row.ratios, n=4)

@@ -1,12 +1,12 @@
-"""An encoder that reads a window of text in both directions and says what kind of character follows it.
+"""A custom model: an encoder that reads a window of text in both directions and classifies the next character.
 
     gspmd train --model examples/classifier:Classifier --layout examples/classifier.toml --length 32 --steps 200
 
-A batch is [B, L+1] tokens: the window, and the byte behind it, whose kind is the label. What a run calls bits per byte
-are here bits of that label; figure `accuracy` is the share that the likeliest kind gets right.
+A batch is [B, L+1] tokens: the window and the byte after it, whose kind is the label. A run's "bits per byte" are here
+bits per label; the figure `accuracy` is the fraction of labels that the most likely kind gets right.
 
 Source: Vaswani et al. 2017 (arXiv 1706.03762), section 3, the encoder; Su et al. 2021 (arXiv 2104.09864), rotary
-positions. Differs: norms stand before the layers, and what is classified is the mean over positions.
+positions. Differs: norms come before the layers, and the head classifies the mean over positions.
 """
 
 from dataclasses import dataclass
@@ -25,14 +25,14 @@ KINDS = ("space", "lower case", "upper case", "digit", "other")
 
 @dataclass(frozen=True)
 class Classifier:
-    """Sizes of the encoder; its layers are scanned."""
+    """An encoder, with its sizes; its layers are scanned."""
 
     vocabulary: int = 256
-    """Ids of tokens."""
+    """Number of token ids."""
     embed: int = 64
     """Width of the residual stream."""
     heads: int = 8
-    """Heads of attention."""
+    """Number of attention heads."""
     head_size: int = 16
     """Size of a head."""
     feed_forward: int = 128
@@ -76,7 +76,7 @@ class Classifier:
         }
 
     def loss(self, layout, params, tokens, key, train):
-        """Return the mean cross-entropy of the kind of the last token."""
+        """Return the mean cross-entropy of the last token's kind."""
         at, head = layout.section("encoder"), layout.section("head")
         normed = "stream, norm, norm_bias"
         heads = at.spec("heads")
@@ -107,7 +107,7 @@ class Classifier:
 
 
 def kind(byte):
-    """Return the place in `KINDS` of every byte."""
+    """Return the index in `KINDS` of every byte."""
 
     def between(first, last):
         return (byte >= ord(first)) & (byte <= ord(last))
@@ -117,7 +117,7 @@ def kind(byte):
 
 
 def rotated(x):
-    """Return queries or keys [B, L, H, D], each turned by its position."""
+    """Return queries or keys [B, L, H, D], rotated by their positions."""
     length, size = x.shape[1], x.shape[3]
     angles = np.arange(length)[:, None] / 10_000 ** (np.arange(0, size, 2) / size)
     cos, sin = (jnp.asarray(f(angles)[None, :, None, :], x.dtype) for f in (np.cos, np.sin))

@@ -1,11 +1,11 @@
-"""Plain `flax.nnx` modules that compute by a layout, with a loop and an optimizer of one's own: no gspmd.training.
+"""Plain `flax.nnx` modules that compute by a layout, in a handwritten training loop without gspmd.training.
 
     python examples/plain_nnx.py                                          # examples/plain_nnx.toml on x=4, y=2
     python examples/plain_nnx.py mine.toml x=8,y=1
 
-A student of residual blocks learns what a teacher answers. Its modules take a section of a layout, `gspmd.Layout`, and
-write their equations in the names of its lines; parameters are `nnx.Param`s, placed by `gspmd.annotate`. All else is
-JAX, flax and optax as anywhere: gradients by `jax.value_and_grad`, an update by `optax.adamw`.
+A student of residual blocks learns to imitate a teacher. Its modules take a section of a `gspmd.Layout`, and write
+their equations with the names of its lines; parameters are `nnx.Param`s, placed by `gspmd.annotate`. Everything else is
+ordinary JAX, flax and optax: gradients by `jax.value_and_grad`, updates by `optax.adamw`.
 """
 
 import sys
@@ -14,7 +14,7 @@ from pathlib import Path
 if __name__ == "__main__":
     from gspmd import host
 
-    host.use_host_devices(8)  # fake devices on a CPU, before JAX starts
+    host.use_host_devices(8)  # fake devices on a CPU; must come before JAX starts
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +28,7 @@ SIZES = {"B": 64, "I": 16, "E": 32, "F": 64, "O": 8}
 
 
 def parameter(at, line, key, scale):
-    """Return normal numbers of the sizes of a line, placed as it says."""
+    """Return a parameter of normal random numbers, with the shape and placement of a layout's line."""
     spec = at.spec(line)
     values = scale * jax.random.normal(key, [SIZES[dim] for dim in spec.dims])
     return nnx.Param(gspmd.annotate(values, spec))
@@ -70,7 +70,7 @@ class Student(nnx.Module):
 
 
 def make_step(model, optimizer):
-    """Return (parameters, optimizer state, inputs, targets) -> the same two after an update, and the loss."""
+    """Build a step: (parameters, optimizer state, inputs, targets) -> (parameters, optimizer state, loss)."""
     definition, _ = nnx.split(model)
     outputs = model.at.spec("outputs")
 
@@ -87,7 +87,7 @@ def make_step(model, optimizer):
 
 
 def batch(at, number):
-    """Return the inputs and the teacher's answers of one step, placed."""
+    """Return the placed inputs of one step, and the teacher's outputs for them."""
     key = jax.random.key(1000 + number)
     inputs = jax.random.normal(key, (SIZES["B"], SIZES["I"]))
     teacher = jax.random.normal(jax.random.key(1), (SIZES["I"], SIZES["O"])) / SIZES["I"] ** 0.5
@@ -95,14 +95,14 @@ def batch(at, number):
 
 
 def begin(layout):
-    """Return the step, compiled by nobody yet, and its first arguments; call it under the mesh."""
+    """Return the uncompiled step and its first arguments; call this under the mesh."""
     model, optimizer = Student(layout), optax.adamw(3e-3)
     params = nnx.state(model, nnx.Param)
     return make_step(model, optimizer), (params, jax.jit(optimizer.init)(params), *batch(model.at, 0))
 
 
 def main(layout=HERE / "plain_nnx.toml", mesh="x=4,y=2", steps=200):
-    """Train, and print what a step sends."""
+    """Train the student, and print the bytes that a step sends."""
     shape = {axis: int(size) for axis, size in (part.split("=") for part in mesh.split(","))}
     layout = gspmd.Layout.load(layout).check(SIZES, shape)
     with jax.set_mesh(jax.make_mesh(tuple(shape.values()), tuple(shape))):

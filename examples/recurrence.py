@@ -1,15 +1,15 @@
-"""A language model of gated linear recurrences, in sections of its own, trained by `gspmd train` in any layout.
+"""A custom model: a language model of gated linear recurrences, trained by `gspmd train` in any layout.
 
     gspmd train --model examples/recurrence:Recurrence --layout examples/recurrence.toml --steps 200
     gspmd train --model examples/recurrence:Recurrence --layout examples/recurrence.toml --explain
     gspmd generate --checkpoint runs/001 --prompt "To be"
     gspmd compile --model examples/recurrence:Recurrence --layout examples/recurrence.toml --topology tpu-v5e:8x8
 
-A layer is the state h_t = f_t·h_{t-1} + (1-f_t)·c_t of every channel, with forget gate and candidate made of the
-residual stream; all steps of it are computed at once by an associative scan.
+Each channel of a layer has a state h_t = f_t·h_{t-1} + (1-f_t)·c_t, whose forget gate f and candidate c are computed
+from the residual stream. An associative scan computes all steps at once.
 
 Source: Feng et al. 2024, *Were RNNs All We Needed?* (arXiv 2410.01201), section 3.1, the minGRU.
-Differs: the state is gated before it returns to the residual stream, as in Griffin (De et al. 2024, arXiv 2402.19427).
+Differs: the state is gated before it is added to the residual stream, as in Griffin (De et al. 2024, arXiv 2402.19427).
 """
 
 from dataclasses import dataclass
@@ -24,14 +24,14 @@ from gspmd.training.model import Constant, Kept, Normal, Parameter, mean, next_t
 
 @dataclass(frozen=True)
 class Recurrence:
-    """Sizes of the model; its layers are scanned."""
+    """A language model, with its sizes; its layers are scanned."""
 
     vocabulary: int = 256
-    """Ids of tokens."""
+    """Number of token ids."""
     embed: int = 128
     """Width of the residual stream."""
     channels: int = 256
-    """Channels of a layer, each a recurrence by itself."""
+    """Number of channels in a layer, each with its own recurrence."""
     layers: int = 4
     """Number of layers."""
 
@@ -47,7 +47,7 @@ class Recurrence:
             "w_candidate": Parameter("recurrence.w_candidate", "EF", inward, self.layers),
             "w_forget": Parameter("recurrence.w_forget", "EF", inward, self.layers),
             "w_gate": Parameter("recurrence.w_gate", "EF", inward, self.layers),
-            # gates that begin half way to remembering
+            # A forget gate biased towards remembering: sigmoid(1) is 0.73.
             "b_forget": Parameter("recurrence.b_forget", "F", Constant(1.0), self.layers),
             "w_out": Parameter("recurrence.w_out", "FE", outward, self.layers),
         }
@@ -66,18 +66,18 @@ class Recurrence:
         return entropy, {"cross_entropy": entropy}
 
     def kept(self):
-        """Return what is kept of a text: the state of every channel of every layer."""
+        """Return the state to keep between steps: one number for every channel of every layer."""
         return {"state": Kept("recurrence.state", "BF", self.layers, float32=True)}
 
     def step(self, layout, params, tokens, position, kept):
-        """Return the logits of the next tokens, and the state behind them."""
+        """Return the logits after these tokens, and the new state."""
         logits, state = self.logits(layout, params, tokens, kept["state"])
         return logits, {"state": state}
 
     def logits(self, layout, params, tokens, state=None):
-        """Return the logits [B, L, V] of tokens [B, L], from a state [N, B, F] or the beginning, and the state then."""
+        """Return logits [B, L, V] of tokens [B, L], continuing from a state [N, B, F] if given, and the new state."""
         at, output = layout.section("recurrence"), layout.section("output")
-        last, kept = at.spec("hidden").without("L"), at.spec("state")  # where states are computed, and kept
+        last, kept = at.spec("hidden").without("L"), at.spec("state")  # specs in which states are computed and kept
 
         def layer(x, given):
             w, before = given
@@ -100,7 +100,7 @@ class Recurrence:
 
 
 def recurrence(forget, added, before=None):
-    """Return h_t = forget_t·h_{t-1} + added_t for every t, from h_0 `before` [B, F], or 0; both are [B, L, F]."""
+    """Return h_t = forget_t·h_{t-1} + added_t [B, L, F] for every t, starting from `before` [B, F], or from 0."""
 
     def two(first, second):
         (f1, a1), (f2, a2) = first, second

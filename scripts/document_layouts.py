@@ -1,6 +1,6 @@
 """Renew the tables of docs/layouts.md from the keys and the presets: `python scripts/document_layouts.py`.
 
-The page is written by hand, but for what stands between `<!-- begin NAME -->` and `<!-- end NAME -->`.
+The page is written by hand, except for the text between `<!-- begin NAME -->` and `<!-- end NAME -->`.
 """
 
 import re
@@ -16,10 +16,10 @@ PAGE = Path(__file__).parents[1] / "docs" / "layouts.md"
 
 
 def renewed(page: str) -> str:
-    """Return the page with its tables as the code has them.
+    """Return the page with its tables renewed from the code.
 
     Raises:
-      ValueError: the page has no place for a table, or several.
+      ValueError: the page lacks the marks of a table, or has them more than once.
     """
     for name, text in _tables().items():
         pieces = re.split(f"(<!-- (?:begin|end) {name} -->)", page)
@@ -31,7 +31,7 @@ def renewed(page: str) -> str:
 
 
 def _tables() -> dict[str, str]:
-    """Return the generated text by its name; a table stands between blank lines, a list of names within a sentence."""
+    """Return the generated texts by name; tables begin and end with blank lines, lists of names stand in a sentence."""
     dimensions = "\n".join(f"| {letter} | {meaning} |" for letter, meaning in DIMENSIONS.items())
     overrides = "\n".join(f"- `[{section}]`: {meaning}" for section, meaning in OVERRIDES.items())
     padded = "\n".join(f"- {dim}: {how}." for dim, how in PADDED.items())
