@@ -20,8 +20,8 @@ from gspmd_models.finetuning.freezing import trained_paths
 from gspmd_models.finetuning.merging import merge, with_adapters
 from tests.models.conftest import put
 
-DENSE = tuple(key for key in TARGETS if not key.startswith("moe"))
-SHARED = tuple(key for key in TARGETS if not key.startswith("ffn"))
+DENSE = tuple(key for key in TARGETS if not key.startswith(("moe", "cross")))
+SHARED = tuple(key for key in TARGETS if not key.startswith(("ffn", "cross")))
 EQUATIONS = {"w_q": "ner,nrhd->nehd", "w_out": "nfr,nre->nfe"}
 OPTIMIZER = OptimizerConfig(learning_rate=1e-2, warmup=0)
 
