@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 
 import gspmd
-from gspmd.audit import topology
+from gspmd.audit import compile_offline, topology
 from gspmd.lowerings import in_force
 from gspmd.lowerings.blocking import tpu
 
@@ -259,3 +259,24 @@ def test_a_reduce_scatter_stays_one_or_one_an_axis(torus, shape, dimension, axes
         ("reduce-scatter", part): 1 for part in parts
     }
     assert ledger.wire_bytes == whole * (group - 1) // group
+
+
+@pytest.mark.usefixtures("torus")
+@pytest.mark.parametrize("lowering", ["auto", "looped"])
+def test_a_layer_with_weights_of_one_byte_copies_no_weights_of_other_layers(lowering):
+    """A ring cuts them at a place known at run time, for which the compiler puts them into another order."""
+    slices, (layers, rows, embed, hidden) = topology("tpu-v4:2x2x1"), (4, 16, 4096, 4096)
+
+    def stack(x, w):
+        def layer(x, w):
+            y = gspmd.einsum("BE_xy, E_xF_y -> BF_yx", x, w["in"])
+            return gspmd.einsum("BF_yx, F_yE_x -> BE_xy", y, w["out"]), None
+
+        return jax.lax.scan(layer, x, w)[0]
+
+    with jax.set_mesh(slices.mesh({"x": 2, "y": 2})), gspmd.lowering(lowering):
+        x = gspmd.annotate(jax.ShapeDtypeStruct((rows, embed), "bfloat16"), "BE_xy")
+        w_in = gspmd.annotate(jax.ShapeDtypeStruct((layers, embed, hidden), "int8"), "NE_xF_y")
+        w_out = gspmd.annotate(jax.ShapeDtypeStruct((layers, hidden, embed), "int8"), "NF_yE_x")
+        report = compile_offline(stack, x, {"in": w_in, "out": w_out}, topology=slices)
+    assert report.timeline.notes == ()

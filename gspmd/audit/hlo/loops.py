@@ -1,4 +1,4 @@
-"""Trip counts of while loops: the compiler's annotation, or counter, bound and step read from condition and body."""
+"""While loops: how often they run, by the compiler's annotation or by their counter, and what they copy each time."""
 
 import operator
 import re
@@ -7,6 +7,7 @@ from gspmd.audit.hlo.module import Computation, Instruction, Module
 
 _ANNOTATED = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _HOLDS = {"LT": operator.lt, "GT": operator.gt, "LE": operator.le, "GE": operator.ge, "NE": operator.ne}
+_REORDERS = ("copy", "transpose", "bitcast", "reshape", "parameter")
 _SAME = ("copy", "bitcast", "convert", "copy-done", "copy-start", "reshape", "broadcast")
 
 
@@ -27,6 +28,55 @@ def trips(module: Module, computation: Computation, loop: Instruction) -> int | 
     """
     noted = _ANNOTATED.search(loop.attributes)
     return int(noted[1]) if noted else _counted(module, computation, loop)
+
+
+def reordered(module: Module, body: Computation) -> list[Instruction]:
+    """Return the instructions of a loop's body that copy a whole array which no iteration changes.
+
+    One copy before the loop would do. XLA makes one in every iteration where it wants a part of the array in another
+    order in memory: for a scan over layers this is a copy of the weights of all layers, for each layer.
+
+    Args:
+        module: the program.
+        body: the computation that a `while` runs.
+    """
+    if not body.parameters:
+        return []
+    kept = _unchanged(body)
+    whole: set[str] = set()
+    found = []
+    for each in body.instructions:
+        source = each.operands[0] if each.operands else ""
+        if each.opcode == "get-tuple-element":
+            if source == body.parameters[0].name and int(each.attribute("index")) in kept:
+                whole.add(each.name)
+        elif source in whole and each.opcode in ("bitcast", "reshape"):
+            whole.add(each.name)
+        elif source in whole and len(each.operands) == 1 and _reorders(module, each):
+            found.append(each)
+    return found
+
+
+def _unchanged(body: Computation) -> frozenset[int]:
+    """Return the places in the carried tuple of what an iteration passes on as it found it."""
+    taken = {
+        each.name: int(each.attribute("index"))
+        for each in body.instructions
+        if each.opcode == "get-tuple-element" and each.operands[0] == body.parameters[0].name
+    }
+    if body.root.opcode != "tuple":
+        return frozenset()
+    return frozenset(place for place, name in enumerate(body.root.operands) if taken.get(name) == place)
+
+
+def _reorders(module: Module, instruction: Instruction) -> bool:
+    """Return whether the result is the operand in another order, and nothing less."""
+    if instruction.opcode == "fusion":
+        fused = module.computations[instruction.called[0]].instructions
+        return any(each.opcode in ("copy", "transpose") for each in fused) and all(
+            each.opcode in _REORDERS for each in fused
+        )
+    return instruction.opcode in ("copy", "transpose")
 
 
 def _counted(module: Module, computation: Computation, loop: Instruction) -> int | None:

@@ -40,6 +40,9 @@ class Array:
         """Number of elements."""
         return prod(self.shape)
 
+    def __str__(self) -> str:
+        return f"{self.dtype}[{','.join(map(str, self.shape))}]"
+
     @property
     def bytes(self) -> int:
         """Bytes of its elements, without the padding of a tiled layout."""

@@ -3,9 +3,10 @@
 from collections.abc import Mapping
 from dataclasses import replace
 from math import prod
+from typing import NamedTuple
 
 from gspmd.audit.hlo.collectives import Collective, collective
-from gspmd.audit.hlo.loops import trips
+from gspmd.audit.hlo.loops import reordered, trips
 from gspmd.audit.hlo.module import Computation, Instruction, Module
 from gspmd.audit.hlo.origin import origin
 from gspmd.audit.hlo.replica_groups import touched_by
@@ -19,6 +20,14 @@ Value = int | dict | None
 """A value, as waiting sees it: the number of a transfer, a tuple with some transfers in it, or neither."""
 
 
+class CopiedInLoop(NamedTuple):
+    """A copy, in every iteration, of an array that no iteration changes: its instruction, and what it costs a run."""
+
+    instruction: Instruction
+    times: int
+    seconds: float
+
+
 class Interpreter:
     """One run of a program on one device; `gspmd.audit.timeline` documents the model."""
 
@@ -27,7 +36,9 @@ class Interpreter:
         self.devices = prod(mesh.values())
         self.machine = Machine()
         self.notes: list[str] = []
+        self.copied_in_loops: dict[str, CopiedInLoop] = {}
         self._launched: dict[str, frozenset[str]] = {}
+        self._trips = 1  # of all loops around the instruction that runs
 
     def run(self, computation: Computation, arguments: list[Value]) -> Value:
         """Execute the instructions of a computation, and return the value of its root."""
@@ -132,6 +143,10 @@ class Interpreter:
             runs = 1
             self.notes.append(f"the trips of loop {loop.name} depend on computed values; it is counted once")
         body, condition = (self.module.computations[loop.attribute(n).lstrip("%")] for n in ("body", "condition"))
+        outside, self._trips = self._trips, self._trips * runs
+        for each in reordered(self.module, body) if runs > 1 else ():
+            seconds = self._trips * cost(self.module, body, each, self.chip).seconds
+            self.copied_in_loops[each.name] = CopiedInLoop(each, self._trips, seconds)
         left, waits = runs, self.chip.launch_seconds > 0 and trips(self.module, computation, loop) is None
         while left:
             sums, recorded, before = self.machine.sums.copy(), len(self.machine.spans), self.machine.transfer_state()
@@ -151,6 +166,7 @@ class Interpreter:
                 span = self._span(computation, loop, "loop", ("compute",))
                 self.machine.record(replace(span, start=begun, seconds=seconds, times=more + 1, trips=more + 1))
             left -= more
+        self._trips = outside
         return carried
 
     def _conditional(self, conditional: Instruction, arguments: list[Value]) -> Value:

@@ -9,8 +9,12 @@ from gspmd.audit.simulation.interpreter import Interpreter
 from gspmd.audit.simulation.links import Torus
 from gspmd.audit.simulation.machine import Machine
 from gspmd.audit.simulation.timeline import CategoryTotal, Timeline
+from gspmd.display.units import amount_of_seconds
 from gspmd.hardware.chips import Chip
 from gspmd.hardware.chips import chip as chip_named
+
+NOTABLE = 0.02
+"""The share of a step from which a copy inside a loop is named."""
 
 _MODELLED = "times are modelled: products of cuBLAS, other kernels by their bytes, launches, collectives of NCCL"
 
@@ -101,9 +105,21 @@ def timeline(
         interpreter.chip,
         mesh,
         module.name,
-        tuple(dict.fromkeys([*modelled, *interpreter.notes])),
+        tuple(dict.fromkeys([*modelled, *_copied_in_loops(interpreter), *interpreter.notes])),
         sums["launch"],
     )
+
+
+def _copied_in_loops(interpreter: Interpreter) -> list[str]:
+    """Return a line for each copy of a whole array, again and again, that takes a part of the time worth a word."""
+    elapsed = interpreter.machine.elapsed
+    return [
+        f"{each.instruction.name} copies the whole {each.instruction.arrays[0]} in each of {each.times} iterations, "
+        f"though none changes it: {amount_of_seconds(each.seconds)} of {amount_of_seconds(elapsed)}. Lowering "
+        "blocking cuts no operand inside a loop"
+        for each in interpreter.copied_in_loops.values()
+        if each.seconds > NOTABLE * elapsed
+    ]
 
 
 def _parts(machine: Machine) -> tuple[CategoryTotal, ...]:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from gspmd.lowerings import in_force
-from gspmd.lowerings.looped.chunks import Region, RingTransfer, blank, part_of, put
+from gspmd.lowerings.looped.chunks import Region, RingTransfer, blank, part_of, put, to_be_cut
 
 
 class Accumulator:
@@ -34,12 +34,13 @@ class Accumulator:
         multiply: Callable[[jax.Array, jax.Array | None], jax.Array],
         stored: Any,
     ):
-        self.transfer, self.other, self.other_dims, self.dims = transfer, other, other_dims, dims
+        self.transfer, self.other_dims, self.dims = transfer, other_dims, dims
         self.multiply, self.stored = multiply, stored
         sizes = dict(zip(other_dims, () if other is None else other.shape))
         sizes |= {dim: transfer.whole(dim) for dim in transfer.dims}
         self.shape = tuple(sizes[dim] for dim in dims)
         looped = set(transfer.block({}))
+        self.other = None if other is None else to_be_cut(other, other_dims, looped)
         self.cut = looped | ({transfer.ring.split} if transfer.ring.split else set())
         self.adds = any(dim not in dims for dim in self.cut)
         self.placed = any(dim in dims for dim in looped)

@@ -1,6 +1,6 @@
 """The chunks of a ring: their places in the whole tensor, and the permutes that send them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from gspmd.lowerings import in_force
 from gspmd.lowerings.blocking import tpu
 from gspmd.lowerings.looped.rings import Hop, Offset, ShardPart, walk
 from gspmd.lowerings.scopes import step_scope
@@ -28,6 +29,18 @@ def part_of(x: jax.Array, dims: Sequence[str], region: Region) -> jax.Array:
                 x = lax.slice_in_dim(x, start, start + size, axis=at)
             else:
                 x = lax.dynamic_slice_in_dim(x, start, size, axis=at)
+    return x
+
+
+def to_be_cut(x: jax.Array, dims: Sequence[str], cut: Iterable[str]) -> jax.Array:
+    """Prepare an operand of which `part_of` slices several regions, along these dimensions.
+
+    A TPU reorders one-byte numbers before they are cut in a loop. Its compiler shares the reordered copy among the
+    regions and takes it from where the operand comes from, so that in a scan over layers every layer copied the weights
+    of all layers: 450 ms instead of 10 for a step of PaLM 62B. Behind a barrier only this operand is copied.
+    """
+    if in_force.is_tpu() and x.dtype.itemsize == 1 and not set(dims).isdisjoint(cut):
+        return lax.optimization_barrier(x)
     return x
 
 

@@ -22,7 +22,7 @@ from gspmd.lowerings.blocking.executor import Executor
 from gspmd.lowerings.blocking.lowering import passes
 from gspmd.lowerings.call import Call, Passes
 from gspmd.lowerings.looped.accumulator import Accumulator
-from gspmd.lowerings.looped.chunks import Region, RingTransfer, blank, part_of, put, reduce_back, spread
+from gspmd.lowerings.looped.chunks import Region, RingTransfer, blank, part_of, put, reduce_back, spread, to_be_cut
 from gspmd.lowerings.looped.ring_loop import RingLoop
 from gspmd.lowerings.looped.rings import ring_parts
 from gspmd.lowerings.looped.stream import ChunkStream, multiply_wave_by_wave
@@ -188,7 +188,10 @@ class LoopedExecutor(Executor):
         operands = [held[move] for move in product.operands]
         if product.passes_through:
             return self._whole(number, self.multiply(number, *operands))
-        sides = [(x, spec.dims) for x, spec in zip(operands, einsum.sources)]
+        output = self.output_of(number)
+        axes = set(self.overlap.scatters[output].axes)
+        cut = {dim for dim, each in ring_scatter(self.routine, output).changed_axes.items() if axes & set(each)}
+        sides = [(to_be_cut(x, spec.dims, cut), spec.dims) for x, spec in zip(operands, einsum.sources)]
         return lambda region: self.multiply(number, *(part_of(x, dims, region) for x, dims in sides))
 
     def _whole(self, number: int, value: jax.Array) -> Value:

@@ -8,7 +8,7 @@ import pytest
 from jax import lax
 
 from gspmd.audit import hlo, topology
-from gspmd.audit.hlo.loops import trips
+from gspmd.audit.hlo.loops import reordered, trips
 
 needs_libtpu = pytest.mark.skipif(util.find_spec("libtpu") is None, reason="libtpu, the TPU compiler, is not installed")
 
@@ -186,6 +186,31 @@ def test_what_is_computed_is_unknown():
     assert runs(loop(growing, UNTIL_3)) is None
     handed_on = body("body", root="tuple(%i, %v, %k)")
     assert runs(loop(handed_on, UNTIL_3)) is None
+
+
+@pytest.mark.parametrize(
+    ("lines", "passed_on", "names"),
+    [
+        (("%r = f32[64]{0} copy(%v)",), "v", ["r"]),
+        (("%r = f32[64]{0} copy(%v)",), "r", []),  # the next iteration gets another one
+        (("%s = f32[8,8]{1,0} bitcast(%v)", "%r = f32[8,8]{0,1} transpose(%s), dimensions={1,0}"), "v", ["r"]),
+        (("%r = f32[64]{0} fusion(%v), kind=kLoop, calls=%ordered",), "v", ["r"]),
+        (("%r = f32[64]{0} fusion(%v), kind=kLoop, calls=%computed",), "v", []),
+    ],
+)
+def test_a_whole_array_that_no_iteration_changes_is_copied_in_each(lines, passed_on, names):
+    fused = "".join(
+        f"%{name} (q: f32[64]) -> f32[64] {{\n  %q = f32[64]{{0}} parameter(0)\n"
+        f"  ROOT %f = f32[64]{{0}} {opcode}(%q)\n}}\n"
+        for name, opcode in (("ordered", "copy"), ("computed", "negate"))
+    )
+    module = loop(fused, _with(lines, passed_on), UNTIL_3)
+    assert [each.name for each in reordered(module, module.computations["body"])] == names
+
+
+def _with(lines, passed_on):
+    one = "%one = s32[] constant(1)"
+    return body("body", *lines, one, "%n = s32[] add(%i, %one)", root=f"tuple(%n, %{passed_on}, %k)")
 
 
 def _step(x):

@@ -24,15 +24,10 @@ UNEXPLAINED = ("rewritten", "gone", "the compiler's choice", "not planned")
 NODES = ("h100:8", "h100:4x8")
 PHASES = ("train", "prefill", "decode")
 DTYPES = ("float32", "bfloat16")
+MESHES = {"h100:8": "p=2,x=2,y=2,z=1", "h100:4x8": "p=2,x=4,y=4,z=1"}
 
 # Pipelines, below, have microbatches and stages.
-NAMES = [name for name in presets() if name != "pipeline"]
-CASES = [
-    (name, phase, nodes, DTYPES[(number + place + step) % 2])
-    for (number, name), (place, nodes), (step, phase) in product(
-        enumerate(NAMES), enumerate(NODES), enumerate(PHASES)
-    )
-]  # fmt: skip
+CASES = [*product([name for name in presets() if name != "pipeline"], PHASES, NODES, DTYPES)]
 
 
 def compiled(name, phase, nodes, dtype, microbatches=1, sharding=None, **changes):
@@ -98,19 +93,19 @@ def test_the_table_of_an_encoder_and_a_decoder_has_one_gradient():
 # Experts route tokens in groups of all sequences, so that pipelines do not run side by side along x: the loop over
 # ticks adds up gradients of partial sums over x.
 @pytest.mark.slow
+@pytest.mark.parametrize("nodes", NODES)
 @pytest.mark.parametrize("schedule", ["gpipe", "zero-bubble"])
-def test_a_pipeline_reduces_gradients_behind_its_loop(schedule):
-    parts = {"schedule": schedule, "mesh": "p=2,x=2,y=2,z=1"}
-    report = compiled("pipeline", "train", "h100:8", "float32", 2 if schedule == "gpipe" else 4, parts, layers=4)
+def test_a_pipeline_reduces_gradients_behind_its_loop(schedule, nodes):
+    parts = {"schedule": schedule, "mesh": MESHES[nodes]}
+    report = compiled("pipeline", "train", nodes, "float32", 2 if schedule == "gpipe" else 4, parts, layers=4)
     assert any(step.is_behind_loop for step in report.plan.entries)
     assert_as_planned(report)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("schedule", "dtype"),
-    [("gpipe", "float32"), ("gpipe", "bfloat16"), ("1f1b", "float32"), ("zero-bubble", "float32")],
-)
-def test_pipelines_side_by_side(schedule, dtype):
-    parts = {"schedule": schedule, "mesh": "p=2,x=2,y=2,z=1"}
-    assert_as_planned(compiled("pipeline", "train", "h100:8", dtype, 4, parts, moe=None))
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("nodes", NODES)
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero-bubble"])
+def test_pipelines_side_by_side(schedule, nodes, dtype):
+    parts = {"schedule": schedule, "mesh": MESHES[nodes]}
+    assert_as_planned(compiled("pipeline", "train", nodes, dtype, 4, parts, moe=None))
