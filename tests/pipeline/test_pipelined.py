@@ -80,7 +80,7 @@ def plain(shared, weights, batches):
 
 
 def exact(*host):
-    """Value and gradients of the plain code in float64, so that what is compared has rounding errors of its own only."""
+    """Value and gradients of the plain code in float64, whose own rounding errors are negligible."""
     with jax.enable_x64(True):
         wide = jax.tree.map(np.float64, host)
         found = jax.jit(jax.value_and_grad(plain, argnums=(0, 1), has_aux=True))(*wide)

@@ -130,7 +130,7 @@ class Report(Printed):
             shown += ["", comparison.table()]
             if comparison.differing:
                 shown.append(comparison.steps_table())
-            shown += ["", self.timeline.table(), *(Text(f"note: {note}") for note in self.timeline.notes)]
+            shown += ["", self.timeline.table(), *self.timeline.remarks()]
         return Group(*shown)
 
     def __repr__(self) -> str:

@@ -105,7 +105,8 @@ def timeline(
         interpreter.chip,
         mesh,
         module.name,
-        tuple(dict.fromkeys([*modelled, *_copied_in_loops(interpreter), *interpreter.notes])),
+        tuple(dict.fromkeys([*modelled, *interpreter.notes])),
+        tuple(_copied_in_loops(interpreter)),
         sums["launch"],
     )
 

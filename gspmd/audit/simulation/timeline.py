@@ -59,6 +59,8 @@ class Timeline(Printed):
         mesh: sizes of the mesh axes.
         name: the name of the program.
         notes: the parts that could not be counted.
+        warnings: the parts that cost more than they need to, each with a remedy: a loop whose every iteration copies an
+            array that none changes.
         launch_seconds: seconds of `compute_seconds` in which a GPU waits for its host to launch the next kernel.
     """
 
@@ -74,6 +76,7 @@ class Timeline(Printed):
     mesh: Mapping[str, int]
     name: str = ""
     notes: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
     launch_seconds: float = 0.0
 
     @property
@@ -134,7 +137,12 @@ class Timeline(Printed):
         )
 
     def __rich__(self) -> Group:
-        return Group(self.table(), Text(self.summary), *(Text(f"note: {note}") for note in self.notes))
+        return Group(self.table(), Text(self.summary), *self.remarks())
+
+    def remarks(self) -> list[Text]:
+        """Return the warnings and notes, a line each."""
+        warnings = [Text(f"warning: {warning}", style="yellow") for warning in self.warnings]
+        return warnings + [Text(f"note: {note}") for note in self.notes]
 
     def __repr__(self) -> str:
         return printable(f"<Timeline of {self.name or 'a program'} on {self.chip.name}: {self.summary}>")

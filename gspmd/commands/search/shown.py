@@ -167,6 +167,12 @@ def compiled(shortlist: Sequence[Listed]) -> Sheet:
     return sheet
 
 
+def warnings(shortlist: Sequence[Listed]) -> list[str]:
+    """Return what the compiled programs do that costs more than it needs to, a line each."""
+    timelines = [(each.called, each.report.timeline) for each in shortlist if each.report and each.report.timeline]
+    return [f"warning: {called}: {warning}" for called, timeline in timelines for warning in timeline.warnings]
+
+
 def answer_line(finding: SearchResult, compiled: int) -> str:
     """Return the answer in one line, with whether it was compiled."""
     held = f"{amount_of_bytes(finding.answer.bytes)} on each device"

@@ -313,15 +313,15 @@ def test_a_copy_of_what_no_iteration_changes_is_named():
     """XLA puts a whole stack of weights into another order, again for each layer that takes one of them."""
     copied = step("k", 3, "v").replace("negate", "copy")
     kept = LOOP.replace("STEP", copied).replace("tuple(%i, %w)", "tuple(%i, %v)")
-    assert run(*ENTER, WHILE, computations=kept).notes == (
+    assert run(*ENTER, WHILE, computations=kept).warnings == (
         "k copies the whole u8[90000] in each of 10 iterations, though none changes it: 30 µs of 30 µs. Lowering "
         "blocking cuts no operand inside a loop",
     )
     changed = LOOP.replace("STEP", f"{copied}\n  {step('w', 3, 'k')}")
-    assert run(*ENTER, WHILE, computations=changed).notes == ()
+    assert run(*ENTER, WHILE, computations=changed).warnings == ()
     sliced = kept.replace("copy(%v)", "negate(%v)")
-    assert run(*ENTER, WHILE, computations=sliced).notes == ()
-    assert run(step("a", 2000), *ENTER, WHILE, computations=kept).notes == ()  # too short for a word
+    assert run(*ENTER, WHILE, computations=sliced).warnings == ()
+    assert run(step("a", 2000), *ENTER, WHILE, computations=kept).warnings == ()  # too short for a word
 
 
 def test_a_loop_whose_trips_are_not_known_counts_once_and_is_named():
