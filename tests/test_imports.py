@@ -120,6 +120,7 @@ print(main.main(argv), sorted({".".join(name.split(".")[:2]) for name in sys.mod
 """
 
 
+@pytest.mark.slow
 def test_a_run_imports_neither_the_search_nor_the_audit(tmp_path):
     (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 200)
     shown = subprocess.run(

@@ -263,6 +263,7 @@ def parameters(out, step):
     return load_parameters(out, step, models.arrays(models.abstract(CONFIG, Layout.load("replicated"), mesh)))
 
 
+@pytest.mark.slow
 def test_a_run_keeps_its_layout_and_resumes_with_it(train, tmp_path, monkeypatch, searches):
     monkeypatch.setattr(searched, "SHARE", SMALL)
     code, said = train("--layout", "auto", "--devices", "4", "--out", "auto")

@@ -181,7 +181,7 @@ def test_every_layout_has_the_curve_of_one_device(model, name, microbatches, kin
 @pytest.mark.parametrize(
     ("model", "name", "microbatches", "schedule", "rounds", "kind", "lowering"),
     [
-        ("t5", "pipeline", 2, "gpipe", 1, "explicit", "blocking"),
+        slow("t5", "pipeline", 2, "gpipe", 1, "explicit", "blocking"),
         slow("t5", "pipeline", 4, "1f1b", 1, "auto", "looped"),
         slow("t5", "pipeline", 2, "zero-bubble", 1, "explicit", "blocking"),
         slow("t5", "an encoder of its own in stages", 4, "1f1b", 1, "explicit", "blocking"),

@@ -221,6 +221,7 @@ def test_several_microbatches_have_to_gain_what_plans_do_not_know(gain, monkeypa
     assert finding.answer.seconds == pytest.approx(wanted, rel=2 * NEAR)
 
 
+@pytest.mark.slow
 def test_where_nothing_fits_the_nearest_is_the_smallest_of_all():
     limit = 0.99 * least()
     with pytest.raises(NoneFits) as none:

@@ -120,7 +120,7 @@ def test_reading_weights_and_cache_decides_what_a_step_of_decoding_costs():
     assert 0.95 * read < problem.cost(picks) < 1.1 * read
 
 
-@pytest.mark.turns(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "phase", "config"),
     [("gshard", "prefill", ROUTED), ("switch-expert-model", "decode", ROUTED), ("megatron-1d", "prefill", ROUTED),

@@ -107,5 +107,13 @@ def test_a_pipeline_reduces_gradients_behind_its_loop(schedule, nodes):
 @pytest.mark.parametrize("nodes", NODES)
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zero-bubble"])
 def test_pipelines_side_by_side(schedule, nodes, dtype):
+    """In bfloat16, where a tick has a forward and a backward pass, the compiler gathers the embedding once for both."""
     parts = {"schedule": schedule, "mesh": MESHES[nodes]}
-    assert_as_planned(compiled("pipeline", "train", nodes, dtype, 4, parts, moe=None))
+    report = compiled("pipeline", "train", nodes, dtype, 4, parts, moe=None)
+    if dtype == "float32" or schedule == "gpipe":
+        assert_as_planned(report)
+        return
+    differing = report.ledger.compare(report.plan).differing
+    assert {(row.kind, row.verdict) for row in differing} == {("all-gather", "shared"), ("all-gather", "rewritten")}
+    assert all(row.equation.startswith("embed ") for row in differing)
+    assert [row.how for row in differing if row.verdict == "rewritten"] == ["runs less often"]
