@@ -79,12 +79,11 @@ def plain(shared, weights, batches):
     return sum(losses) / len(losses), sum(figures) / len(figures)
 
 
-def exact(*host):
-    """Value and gradients of the plain code in float64, whose own rounding errors are negligible."""
-    with jax.enable_x64(True):
-        wide = jax.tree.map(np.float64, host)
-        found = jax.jit(jax.value_and_grad(plain, argnums=(0, 1), has_aux=True))(*wide)
-        return jax.tree.map(np.asarray, found)
+def computed_plainly(dtype, host):
+    """Value and gradients of the plain code in this dtype."""
+    with jax.enable_x64(dtype is np.float64):
+        cast = jax.tree.map(dtype, host)
+        return jax.tree.map(np.asarray, jax.jit(jax.value_and_grad(plain, argnums=(0, 1), has_aux=True))(*cast))
 
 
 def prepared(schedule, host, stages=STAGES):
@@ -112,7 +111,8 @@ def test_value_and_gradients_are_those_of_plain_code(
     make_mesh, name, stages, rounds, microbatches, axis_type, lowering
 ):
     host = drawn(stages, rounds, microbatches)
-    (wanted, squares), gradients = exact(*host)
+    (wanted, squares), gradients = computed_plainly(np.float64, host)
+    _, rounded = computed_plainly(np.float32, host)
     mesh = make_mesh({"p": stages, "x": 2}, axis_type)
     with jax.set_mesh(mesh), gspmd.lowering(lowering):
         computed = replace(STAGES, chunk=chunk_without_a_loop) if name == "zero-bubble" else STAGES
@@ -126,10 +126,13 @@ def test_value_and_gradients_are_those_of_plain_code(
     assert set(calls.values()) == {1}, "the compiler for TPUs fails at a shard_map in a function with two callers"
     np.testing.assert_allclose(value, wanted, rtol=1e-4)
     np.testing.assert_allclose(np.asarray(figures["squares"]).reshape(-1), squares, rtol=1e-5)
-    for path, gradient in jax.tree.leaves_with_path(gradients):
-        each = dict(jax.tree.leaves_with_path(found))[path]
-        # by the norm: single numbers are sums of far larger terms, in another order
-        assert np.linalg.norm(each - gradient) <= 3e-6 * np.linalg.norm(gradient), path
+    for (path, gradient), each, plainly in zip(
+        jax.tree.leaves_with_path(gradients), jax.tree.leaves(found), jax.tree.leaves(rounded)
+    ):
+        # By the norm: single numbers are sums of far larger terms, in another order. It rounds as plain code does,
+        # which is off by up to 3.2e-6 behind sixteen layers.
+        least = 1e-6 * np.linalg.norm(gradient)
+        assert np.linalg.norm(each - gradient) <= max(least, 1.5 * np.linalg.norm(plainly - gradient)), path
     if lowering != "xla" and stages > 1:  # of one stage the compiler knows what is masked, and leaves some of it out
         assert comparison.agrees, str(comparison)
         assert all(row.verdict == "shared" for row in comparison.differing), str(comparison)

@@ -62,8 +62,10 @@ def assert_as_planned(report):
     comparison = report.ledger.compare(report.plan)
     assert comparison.agrees, str(comparison)
     assert {verdict: comparison[verdict] for verdict in UNEXPLAINED} == dict.fromkeys(UNEXPLAINED, ()), str(comparison)
-    # Attention is in no plan, and cuBLAS gets rows and columns of bfloat16 in multiples of eight.
-    assert report.flops >= report.plan.flops
+    # Attention is in no plan, and cuBLAS gets rows and columns of bfloat16 in multiples of eight. The blocks of experts
+    # that are served run as often as tokens ask for, so that the ledger counts them once.
+    if not any("depend on computed values" in note for note in report.ledger.notes):
+        assert report.flops >= report.plan.flops
 
 
 @pytest.mark.turns(2)
