@@ -267,18 +267,18 @@ def measure(name: str, programs: Path | None) -> None:
     """Compile a row, and save its figures; or the first line of the error."""
     saved = Kept(RESULTS)
     ran = GATHERED_COMMAND if name == GATHERED else ROWS[name].command
-    before = saved.figures.pop(ran, {})
+    before = {key: value for key, value in saved.figures.pop(ran, {}).items() if key != "failure"}
     program = programs / f"{name.replace(' ', '-').replace(',', '')}.hlo.gz" if programs else None
 
     def figures() -> dict[str, Any]:
         try:
             if name == GATHERED:
                 return gathered()
-            if program and program.exists():
+            if program and program.exists() and before:
                 return before | simulated_again(ROWS[name], gzip.decompress(program.read_bytes()).decode())
             return compiled(ROWS[name], program)
         except ValueError as error:
-            return {"failure": str(error).partition("\n")[0]}
+            return before | {"failure": str(error).partition("\n")[0]}
 
     saved(ran, figures)
 

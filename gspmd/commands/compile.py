@@ -81,7 +81,8 @@ class CompileSettings:
     """Dtype in which serving stores keys and values; int8 has a float32 scale for each token and head."""
     smallest: bool = False
     """Look for the fewest devices of this chip that the model fits on: slices of TPUs that double in size, or parts of
-    a node of GPUs and then 1, 2, 4, ... nodes."""
+    a node of GPUs and then 1, 2, 4, ... nodes. Of each size the layout's own mesh is tried; with another --mesh the
+    model may fit on fewer."""
     json: str = ""
     """File for the figures, as JSON."""
     hlo: str = ""
@@ -106,7 +107,9 @@ def run(argv: Sequence[str], script: str = "") -> int:
         script: the file in scripts/ that runs it instead, for the help.
     """
     called = "" if script else "gspmd compile"
-    return runner.guarded(partial(main, script=script), argv, called, errors=(GenerationError,))
+    return runner.guarded(
+        partial(main, script=script), argv, called, errors=(GenerationError,), interrupted="Interrupted."
+    )
 
 
 def main(argv: Sequence[str], script: str = "") -> int:
@@ -167,6 +170,9 @@ def parse(argv: Sequence[str], script: str = "") -> CompileSettings:
         path = Path(getattr(settings, flag))
         if not os.path.isdir(path.parent):
             faults.append(f"--{flag} {path}: there is no folder {str(path.parent)!r}.")
+        elif getattr(settings, flag) and path.is_dir():
+            faults.append(f"--{flag} {path} is a folder; name a file.")
+    faults += _written_twice(settings)
     if settings.gantt and Path(settings.gantt).suffix != ".png":
         faults.append(f"--gantt writes a PNG file, whose name ends in .png, not {settings.gantt!r}.")
     if faults:
@@ -176,6 +182,17 @@ def parse(argv: Sequence[str], script: str = "") -> CompileSettings:
     # A model trained with adapters is served with them merged into its weights.
     lora = settings.lora if settings.phase == "train" and settings.lora.rank else None
     return replace(settings, model=replace(settings.model, lora=lora))
+
+
+def _written_twice(settings: CompileSettings) -> list[str]:
+    """Return a fault for each file that two flags would write."""
+    files: dict[Path, list[str]] = {}
+    for flag in ("json", "hlo", "trace", "gantt"):
+        if getattr(settings, flag):
+            files.setdefault(Path(getattr(settings, flag)).resolve(), []).append(f"--{flag}")
+    return [
+        f"{' and '.join(flags)} would write one file, {path.name}." for path, flags in files.items() if len(flags) > 1
+    ]
 
 
 def for_training(settings: CompileSettings, default: CompileSettings) -> list[str]:

@@ -141,18 +141,22 @@ class _Program:
         made, dtypes = self.flow.makers.get(value), []
         while made is not None and made.name == _CONVERTED:
             dtypes.append(made.equation.outvars[0].aval.dtype)
-            made = self.flow.makers.get(made.operands[0])
+            made = self._maker_for_this_alone(made.operands[0])
         while made is not None and made.name == _CUT and made.program:
             # Each device keeps its part, which the axes of the step determine.
             axes = "" if made.step is None else str(made.program.steps[made.step].axes)
             cuts += [str(made.equation.outvars[0].aval.shape), axes]
-            made = self.flow.makers.get(made.operands[0])
+            made = self._maker_for_this_alone(made.operands[0])
         if made is None or not _is_planned(made):
             return None
         own = made.equation.outvars[0].aval.dtype
         if any(jnp.promote_types(own, dtype) != dtype for dtype in dtypes):
             return None  # The result is rounded.
         return _Reduction(self._places[made], (made,), tuple(cuts), str(own) if {own, *dtypes[:1]} != {own} else "")
+
+    def _maker_for_this_alone(self, value: Value | None) -> Operation | None:
+        """Return what makes a value that is used once; None if it is used otherwise, too."""
+        return self.flow.makers.get(value) if self.flow.uses(value) == 1 else None
 
     def _is_scattered(self, value: Value | None) -> bool:
         """Return whether a planned program makes a value by adding rows to zeros, the gradient of a look-up whose rows
@@ -175,7 +179,7 @@ class _Program:
             self.moved[loop.results[place]] = loop.operands[constants + place], reduction
 
     def _added_up(self, argument: int, result: int) -> _Reduction | None:
-        """Return the all-reduce that is added to an argument, as a result of the program; None if there is none.
+        """Return the all-reduce of which this result is the sum with this argument; None if it is not such a sum.
 
         The argument must not be used otherwise.
         """

@@ -278,6 +278,11 @@ BAD = {
     "processes": (["--distributed", "auto"], "leave --platform, --devices and --distributed out."),
     "picture": (["--gantt", "a.pdf"], "--gantt writes a PNG file, whose name ends in .png, not 'a.pdf'."),
     "folder": (["--json", "nowhere/a.json"], "--json nowhere/a.json: there is no folder 'nowhere'."),
+    "no file": (["--hlo", "/"], "--hlo / is a folder; name a file."),
+    "one file for two": (
+        ["--json", "a.json", "--trace", "./a.json"],
+        "--json and --trace would write one file, a.json.",
+    ),
     "two answers": (["--smallest", "--mesh", "x=4"], "--smallest tries slices of many sizes; leave --mesh out."),
     "serving with flags of training": (
         ["--phase", "decode", "--moments", "int8", "--microbatches", "2", "--lora.rank", "4", "--schedule", "gpipe"],

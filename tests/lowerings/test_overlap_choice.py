@@ -107,3 +107,20 @@ def test_stripes_and_rings_have_to_gain_more_than_the_model_errs(length, lowerin
     """Llama 2 70B's first product under zero-3: a planned gain of 1.9% was a loss once it was compiled."""
     sizes, mesh = {"B": 1024, "L": length, "E": 8192, "F": 28672}, {"x": 4, "y": 8, "z": 8}
     assert plan("B_xyzLE, E_xyzF -> B_xyzLF", sizes, mesh, dtype="bfloat16", chip="tpu-v5p").lowering == lowering
+
+
+def test_stripes_of_a_contracted_dimension_hide_no_scatter():
+    """They are summands, and only their sum is scattered: a ring inside the product hides more."""
+    found = gspmd.plan(
+        "BF_x, F_xE -> B_xE", {"B": 16384, "F": 65536, "E": 2048}, {"x": 8}, chip="tpu-v6e", lowering="auto"
+    )
+    assert found.loops.scatters
+    assert found.loops.stripes is None
+
+
+def test_on_a_gpu_chunks_are_priced_as_products_of_cublas():
+    """`blocking` has the same price for the whole product, which thin chunks exceed together."""
+    sizes = {"B": 512, "E": 8192, "F": 28672}
+    loops = gspmd.plan("BE_x, EF_x -> BF_x", sizes, {"x": 8}, chip="h100", lowering="auto").loops
+    assert not loops.gathers
+    assert not loops.scatters

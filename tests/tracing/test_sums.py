@@ -24,6 +24,15 @@ def in_two(x, w, v):
     return first + reduced(x * 2, v), first
 
 
+def narrow(x, w):
+    return reduced(x.astype("bfloat16"), w.astype("bfloat16"))
+
+
+def converted_in_two(x, w, v):
+    first = narrow(x, w)
+    return first.astype(jnp.float32) + narrow(x * 2, v).astype(jnp.float32), first
+
+
 def over(axis, x, w):
     """A reduction over one of two mesh axes, with a result that is alike for both."""
     x = gspmd.reshard(x, f"BE_xy -> BE_{axis}", lowering="blocking")
@@ -39,6 +48,8 @@ PROGRAMS = {
         1,
     ),
     "a sum of which one part is used again": (in_two, 0),
+    "a sum of converted parts": (lambda x, w, v: converted_in_two(x, w, v)[0], 1),
+    "a sum of which a converted part is used again": (converted_in_two, 0),
     "a chain of three": (lambda x, w, v: reduced(x, w) + reduced(x * 2, v) + reduced(x * 3, v), 2),
     "a chain from behind": (lambda x, w, v: reduced(x, w) + (reduced(x * 2, v) + reduced(x * 3, v)), 2),
     "a tree of four": (
@@ -112,10 +123,6 @@ def loop(added, trips=3, shape=(8, 32), uses=lambda total: 0.0):
         return lax.scan(trip, jnp.zeros(shape), jnp.ones(trips))
 
     return program
-
-
-def narrow(x, w):
-    return reduced(x.astype("bfloat16"), w.astype("bfloat16"))
 
 
 def two_loops(x, w, v):

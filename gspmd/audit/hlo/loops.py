@@ -70,7 +70,9 @@ def _unchanged(body: Computation) -> frozenset[int]:
 
 
 def _reorders(module: Module, instruction: Instruction) -> bool:
-    """Return whether the result is the operand in another order, and nothing less."""
+    """Return whether the result is the operand in another order, in main memory: a copy on the chip is a prefetch."""
+    if re.search(r"S\(\d+\)", instruction.type):
+        return False
     if instruction.opcode == "fusion":
         fused = module.computations[instruction.called[0]].instructions
         return any(each.opcode in ("copy", "transpose") for each in fused) and all(

@@ -20,7 +20,7 @@ MOST_GPUS = 2**18
 """Number of GPUs that a name may ask for, ten times `SEARCHED_GPUS` to the next power of two: each device is an object,
 so that an absurd number would fill the memory."""
 
-SPELLINGS = {"a100-80gb": "a100"}
+SPELLINGS = {"a100-80gb": "a100", "h100-80gb": "h100"}
 """Names of GPUs that are not those of chips.toml."""
 
 CORES = {"tpu-v3": 2, "tpu7x": 2}
@@ -68,9 +68,9 @@ def read_name(name: str) -> tuple[Chip, tuple[int, ...]]:
     head, _, tail = name.strip().lower().partition(":")
     chip = _chip(head)
     if chip is None:
-        near = suggestion(f"tpu-{_plain(head)}", POD_CHIPS) or suggestion(head, _gpus()) if head else ""
+        near = suggestion(head, _gpus()) or suggestion(f"tpu-{_plain(head)}", POD_CHIPS) if head else ""
         raise PlanError(_no_such(name, f"no chip is called {shown(head)}" if head else "it lacks a chip", near))
-    if not re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", tail):
+    if not re.fullmatch(r"[1-9]\d{0,8}(x[1-9]\d{0,8})*", tail):
         fact = f"{shown(tail)} is not a shape" if tail else "it lacks a shape"
         raise PlanError(_no_such(name, fact, f"Did you mean {_example(chip)!r}? "))
     shape = tuple(map(int, tail.split("x")))

@@ -73,6 +73,14 @@ class Report(Printed):
         """Bytes that one device sends, as compiled; as planned if it was not compiled."""
         return self.ledger.wire_bytes if self.ledger else self.plan.wire_bytes
 
+    @property
+    def is_lower_bound(self) -> bool:
+        """Whether a loop runs as often as the data asks for: its work and its seconds are counted once.
+
+        So do experts that are served without slots, whose loops run over the blocks of rows that tokens chose.
+        """
+        return self.ledger is not None and any("depend on computed values" in note for note in self.ledger.notes)
+
     def to_json(self) -> str:
         """Return the figures as JSON; those of the timeline are null if it was not compiled."""
         line = self.timeline
@@ -92,6 +100,11 @@ class Report(Printed):
             "wire_bytes": self.wire_bytes,
             "flops": self.flops,
             "mfu": line and line.mfu,
+            "is_lower_bound": self.is_lower_bound,
+            "launch_seconds": line and line.launch_seconds,
+            "planned_wire_bytes": self.plan.wire_bytes,
+            "warnings": line and line.warnings,
+            "notes": line and line.notes,
             "memory_bound_share": line and line.memory_share,
             "compile_seconds": self.compile_seconds,
             "reason": self.reason,
@@ -107,10 +120,11 @@ class Report(Printed):
         parts = (f"{amount_of_bytes(n)} {name}" for n, name in self._parts())
         table.add_row("machine", f"{self.topology.num_devices} {self.topology.chip.name} devices, mesh {mesh}")
         table.add_row("memory", f"{verdict}: {held} of {room} per device ({', '.join(parts)})")
-        table.add_row("work", f"{amount_of_flops(self.flops)} per device in matrix products")
+        least = "at least " if self.is_lower_bound else ""
+        table.add_row("work", f"{least}{amount_of_flops(self.flops)} per device in matrix products")
         table.add_row("sent", f"{amount_of_bytes(self.wire_bytes)} per device")
         if self.timeline:
-            table.add_row("time", self.timeline.summary)
+            table.add_row("time", f"{least}{self.timeline.summary}")
         table.add_row("compiled in", amount_of_seconds(self.compile_seconds))
         return table
 

@@ -112,12 +112,12 @@ def timeline(
 
 
 def _copied_in_loops(interpreter: Interpreter) -> list[str]:
-    """Return a line for each copy of a whole array, again and again, that takes a part of the time worth a word."""
+    """Return a line for each copy that a loop repeats and that takes more than `NOTABLE` of the time."""
     elapsed = interpreter.machine.elapsed
     return [
         f"{each.instruction.name} copies the whole {each.instruction.arrays[0]} in each of {each.times} iterations, "
-        f"though none changes it: {amount_of_seconds(each.seconds)} of {amount_of_seconds(elapsed)}. Lowering "
-        "blocking cuts no operand inside a loop"
+        f"though none changes it: {amount_of_seconds(each.seconds)} of {amount_of_seconds(elapsed)}. If lowering "
+        "looped cuts it, lowering blocking makes no such copy"
         for each in interpreter.copied_in_loops.values()
         if each.seconds > NOTABLE * elapsed
     ]

@@ -121,6 +121,8 @@ class Timeline(Printed):
         sheet = Sheet(title, _COLUMNS)
         for part in self.parts:
             sheet.add(f"[{COLORS.get(part.category, 'default')}]{part.category}[/]", *_figures(part))
+        if self.launch_seconds:
+            sheet.add("waiting for the host to launch", "", "", "", amount(self.launch_seconds), "")
         sheet.add("step", "", "", "", *_amounts(self.step_seconds, self.exposed_seconds), total=True)
         return sheet
 

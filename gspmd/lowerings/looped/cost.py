@@ -80,8 +80,13 @@ class Costs:
         inner = [sent for part in parts for sent in self._inner(each, ring.within, part.schedule, part.sign)]
         return self.links(inner), self.links(loop), compute
 
-    def _reordered(self, span: CollectiveSpan, ring: Ring, products: Sequence[Product]) -> float:
-        """Return the seconds to reorder operands of one-byte numbers that the ring cuts, whose own shards it brings."""
+    def _reordered(
+        self, span: CollectiveSpan, ring: Ring, products: Sequence[Product], stripe: Mapping[str, int] | None = None
+    ) -> float:
+        """Return the seconds to reorder operands of one-byte numbers, or their stripe, before the ring cuts them.
+
+        The operand whose shards the ring brings is not cut.
+        """
         if self.chip.is_switch:  # only TPUs store tiles
             return 0.0
         cut = {dim for dim, axes in span.changed_axes.items() if set(axes) & set(ring.axes)}
@@ -90,7 +95,9 @@ class Costs:
             for number, spec in zip(found.operands, found.einsum.sources):
                 tensor = self.inputs[self.routine.moves[number].source]
                 if itemsize(tensor.dtype) == 1 and tensor.name != span.steps[0].operand and cut & set(spec.dims):
-                    whole += prod(local_shape(spec, self.sizes, self.mesh).values())
+                    sizes = local_shape(spec, self.sizes, self.mesh)
+                    sizes |= {dim: size for dim, size in (stripe or {}).items() if dim in sizes}
+                    whole += prod(sizes.values())
         return REORDERED_PASSES * whole / self.chip.stream_bandwidth
 
     def _inner(self, shard: float, axes: Sequence[str], schedule: str, sign: int) -> list[Sent]:
@@ -130,6 +137,8 @@ class Costs:
     def striped(self, stripes: Stripes, gathers: Sequence[OverlappedSpan], scatters: Sequence[OverlappedSpan]) -> float:
         """Return the seconds of all stripes: each is gathered, multiplied and scattered after the one before it.
 
+        Stripes of a contracted dimension are summands. They are added first, and what is scattered is their sum.
+
         Args:
             stripes: the stripes of the dimension.
             gathers: the transfers before the products.
@@ -137,6 +146,9 @@ class Costs:
         """
         total = sum(stripes.sizes)
         alone = [p for p in self.routine.products if not any(p in products for _, _, products in scatters)]
+        sums = [each for each in scatters if stripes.dim not in each[0].whole.dims]
+        scatters = [each for each in scatters if stripes.dim in each[0].whole.dims]
+        alone += [found for _, _, products in sums for found in products]
         there, back = (self.links(self._all_sent(side)) for side in (gathers, scatters))
         copied = sum(self._copied(span) for span, _, _ in gathers)
         last = 1 / max((self._waves(ring) for _, ring, _ in scatters if ring.axes), default=1)
@@ -149,7 +161,7 @@ class Costs:
             multiplied = max(multiplied, gathered) + compute
             sent = back * size / total
             scattered = max(multiplied + sent * last, scattered + sent)
-        return max(multiplied, scattered)
+        return max(multiplied, scattered) + sum(self.scatter(span, ring, ()) for span, ring, _ in sums)
 
     def _all_sent(self, transfers: Sequence[OverlappedSpan]) -> list[Sent]:
         return [sent for span, ring, _ in transfers for sent in self._whole(span, ring)]
@@ -162,7 +174,7 @@ class Costs:
         chunk, count = self._cut(span, ring, shard)
         added = self._added(span, ring) * prod(stripe.values()) / prod(self.local(dim) for dim in stripe)
         multiplied = count * sum(self.product(found, {**stripe, **chunk}) for found in products)
-        multiplied += self._reordered(span, ring, products)
+        multiplied += self._reordered(span, ring, products, stripe)
         return multiplied + self._cut_up(span, ring, shard) + added
 
     def _whole(self, span: CollectiveSpan, ring: Ring) -> list[Sent]:
@@ -202,10 +214,22 @@ class Costs:
     def _seconds(self, batch: int, left: int, contracted: int, right: int, dtypes: Sequence[str], adds: bool) -> float:
         """Return the seconds of a product: those of multiplying, or of reading its operands if that takes longer.
 
-        Operands are read ahead, while something else is multiplied. A small accumulator stays on the chip.
+        On a TPU operands are read ahead, while something else is multiplied, and a small accumulator stays on the chip.
+        A GPU's products are those of cuBLAS, which does neither, as in `blocking`.
         """
         dtype, accumulator = max(dtypes, key=itemsize), 2 * itemsize("float32") * batch * left * right
         read = batch * contracted * (left * itemsize(dtypes[0]) + right * itemsize(dtypes[-1]))
+        if self.chip.is_switch:
+            return product_seconds(
+                left,
+                contracted,
+                right,
+                batch=batch,
+                dtype=dtype,
+                chip=self.chip,
+                accumulate=adds,
+                read_bytes=read,
+            )
         multiplying = product_seconds(
             left,
             contracted,
