@@ -117,15 +117,16 @@ class Report(Printed):
         mesh = " ".join(f"{axis}={size}" for axis, size in self.mesh.items())
         verdict = "[bold green]fits[/]" if self.fits else "[bold red]does not fit[/]"
         held, room = amount_of_bytes(self.bytes_per_device), amount_of_bytes(self.hbm_bytes)
-        parts = (f"{amount_of_bytes(n)} {name}" for n, name in self._parts())
+        # Of a program that was not compiled only what is known: its arguments, and what a refusing compiler says.
+        parts = (f"{amount_of_bytes(n)} {name}" for n, name in self._parts() if n or self.ledger)
         table.add_row("machine", f"{self.topology.num_devices} {self.topology.chip.name} devices, mesh {mesh}")
         table.add_row("memory", f"{verdict}: {held} of {room} per device ({', '.join(parts)})")
-        least = "at least " if self.is_lower_bound else ""
-        table.add_row("work", f"{least}{amount_of_flops(self.flops)} per device in matrix products")
-        table.add_row("sent", f"{amount_of_bytes(self.wire_bytes)} per device")
+        least, planned = "at least " if self.is_lower_bound else "", "" if self.ledger else ", as planned"
+        table.add_row("work", f"{least}{amount_of_flops(self.flops)} per device in matrix products{planned}")
+        table.add_row("sent", f"{amount_of_bytes(self.wire_bytes)} per device{planned}")
         if self.timeline:
             table.add_row("time", f"{least}{self.timeline.summary}")
-        table.add_row("compiled in", amount_of_seconds(self.compile_seconds))
+        table.add_row("compiled in" if self.ledger else "planned in", amount_of_seconds(self.compile_seconds))
         return table
 
     def _parts(self) -> list[tuple[int, str]]:

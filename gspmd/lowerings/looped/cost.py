@@ -219,17 +219,7 @@ class Costs:
         """
         dtype, accumulator = max(dtypes, key=itemsize), 2 * itemsize("float32") * batch * left * right
         read = batch * contracted * (left * itemsize(dtypes[0]) + right * itemsize(dtypes[-1]))
-        if self.chip.is_switch:
-            return product_seconds(
-                left,
-                contracted,
-                right,
-                batch=batch,
-                dtype=dtype,
-                chip=self.chip,
-                accumulate=adds,
-                read_bytes=read,
-            )
+        stays = not self.chip.is_switch and accumulator <= NEAR
         multiplying = product_seconds(
             left,
             contracted,
@@ -238,10 +228,10 @@ class Costs:
             dtype=dtype,
             chip=self.chip,
             accumulate=adds,
-            read_bytes=0,
-            accumulator_bytes=0 if accumulator <= NEAR else None,
+            read_bytes=read if self.chip.is_switch else 0,
+            accumulator_bytes=0 if stays else None,
         )
-        return max(multiplying, read / self.chip.stream_bandwidth)
+        return multiplying if self.chip.is_switch else max(multiplying, read / self.chip.stream_bandwidth)
 
     def links(self, walks: Sequence[Sent]) -> float:
         """Return the seconds of concurrent walks: the busiest link's bytes, and the latency of its hops."""

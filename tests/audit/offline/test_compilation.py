@@ -103,6 +103,10 @@ def test_arguments_that_do_not_fit_are_not_compiled(slice64):
     assert large.wire_bytes == large.plan.wire_bytes
     assert "does not fit" in str(large)
     assert json.loads(large.to_json())["step_seconds"] is None
+    shown = str(large)
+    assert "0 B" not in shown
+    assert "per device, as planned" in shown
+    assert "compiled in" not in shown
 
 
 @pytest.mark.parametrize(("name", "fits"), {"tpu-v4:4x4x4": True, "h100:8": False}.items())
