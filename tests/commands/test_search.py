@@ -515,7 +515,7 @@ def compiler(script, monkeypatch):
         ]
         for each in (*listed, *looped):
             took = seconds.get(each.called, 9.0)
-            line = SimpleNamespace(step_seconds=took, parts=()) if took < float("inf") else None
+            line = SimpleNamespace(step_seconds=took, parts=(), warnings=()) if took < float("inf") else None
             report = SimpleNamespace(timeline=line, fits=line is not None, bytes_per_device=1000, compile_seconds=1.0)
             done.append(replace(each, report=report))
         return sorted(done, key=lambda each: (each.seconds, each.answer.seconds))
@@ -559,7 +559,7 @@ def test_a_program_that_does_not_fit_is_no_fast_one(script):
     """Compilers for GPUs refuse nothing: what does not fit has a timeline too."""
 
     def listed(seconds, fits):
-        report = SimpleNamespace(timeline=SimpleNamespace(step_seconds=seconds), fits=fits)
+        report = SimpleNamespace(timeline=SimpleNamespace(step_seconds=seconds, warnings=()), fits=fits)
         return script.compiling.Listed(f"{seconds} s", None, SimpleNamespace(seconds=1.0), {}, report=report)
 
     large, small = listed(1.0, False), listed(2.0, True)
