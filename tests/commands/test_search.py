@@ -567,6 +567,15 @@ def test_a_program_that_does_not_fit_is_no_fast_one(script):
     assert script.compiling.fastest([large, small]) == [small, large]
 
 
+def test_what_a_program_does_in_vain_is_said_with_its_name():
+    shown = importlib.import_module("gspmd.commands.search.shown")
+    slow, fast = (
+        SimpleNamespace(called=name, report=SimpleNamespace(timeline=SimpleNamespace(warnings=warnings)))
+        for name, warnings in (("found", ("copy.1 copies",)), ("another", ()))
+    )
+    assert shown.warnings([slow, fast, SimpleNamespace(report=None)]) == ["warning: found: copy.1 copies"]
+
+
 @pytest.mark.slow
 def test_a_preset_whose_program_is_the_fastest_is_the_answer(run, compiler, tmp_path):
     compiler |= dict.fromkeys(presets(), 1.0)

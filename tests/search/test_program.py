@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from functools import partial
 
 import jax
 import numpy as np
@@ -276,13 +277,16 @@ at_via = "BE, EF"
 """
 
 
+def abstract(section, mesh, name, *shape):
+    """An array of this shape, sharded as a line of a section says."""
+    sharding = NamedSharding(mesh, gspmd.Spec.parse(section.spec(name)).partition_spec())
+    return jax.ShapeDtypeStruct(shape, "float32", sharding=sharding)
+
+
 def of_one_tensor(layout, mesh):
     """One tensor that goes to two places, and a product without a sum; with gradients."""
     mine = layout.section("mine")
-
-    def array(name, *shape):
-        sharding = NamedSharding(mesh, gspmd.Spec.parse(mine.spec(name)).partition_spec())
-        return jax.ShapeDtypeStruct(shape, "float32", sharding=sharding)
+    array = partial(abstract, mine, mesh)
 
     def results(x, w):
         y, z = mine.move("x -> y", x), mine.move("x -> z", x)
@@ -317,10 +321,7 @@ at_via = "BE, EF"
 def of_sums(layout, mesh):
     """A weight that is used twice, with its gradient, and a loop that adds such gradients up."""
     mine = layout.section("mine")
-
-    def array(name, *shape):
-        sharding = NamedSharding(mesh, gspmd.Spec.parse(mine.spec(name)).partition_spec())
-        return jax.ShapeDtypeStruct(shape, "float32", sharding=sharding)
+    array = partial(abstract, mine, mesh)
 
     def gradient(x, w, y):
         product = lambda w, by: mine.einsum("x, w -> y", x * by, w, via="at_via")  # noqa: E731

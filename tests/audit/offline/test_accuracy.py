@@ -39,7 +39,7 @@ def test_no_row_of_a_page_is_left_out(accuracy):
 
 
 def test_a_ratio_is_of_seconds(accuracy):
-    """Where a page shows tokens a second, more tokens are fewer seconds."""
+    """More tokens a second are fewer seconds."""
     for row in accuracy.rows():
         wanted, got = (float(re.match(r"[\d.,]+", text)[0].replace(",", "")) for text in (row.published, row.predicted))
         if "tokens/s" in row.published:

@@ -328,3 +328,14 @@ def test_what_fits_is_what_the_compiler_says(size):
     needed = of_jax.argument_size_in_bytes + of_jax.output_size_in_bytes + of_jax.temp_size_in_bytes
     assert report.bytes_per_device == needed
     assert report.fits == (needed <= 40e9)
+
+
+@pytest.mark.parametrize(("name", "near"), [("b300", "b200"), ("gb300", "gb200"), ("h20", "h200"), ("v100", "h100")])
+def test_an_unknown_gpu_is_answered_with_a_gpu(name, near):
+    with pytest.raises(gspmd.PlanError, match=f"Did you mean '{near}'"):
+        topology(f"{name}:8")
+
+
+def test_a_number_that_is_too_long_is_no_shape():
+    with pytest.raises(gspmd.PlanError, match="is not a shape"):
+        topology(f"h100:{'9' * 5000}")

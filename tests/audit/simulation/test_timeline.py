@@ -585,6 +585,7 @@ def test_the_host_launches_small_kernels_one_by_one(count):
     assert found.step_seconds == pytest.approx(count * chip.launch_seconds + chip.kernel_seconds, rel=0.01)
     assert found.launch_seconds > 0.7 * found.step_seconds
     assert "% by launches" in found.summary
+    assert "waiting for the host to launch" in str(found)
 
 
 def test_five_kernels_in_a_row_are_one_launch():
