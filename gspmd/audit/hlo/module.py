@@ -26,6 +26,8 @@ _OP_NAME = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 _FRAME = re.compile(r"stack_frame_id=(\d+)")
 _LINE = re.compile(r'source_file="([^"]*)"(?:,? source_line=(\d+))?')
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
+_OVERFLOWED = 2**63 - 1
+"""The cycles that libtpu writes where its estimate overflows, as for thin int8 products of operands on the chip."""
 
 
 @dataclass(frozen=True)
@@ -137,7 +139,17 @@ class Instruction:
 
     @property
     def cycles(self) -> int:
-        """Cycles of one execution as the TPU compiler estimates them; 0 without an estimate."""
+        """Cycles of one execution as the TPU compiler estimates them; 0 without an estimate, or if it overflowed."""
+        cycles = self._written_cycles
+        return 0 if cycles == _OVERFLOWED else cycles
+
+    @property
+    def cycles_overflowed(self) -> bool:
+        """Whether the compiler's estimate of the cycles overflowed."""
+        return self._written_cycles == _OVERFLOWED
+
+    @property
+    def _written_cycles(self) -> int:
         cycles = _CYCLES.search(self.attributes)
         return int(cycles[1]) if cycles else 0
 

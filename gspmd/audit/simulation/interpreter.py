@@ -20,6 +20,12 @@ Value = int | dict | None
 """A value, as waiting sees it: the number of a transfer, a tuple with some transfers in it, or neither."""
 
 
+_OVERFLOWED = (
+    "the compiler's estimates of some instructions overflowed; their seconds are those of products of their sizes, or "
+    "of their bytes"
+)
+
+
 class CopiedInLoop(NamedTuple):
     """A copy, in every iteration, of an array that no iteration changes: its instruction, and what it costs a run."""
 
@@ -92,6 +98,8 @@ class Interpreter:
             )
         elif instruction.is_kernel and instruction.name not in self.module.kernels:
             self.notes.append(f"kernel {instruction.name} has no schedule; its seconds are a lower bound")
+        elif instruction.cycles_overflowed:
+            self.notes.append(_OVERFLOWED)
         took = cost(self.module, computation, instruction, self.chip)
         if instruction.name in self._launches(computation):
             self.machine.launch(self.chip.launch_seconds)

@@ -59,8 +59,9 @@ def cost(module: Module, computation: Computation, instruction: Instruction, chi
     Returns:
         The compiler's estimated cycles over the clock, if there is an estimate (only the TPU compiler makes them); for
         a Pallas kernel whose caller says its work, the seconds of its schedule; zero for instructions that only name a
-        value, allocate a buffer, or compute scalars; otherwise the roofline: max(flops / peak, bytes / memory
-        bandwidth). On a GPU every kernel takes time, scalars too: a product that of cuBLAS
+        value, allocate a buffer, or compute scalars; for a product whose estimate overflowed, the seconds that were
+        fitted to such estimates (`gspmd.hardware.matmul.product_seconds`); otherwise the roofline: max(flops / peak,
+        bytes / memory bandwidth). On a GPU every kernel takes time, scalars too: a product that of cuBLAS
         (`gspmd.hardware.matmul.product_seconds`), fused attention its operations and its bytes at the rates that cuDNN
         reaches, and any other kernel its bytes at the bandwidth that kernels reach.
     """
@@ -73,11 +74,13 @@ def cost(module: Module, computation: Computation, instruction: Instruction, chi
         seconds = schedule.seconds(work, chip) if schedule else least_seconds(work, chip)
         bound = work.bytes / chip.hbm_bandwidth > work.flops / chip.flops("bfloat16")
         return Cost(seconds, work.flops, work.bytes, bound)
-    flops = product_flops(module, computation, instruction)
-    moved = int(traffic(module, computation, instruction).bytes)
-    products, memory = flops / chip.flops(_dtype(computation, instruction)), moved / chip.hbm_bandwidth
-    estimate = instruction.cycles / chip.clock
-    return Cost(estimate or max(products, memory), flops, moved, memory > products)
+    flops, moved = product_flops(module, computation, instruction), traffic(module, computation, instruction)
+    dtype = _dtype(computation, instruction)
+    products, memory = flops / chip.flops(dtype), moved.bytes / chip.hbm_bandwidth
+    seconds = instruction.cycles / chip.clock or max(products, memory)
+    if instruction.cycles_overflowed and (found := product(module, computation, instruction)):
+        seconds = seconds_with_traffic(found.sizes, moved, dtype, chip)
+    return Cost(seconds, flops, int(moved.bytes), memory > products)
 
 
 def runs(computation: Computation, instruction: Instruction, chip: Chip) -> bool:

@@ -76,6 +76,19 @@ def test_without_collectives_it_is_the_sum_of_the_cycles():
     assert times(found) == (3.5, 3.5, 0, 0)
 
 
+def test_an_estimate_that_overflowed_is_none():
+    # libtpu 0.0.42.1 writes 2^63 - 1 for thin int8 products of weights that are on the chip: 195 years
+    product = (
+        "%d = bf16[8,256]{1,0} dot(%l, %r), lhs_contracting_dims={1}, rhs_contracting_dims={0}, "
+        f'backend_config={{"window_config":{{"estimated_cycles":"{2**63 - 1}"}}}}'
+    )
+    module = program("%l = bf16[8,512]{1,0} parameter(1)", "%r = bf16[512,256]{1,0} parameter(2)", product)
+    found = timeline(module, "tpu-v4", MESH)
+    assert found.step_seconds == product_seconds(8, 512, 256, chip=CHIPS["tpu-v4"])
+    assert any("overflowed" in note for note in found.notes)
+    assert timeline(program(step("a", 1)), "tpu-v4", MESH).notes == ()
+
+
 def test_a_blocking_all_gather_takes_the_link_model():
     gather = "%g = u8[360000]{0} all-gather(%a), replica_groups=[4,4]<=[16], dimensions={0}"
     found = run(step("a", 1), gather, step("b", 2, "a"))
