@@ -63,6 +63,15 @@ class Chip(Printed):
             )
 
     @property
+    def gathers_on_one_ring(self) -> bool:
+        """Whether gathers and reduce-scatters over several torus axes have the links of one axis only.
+
+        On a 3D torus the TPU compiler sends them round one ring through all devices (jax 0.10.2, v4 and v5p); on a 2D
+        torus (v5e, v6e) it uses the links of both axes.
+        """
+        return self.torus == 3
+
+    @property
     def is_switch(self) -> bool:
         """Whether all peers of a node are one hop away: through a switch, or in a full mesh."""
         return self.torus == 0

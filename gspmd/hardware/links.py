@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from itertools import combinations as choose
 from math import prod
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -58,11 +59,11 @@ class Occupancy(NamedTuple):
         return max(self.links, self.network) + self.latency
 
 
-WHOLE_GATHER = 16
-"""The largest TPU slice on which an all-gather over all devices is one collective.
+WHOLE: Mapping[str, int] = MappingProxyType({"all-gather": 16, "reduce-scatter": 4})
+"""The largest TPU slices on which one of these over all devices is one collective.
 
-On larger slices it runs in two parts, because the compiler would replace one gather by an all-reduce with twice the
-bytes (`gspmd.lowerings.blocking.tpu`).
+On larger slices it runs in two parts, because the compiler would replace it by an all-reduce with twice the bytes
+(`gspmd.lowerings.blocking.tpu`).
 """
 
 
@@ -87,25 +88,60 @@ def collective_seconds(kind: str, axes: Sequence[str], mesh: Mapping[str, int], 
     axes = tuple(axis for axis in axes if mesh[axis] > 1)
     if kind in ("slice", "einsum") or not axes:
         return 0.0
+    group = prod(mesh[axis] for axis in axes)
+    if kind not in WHOLE or chip.is_switch or len(axes) == 1:
+        seconds = _together(kind, axes, mesh, buffer, chip).seconds
+    elif group == prod(mesh.values()) and group > WHOLE[kind] and chip.nodes(mesh) == 1:
+        splits = (first for number in range(1, len(axes)) for first in choose(axes, number))
+        seconds = min(_in_parts(kind, first, axes, mesh, buffer, chip) for first in splits)
+    else:
+        takes = _together(kind, axes, mesh, buffer, chip)
+        if chip.gathers_on_one_ring:
+            # The latency stays that of rings along each axis: where it counts, the lowering sends it axis by axis.
+            takes = takes._replace(links=max(takes.links, _on_one_ring(kind, axes, mesh, buffer, chip)))
+        seconds = takes.seconds
+    if kind == "reduce-scatter" and not chip.is_switch:
+        # An all-reduce has the links of all axes, and can be done before the reduce-scatter is. But it sends twice the
+        # bytes. At the same price a plan takes the reduce-scatter.
+        seconds = min(seconds, _together("all-reduce", axes, mesh, buffer, chip).seconds)
+    return seconds
+
+
+def _together(kind: str, axes: Sequence[str], mesh: Mapping[str, int], buffer: float, chip: Chip) -> Occupancy:
+    """Return the occupancy of a collective that uses the links of all its axes at the same time."""
     group = near = prod(mesh[axis] for axis in axes)
-    sizes = [mesh[axis] for axis in axes]
-    whole = group == prod(mesh.values()) and not chip.is_switch and chip.nodes(mesh) == 1
-    if kind == "all-gather" and whole and group > WHOLE_GATHER and len(axes) > 1:
-        return min(_in_parts(first, axes, mesh, buffer, chip) for n in range(1, len(axes)) for first in choose(axes, n))
     if chip.nodes(mesh) > 1:
-        all_axes = tuple(mesh.items())
-        near = sharing_node(axes, all_axes, chip.node_devices)
-        sizes = [sharing_node((axis,), all_axes, chip.node_devices) for axis in axes]
-    return occupancy(kind, sizes, group, near, buffer, chip).seconds
+        near = sharing_node(tuple(axes), tuple(mesh.items()), chip.node_devices)
+    return occupancy(kind, _sizes(axes, mesh, chip), group, near, buffer, chip)
 
 
-def _in_parts(first: Sequence[str], axes: Sequence[str], mesh: Mapping[str, int], buffer: float, chip: Chip) -> float:
-    """Seconds of an all-gather over the axes `first`, followed by one over the others."""
+def _sizes(axes: Sequence[str], mesh: Mapping[str, int], chip: Chip) -> list[int]:
+    """Return the sizes of axes within a node."""
+    if chip.nodes(mesh) == 1:
+        return [mesh[axis] for axis in axes]
+    return [sharing_node((axis,), tuple(mesh.items()), chip.node_devices) for axis in axes]
+
+
+def _on_one_ring(kind: str, axes: Sequence[str], mesh: Mapping[str, int], buffer: float, chip: Chip) -> float:
+    """Seconds of links in which a gather or a reduce-scatter goes round one ring through all devices.
+
+    The ring joins only neighbours, and closes, if any side of the grid is even or has wrap-around links. Then it goes
+    both ways.
+    """
+    sizes = [size for size in _sizes(axes, mesh, chip) if size > 1]
+    if len(sizes) < 2:
+        return 0.0
+    links = 2 if any(size % 2 == 0 or chip.wraps(size) for size in sizes) else 1
+    return wire_bytes(kind, prod(mesh[axis] for axis in axes), buffer) / (links * chip.link_bandwidth)
+
+
+def _in_parts(
+    kind: str, first: Sequence[str], axes: Sequence[str], mesh: Mapping[str, int], buffer: float, chip: Chip
+) -> float:
+    """Seconds of a gather or a reduce-scatter over the axes `first`, and of one over the others."""
     rest = [axis for axis in axes if axis not in first]
     small = buffer / prod(mesh[axis] for axis in rest)
-    return collective_seconds("all-gather", first, mesh, small, chip) + collective_seconds(
-        "all-gather", rest, mesh, buffer, chip
-    )
+    return collective_seconds(kind, first, mesh, small, chip) + collective_seconds(kind, rest, mesh, buffer, chip)
 
 
 def occupancy(kind: str, sizes: Sequence[int], group: int, near: int, buffer: float, chip: Chip) -> Occupancy:

@@ -82,7 +82,7 @@ def test_the_detours_that_were_missed():
 
 def test_a_maximum_is_never_reduce_scattered():
     """There is no such collective; and of a sum, the chain without one is not the cheapest."""
-    src, dst, mesh = Spec.parse("B partialsum-xy"), Spec.parse("B"), {"x": 4, "y": 4, "z": 4}
+    src, dst, mesh = Spec.parse("B_y partialsum-x"), Spec.parse("B_y"), {"x": 4, "y": 4, "z": 4}
     summed = move(src, dst, {"B": 1 << 24}, mesh, 4, V4)
     largest = move(src, dst, {"B": 1 << 24}, mesh, 4, V4, reduce="max")
     assert "reduce-scatter" in {step.kind for step in summed}
@@ -151,7 +151,7 @@ BY_HAND = [
 
 WITH_A_FREE_AXIS = [
     ("BE_z -> B_zxE", [("slice", "x"), ("all-to-all", "zx")]),
-    ("B_xE -> BE_x", [("slice", "zy"), ("all-to-all", "xzy"), ("all-gather", "zy")]),
+    ("B_xE -> BE_x", [("all-to-all", "x")]),  # a gather over z and y, round one ring, takes longer than is saved
     ("B_yE_x -> B_xyE", [("slice", "z"), ("collective-permute", "xyz"), ("all-gather", "z")]),
     ("E_xy -> E_yx", [("slice", "z"), ("collective-permute", "xy"), ("all-gather", "z")]),
     ("E_x -> E_y", [("slice", "zy"), ("collective-permute", "xy"), ("all-gather", "zx")]),
@@ -168,7 +168,7 @@ def test_steps_by_hand(equation, steps):
 
 @pytest.mark.parametrize(("equation", "steps"), WITH_A_FREE_AXIS)
 def test_an_axis_over_which_nothing_is_sharded_helps(equation, steps):
-    """A replicated tensor is sliced for nothing: less travels the slow way, and gathers run over more rings."""
+    """A replicated tensor is sliced for nothing: less travels the slow way."""
     _by_hand(equation, {"x": 4, "y": 4, "z": 4}, steps)
 
 
