@@ -40,6 +40,7 @@ class Chip(Printed):
     clock: float  #: cycles/s of the matrix unit
     device_kinds: tuple[str, ...] = ()  #: values of `jax.Device.device_kind`
     source: Mapping[str, str] = field(default_factory=FrozenDict, compare=False, repr=False)
+    gathers_on_one_ring: bool = False  #: whether those over several torus axes have the links of one axis only
     full_mesh: bool = False  #: whether each link leads to one peer, without a switch
     start_seconds: float = 0.0  #: latency of starting a collective, in addition to its hops, seconds
     node_devices: int = 0  #: devices of one node; 0 for any number
@@ -61,15 +62,6 @@ class Chip(Printed):
                 f"chip {self.name!r} comes in nodes of {self.node_devices}, and nothing connects them.\n"
                 "  Give network_bandwidth, bytes/s of one device, or leave node_devices out: then all are one node."
             )
-
-    @property
-    def gathers_on_one_ring(self) -> bool:
-        """Whether gathers and reduce-scatters over several torus axes have the links of one axis only.
-
-        On a 3D torus the TPU compiler sends them round one ring through all devices (jax 0.10.2, v4 and v5p); on a 2D
-        torus (v5e, v6e) it uses the links of both axes.
-        """
-        return self.torus == 3
 
     @property
     def is_switch(self) -> bool:

@@ -12,6 +12,7 @@ _OTHER = {"ragged-all-to-all": "all-to-all", "collective-broadcast": "collective
 _OPCODE = re.compile(rf"({'|'.join([*_OTHER, *KINDS])})(?:-(start|done))?")
 _SENT = re.compile(r'_xla_send_recv_source_target_pairs="?(\{(?:\{\d+,\s*\d+\}[,\s]*)*\})')
 _CORES = re.compile(r"\bcores:\{([\d ]+)\}")
+_WRAPPERS = ("async-start", "async-done", "call-start", "call-done")  # A call on a TPU's SparseCore is asynchronous.
 _SLICES = ("dynamic-slice", "slice")
 _ASYNCHRONOUS = {"AsyncCollectiveStart": "start", "AsyncCollectiveDone": "done"}
 
@@ -75,7 +76,7 @@ def collective(module: Module, computation: Computation, instruction: Instructio
         return _make(kind, phase, instruction, devices)
     if instruction.opcode == "send":
         return _sent(instruction)
-    if instruction.opcode in ("async-start", "async-done"):
+    if instruction.opcode in _WRAPPERS:
         return _wrapped(module, instruction, devices)
     return _fused(module, instruction, devices) if instruction.opcode == "fusion" else None
 
@@ -90,8 +91,11 @@ def _sent(send: Instruction) -> Collective | None:
 
 
 def _wrapped(module: Module, instruction: Instruction, devices: int) -> Collective | None:
-    """Return the collective in the computation that an `async-start` or `async-done` wraps."""
-    phase = instruction.opcode.removeprefix("async-")
+    """Return the collective in the computation that an instruction of `_WRAPPERS` starts or waits for.
+
+    The end of a call names no computation. Its start does.
+    """
+    phase = instruction.opcode.rpartition("-")[2]
     for name in instruction.called:
         inner = module.computations[name]
         for each in inner.instructions:
@@ -131,7 +135,10 @@ def _make(kind: str, phase: str, instruction: Instruction, devices: int) -> Coll
 
 def _rings(scheduled: Instruction, group: int) -> tuple[int, ...]:
     """Return the rings of a collective's algorithm: `cores:{4 4 4}` of its strategy; for a gather one
-    (`1DAllGather...`)."""
+    (`1DAllGather...`); on a SparseCore those along which one part of the data travels."""
+    for offloaded in scheduled.config.get("collective_offload_config", {}).values():
+        if isinstance(offloaded, dict) and (ways := offloaded.get("ici_strategy_config", {}).get("color_strategies")):
+            return tuple(int(ring["core_count"]) for ring in ways[0]["phase_rings"])
     algorithm = scheduled.config.get("collective_algorithm_config", {})
     if cores := _CORES.search(algorithm.get("debug", "")):
         return tuple(map(int, cores[1].split()))

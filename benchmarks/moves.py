@@ -1,0 +1,122 @@
+"""Random moves between shardings: the planned seconds of their collectives beside those of the compiled program.
+
+    python benchmarks/moves.py                          # 200 moves on v4, v5p and v5e, about four minutes
+    python benchmarks/moves.py --moves 40 --chips tpu-v6e:4x4 tpu7x:2x2x4 --seed 1
+
+Each move brings a bfloat16 tensor of 1 MB to 3 GB from one random sharding to another. The plan's seconds are those of
+its collectives; the compiled ones are the seconds in which the timeline waits for collectives. What computes beside
+them, slices and copies, is shown for itself: in a program of one move most of it copies the result.
+"""
+
+import argparse
+import random
+from collections.abc import Iterator
+from math import prod
+from statistics import median
+from typing import NamedTuple
+
+import jax
+
+import gspmd
+from gspmd.annotate import PlanError, Spec
+from gspmd.audit import compile_offline, topology
+
+CHIPS = ("tpu-v4:4x4x4", "tpu-v5p:4x4x4", "tpu-v5e:4x4", "tpu-v4:2x2x4", "tpu-v5p:4x4x8", "tpu-v5e:8x8")
+SMALLEST, LARGEST = 20, 31.5
+"""Logarithms of the bytes of a whole tensor."""
+
+
+class Move(NamedTuple):
+    """A move, and its seconds: planned, waiting for collectives as compiled, and computing beside them."""
+
+    chip: str
+    equation: str
+    sizes: tuple[int, ...]
+    steps: str
+    planned: float
+    waits: float
+    computes: float
+
+    @property
+    def ratio(self) -> float:
+        """Planned over compiled."""
+        return self.planned / self.waits
+
+
+def specs(axes: tuple[str, ...], rng: random.Random) -> tuple[str, str]:
+    """Draw two different shardings of a matrix."""
+    while True:
+        drawn = []
+        for _ in range(2):
+            held: dict[str, list[str]] = {"E": [], "F": [], "": []}
+            for axis in rng.sample(axes, len(axes)):
+                held[rng.choice(["E", "F", ""])].append(axis)
+            drawn.append("".join(dim + ("_" + "".join(held[dim]) if held[dim] else "") for dim in "EF"))
+        if drawn[0] != drawn[1]:
+            return drawn[0], drawn[1]
+
+
+def moves(count: int, chips: tuple[str, ...], seed: int) -> Iterator[Move]:
+    """Yield random moves, compiled. Those that are slices alone are drawn again."""
+    rng = random.Random(seed)
+    while count:
+        found = compiled(rng.choice(chips), rng)
+        if found is not None:
+            count -= 1
+            yield found
+
+
+def compiled(name: str, rng: random.Random) -> Move | None:
+    """Draw a move on a slice and compile it; None if nothing is sent, or it does not fit."""
+    slices = topology(name)
+    # A chip of two devices is an axis of its own.
+    shape = (*slices.shape, *([slices.cores] * (slices.cores > 1)))
+    axes = dict(zip("xyzw", shape))
+    size = 2 ** rng.uniform(SMALLEST, LARGEST) / 2  # elements
+    rows = 128 * prod(shape) * rng.randint(1, 4)
+    columns = max(1, round(size / rows / 128 / prod(shape))) * 128 * prod(shape)
+    before, after = specs(tuple(axes), rng)
+    sizes, equation = {"E": rows, "F": columns}, f"{before} -> {after}"
+    plan = gspmd.plan(equation, sizes, axes, chip=slices.chip, lowering="blocking")
+    planned = sum(step.seconds for step in plan.steps if step.is_collective)
+    if not planned or rows * columns * 2 > 2**LARGEST:
+        return None
+    sharding = jax.NamedSharding(slices.mesh(axes), Spec.parse(before).partition_spec())
+    x = jax.ShapeDtypeStruct((rows, columns), "bfloat16", sharding=sharding)
+    with gspmd.lowering("blocking"):
+        try:
+            report = compile_offline(lambda x: gspmd.reshard(x, equation), x, topology=slices)
+        except PlanError:
+            return None
+    if report.timeline is None:  # it does not fit
+        return None
+    steps = ", ".join(step.name for step in plan.steps)
+    return Move(
+        name, equation, (rows, columns), steps, planned, report.timeline.exposed_seconds, report.timeline.compute_seconds
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--moves", type=int, default=200)
+    parser.add_argument("--chips", nargs="+", default=CHIPS)
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args()
+    found = []
+    for each in moves(given.moves, tuple(given.chips), given.seed):
+        found.append(each)
+        print(
+            f"{each.chip:14s} {each.equation:22s} {each.sizes[0]:6d} x {each.sizes[1]:<8d} planned "
+            f"{1e6 * each.planned:9.1f} us, waits {1e6 * each.waits:9.1f}, computes {1e6 * each.computes:9.1f}  "
+            f"{each.ratio:5.2f}  {each.steps}",
+            flush=True,
+        )
+    for chip in dict.fromkeys(each.chip for each in found):
+        ratios = sorted(each.ratio for each in found if each.chip == chip)
+        print(f"{chip:14s} {len(ratios):4d} moves: {ratios[0]:.2f} to {ratios[-1]:.2f}, median {median(ratios):.2f}")
+    errors = [abs(each.ratio - 1) for each in found]
+    print(f"all: median error {median(errors):.1%}, largest {max(errors):.0%}")
+
+
+if __name__ == "__main__":
+    main()
