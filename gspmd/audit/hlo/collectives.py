@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass, replace
+from math import prod
 
 from gspmd.audit.hlo.module import Array, Computation, Instruction, Module
 from gspmd.audit.hlo.replica_groups import groups, is_permute, pairs
@@ -135,10 +136,12 @@ def _make(kind: str, phase: str, instruction: Instruction, devices: int) -> Coll
 
 def _rings(scheduled: Instruction, group: int) -> tuple[int, ...]:
     """Return the rings of a collective's algorithm: `cores:{4 4 4}` of its strategy; for a gather one
-    (`1DAllGather...`); on a SparseCore those along which one part of the data travels."""
+    (`1DAllGather...`); on a SparseCore the rings of chips along which one part of the data travels, and then 2 if both
+    devices of each chip are in the group."""
     for offloaded in scheduled.config.get("collective_offload_config", {}).values():
         if isinstance(offloaded, dict) and (ways := offloaded.get("ici_strategy_config", {}).get("color_strategies")):
-            return tuple(int(ring["core_count"]) for ring in ways[0]["phase_rings"])
+            rings = tuple(int(ring.get("core_count", 1)) for ring in ways[0]["phase_rings"])
+            return (*rings, 2) if 2 * prod(rings) == group else rings
     algorithm = scheduled.config.get("collective_algorithm_config", {})
     if cores := _CORES.search(algorithm.get("debug", "")):
         return tuple(map(int, cores[1].split()))

@@ -92,9 +92,16 @@ def _near(sent: Collective, mesh: Mapping[str, int], chip: Chip) -> int:
 
 
 def _rings(axes: tuple[str, ...], sizes: Mapping[str, int], torus: Torus) -> dict[str, int]:
-    """Return the torus rings of these axes, under names that only have to differ."""
-    rings = {axis: torus.get(axis, (sizes[axis],)) for axis in axes}
-    return {f"{axis}{number}": size for axis, parts in rings.items() for number, size in enumerate(parts)}
+    """Return the torus rings of these axes, under names that only have to differ.
+
+    The two devices of a chip are on no ring; they count as one of their own, as in a plan.
+    """
+    found = {}
+    for axis in axes:
+        rings = torus.get(axis, (sizes[axis],))
+        for number, size in enumerate((*rings, sizes[axis] // prod(rings))):
+            found[f"{axis}{number}"] = size
+    return found
 
 
 def _part(rings: list[int], group: int) -> dict[str, int]:

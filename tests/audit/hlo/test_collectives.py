@@ -138,6 +138,27 @@ def test_wrapped_in_an_asynchronous_computation():
     assert (each[0].wire_bytes, each[0].group, each[0].instruction.name) == (192, 4, "rs")
 
 
+OFFLOADED = """%called (q: f32[16]) -> f32[64] {
+  %q = f32[16]{0} parameter(0)
+  ROOT %g = f32[64]{0} all-gather(%q), ROWS, dimensions={0}, backend_config={"collective_offload_config":{\
+"all_gather_offload_config":{"use_single_sparse_core":true,"ici_strategy_config":{"color_strategies":[\
+{"phase_rings":[{"core_count":"2"},{"core_count":"2"}]},{"phase_rings":[{"core_count":"2"},{"core_count":"2"}]}]}}}}
+}, execution_thread="sparsecore"
+""".replace("ROWS", ROWS)
+
+
+def test_a_call_that_a_sparse_core_runs_meanwhile():
+    # As libtpu writes a TPU7x's collectives. The end of the call names no computation.
+    each = found(
+        "%s = ((f32[16]{0}, token[]), f32[64]{0}) call-start(%p, %t), async_execution_thread=\"sparsecore\", "
+        "to_apply=%called",
+        "%d = f32[64]{0} call-done(%s)",
+        computations=OFFLOADED,
+    )
+    assert [told(one) for one in each] == [("all-gather", "start", "f32", 4, 192)]
+    assert each[0].rings == (2, 2)
+
+
 def test_an_asynchronous_computation_printed_as_one_instruction():
     # so XLA prints what it can: the operands come first, a context last
     parts = ", ".join(["f32[4,4]{1,0}"] * 4)
