@@ -158,7 +158,7 @@ def test_prompts_are_read_with_the_weights_and_the_cache_to_decode(samples, bloc
     sizes = models.decoding.make_batch(model, layout, layout, mesh, prompts, 8, samples=samples, cache_length=512).sizes
     assert (sizes.rows, sizes.chunk, sizes.room) == (8 * samples, 128, 512)
     section = layout.overrides.get("prefill", {})
-    assert section or samples > 1, "both phases are alike"
+    assert section or samples > 1 or block == "parallel", "both phases are alike"
     assert {sizes.prefill[key] for key in section} == {*section.values()}
     # What the file says costs what is predicted: activations that were found for other weights would not.
     for phase, rows, length in (("decode", sizes.rows, 512), ("prefill", sizes.prefill_rows, 128)):
