@@ -92,7 +92,13 @@ def compiled(name: str, rng: random.Random) -> Move | None:
         return None
     steps = ", ".join(step.name for step in plan.steps)
     return Move(
-        name, equation, (rows, columns), steps, planned, report.timeline.exposed_seconds, report.timeline.compute_seconds
+        name,
+        equation,
+        (rows, columns),
+        steps,
+        planned,
+        report.timeline.exposed_seconds,
+        report.timeline.compute_seconds,
     )
 
 

@@ -102,11 +102,14 @@ def test_gradients_share_what_is_hidden_and_none_ends_before_it_begins():
     assert all(gradient.seconds > 0 for gradient in whole.gradients)
 
 
-@pytest.mark.parametrize(("length", "lowering"), [(4096, "blocking"), (128, "looped")])
-def test_stripes_and_rings_have_to_gain_more_than_the_model_errs(length, lowering):
-    """Llama 2 70B's first product under zero-3: a planned gain of 1.9% was a loss once it was compiled."""
+@pytest.mark.parametrize(
+    ("chip", "length", "lowering"),
+    [("tpu-v5p", 4096, "blocking"), ("tpu-v5p", 128, "looped"), ("tpu-v6e", 128, "looped")],
+)
+def test_stripes_and_rings_have_to_gain_more_than_the_model_errs(chip, length, lowering):
+    """Llama 2 70B's first product under zero-3, compiled for v5p: a planned gain of 9% is a loss of 12%."""
     sizes, mesh = {"B": 1024, "L": length, "E": 8192, "F": 28672}, {"x": 4, "y": 8, "z": 8}
-    assert plan("B_xyzLE, E_xyzF -> B_xyzLF", sizes, mesh, dtype="bfloat16", chip="tpu-v5p").lowering == lowering
+    assert plan("B_xyzLE, E_xyzF -> B_xyzLF", sizes, mesh, dtype="bfloat16", chip=chip).lowering == lowering
 
 
 def test_stripes_of_a_contracted_dimension_hide_no_scatter():

@@ -101,23 +101,11 @@ CASES = [
 ]  # fmt: skip
 
 
-SLICED_FIRST = {("none", 1, 0), ("dots", 1, 1)}
-"""Draws of `SHARED` in which tokens go to two places by chains that begin with the same slice, a device's own part.
-
-JAX takes a device's place in the mesh out of a loop that it differentiates, once for each chain, so that compilers do
-not see that both begin alike, as `gspmd.trace` knows. 0.2% and 0.5% of the step: "Known to be off" in
-docs/search-figures.md.
-"""
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("draw", [0, 1])
 @pytest.mark.parametrize(("config", "remat", "microbatches"), CASES)
-def test_a_layout_costs_what_its_training_step_is_traced_to(config, remat, microbatches, draw, tmp_path, request):
+def test_a_layout_costs_what_its_training_step_is_traced_to(config, remat, microbatches, draw, tmp_path):
     pytest.importorskip("libtpu")  # what is merged and hoisted is the compiler's
-    if config is SHARED and (remat, microbatches, draw) in SLICED_FIRST:
-        why = "what two moves that begin with one slice have in common is priced once"
-        request.applymarker(pytest.mark.xfail(strict=True, reason=why))
     config, mesh = replace(config, remat=remat), topology("tpu-v5p:2x2x2").mesh(MESH)
     found = problem_of(config, microbatches)
     problem, rng = found.problem(), random.Random(f"{remat} {microbatches}")

@@ -150,7 +150,7 @@ OFFLOADED = """%called (q: f32[16]) -> f32[64] {
 def test_a_call_that_a_sparse_core_runs_meanwhile():
     # As libtpu writes a TPU7x's collectives. The end of the call names no computation.
     each = found(
-        "%s = ((f32[16]{0}, token[]), f32[64]{0}) call-start(%p, %t), async_execution_thread=\"sparsecore\", "
+        '%s = ((f32[16]{0}, token[]), f32[64]{0}) call-start(%p, %t), async_execution_thread="sparsecore", '
         "to_apply=%called",
         "%d = f32[64]{0} call-done(%s)",
         computations=OFFLOADED,
