@@ -5,20 +5,20 @@
 
 Each move brings a bfloat16 tensor of 1 MB to 3 GB from one random sharding to another. The plan's seconds are those of
 its collectives; the compiled ones are the seconds in which the timeline waits for collectives. What computes beside
-them, slices and copies, is shown for itself: in a program of one move most of it copies the result.
+them, slices and copies, is shown separately: in a program of one move most of it copies the result.
 """
 
 import argparse
 import random
 from collections.abc import Iterator
-from math import prod
+from math import inf, log2, prod
 from statistics import median
 from typing import NamedTuple
 
 import jax
 
 import gspmd
-from gspmd.annotate import PlanError, Spec
+from gspmd.annotate import Spec
 from gspmd.audit import compile_offline, topology
 
 CHIPS = ("tpu-v4:4x4x4", "tpu-v5p:4x4x4", "tpu-v5e:4x4", "tpu-v4:2x2x4", "tpu-v5p:4x4x8", "tpu-v5e:8x8")
@@ -39,8 +39,8 @@ class Move(NamedTuple):
 
     @property
     def ratio(self) -> float:
-        """Planned over compiled."""
-        return self.planned / self.waits
+        """Planned over compiled; infinite if nothing is waited for."""
+        return self.planned / self.waits if self.waits else inf
 
 
 def specs(axes: tuple[str, ...], rng: random.Random) -> tuple[str, str]:
@@ -72,23 +72,27 @@ def compiled(name: str, rng: random.Random) -> Move | None:
     # A chip of two devices is an axis of its own.
     shape = (*slices.shape, *([slices.cores] * (slices.cores > 1)))
     axes = dict(zip("xyzw", shape))
-    size = 2 ** rng.uniform(SMALLEST, LARGEST) / 2  # elements
-    rows = 128 * prod(shape) * rng.randint(1, 4)
-    columns = max(1, round(size / rows / 128 / prod(shape))) * 128 * prod(shape)
     before, after = specs(tuple(axes), rng)
+    # Shards of whole tiles: 8 rows of 128 lanes.
+    units = {"E": 8, "F": 128}
+    for spec in (before, after):
+        for dim, unit in (("E", 8), ("F", 128)):
+            units[dim] = max(units[dim], unit * prod(axes[axis] for axis in Spec.parse(spec).axes_of(dim)))
+    size = 2 ** rng.uniform(SMALLEST, LARGEST) / 2  # elements
+    rows = units["E"] * 2 ** rng.randint(0, 6)
+    columns = max(1, round(size / rows / units["F"])) * units["F"]
+    if not SMALLEST <= log2(2 * rows * columns) <= LARGEST:
+        return None
     sizes, equation = {"E": rows, "F": columns}, f"{before} -> {after}"
     plan = gspmd.plan(equation, sizes, axes, chip=slices.chip, lowering="blocking")
     planned = sum(step.seconds for step in plan.steps if step.is_collective)
-    if not planned or rows * columns * 2 > 2**LARGEST:
+    if not planned:
         return None
     sharding = jax.NamedSharding(slices.mesh(axes), Spec.parse(before).partition_spec())
     x = jax.ShapeDtypeStruct((rows, columns), "bfloat16", sharding=sharding)
     with gspmd.lowering("blocking"):
-        try:
-            report = compile_offline(lambda x: gspmd.reshard(x, equation), x, topology=slices)
-        except PlanError:
-            return None
-    if report.timeline is None:  # it does not fit
+        report = compile_offline(lambda x: gspmd.reshard(x, equation), x, topology=slices)
+    if report.timeline is None:  # It does not fit.
         return None
     steps = ", ".join(step.name for step in plan.steps)
     return Move(
@@ -120,6 +124,10 @@ def main() -> None:
     for chip in dict.fromkeys(each.chip for each in found):
         ratios = sorted(each.ratio for each in found if each.chip == chip)
         print(f"{chip:14s} {len(ratios):4d} moves: {ratios[0]:.2f} to {ratios[-1]:.2f}, median {median(ratios):.2f}")
+    for least, most in ((0, 2**23), (2**23, 2**28), (2**28, 2**40)):
+        ratios = sorted(each.ratio for each in found if least <= 2 * prod(each.sizes) < most)
+        if ratios:
+            print(f"{least:>13,d} to {most:,d} bytes, {len(ratios)}: {ratios[0]:.2f} to {ratios[-1]:.2f}")
     errors = [abs(each.ratio - 1) for each in found]
     print(f"all: median error {median(errors):.1%}, largest {max(errors):.0%}")
 

@@ -1,7 +1,7 @@
 """Bytes that one device sends in a collective, and the seconds it takes on the links of a chip.
 
 Bytes are those of ring algorithms. Seconds follow the roofline of the *scaling book* (jax-ml, parts 1 to 3, and 12 for
-GPUs): bytes over the bandwidth of all rings that can be used at once, plus the latency of a start and of each hop.
+GPUs): bytes over the bandwidth of all rings that are used at once, plus the latency of a start and of each hop.
 Between nodes, bytes go over the network. On GPUs bandwidth and latency are those of NCCL.
 """
 
@@ -59,7 +59,7 @@ class Occupancy(NamedTuple):
         return max(self.links, self.network) + self.latency
 
 
-WHOLE: Mapping[str, int] = MappingProxyType({"all-gather": 16, "reduce-scatter": 4})
+LARGEST_WHOLE: Mapping[str, int] = MappingProxyType({"all-gather": 16, "reduce-scatter": 4})
 """The largest TPU slices on which one of these over all devices is one collective.
 
 On larger slices it runs in two parts, because the compiler would replace it by an all-reduce with twice the bytes
@@ -89,20 +89,21 @@ def collective_seconds(kind: str, axes: Sequence[str], mesh: Mapping[str, int], 
     if kind in ("slice", "einsum") or not axes:
         return 0.0
     group = prod(mesh[axis] for axis in axes)
-    if kind not in WHOLE or chip.is_switch or len(axes) == 1:
+    if kind not in LARGEST_WHOLE or chip.is_switch or len(axes) == 1:
         seconds = _together(kind, axes, mesh, buffer, chip).seconds
-    elif group == prod(mesh.values()) and group > WHOLE[kind] and chip.nodes(mesh) == 1:
+    elif group == prod(mesh.values()) and group > LARGEST_WHOLE[kind] and chip.nodes(mesh) == 1:
         splits = (first for number in range(1, len(axes)) for first in choose(axes, number))
         seconds = min(_in_parts(kind, first, axes, mesh, buffer, chip) for first in splits)
     else:
         takes = _together(kind, axes, mesh, buffer, chip)
         if chip.gathers_on_one_ring:
-            # The latency stays that of rings along each axis: where it counts, the lowering sends it axis by axis.
+            # The latency stays that of rings along each axis, as the lowering sends few bytes. Many bytes take more hops,
+            # half of the devices. To count these would cut every such gather in two, whose pieces are reordered.
             takes = takes._replace(links=max(takes.links, _on_one_ring(kind, axes, mesh, buffer, chip)))
         seconds = takes.seconds
     if kind == "reduce-scatter" and not chip.is_switch:
-        # An all-reduce has the links of all axes, and can be done before the reduce-scatter is. But it sends twice the
-        # bytes. At the same price a plan takes the reduce-scatter.
+        # An all-reduce uses the links of all axes. Over three of them it is faster than a reduce-scatter, with twice as
+        # many bytes. At the same price a plan takes the reduce-scatter, which is what papers and layouts ask for.
         seconds = min(seconds, _together("all-reduce", axes, mesh, buffer, chip).seconds)
     return seconds
 

@@ -31,7 +31,7 @@ CASES = [(shape, dimension) for shape in SHAPES for dimension in range(len(shape
 @pytest.fixture
 def whole_rings(monkeypatch):
     """Splits every collective over a whole mesh, as on large slices, by a chip with the torus of v4."""
-    monkeypatch.setattr(tpu, "WHOLE", {"all-gather": 1, "reduce-scatter": 1})
+    monkeypatch.setattr(tpu, "LARGEST_WHOLE", {"all-gather": 1, "reduce-scatter": 1})
     monkeypatch.setattr(in_force, "device_kind", lambda: "TPU v4")
 
 
@@ -145,7 +145,7 @@ def test_equations_and_their_gradients(monkeypatch, make_mesh, equation, shapes)
         want = jax.jit(both)(*arrays)
         jax.clear_caches()
         monkeypatch.setattr(in_force, "is_tpu", lambda: True)
-        monkeypatch.setattr(tpu, "WHOLE", {"all-gather": 1, "reduce-scatter": 1})
+        monkeypatch.setattr(tpu, "LARGEST_WHOLE", {"all-gather": 1, "reduce-scatter": 1})
         got = jax.jit(lambda *a: both(*a))(*arrays)
     jax.clear_caches()  # nothing that was traced for a TPU is left for other tests
     jax.tree.map(np.testing.assert_array_equal, got, want)

@@ -98,8 +98,16 @@ def test_bytes_by_hand(equation, mesh, via, chain):
     assert plan.wire_bytes == sum(sent for *_, sent in chain)
 
 
-def test_gathered_weights_arrive_whole():
-    """Two dimensions are gathered one after the other: on one ring, a gather over two axes would be no faster."""
+def test_weights_sharded_on_two_dimensions_are_brought_to_one_where_a_gather_uses_both_axes():
+    """An all-to-all of the shard puts all that is gathered on one dimension: so one gather runs over both rings."""
+    sizes = {"E": E, "F": F}
+    steps = gspmd.plan("E_xF_zy -> EF_z", sizes, CUBE, chip="tpu7x").steps
+    assert [step.kind for step in steps] == ["all-to-all", "all-gather"]
+    assert steps[0].wire_bytes == _sent(E * F / 64, 4)
+    assert steps[1].wire_bytes == E * F // 4 * LAST - E * F * LAST // 64
+
+
+def test_weights_sharded_on_two_dimensions_are_gathered_in_turn_where_a_gather_uses_one_axis():
     for via, parts in (("B_xyLE, EF_z", 4), ("B_xyLE, EF", 1)):
         plan = _plan("B_xyLE_z, E_xF_zy -> B_xyLF_z", via=via)
         weights = [step for step in plan.steps if step.operand == "operand 2"]

@@ -94,7 +94,7 @@ def _sent(send: Instruction) -> Collective | None:
 def _wrapped(module: Module, instruction: Instruction, devices: int) -> Collective | None:
     """Return the collective in the computation that an instruction of `_WRAPPERS` starts or waits for.
 
-    The end of a call names no computation. Its start does.
+    The end of a call names no computation, so the result is None. The operand says which start it waits for.
     """
     phase = instruction.opcode.rpartition("-")[2]
     for name in instruction.called:
@@ -135,9 +135,14 @@ def _make(kind: str, phase: str, instruction: Instruction, devices: int) -> Coll
 
 
 def _rings(scheduled: Instruction, group: int) -> tuple[int, ...]:
-    """Return the rings of a collective's algorithm: `cores:{4 4 4}` of its strategy; for a gather one
-    (`1DAllGather...`); on a SparseCore the rings of chips along which one part of the data travels, and then 2 if both
-    devices of each chip are in the group."""
+    """Return the sizes of the torus rings that a collective's algorithm runs along.
+
+    - Of a strategy these are its cores, `cores:{4 4 4}`.
+    - A gather by `1DAllGather...` has one ring.
+    - On a SparseCore the data is in as many parts as there are colors. All of them travel along the same rings of
+      chips, in other orders and directions, so those of the first are returned. If both devices of each chip are in the
+      group, a ring of 2 is added.
+    """
     for offloaded in scheduled.config.get("collective_offload_config", {}).values():
         if isinstance(offloaded, dict) and (ways := offloaded.get("ici_strategy_config", {}).get("color_strategies")):
             rings = tuple(int(ring.get("core_count", 1)) for ring in ways[0]["phase_rings"])

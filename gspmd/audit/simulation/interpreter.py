@@ -20,7 +20,7 @@ Value = int | dict | None
 """A value, as waiting sees it: the number of a transfer, a tuple with some transfers in it, or neither."""
 
 
-_OVERFLOWED = (
+_OVERFLOW_NOTE = (
     "the compiler's estimates of some instructions overflowed; their seconds are those of products of their sizes, or "
     "of their bytes"
 )
@@ -99,7 +99,7 @@ class Interpreter:
         elif instruction.is_kernel and instruction.name not in self.module.kernels:
             self.notes.append(f"kernel {instruction.name} has no schedule; its seconds are a lower bound")
         elif instruction.cycles_overflowed:
-            self.notes.append(_OVERFLOWED)
+            self.notes.append(_OVERFLOW_NOTE)
         took = cost(self.module, computation, instruction, self.chip)
         if instruction.name in self._launches(computation):
             self.machine.launch(self.chip.launch_seconds)

@@ -32,9 +32,10 @@ def timeline(
       kernel its bytes at the bandwidth that kernels reach, and every kernel a start. The host launches kernels one by
       one, five or more in a row as one CUDA graph, and runs ahead of the device; where it does not, the device waits.
       It also waits for the host at a conditional, and in a loop whose trips are not known.
-    - **Collectives** take `gspmd.hardware.links.collective_seconds`; a mesh axis is one ring, or those of `torus`. A
-      permute by the same number of places along one axis (a step of a ring) takes its bytes over one link per place,
-      in one direction (`gspmd.audit.simulation.links`). Groups that no mesh axes span are one ring.
+    - **Collectives** take `gspmd.hardware.links.occupancy`, along the rings that the compiler names; if it names none,
+      a mesh axis is one ring, or those of `torus`. A permute by the same number of places along one axis (a step of a
+      ring) takes its bytes over one link per place, in one direction (`gspmd.audit.simulation.links`). Groups that no
+      mesh axes span are one ring.
     - **Asynchronous collectives** overlap with the instructions between start and done, where the device waits for the
       rest.
     - **Links**: a mesh axis has two directions. A collective other than a shift uses both, on all of its axes.

@@ -34,7 +34,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from gspmd.hardware.chips import chip_of_device
-from gspmd.hardware.links import WHOLE
+from gspmd.hardware.links import LARGEST_WHOLE
 from gspmd.lowerings import in_force
 
 LANES = 128
@@ -64,7 +64,7 @@ def all_gather(x: jax.Array, axes: tuple[str, ...], dimension: int, mesh: Mappin
     wide = [place for place, size in enumerate(shape) if size > 1 or place == dimension]
     x, at = x.reshape([shape[place] for place in wide]), wide.index(dimension)
     gathered = x.nbytes * prod(mesh[axis] for axis in axes)
-    for names, _, groups in reversed(_parts(axes, mesh, WHOLE["all-gather"], gathered)):
+    for names, _, groups in reversed(_parts(axes, mesh, LARGEST_WHOLE["all-gather"], gathered)):
         if at == x.ndim - 1 and x.shape[at] % LANES and max(x.shape[:-1], default=LANES) < LANES:
             pieces = lax.all_gather(x, names, axis=0, tiled=False, axis_index_groups=groups)
             x = jnp.moveaxis(pieces, 0, -2).reshape(*x.shape[:-1], -1)
@@ -76,7 +76,7 @@ def all_gather(x: jax.Array, axes: tuple[str, ...], dimension: int, mesh: Mappin
 
 def reduce_scatter(x: jax.Array, axes: tuple[str, ...], dimension: int, mesh: Mapping[str, int]) -> jax.Array:
     """Reduce-scatter over mesh axes, major first, tiled; if in parts, over the major part first."""
-    for number, part in enumerate(_parts(axes, mesh, WHOLE["reduce-scatter"], x.nbytes)):
+    for number, part in enumerate(_parts(axes, mesh, LARGEST_WHOLE["reduce-scatter"], x.nbytes)):
         x = _scatter(x, part, dimension, number)
     return x
 

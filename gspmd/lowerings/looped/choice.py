@@ -21,12 +21,12 @@ from dataclasses import dataclass, replace
 from itertools import product as combinations
 from math import prod
 
-from gspmd.hardware.links import WHOLE, collective_seconds
+from gspmd.hardware.links import LARGEST_WHOLE, collective_seconds
 from gspmd.lowerings.looped.cost import Costs
 from gspmd.lowerings.looped.stripes import stripe_dim, stripes
 from gspmd.planner.overlap import SCHEDULES, Overlap, Ring, Stripes
 from gspmd.planner.spans import LONGEST, CollectiveSpan, divisions, is_short, local_shape, loopable
-from gspmd.planner.steps import Environment, Product, Routine, Step, Tensor
+from gspmd.planner.steps import Environment, Product, Routine, Tensor
 
 MARGIN = 0.04
 """The median error of the model of a product, as a share: no loop and no stripes are chosen for a smaller gain.
@@ -78,7 +78,7 @@ def plan_overlap(
     blocking = chooser.blocking()
     choices = list(chooser.choices())
     best = min(choices, key=lambda choice: choice.rank)
-    if lowering == "auto" and best.seconds >= chooser.to_beat() * (1 - chooser.margin(best.overlap)):
+    if lowering == "auto" and best.seconds >= chooser.to_beat(best.overlap) * (1 - chooser.margin(best.overlap)):
         return Overlap(), 0.0
     return best.overlap, blocking - best.seconds
 
@@ -100,31 +100,27 @@ class _Chooser:
 
     def blocking(self) -> float:
         """Return the seconds of everything that may be looped, if nothing is."""
-        return sum(step.seconds for step in self._sent()) + self._multiplied()
+        spans = (*self.gathers.values(), *self.scatters.values())
+        sent = sum(step.seconds for span in spans for step in span.steps)
+        return sent + sum(self.costs.product(p, {}) for p in self.routine.products)
 
-    def to_beat(self) -> float:
-        """Return the seconds of `blocking` if its collectives had the links of all their axes.
+    def to_beat(self, overlap: Overlap) -> float:
+        """Return the seconds of `blocking` if what is looped had the links of all its axes.
 
-        On v4 and v5p they have those of one. Permutes could use all, and the model of a loop counts on it; compiled,
-        they seldom do. Of 14 products of gathered weights (8,192 x 28,672, 4,096 to 4,194,304 rows) whose loops the
-        model expects to gain 9 to 29% of `blocking`, four gain 5 to 15%, and the others lose 3 to 85%.
+        On v4 and v5p a gather over several axes uses the links of one. Permutes could use all, and the model of a loop
+        counts on it; compiled, they seldom do. The model expects the loops of 14 products of gathered weights on these
+        two (8,192 x 28,672, 4,096 to 4,194,304 rows) to gain 9 to 29% of `blocking`. Four gain 5 to 15% once they are
+        compiled, and the others lose 3 to 85%.
         """
         chip = replace(self.costs.chip, gathers_on_one_ring=False)
-        seconds = self._multiplied()
-        for step in self._sent():
+        looped = [self.gathers[number] for number in overlap.gathers] + [self.scatters[n] for n in overlap.scatters]
+        seconds = self.blocking()
+        for step in (step for span in looped for step in span.steps):
             group = prod(self.mesh[axis] for axis in step.axes)
-            if step.kind in WHOLE and group > 1:
+            if step.kind in LARGEST_WHOLE and group > 1:
                 whole = step.wire_bytes * group / (group - 1)
-                seconds += min(step.seconds, collective_seconds(step.kind, step.axes, self.mesh, whole, chip))
-            else:
-                seconds += step.seconds
+                seconds -= max(0.0, step.seconds - collective_seconds(step.kind, step.axes, self.mesh, whole, chip))
         return seconds
-
-    def _sent(self) -> list[Step]:
-        return [step for span in (*self.gathers.values(), *self.scatters.values()) for step in span.steps]
-
-    def _multiplied(self) -> float:
-        return sum(self.costs.product(p, {}) for p in self.routine.products)
 
     def margin(self, overlap: Overlap) -> float:
         """Return the share of blocking's time that a loop must save."""
