@@ -774,7 +774,7 @@ def test_of_layouts_to_serve_those_that_end_soonest_with_loops_are_compiled(
 
 @needs_libtpu
 @pytest.mark.slow
-@pytest.mark.parametrize(("phase", "batch", "loops"), [("prefill", 256, True), ("decode", 32, False)])
+@pytest.mark.parametrize(("phase", "batch", "loops"), [("prefill", 256, True), ("decode", 4, False)])
 def test_what_auto_loops_is_compiled_so_too(script, tmp_path, monkeypatch, phase, batch, loops):
     report = SimpleNamespace(timeline=None, fits=False, bytes_per_device=1000, compile_seconds=1.0)
     monkeypatch.setattr(script.compiling.offline, "compiled", lambda *_: report)
