@@ -97,8 +97,8 @@ def collective_seconds(kind: str, axes: Sequence[str], mesh: Mapping[str, int], 
     else:
         takes = _together(kind, axes, mesh, buffer, chip)
         if chip.gathers_on_one_ring:
-            # The latency stays that of rings along each axis, as the lowering sends few bytes. Many bytes take a hop for
-            # every second device. To count these would cut every such gather in two, whose pieces are reordered.
+            # The latency stays that of rings along each axis, as the lowering sends few bytes. Many bytes take a hop
+            # for every second device. To count these would cut every such gather in two, whose pieces are reordered.
             takes = takes._replace(links=max(takes.links, _on_one_ring(kind, axes, mesh, buffer, chip)))
         seconds = takes.seconds
     if kind == "reduce-scatter" and not chip.is_switch:
