@@ -11,7 +11,7 @@ them, slices and copies, is shown separately: in a program of one move most of i
 import argparse
 import random
 from collections.abc import Iterator
-from math import inf, log2, prod
+from math import inf, log2, prod, sqrt
 from statistics import median
 from typing import NamedTuple
 
@@ -79,8 +79,9 @@ def compiled(name: str, rng: random.Random) -> Move | None:
         for dim, unit in (("E", 8), ("F", 128)):
             units[dim] = max(units[dim], unit * prod(axes[axis] for axis in Spec.parse(spec).axes_of(dim)))
     size = 2 ** rng.uniform(SMALLEST, LARGEST) / 2  # elements
-    rows = units["E"] * 2 ** rng.randint(0, 6)
-    columns = max(1, round(size / rows / units["F"])) * units["F"]
+    # About as long as wide: for shards of a few very long rows the compiler takes minutes.
+    rows = units["E"] * 2 ** max(0, round(log2(sqrt(size) / units["E"]) + rng.randint(-2, 2)))
+    columns = units["F"] * 2 ** max(0, round(log2(size / rows / units["F"])))
     if not SMALLEST <= log2(2 * rows * columns) <= LARGEST:
         return None
     sizes, equation = {"E": rows, "F": columns}, f"{before} -> {after}"
