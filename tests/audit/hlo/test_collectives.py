@@ -157,6 +157,12 @@ def test_a_call_that_a_sparse_core_runs_meanwhile():
     )
     assert [told(one) for one in each] == [("all-gather", "start", "f32", 4, 192)]
     assert each[0].rings == (2, 2)
+    # Rings of two chips, both of whose devices are in the group.
+    of_chips = OFFLOADED.replace('{"core_count":"2"},', "")
+    (one,) = found(
+        "%s = ((f32[16]{0}, token[]), f32[64]{0}) call-start(%p, %t), to_apply=%called", computations=of_chips
+    )
+    assert one.rings == (2, 2)
 
 
 def test_an_asynchronous_computation_printed_as_one_instruction():

@@ -87,6 +87,17 @@ def test_an_estimate_that_overflowed_is_none():
     assert found.step_seconds == product_seconds(8, 512, 256, chip=CHIPS["tpu-v4"])
     assert any("overflowed" in note for note in found.notes)
     assert timeline(program(step("a", 1)), "tpu-v4", MESH).notes == ()
+    # Anything else takes its bytes over main memory, 1,200,000 per µs: those of `a`, read and written.
+    other = timeline(program(step("a", 1).replace('"1050"', f'"{2**63 - 1}"')), "tpu-v4", MESH)
+    assert micro(other.step_seconds) == (0.15,)
+    assert other.notes == found.notes
+
+
+def test_the_two_devices_of_a_chip_count_as_a_ring_of_their_own():
+    exchange = "%g = u8[90000]{0} all-to-all(%p), replica_groups=[1,8]<=[8], dimensions={0}"
+    mesh = {"x": 4, "core": 2}
+    found = timeline(program(exchange), "tpu7x", mesh, torus={"core": ()})
+    assert found.step_seconds == collective_seconds("all-to-all", tuple(mesh), mesh, 90_000, found.chip)
 
 
 def test_a_blocking_all_gather_takes_the_link_model():
