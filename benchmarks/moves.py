@@ -1,6 +1,6 @@
 """Random moves between shardings: the planned seconds of their collectives beside those of the compiled program.
 
-    python benchmarks/moves.py                          # 200 moves on v4, v5p and v5e, about four minutes
+    python benchmarks/moves.py                          # 200 moves on v4, v5p and v5e, about two minutes
     python benchmarks/moves.py --moves 40 --chips tpu-v6e:4x4 tpu7x:2x2x4 --seed 1
 
 Each move brings a bfloat16 tensor of 1 MB to 3 GB from one random sharding to another. The plan's seconds are those of
@@ -67,7 +67,7 @@ def moves(count: int, chips: tuple[str, ...], seed: int) -> Iterator[Move]:
 
 
 def compiled(name: str, rng: random.Random) -> Move | None:
-    """Draw a move on a slice and compile it; None if nothing is sent, or it does not fit."""
+    """Draw a move on a slice and compile it; None if it is too small or too large, or sends nothing."""
     slices = topology(name)
     # A chip of two devices is an axis of its own.
     shape = (*slices.shape, *([slices.cores] * (slices.cores > 1)))

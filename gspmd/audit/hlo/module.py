@@ -148,7 +148,7 @@ class Instruction:
         """Whether the compiler's estimate of the cycles overflowed."""
         return self._written_cycles == _OVERFLOWED
 
-    @property
+    @cached_property
     def _written_cycles(self) -> int:
         cycles = _CYCLES.search(self.attributes)
         return int(cycles[1]) if cycles else 0
