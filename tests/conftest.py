@@ -62,6 +62,8 @@ hypothesis.settings.load_profile("loaded")
 
 host.use_host_devices(8)
 jax.config.update("jax_platforms", "cpu")
+# Now, not when a test first needs it: whether a test may ask for another number does not depend on those before it.
+jax.devices()
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
