@@ -8,6 +8,7 @@ adapted in one place:
 - the parameters of the equations in a jaxpr (`PARAMETERS`), of which `scan`'s have changed, and the name of a call;
 - a frame of JAX for which the stack is searched;
 - the class of errors about shardings under Explicit axes;
+- the mesh of `jax.set_mesh` with its devices, which a function under `jax.jit` cannot ask for;
 - the client of a run of several processes, whose key-value store has no public name, and the cluster that JAX detects;
 - the treatment of optimization barriers by XLA's compiler for host devices;
 - the question for the version of cuDNN, which JAX asks the library while it traces.
@@ -25,6 +26,7 @@ from jax._src.clusters import ClusterEnv
 from jax._src.core import ShardingTypeError as ShardingTypeError
 from jax._src.cudnn import fused_attention_stablehlo
 from jax._src.distributed import global_state
+from jax._src.mesh import get_concrete_mesh
 from jax.extend.core import Jaxpr, Primitive
 from jax.extend.core.primitives import closed_call_p
 from jax.interpreters import partial_eval
@@ -47,6 +49,15 @@ PARAMETERS: dict[str, frozenset[str]] = {
 
 CLOSED_CALL = closed_call_p.name
 """The primitive of a plain call as equations name it: `closed_call`, and since JAX 0.12 `eval_jaxpr`."""
+
+
+# -- the mesh ----------------------------------------------------------------------------------------------------------
+
+
+def concrete_mesh() -> jax.sharding.Mesh | None:
+    """Return the mesh of `jax.set_mesh` with its devices, also while a function is traced; None outside."""
+    mesh = get_concrete_mesh()
+    return None if mesh is None or mesh.empty else mesh
 
 
 # -- loops -------------------------------------------------------------------------------------------------------------

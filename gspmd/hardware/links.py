@@ -2,13 +2,15 @@
 
 Bytes are those of ring algorithms. Seconds follow the roofline of the *scaling book* (jax-ml, parts 1 to 3, and 12 for
 GPUs): bytes over the bandwidth of all rings that are used at once, plus the latency of a start and of each hop.
-Between nodes, bytes go over the network. On GPUs bandwidth and latency are those of NCCL.
+Between nodes, bytes go over the network: of GPUs at the same time as within them, of TPU slices before or after that.
+On GPUs bandwidth and latency are those of NCCL.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from itertools import combinations as choose
-from math import prod
+from math import gcd, prod
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -89,9 +91,11 @@ def collective_seconds(kind: str, axes: Sequence[str], mesh: Mapping[str, int], 
     if kind in ("slice", "einsum") or not axes:
         return 0.0
     group = prod(mesh[axis] for axis in axes)
+    if not chip.is_switch and chip.nodes(mesh) > 1:
+        return _over_slices(kind, axes, mesh, buffer, chip)
     if kind not in LARGEST_WHOLE or chip.is_switch or len(axes) == 1:
         seconds = _together(kind, axes, mesh, buffer, chip).seconds
-    elif group == prod(mesh.values()) and group > LARGEST_WHOLE[kind] and chip.nodes(mesh) == 1:
+    elif group == prod(mesh.values()) and group > LARGEST_WHOLE[kind]:
         splits = (first for number in range(1, len(axes)) for first in choose(axes, number))
         seconds = min(_in_parts(kind, first, axes, mesh, buffer, chip) for first in splits)
     else:
@@ -108,19 +112,89 @@ def collective_seconds(kind: str, axes: Sequence[str], mesh: Mapping[str, int], 
     return seconds
 
 
+def _over_slices(kind: str, axes: Sequence[str], mesh: Mapping[str, int], buffer: float, chip: Chip) -> float:
+    """Seconds of a collective of several TPU slices: of its part within a slice, and of its part over the network.
+
+    libtpu gathers over the network first and then within the slices, and scatters the other way round, so that the
+    network carries each byte once. An all-reduce is a reduce-scatter within a slice, an all-reduce over the network,
+    and a gather. An all-to-all goes over the network as a whole, and so do the parts of a permute that leave a slice.
+    """
+    sizes, node = tuple(mesh.items()), chip.node_devices
+    group, near = prod(mesh[axis] for axis in axes), sharing_node(tuple(axes), sizes, node)
+    inside, one = {axis: sharing_node((axis,), sizes, node) for axis in mesh}, replace(chip, node_devices=0)
+    if near == group:
+        return collective_seconds(kind, axes, inside, buffer, one)
+    if kind in ("all-to-all", "collective-permute"):
+        return max(network_seconds(kind, group, buffer, chip), collective_seconds(kind, axes, inside, buffer, one))
+    parts = ("reduce-scatter", "all-gather") if kind == "all-reduce" else (kind,)
+    within = sum(collective_seconds(part, axes, inside, buffer, one) for part in parts)
+    return within + network_seconds(kind, group // near, buffer / near, chip)
+
+
+def over_slices(sizes: Sequence[int], slices: int) -> tuple[int, ...]:
+    """Return the part of each mesh axis that lies over several slices, which fill the mesh one after the other.
+
+    Empty if the first axes do not divide the slices.
+
+    Example:
+        >>> over_slices((4, 8, 8), 4), over_slices((8, 8), 4), over_slices((2, 4, 8), 4), over_slices((3, 4), 4)
+        ((4, 1, 1), (4, 1), (2, 2, 1), ())
+    """
+    parts, left = [], slices
+    for size in sizes:
+        part = gcd(size, left)
+        if part not in (size, left):
+            return ()
+        parts.append(part)
+        left //= part
+    return tuple(parts) if left == 1 else ()
+
+
+def network_seconds(kind: str, group: int, buffer: float, chip: Chip) -> float:
+    """Seconds of a collective in which devices of several TPU slices exchange bytes over the data-centre network.
+
+    Args:
+        kind: as for `wire_bytes`.
+        group: number of devices that communicate with each other.
+        buffer: bytes per device of the larger of input and output.
+        chip: the hardware.
+    """
+    passes = 2 if kind == "all-reduce" else 1
+    share = 1.0 if kind == "collective-permute" else 1 - 1 / group
+    sent = passes * buffer * share / (chip.network_bandwidth * chip.network_efficiency)
+    return sent + chip.start_seconds + passes * chip.network_seconds
+
+
+def network_bytes(kind: str, group: int, near: int, sent: int, chip: Chip) -> int:
+    """Return how many of the bytes that one device sends in a collective go over the network between nodes or slices.
+
+    Args:
+        kind: as for `wire_bytes`.
+        group: number of devices that communicate with each other.
+        near: the fewest of them on any node; `group` if the group lies on one node.
+        sent: bytes that one device sends, `wire_bytes`.
+        chip: the hardware.
+
+    Example:
+        >>> from gspmd.hardware.chips import chip
+        >>> sent = wire_bytes("all-gather", 16, 1 << 20)
+        >>> sent, network_bytes("all-gather", 16, 8, sent, chip("h100"))
+        (983040, 65536)
+    """
+    if near == group:
+        return 0
+    if kind == "collective-permute" or (kind == "all-to-all" and not chip.is_switch):
+        return sent
+    divided = 1 if kind == "all-to-all" else near
+    return sent * (group - near) // (divided * (group - 1))
+
+
 def _together(kind: str, axes: Sequence[str], mesh: Mapping[str, int], buffer: float, chip: Chip) -> Occupancy:
     """Return the occupancy of a collective that uses the links of all its axes at the same time."""
     group = near = prod(mesh[axis] for axis in axes)
     if chip.nodes(mesh) > 1:
         near = sharing_node(tuple(axes), tuple(mesh.items()), chip.node_devices)
-    return occupancy(kind, _sizes(axes, mesh, chip), group, near, buffer, chip)
-
-
-def _sizes(axes: Sequence[str], mesh: Mapping[str, int], chip: Chip) -> list[int]:
-    """Return the sizes of axes within a node."""
-    if chip.nodes(mesh) == 1:
-        return [mesh[axis] for axis in axes]
-    return [sharing_node((axis,), tuple(mesh.items()), chip.node_devices) for axis in axes]
+    return occupancy(kind, [mesh[axis] for axis in axes], group, near, buffer, chip)
 
 
 def _on_one_ring(kind: str, axes: Sequence[str], mesh: Mapping[str, int], buffer: float, chip: Chip) -> float:
@@ -129,7 +203,7 @@ def _on_one_ring(kind: str, axes: Sequence[str], mesh: Mapping[str, int], buffer
     The ring joins only neighbours, and closes, if any side of the grid is even or has wrap-around links. Then it goes
     both ways.
     """
-    sizes = [size for size in _sizes(axes, mesh, chip) if size > 1]
+    sizes = [mesh[axis] for axis in axes if mesh[axis] > 1]
     if len(sizes) < 2:
         return 0.0
     links = 2 if any(size % 2 == 0 or chip.wraps(size) for size in sizes) else 1
@@ -157,27 +231,27 @@ def occupancy(kind: str, sizes: Sequence[int], group: int, near: int, buffer: fl
 
     In a node the links are a ring per torus axis, or a switch. The m devices of a node divide the data from other nodes
     among themselves, and all use the network at once. On GPUs the bandwidths are those that NCCL reaches, and of its
-    ways (`gspmd.hardware.nccl`) the fastest is taken.
+    ways (`gspmd.hardware.nccl`) the fastest is taken. A torus is one node here: slices take turns with the network
+    between them (`collective_seconds`).
 
     Args:
         kind: as for `wire_bytes`, but neither slice nor einsum.
-        sizes: sizes of the rings in a node's torus; without effect on a switch.
+        sizes: sizes of the rings of a torus; without effect on a switch.
         group: K, more than 1.
-        near: m, the fewest on any node; K if the group lies on one node.
+        near: m, the fewest on any node; K if the group lies on one node, as on a torus.
         buffer: S, bytes per device of the larger of input and output.
         chip: the hardware.
 
     Source: jax-ml scaling book, part 12, 'Cross-node collectives'; its W_node egress is m · W_network here.
     """
-    links = hop = network = away = 0.0
+    network = 0.0
     passes = 2 if kind == "all-reduce" else 1
+    if not chip.is_switch:
+        links, hop = _on_torus(kind, sizes, group, buffer, chip)
+        return Occupancy(links, 0.0, chip.start_seconds + passes * hop)
     if near < group:
         rate = chip.network_bandwidth * chip.network_efficiency
-        network, away = passes * buffer * _network_share(kind, group, near) / rate, chip.network_seconds
-    if not chip.is_switch:
-        if near > 1:
-            links, hop = _on_torus(kind, sizes, group, near, buffer, chip)
-        return Occupancy(links, network, chip.start_seconds + passes * (hop + away))
+        network = passes * buffer * _network_share(kind, group, near) / rate
     sent, rate = wire_bytes(kind, group, buffer) if near > 1 else 0, _switch_bandwidth(kind, near, chip)
     found = (
         Occupancy(sent / (way.bandwidth or rate * way.share), network / way.share, way.latency)
@@ -193,7 +267,7 @@ def _switch_bandwidth(kind: str, near: int, chip: Chip) -> float:
     return used * chip.link_bandwidth * chip.link_efficiency
 
 
-def _on_torus(kind: str, sizes: Sequence[int], group: int, near: int, buffer: float, chip: Chip) -> tuple[float, float]:
+def _on_torus(kind: str, sizes: Sequence[int], group: int, buffer: float, chip: Chip) -> tuple[float, float]:
     """Seconds and latency on rings used at the same time, each in both directions if it has wrap-around links."""
     sizes = [size for size in sizes if size > 1]
     if not sizes:  # some devices of the group share a node, but no two along one axis: one link, one hop

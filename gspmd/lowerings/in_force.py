@@ -5,11 +5,13 @@ that was traced under other settings never runs by mistake.
 """
 
 from contextlib import AbstractContextManager
+from functools import lru_cache
 
 import jax
 
 from gspmd.annotate.errors import PlanError, shown, suggestion
 from gspmd.hardware.chips import Chip
+from gspmd.jax_internals import concrete_mesh
 from gspmd.planner.overlap import SCHEDULES
 
 LOWERINGS = (
@@ -22,6 +24,7 @@ LOWERINGS = (
 
 _default = jax.make_user_context(default_value="auto")
 _chip = jax.make_user_context(default_value=None)
+_slices = jax.make_user_context(default_value=0)
 _on_no_axes = jax.make_user_context(default_value=False)
 
 # -- the lowering and the chip -----------------------------------------------------------------------------------------
@@ -97,6 +100,25 @@ def is_tpu() -> bool:
 def is_host() -> bool:
     """Return whether the devices are host devices: CPU cores, without links and matrix units."""
     return device_kind() == "cpu"
+
+
+def on_slices(count: int) -> AbstractContextManager:
+    """Plan for meshes over `count` TPU slices inside a `with` block, whatever their devices say.
+
+    JAX keeps what it traced by the shape of a mesh and the kind of its devices. This setting distinguishes programs for
+    one slice from those for several.
+    """
+    return _slices(count)
+
+
+def slices() -> int:
+    """Return the number of TPU slices that the mesh in force lies over: of `on_slices`, or of its devices."""
+    return _slices.value or _slices_of(concrete_mesh())
+
+
+@lru_cache(maxsize=64)
+def _slices_of(mesh: jax.sharding.Mesh | None) -> int:
+    return len({getattr(device, "slice_index", 0) for device in mesh.devices.flat}) if mesh else 1
 
 
 # -- manual mesh axes --------------------------------------------------------------------------------------------------

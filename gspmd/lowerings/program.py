@@ -6,9 +6,10 @@ in loops and recomputation. Each step has its named scope, so that a compiled in
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import count
+from math import prod
 from typing import Any
 
 import jax
@@ -75,6 +76,8 @@ def context(lowering_name: str | None = None) -> Context:
     axes = tuple((axis, size) for axis, size in mesh.shape.items() if axis not in mesh.manual_axes)
     device = mesh.abstract_device
     known = chip_of_device(device.device_kind) if device is not None else in_force.chip_in_force()
+    if known is not None and device is not None and (slices := in_force.slices()) > 1:
+        known = replace(known, node_devices=prod(mesh.shape.values()) // slices)
     chosen = in_force.resolve(lowering_name)
     if chosen == "auto" and known is None:  # the cores of host devices both send and multiply: nothing is hidden
         chosen = "blocking"

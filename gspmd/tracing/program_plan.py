@@ -1,7 +1,9 @@
 """`ProgramPlan`: the planned steps of a whole function, each with the number of times that it runs."""
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from math import prod
 
 from rich.console import Group
 from rich.text import Text
@@ -10,6 +12,8 @@ from gspmd.display.plain import printable
 from gspmd.display.printed import Printed
 from gspmd.display.tables import Column, Sheet, counted
 from gspmd.display.units import amount_of_bytes, amount_of_flops, amount_of_seconds, axes_text
+from gspmd.hardware.chips import Chip
+from gspmd.hardware.links import network_bytes, sharing_node
 from gspmd.planner.drawing import COLORS
 from gspmd.planner.plan import Plan
 from gspmd.planner.spans import ring_gather, ring_scatter
@@ -83,6 +87,17 @@ class ProgramPlan(Printed):
         """Bytes that one device sends."""
         return sum(entry.wire_bytes for entry in self.entries)
 
+    def network_bytes(self, mesh: Mapping[str, int], chip: Chip) -> int:
+        """Return those of `wire_bytes` that go over the network between nodes of GPUs or TPU slices.
+
+        Args:
+            mesh: sizes of the mesh axes.
+            chip: its `node_devices` fill the mesh node by node, or slice by slice.
+        """
+        if chip.nodes(mesh) == 1:
+            return 0
+        return sum(entry.trips * _over_network(entry.step, mesh, chip) for entry in self.entries)
+
     @property
     def size(self) -> tuple[int, float, int]:
         """Bytes, seconds and operations, the order in which branches of a conditional are compared."""
@@ -134,6 +149,14 @@ class ProgramPlan(Printed):
         sent, work = amount_of_bytes(self.wire_bytes), amount_of_flops(self.flops)
         figures = f"{sent} sent, {work}, {amount_of_seconds(self.seconds)}"
         return printable(f"<ProgramPlan of {counted(len(self.entries), 'step')}: {figures}; print it for its table>")
+
+
+def _over_network(step: Step, mesh: Mapping[str, int], chip: Chip) -> int:
+    """Return the bytes that a step sends over the network."""
+    if not (step.is_collective and step.wire_bytes):
+        return 0
+    near = sharing_node(step.axes, tuple(mesh.items()), chip.node_devices)
+    return network_bytes(step.kind, prod(mesh[axis] for axis in step.axes), near, step.wire_bytes, chip)
 
 
 _COLUMNS = (Column("kind"), Column("mesh axes"), Column("count", "right", goes=1), Column("sent", "right"))

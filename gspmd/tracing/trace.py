@@ -6,6 +6,7 @@ The function is traced to a jaxpr and dead code is eliminated. Planned programs 
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ import numpy as np
 from jax.extend.core import Jaxpr
 
 from gspmd.annotate.errors import PlanError, article
+from gspmd.lowerings import in_force
 from gspmd.lowerings.program import PlannedProgram, program_of
 from gspmd.tracing.compilers import compiler_in_use
 from gspmd.tracing.dataflow import Path
@@ -47,7 +49,9 @@ def trace(fn: Callable, *abstract: Any, **keywords: Any) -> ProgramPlan:
         0
     """
     check_call("trace", fn, abstract, keywords)
-    closed = jax.make_jaxpr(fn)(*abstract, **keywords)
+    slices = in_force.slices()
+    with in_force.on_slices(slices) if slices > 1 else nullcontext():
+        closed = jax.make_jaxpr(fn)(*abstract, **keywords)
     jaxpr = without_dead_code(closed.jaxpr)
     compiler = compiler_in_use()
     changes = changed_reductions(jaxpr) if compiler.reduces_sums else {}

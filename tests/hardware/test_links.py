@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from itertools import pairwise, product
-from math import prod
+from math import inf, prod
 from random import Random
 
 import pytest
@@ -11,7 +11,7 @@ from gspmd import plan
 from gspmd.annotate import PlanError
 from gspmd.hardware.chips import CHIPS, Chip, chip
 from gspmd.hardware.dtypes import dtype_name
-from gspmd.hardware.links import collective_seconds, neighbour, sharing_node
+from gspmd.hardware.links import collective_seconds, neighbour, network_bytes, over_slices, sharing_node, wire_bytes
 
 pytestmark = pytest.mark.usefixtures("every_schedule")
 
@@ -173,8 +173,28 @@ def test_slices_of_a_tpu_are_joined_by_the_data_center_network():
     # 6.4 Tbps per pod of 256: every chip gets 1/256 of the other slice's half, and the rest over the interconnect
     outside = whole / 2 / 256 / (6.4e12 / 8 / 256)
     assert busy("all-gather", ("slice",), mesh, whole, row) == pytest.approx(256 * outside)
-    inside = whole * 511 / 512 / (4 * 45e9)
-    assert busy("reduce-scatter", ("slice", "x", "y"), mesh, whole, row) == pytest.approx(max(outside, inside))
+    # scattered within each slice first, as within one, and over the network then
+    inside = busy("reduce-scatter", ("x", "y"), {"x": 16, "y": 16}, whole, row)
+    assert busy("reduce-scatter", ("slice", "x", "y"), mesh, whole, row) == pytest.approx(inside + outside)
+    assert busy("all-reduce", ("slice", "x", "y"), mesh, whole, row) == pytest.approx(2 * (inside + outside), rel=0.01)
+    # all of it over the network, the part for its own slice too
+    exchanged = busy("all-to-all", ("slice", "x", "y"), mesh, whole, row)
+    assert exchanged == pytest.approx(whole * 511 / 512 / (6.4e12 / 8 / 256))
+    assert busy("collective-permute", ("slice",), mesh, whole, row) == pytest.approx(whole / (6.4e12 / 8 / 256))
+
+
+def test_bytes_over_the_network():
+    """Of n slices each device sends its part of what a slice lacks; only an exchange sends everything that way."""
+    row, near = chip("tpu-v5e"), 256
+    for slices, kind in product((2, 4, 64), KINDS[:3]):
+        group = slices * near
+        sent = wire_bytes(kind, group, group << 20)
+        within = wire_bytes(kind, near, group << 20)  # a whole slice's gather or scatter, of the same buffer
+        assert network_bytes(kind, group, near, sent, row) == sent - within
+    assert network_bytes("all-to-all", 512, near, 1000, row) == 1000
+    assert network_bytes("all-to-all", 16, 8, wire_bytes("all-to-all", 16, 1600), chip("h100")) == 800
+    assert network_bytes("collective-permute", 2, 1, 1000, row) == 1000
+    assert network_bytes("all-gather", 8, 8, 1000, chip("h100")) == 0
 
 
 def test_a_measured_permute():
@@ -251,7 +271,8 @@ def test_an_all_reduce_is_a_scatter_and_a_gather(row):
             assert reduce <= (gather + scatter) * (1 + 1e-12)
             assert row.is_switch or scatter <= reduce  # NCCL has trees for all-reduces only
             wide = [axis for axis in axes if mesh[axis] > 1]
-            in_parts = not row.is_switch and prod(mesh[axis] for axis in wide) == prod(mesh.values())
+            whole = min(prod(mesh.values()), row.node_devices or inf)  # devices of a slice
+            in_parts = not row.is_switch and prod(mesh[axis] for axis in wide) >= whole
             if len(wide) == 1 or not (in_parts or row.gathers_on_one_ring):
                 assert gather == scatter
                 moved, once = busy("reduce-scatter", axes, mesh, buffer, row), row.reduce_bandwidth > 0
@@ -262,7 +283,11 @@ def test_an_all_reduce_is_a_scatter_and_a_gather(row):
 def test_both_at_once_never_cost_more_than_one_after_the_other(row):
     for mesh, first, second in draws(row, seed=1):
         for whole, kind in product((0, 2**20 * 9**4, 2**30 * 9**4), KINDS):
-            seconds = busy if row.is_switch else collective_seconds  # a ring of NCCL has more steps than two in turn
+            several = not row.is_switch and row.nodes(mesh) > 1
+            if several and not (kind != "all-to-all" and over_slices(tuple(mesh.values()), row.nodes(mesh))):
+                continue  # An exchange goes over the network as a whole; slices that are used in part have no rule.
+            # A ring of NCCL has more steps than two in turn; over slices an all-reduce is three collectives.
+            seconds = busy if row.is_switch or several else collective_seconds
             joint = seconds(kind, first + second, mesh, whole, row)
             for one, other in ((first, second), (second, first)):
                 shrunk = prod(mesh[axis] for axis in other) if kind in KINDS[:2] else 1  # the smaller step of the two
@@ -276,7 +301,9 @@ def test_one_more_node_never_makes_it_cheaper(row):
     for kind, axes in product(KINDS, (("x",), ("x", "z"), ("x", "y", "z"))):
         seconds = [collective_seconds(kind, axes, {"x": nodes} | inside, 10**9, row) for nodes in (1, 2, 3, 4, 8, 100)]
         assert seconds[1:] == sorted(seconds[1:])
-        assert kind == "collective-permute" or len(axes) == 3 or seconds[0] < seconds[1]
+        # The longest rings of a torus exchange more slowly than the network.
+        as_slow = kind == "collective-permute" or len(axes) == 3 or (kind == "all-to-all" and not row.is_switch)
+        assert seconds[0] <= seconds[1] if as_slow and axes != ("x",) else seconds[0] < seconds[1]
 
 
 def test_no_dtype():

@@ -11,6 +11,14 @@ from gspmd.hardware.links import wire_bytes
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
 _OTHER = {"ragged-all-to-all": "all-to-all", "collective-broadcast": "collective-permute"}
 _OPCODE = re.compile(rf"({'|'.join([*_OTHER, *KINDS])})(?:-(start|done))?")
+_TRANSFER = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
+_TRANSFERS = {
+    "ALL_GATHER": "all-gather",
+    "REDUCE_SCATTER": "reduce-scatter",
+    "ALL_REDUCE": "all-reduce",
+    "ALL_TO_ALL": "all-to-all",
+    "ONE_TO_ONE": "collective-permute",
+}
 _SENT = re.compile(r'_xla_send_recv_source_target_pairs="?(\{(?:\{\d+,\s*\d+\}[,\s]*)*\})')
 _CORES = re.compile(r"\bcores:\{([\d ]+)\}")
 _WRAPPERS = ("async-start", "async-done", "call-start", "call-done")  # A call on a TPU's SparseCore is asynchronous.
@@ -76,14 +84,23 @@ def collective(module: Module, computation: Computation, instruction: Instructio
             return Collective(kind, "done", instruction, instruction.arrays, 0)
         return _make(kind, phase, instruction, devices)
     if instruction.opcode == "send":
-        return _sent(instruction)
+        return _sent(instruction, devices)
     if instruction.opcode in _WRAPPERS:
         return _wrapped(module, instruction, devices)
     return _fused(module, instruction, devices) if instruction.opcode == "fusion" else None
 
 
-def _sent(send: Instruction) -> Collective | None:
-    """Return a permute that XLA:GPU splits into send and recv; it lasts from the send to its done, and counts once."""
+def _sent(send: Instruction, devices: int) -> Collective | None:
+    """Return a collective that a compiler splits into send and recv; it counts once.
+
+    XLA:GPU does so with permutes, which last from the send to its done. libtpu does so with all that crosses slices,
+    whose groups `gspmd.audit.hlo.slices` has added; the operand is what one device gives away.
+    """
+    if crosses := _TRANSFER.search(send.attribute("frontend_attributes")):
+        kind, group = _TRANSFERS[crosses[1]], _group(send, devices)
+        given = send.arrays[:1]
+        arrays = tuple(Array(each.dtype, (group, *each.shape)) for each in given) if kind == "all-gather" else given
+        return Collective(kind, "start", send, arrays, group)
     pairs_text = _SENT.search(send.attribute("frontend_attributes"))
     if not pairs_text:  # A send to the host, or to one other device by its channel.
         return None

@@ -14,6 +14,7 @@ import numpy as np
 from gspmd.annotate.errors import PlanError
 from gspmd.audit.hlo.module import Instruction
 from gspmd.audit.hlo.text import integers
+from gspmd.hardware.links import fewest_together
 
 UNNAMED = ("?",)
 """The axes of a collective whose groups match no set of mesh axes."""
@@ -121,6 +122,18 @@ def touched_by(instruction: Instruction, mesh: Mapping[str, int]) -> tuple[str, 
         return named
     first = groups(instruction, prod(mesh.values()))[0]
     return _crossed(tuple((first[0], other) for other in first), tuple(mesh.items()))
+
+
+def shared_node(instruction: Instruction, devices: int, node: int) -> int:
+    """Return the fewest devices of a group that share a node of `node` devices; 0 if every group is on one node.
+
+    A permute in which anything leaves a node has 1.
+    """
+    if moves := pairs(instruction):
+        return int(any(source // node != target // node for source, target in moves))
+    listed = groups(instruction, devices)
+    near = fewest_together(listed, node)
+    return near if near < max(map(len, listed)) else 0
 
 
 @lru_cache(maxsize=4096)

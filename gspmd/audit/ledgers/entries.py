@@ -33,6 +33,8 @@ class Entry:
         arrays: number of arrays of this entry that it moves at once.
         group: number of devices that communicate with each other.
         together: number of arrays that the instruction moves, those of other entries included.
+        network_bytes: those of `wire_bytes` that go over the network between nodes of GPUs or TPU slices, if the
+            ledger knows which devices they have.
     """
 
     kind: str
@@ -48,6 +50,7 @@ class Entry:
     arrays: int = 1
     group: int = 1
     together: int = 1
+    network_bytes: int = 0
 
     def __repr__(self) -> str:
         what = f"{self.count} × {self.kind} {axes_text(self.axes)} {self.dtype}".rstrip()

@@ -13,6 +13,7 @@ from gspmd.annotate.errors import PlanError, article, shown
 from gspmd.audit.ledgers.changes import Difference, changes
 from gspmd.audit.ledgers.comparison import Comparison, compared
 from gspmd.audit.ledgers.entries import Entry, Key, asked_for_by, by_kind_and_axes
+from gspmd.audit.ledgers.slices import by_bytes
 from gspmd.display.plain import printable
 from gspmd.display.printed import Printed
 from gspmd.display.tables import Column, Sheet, counted
@@ -35,6 +36,7 @@ class Ledger(Printed):
         mesh: sizes of the mesh axes.
         name: the name of the program.
         notes: the parts that could not be counted.
+        slices: number of TPU slices, which fill the mesh one after the other.
     """
 
     entries: tuple[Entry, ...]
@@ -42,11 +44,17 @@ class Ledger(Printed):
     mesh: Mapping[str, int]
     name: str = ""
     notes: tuple[str, ...] = ()
+    slices: int = 1
 
     @property
     def wire_bytes(self) -> int:
         """Bytes that one device sends."""
         return sum(entry.wire_bytes for entry in self.entries)
+
+    @property
+    def network_bytes(self) -> int:
+        """Those of `wire_bytes` that go over the network between nodes of GPUs or TPU slices."""
+        return sum(entry.network_bytes for entry in self.entries)
 
     def by_kind_and_axes(self) -> dict[Key, tuple[int, int]]:
         """Return, for every kind and set of mesh axes, the number of arrays sent, over all runs, and the bytes."""
@@ -61,8 +69,9 @@ class Ledger(Printed):
         return difference(self, other)
 
     def to_json(self) -> str:
-        """Return the whole ledger as JSON: name, mesh, wire_bytes, flops, notes, entries."""
-        totals = {"name": self.name, "mesh": dict(self.mesh), "wire_bytes": self.wire_bytes, "flops": self.flops}
+        """Return the whole ledger as JSON: name, mesh, wire_bytes, network_bytes, flops, notes, entries."""
+        totals = {"name": self.name, "mesh": dict(self.mesh), "wire_bytes": self.wire_bytes}
+        totals |= {"network_bytes": self.network_bytes, "flops": self.flops}
         return json.dumps({**totals, "notes": self.notes, "entries": [asdict(entry) for entry in self.entries]})
 
     def table(self) -> Sheet:
@@ -139,7 +148,10 @@ def compare(ledger: Ledger, plan: ProgramPlan | Plan) -> Comparison:
             f"cannot compare {article(type(ledger).__name__)} with {article(type(plan).__name__)}.\n"
             "  Write gspmd.ledger(compiled).compare(gspmd.trace(fn, *args)), or gspmd.plan(...) for a single equation."
         )
-    return compared(ledger.entries, plan, (*plan.notes, *ledger.notes))
+    entries = ledger.entries
+    if ledger.slices > 1:
+        entries = tuple(by_bytes(plan.entries, entries, ledger.mesh, ledger.slices))
+    return compared(entries, plan, (*plan.notes, *ledger.notes))
 
 
 def difference(before: Ledger, after: Ledger) -> Difference:

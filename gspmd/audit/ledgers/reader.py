@@ -1,6 +1,7 @@
 """`gspmd.ledger`: read a ledger from the optimized HLO of a compiled program."""
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -13,10 +14,13 @@ from gspmd.audit.hlo.collectives import Collective, collective
 from gspmd.audit.hlo.flops import product_flops, uncounted
 from gspmd.audit.hlo.loops import trips
 from gspmd.audit.hlo.origin import by_origin
-from gspmd.audit.hlo.replica_groups import axes_of
+from gspmd.audit.hlo.replica_groups import axes_of, shared_node
+from gspmd.audit.hlo.slices import of_all_slices, slices_of
 from gspmd.audit.ledgers.entries import Entry
 from gspmd.audit.ledgers.ledger import Ledger
 from gspmd.display.units import mesh_text
+from gspmd.hardware.chips import Chip, chip_of_device
+from gspmd.hardware.links import network_bytes
 
 
 def ledger(compiled: Any, mesh: Any = None) -> Ledger:
@@ -43,27 +47,34 @@ def ledger(compiled: Any, mesh: Any = None) -> Ledger:
 
     Differs: from `compiled.cost_analysis()`, which counts a loop's body once and has no collectives.
     """
-    module = parse(_text_of(compiled))
-    return of_module(module, mesh_sizes(_mesh_of(compiled) if mesh is None else mesh))
+    mesh = _mesh_of(compiled) if mesh is None else mesh
+    sizes, slices = mesh_sizes(mesh), slices_of(mesh)
+    chip = chip_of_device(mesh.devices.flat[0].device_kind) if slices > 1 else None
+    if chip is not None:
+        chip = replace(chip, node_devices=prod(sizes.values()) // slices)
+    return of_module(of_all_slices(parse(_text_of(compiled)), mesh), sizes, chip)
 
 
-def of_module(module: Module, mesh: Mapping[str, int]) -> Ledger:
-    """Return the ledger of a parsed module."""
+def of_module(module: Module, mesh: Mapping[str, int], chip: Chip | None = None) -> Ledger:
+    """Return the ledger of a parsed module; `chip` says which devices share a node, or a slice."""
     if module.devices not in (1, prod(mesh.values())):
         raise PlanError(
             f"cannot name the mesh axes of {module.name}: {module.devices} devices run it, and the mesh "
             f"{mesh_text(mesh)} has {prod(mesh.values())}.\n  Give mesh=, the one that it was compiled for."
         )
-    reader = _ModuleReader(module, mesh)
+    reader = _ModuleReader(module, mesh, chip)
     entries, flops = reader.read(module.entry, 1)
-    return Ledger(tuple(entries), flops, dict(mesh), module.name, tuple(dict.fromkeys(reader.notes)))
+    notes = tuple(dict.fromkeys(reader.notes))
+    slices = 1 if chip is None or chip.is_switch else chip.nodes(mesh)
+    return Ledger(tuple(entries), flops, dict(mesh), module.name, notes, slices)
 
 
 class _ModuleReader:
     """Read a module from its entry, times the trips of its loops."""
 
-    def __init__(self, module: Module, mesh: Mapping[str, int]):
+    def __init__(self, module: Module, mesh: Mapping[str, int], chip: Chip | None):
         self.module, self.mesh = module, mesh
+        self.chip = chip if chip is not None and chip.nodes(mesh) > 1 else None
         self.notes: list[str] = []
         self.devices = prod(mesh.values())
 
@@ -110,6 +121,7 @@ class _ModuleReader:
         """Yield the entries of a collective, one for each origin of its arrays."""
         parts = [*by_origin(self.module, computation, instruction, sent)]
         together = sum(len(part.arrays) for _, part in parts)  # Concatenated arrays are one in the instruction.
+        near = self.chip and shared_node(sent.instruction, self.devices, self.chip.node_devices)
         for origin, part in parts:
             yield Entry(
                 part.kind,
@@ -125,7 +137,13 @@ class _ModuleReader:
                 arrays=len(part.arrays),
                 group=part.group,
                 together=together,
+                network_bytes=self._away(part, near, times) if near else 0,
             )
+
+    def _away(self, part: Collective, near: int, times: int) -> int:
+        """Return the bytes that one device sends over the network, of groups of which `near` devices share a node."""
+        assert self.chip is not None
+        return network_bytes(part.kind, part.group, near, part.wire_bytes, self.chip) * times
 
 
 def _size(part: tuple[list[Entry], int]) -> tuple[int, int]:

@@ -4,6 +4,7 @@ costs."""
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ from jax.experimental.layout import Format, Layout
 from gspmd.annotate.errors import PlanError, shown
 from gspmd.audit.arguments import argument_numbers, operations
 from gspmd.audit.hlo import parse
+from gspmd.audit.hlo.slices import of_all_slices
 from gspmd.audit.ledgers.reader import of_module
 from gspmd.audit.offline import memory
 from gspmd.audit.offline.libtpu import own_schedules, with_schedules
@@ -21,6 +23,7 @@ from gspmd.audit.offline.report import Report
 from gspmd.audit.offline.topology import Topology, topology
 from gspmd.audit.simulation.simulator import timeline
 from gspmd.display.units import amount_of_bytes, mesh_text
+from gspmd.lowerings import in_force
 from gspmd.tracing.program_plan import ProgramPlan
 from gspmd.tracing.trace import check_call, trace
 
@@ -89,7 +92,8 @@ def compile_offline(
     check_compiler_options(chosen, target.devices[0])
     sizes, began = dict(placed.shape), time.perf_counter()
     held = tuple(memory.arguments(abstract_args, sizes))
-    with jax.set_mesh(placed):
+    several = in_force.on_slices(target.slices) if target.slices > 1 else nullcontext()
+    with jax.set_mesh(placed), several:
         progress("planning")
         plan = trace(fn, *abstract_args)
         compiled, module, reason = None, None, _overfull(held, target)
@@ -108,18 +112,20 @@ def compile_offline(
                 module = with_schedules(parse(compiled.as_text())) if compiled is not None else None
     seconds = time.perf_counter() - began
     if compiled is None or module is None:
-        with jax.set_mesh(placed):
+        with jax.set_mesh(placed), several:
             values = memory.values(jax.make_jaxpr(fn)(*abstract_args).jaxpr)
         return _too_large(target, sizes, plan, (*held, *values), reason, seconds)
     progress("reading")
     text, stats = compiled.as_text(), compiled.memory_analysis()
+    module = of_all_slices(module, placed)
     results = stats.output_size_in_bytes - stats.alias_size_in_bytes
     needed = stats.argument_size_in_bytes, results, stats.temp_size_in_bytes
     reason = _overfilled(sum(needed), target)
     buffers = sorted([*held, *memory.temporaries(module)], key=lambda buffer: -buffer.bytes)[:KEPT]
     return Report(
         target, sizes, not reason, *needed, target.chip.hbm_bytes, plan,
-        of_module(module, sizes), timeline(module, target.chip, sizes, flops=share, torus=target.rings(placed)),
+        of_module(module, sizes, target.chip),
+        timeline(module, target.chip, sizes, flops=share, torus=target.rings(placed)),
         module, text, tuple(buffers), seconds, reason,
     )  # fmt: skip
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib import metadata
+from typing import Any
 
 import jax
 from jax.experimental import topologies
@@ -25,21 +26,22 @@ _COMPILING = threading.RLock()
 _OPTIONS = {"tpu-v4": {"chip_config_name": "megacore"}}
 
 
-def slice_devices(chip: Chip, sizes: str) -> tuple[jax.Device, ...]:
-    """Return the devices of a slice, such as `4x4x4`, in torus order; starts no backend.
+def slice_devices(chip: Chip, sizes: str, slices: int = 1) -> tuple[jax.Device, ...]:
+    """Return the devices of slices such as `4x4x4`, slice by slice, each in torus order; starts no backend.
 
     Raises:
         PlanError: libtpu refuses the slice.
     """
     quiet_libtpu()
+    options: dict[str, Any] = {**_OPTIONS.get(chip.name, {}), **({"num_slices": slices} if slices > 1 else {})}
     try:
         described = topologies.get_topology_desc(
-            platform="tpu", topology_name=f"{chip.name.removeprefix('tpu-')}:{sizes}", **_OPTIONS.get(chip.name, {})
+            platform="tpu", topology_name=f"{chip.name.removeprefix('tpu-')}:{sizes}", **options
         )
     except RuntimeError as error:
         reason = re.sub(r"^[A-Z_]+: ", "", str(error).strip().splitlines()[0])
         raise PlanError(f"libtpu refuses the topology {f'{chip.name}:{sizes}'!r}: {reason}") from None
-    return tuple(sorted(described.devices, key=lambda d: (*d.coords, d.core_on_chip)))
+    return tuple(sorted(described.devices, key=lambda d: (getattr(d, "slice_index", 0), *d.coords, d.core_on_chip)))
 
 
 @contextmanager

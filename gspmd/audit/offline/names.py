@@ -1,9 +1,11 @@
-"""Names of TPU slices and of nodes of GPUs, such as `tpu-v4:4x4x4` and `h100:16x8`: their meaning, and those that
-exist."""
+"""Names of TPU slices and of nodes of GPUs, such as `tpu-v4:4x4x4`, `tpu-v5p:4x8x8*4` and `h100:16x8`: their meaning,
+and those that exist."""
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from math import isqrt, prod
+from typing import NamedTuple
 
 from gspmd.annotate.errors import PlanError, shown, suggestion
 from gspmd.hardware.chips import CHIPS, Chip
@@ -16,9 +18,9 @@ SEARCHED_GPUS = 24_576
 """Number of GPUs at which `shapes` stops: those of the cluster that trained Llama 3 (Llama Team 2024, *The Llama 3 Herd
 of Models*, §3.3.1: 24K H100). The name of a topology may ask for more."""
 
-MOST_GPUS = 2**18
-"""Number of GPUs that a name may ask for, ten times `SEARCHED_GPUS` to the next power of two: each device is an object,
-so that an absurd number would fill the memory."""
+MOST_DEVICES = 2**18
+"""Number of devices that a name may ask for, ten times `SEARCHED_GPUS` to the next power of two: each device is an
+object, so that an absurd number would fill the memory."""
 
 SPELLINGS = {"a100-80gb": "a100", "h100-80gb": "h100"}
 """Names of GPUs that are not those of chips.toml."""
@@ -51,13 +53,41 @@ def shapes(chip: Chip) -> Iterator[tuple[int, ...]]:
         shape[shape.index(min(shape))] *= 2
 
 
-def read_name(name: str) -> tuple[Chip, tuple[int, ...]]:
-    """Return the chip of a topology, and the number of chips along each torus axis; of GPUs their number in a node, and
-    before it the number of nodes if there are several.
+class Named(NamedTuple):
+    """The meaning of a topology's name.
+
+    Attributes:
+        chip: the figures of one device; of several slices its nodes are the slices.
+        shape: chips along each torus axis of one slice; of GPUs the number in a node, and before it the number of nodes
+            if there are several.
+        slices: number of slices of TPUs, which the data-centre network connects.
+    """
+
+    chip: Chip
+    shape: tuple[int, ...]
+    slices: int = 1
+
+    @property
+    def cores(self) -> int:
+        """Number of devices of one chip."""
+        return CORES.get(self.chip.name, 1)
+
+    @property
+    def name(self) -> str:
+        """The canonical name."""
+        several = f"*{self.slices}" if self.slices > 1 else ""
+        return f"{self.chip.name}:{'x'.join(map(str, self.shape))}{several}"
+
+
+def read_name(name: str) -> Named:
+    """Read the name of a topology.
 
     Example:
-        >>> [read_name(name)[1] for name in ("tpu-v4:4x4x8", "h100:16x8", "h100:1x8", "h100:4")]
+        >>> [read_name(name).shape for name in ("tpu-v4:4x4x8", "h100:16x8", "h100:1x8", "h100:4")]
         [(4, 4, 8), (16, 8), (8,), (4,)]
+        >>> several = read_name("tpu-v5p:4x8x8*4")
+        >>> several.slices, several.chip.node_devices
+        (4, 256)
 
     Raises:
         PlanError: the topology does not exist.
@@ -66,6 +96,7 @@ def read_name(name: str) -> tuple[Chip, tuple[int, ...]]:
         fact = "it is not a string"
         raise PlanError(f"there is no topology {shown(name)}: {fact}.\n  Write 'tpu-v4:4x4x4' or 'h100:16x8'.")
     head, _, tail = name.strip().lower().partition(":")
+    tail, times, number = tail.partition("*")
     chip = _chip(head)
     if chip is None:
         near = suggestion(head, _gpus()) or suggestion(f"tpu-{_plain(head)}", POD_CHIPS) if head else ""
@@ -73,14 +104,24 @@ def read_name(name: str) -> tuple[Chip, tuple[int, ...]]:
     if not re.fullmatch(r"[1-9]\d{0,8}(x[1-9]\d{0,8})*", tail):
         fact = f"{shown(tail)} is not a shape" if tail else "it lacks a shape"
         raise PlanError(_no_such(name, fact, f"Did you mean {_example(chip)!r}? "))
-    shape = tuple(map(int, tail.split("x")))
+    if times and not re.fullmatch(r"[1-9]\d{0,8}", number):
+        fact = f"{shown(number)} is not a number of slices" if number else "it lacks a number of slices after '*'"
+        raise PlanError(_no_such(name, fact, f"Did you mean '{chip.name}:{tail}*2'? "))
+    shape, slices = tuple(map(int, tail.split("x"))), int(number or 1)
     if chip.is_switch:
+        if times:
+            fact = "only TPUs come in slices; of GPUs the first number is that of the nodes"
+            raise PlanError(_no_such(name, fact, f"Did you mean {_nodes_near(chip, slices * prod(shape))!r}? "))
         if fact := _impossible_nodes(chip, shape):
             raise PlanError(_no_such(name, fact, f"Did you mean {_nodes_near(chip, prod(shape))!r}? "))
-        return chip, shape[1:] if shape[0] == 1 and len(shape) == 2 else shape
+        return Named(chip, shape[1:] if shape[0] == 1 and len(shape) == 2 else shape)
     if fact := _impossible(chip, shape):
         raise PlanError(_no_such(name, fact, f"Did you mean {_example(chip)!r}? "))
-    return chip, shape
+    in_slice = prod(shape) * CORES.get(chip.name, 1)
+    if slices * in_slice > MOST_DEVICES:
+        fact = f"gspmd describes {MOST_DEVICES:,} devices or fewer, and this has {slices * in_slice:,}"
+        raise PlanError(_no_such(name, fact, f"Did you mean '{chip.name}:{tail}*{MOST_DEVICES // in_slice}'? "))
+    return Named(replace(chip, node_devices=in_slice) if slices > 1 else chip, shape, slices)
 
 
 def _chip(head: str) -> Chip | None:
@@ -105,14 +146,14 @@ def _impossible_nodes(chip: Chip, shape: tuple[int, ...]) -> str:
         return f"a node of {chip.name} has {node} GPUs, and {sizes} takes {shape[-1]} of one"
     if len(shape) == 2 and shape[0] > 1 and shape[1] != node:
         return f"a node of {chip.name} has {node} GPUs, and of several nodes {sizes} takes only {shape[1]} each"
-    if (count := prod(shape)) > MOST_GPUS:
-        return f"gspmd describes {MOST_GPUS:,} GPUs or fewer, and {sizes} has {count:,}"
+    if (count := prod(shape)) > MOST_DEVICES:
+        return f"gspmd describes {MOST_DEVICES:,} GPUs or fewer, and {sizes} has {count:,}"
     return ""
 
 
 def _nodes_near(chip: Chip, gpus: int) -> str:
     """Return the name of the nodes that hold so many GPUs, as few as possible, or the most that can be described."""
-    gpus = min(gpus, MOST_GPUS // chip.node_devices * chip.node_devices)
+    gpus = min(gpus, MOST_DEVICES // chip.node_devices * chip.node_devices)
     if gpus <= chip.node_devices:
         return f"{chip.name}:{gpus}"
     return f"{chip.name}:{-(-gpus // chip.node_devices)}x{chip.node_devices}"

@@ -74,6 +74,11 @@ class Report(Printed):
         return self.ledger.wire_bytes if self.ledger else self.plan.wire_bytes
 
     @property
+    def network_bytes(self) -> int:
+        """Those of `wire_bytes` that go over the network between nodes of GPUs or TPU slices."""
+        return self.ledger.network_bytes if self.ledger else self.plan.network_bytes(self.mesh, self.topology.chip)
+
+    @property
     def is_lower_bound(self) -> bool:
         """Whether a loop runs as often as the data asks for: its work and its seconds are counted once.
 
@@ -103,6 +108,8 @@ class Report(Printed):
             "is_lower_bound": self.is_lower_bound,
             "launch_seconds": line and line.launch_seconds,
             "planned_wire_bytes": self.plan.wire_bytes,
+            "network_bytes": self.network_bytes,
+            "planned_network_bytes": self.plan.network_bytes(self.mesh, self.topology.chip),
             "warnings": line and line.warnings,
             "notes": line and line.notes,
             "memory_bound_share": line and line.memory_share,
@@ -119,15 +126,25 @@ class Report(Printed):
         held, room = amount_of_bytes(self.bytes_per_device), amount_of_bytes(self.hbm_bytes)
         # Of a program that was not compiled only what is known: its arguments, and what a refusing compiler says.
         parts = (f"{amount_of_bytes(n)} {name}" for n, name in self._parts() if n or self.ledger)
-        table.add_row("machine", f"{self.topology.num_devices} {self.topology.chip.name} devices, mesh {mesh}")
+        slices = f" in {self.topology.slices} slices" if self.topology.slices > 1 else ""
+        table.add_row("machine", f"{self.topology.num_devices} {self.topology.chip.name} devices{slices}, mesh {mesh}")
         table.add_row("memory", f"{verdict}: {held} of {room} per device ({', '.join(parts)})")
         least, planned = "at least " if self.is_lower_bound else "", "" if self.ledger else ", as planned"
         table.add_row("work", f"{least}{amount_of_flops(self.flops)} per device in matrix products{planned}")
-        table.add_row("sent", f"{amount_of_bytes(self.wire_bytes)} per device{planned}")
+        table.add_row("sent", f"{amount_of_bytes(self.wire_bytes)} per device{planned}{self._over_the_network}")
         if self.timeline:
             table.add_row("time", f"{least}{self.timeline.summary}")
         table.add_row("compiled in" if self.ledger else "planned in", amount_of_seconds(self.compile_seconds))
         return table
+
+    @property
+    def _over_the_network(self) -> str:
+        chip = self.topology.chip
+        if chip.nodes(self.mesh) == 1:
+            return ""
+        away, planned = amount_of_bytes(self.network_bytes), self.plan.network_bytes(self.mesh, chip)
+        beside = f" ({amount_of_bytes(planned)} planned)" if planned != self.network_bytes else ""
+        return f", {away} of it over the network between {'nodes' if chip.is_switch else 'slices'}{beside}"
 
     def _parts(self) -> list[tuple[int, str]]:
         return [

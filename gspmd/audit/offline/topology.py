@@ -13,31 +13,35 @@ from jax.sharding import AxisType, Mesh
 from gspmd.annotate.errors import PlanError, listed, shown
 from gspmd.audit.offline.cuda import COMPILER_OPTIONS, node_devices, require_cuda_plugin
 from gspmd.audit.offline.libtpu import require_libtpu, slice_devices
-from gspmd.audit.offline.names import read_name, shapes
+from gspmd.audit.offline.names import Named, read_name, shapes
 from gspmd.audit.offline.torus import lay, nearest
 from gspmd.display.units import mesh_text
 from gspmd.hardware.chips import Chip
 from gspmd.hardware.chips import chip as chip_named
+from gspmd.hardware.links import over_slices
 
 
 @dataclass(frozen=True)
 class Topology:
-    """A TPU slice, or nodes of GPUs, to compile for.
+    """TPU slices, or nodes of GPUs, to compile for.
 
     Leaves out: twisted tori, broken chips, and the bandwidth between the two devices of one chip.
 
     Attributes:
-        name: canonical, such as `tpu-v4:4x4x4` or `h100:16x8`.
-        chip: the figures of one device.
-        shape: chips along each torus axis; for GPUs the number of nodes, if there are several, and of GPUs in a node.
-        devices: devices to compile for, not to run on; in torus order, last axis fastest, devices of one chip next to
-            each other; GPUs node by node.
+        name: canonical, such as `tpu-v4:4x4x4`, `tpu-v5p:4x8x8*4` or `h100:16x8`.
+        chip: the figures of one device; of several slices its nodes are the slices.
+        shape: chips along each torus axis of one slice; for GPUs the number of nodes, if there are several, and of GPUs
+            in a node.
+        devices: devices to compile for, not to run on; slice by slice, each in torus order, last axis fastest, devices
+            of one chip next to each other; GPUs node by node.
+        slices: number of slices, which the data-centre network connects; 1 for GPUs.
     """
 
     name: str
     chip: Chip = field(repr=False)
     shape: tuple[int, ...]
     devices: tuple[jax.Device, ...] = field(repr=False)
+    slices: int = field(default=1, repr=False)
 
     def __reduce__(self) -> tuple:
         return topology, (self.name,)  # The compiler's devices cannot be pickled, and are recreated.
@@ -50,7 +54,7 @@ class Topology:
     @property
     def cores(self) -> int:
         """Number of devices of one chip: two on TPU v3 and TPU7x, one otherwise."""
-        return len(self.devices) // prod(self.shape)
+        return len(self.devices) // (self.slices * prod(self.shape))
 
     @property
     def compiler_options(self) -> dict[str, Any]:
@@ -61,15 +65,17 @@ class Topology:
     def mesh(self, axes: Mapping[str, int], axis_type: "str | AxisType" = "explicit") -> Mesh:
         """Make a mesh over the devices.
 
-        On a slice of TPUs each mesh axis is one or several whole torus axes if the sizes allow it. GPUs fill the mesh
-        node by node, the last mesh axis fastest.
+        On a slice of TPUs each mesh axis is one or several whole torus axes if the sizes allow it. Several slices fill
+        the mesh one after the other: its first axis lies over them, or its first axes together, and the others within
+        each. GPUs fill the mesh node by node, the last mesh axis fastest.
 
         Args:
             axes: mesh axis -> size; among equally good layouts, earlier mesh axes take earlier torus axes.
             axis_type: "explicit", "auto", or a `jax.sharding.AxisType`.
 
         Raises:
-            PlanError: the sizes do not multiply to the number of devices, or the axis type is unknown.
+            PlanError: the sizes do not multiply to the number of devices, the first axes do not divide the slices, or
+                the axis type is unknown.
         """
         if not isinstance(axes, Mapping) or not all(isinstance(axis, str) for axis in axes):
             raise PlanError(
@@ -79,10 +85,25 @@ class Topology:
         sizes, types = tuple(axes.values()), (_axis_type(axis_type),) * len(axes)
         if not all(map(_is_size, sizes)) or prod(sizes) != self.num_devices:
             raise PlanError(self._wrong(axes))
-        rows = (sizes,) if self.chip.is_switch else lay((*self.shape, self.cores), sizes)
+        across = over_slices(sizes, self.slices)
+        if not across:
+            raise PlanError(self._uneven(axes))
+        inside = tuple(size // part for size, part in zip(sizes, across))
+        rows = (sizes,) if self.chip.is_switch else (across, *lay((*self.shape, self.cores), inside))
         parts = np.array(self.devices, dtype=object).reshape([part for row in rows for part in row])
         order = [row * len(sizes) + axis for axis in range(len(sizes)) for row in range(len(rows))]
         return Mesh(parts.transpose(order).reshape(sizes), tuple(axes), axis_types=types)
+
+    def _uneven(self, axes: Mapping[str, int]) -> str:
+        """Return the message for a mesh whose first axes do not divide the slices."""
+        first, size = next((axis, size) for axis, size in axes.items() if size > 1)
+        second = next((axis for axis in axes if axis != first), "y")
+        meant = {first: self.slices, second: self.num_devices // self.slices}
+        return (
+            f"cannot lay the mesh {mesh_text(axes)} over {self.name}: {first}={size} does not divide its "
+            f"{self.slices} slices.\n  The first axis lies over the slices: give it {self.slices}, or a divisor or "
+            f"multiple of it, as in {mesh_text(meant)}."
+        )
 
     def _wrong(self, axes: Mapping[str, int]) -> str:
         count = f" ({prod(axes.values())} in all)" if axes and all(map(_is_size, axes.values())) else ""
@@ -96,8 +117,8 @@ class Topology:
     def rings(self, mesh: Mesh) -> dict[str, tuple[int, ...]]:
         """Return for each axis of a mesh over this slice the sizes of the torus axes that it spans.
 
-        An axis that spans no box of the torus counts as one ring. The two devices of one chip are not a ring. GPUs hang
-        on switches, and have none.
+        An axis that spans no box of the torus counts as one ring. The two devices of one chip are not a ring, and
+        neither are several slices. GPUs hang on switches, and have none.
 
         Example:
             >>> slice64 = topology("tpu-v4:4x4x4")                  # doctest: +SKIP
@@ -116,6 +137,8 @@ class Topology:
 
 def _torus_axes(mesh: Mesh, number: int) -> tuple[int, ...]:
     along = np.moveaxis(mesh.devices, number, 0).reshape(mesh.devices.shape[number], -1)[:, 0]
+    first = getattr(along[0], "slice_index", 0)
+    along = [device for device in along if getattr(device, "slice_index", 0) == first]
     places = list(zip(*(device.coords for device in along)))
     spread = tuple(len(set(place)) for place in places)
     cores = len({device.core_on_chip for device in along})
@@ -128,9 +151,9 @@ def topology(name: str) -> Topology:
 
     Args:
         name: chip and torus: `tpu-v3:4x4`, `tpu-v4:4x4x4`, `tpu-v5e:16x16`, `tpu-v5p:8x8x16`, `tpu-v6e:16x16`,
-            `tpu7x:4x4x4` and other sizes; `v4:4x4x4` and `TPU v4:4x4x4` are read too. Or a GPU, nodes and GPUs of a
-            node: `h100:8` (or fewer, on one node), `h100:16x8`, `a100:8`, `a100-40gb:8`, `h200:8`, `b200:8`,
-            `gb200:2x72`.
+            `tpu7x:4x4x4` and other sizes; `v4:4x4x4` and `TPU v4:4x4x4` are read too. `tpu-v5p:4x8x8*4` are four slices
+            that the data-centre network connects. Or a GPU, nodes and GPUs of a node: `h100:8` (or fewer, on one node),
+            `h100:16x8`, `a100:8`, `a100-40gb:8`, `h200:8`, `b200:8`, `gb200:2x72`.
 
     Returns:
         The topology; the same object for the same name, so that meshes over it are equal.
@@ -142,6 +165,8 @@ def topology(name: str) -> Topology:
     Example:
         >>> topology("v5p:4x4x8").mesh({"data": 8, "model": 16}).devices.shape  # doctest: +SKIP
         (8, 16)
+        >>> topology("v5p:4x8x8*4").mesh({"slices": 4, "x": 4, "y": 64}).devices.shape  # doctest: +SKIP
+        (4, 4, 64)
         >>> topology("h100:32x8").mesh({"data": 32, "model": 8}).devices.shape  # doctest: +SKIP
         (32, 8)
         >>> topology("tpu-v5e:4x4x4")
@@ -152,9 +177,9 @@ def topology(name: str) -> Topology:
     Source: Google Cloud documentation, 'TPU v3' to 'TPU7x': dimensions of the torus, chips of a pod; for GPUs the data
     sheets in `gspmd/hardware/chips.toml` and `gspmd/audit/offline/cards.py`.
     """
-    chip, shape = read_name(name)
-    (require_cuda_plugin if chip.is_switch else require_libtpu)(name, chip)
-    return _described(chip, shape)
+    named = read_name(name)
+    (require_cuda_plugin if named.chip.is_switch else require_libtpu)(name, named.chip)
+    return _described(named)
 
 
 def slices(chip: Chip | str) -> Iterator[Topology]:
@@ -183,7 +208,8 @@ def _axis_type(kind: "str | AxisType") -> AxisType:
 
 
 @cache
-def _described(chip: Chip, shape: tuple[int, ...]) -> Topology:
+def _described(named: Named) -> Topology:
+    chip, shape, slices = named
     sizes = "x".join(map(str, shape))
-    devices = node_devices(chip, *shape) if chip.is_switch else slice_devices(chip, sizes)
-    return Topology(f"{chip.name}:{sizes}", chip, shape, devices)
+    devices = node_devices(chip, *shape) if chip.is_switch else slice_devices(chip, sizes, slices)
+    return Topology(named.name, chip, shape, devices, slices)

@@ -7,9 +7,9 @@ from math import prod
 import numpy as np
 
 from gspmd.audit.hlo.collectives import Collective
-from gspmd.audit.hlo.replica_groups import UNNAMED, groups, pairs, touched_by
+from gspmd.audit.hlo.replica_groups import UNNAMED, pairs, shared_node, touched_by
 from gspmd.hardware.chips import Chip
-from gspmd.hardware.links import fewest_together, occupancy
+from gspmd.hardware.links import network_seconds, occupancy
 
 Link = tuple[str, int]
 """A mesh axis and a direction along it, +1 or -1: all chips use this link in the same way."""
@@ -48,7 +48,8 @@ def transfer(sent: Collective, mesh: Mapping[str, int], chip: Chip, torus: Torus
       ring through all devices, with the bandwidth of one axis. If one axis has an even size, this ring joins only
       neighbours, whether or not the torus has wrap-around links. If the compiler names no rings, all torus rings are
       used; groups that cover part of an axis use some of its rings, or count as one ring of their own.
-    - On a switch all collectives share the bandwidth of a chip; between nodes they share the network.
+    - On a switch all collectives share the bandwidth of a chip; between nodes they share the network, and so does what
+      TPU slices send each other.
 
     Args:
         sent: the collective.
@@ -56,7 +57,12 @@ def transfer(sent: Collective, mesh: Mapping[str, int], chip: Chip, torus: Torus
         chip: the chip that has the links.
         torus: the rings of mesh axes that are not one torus axis each.
     """
-    axes, near = touched_by(sent.instruction, mesh), _near(sent, mesh, chip)
+    axes = touched_by(sent.instruction, mesh)
+    near = shared_node(sent.instruction, prod(mesh.values()), chip.node_devices) if chip.nodes(mesh) > 1 else 0
+    if near and not chip.is_switch:
+        busy = sent.wire_bytes / (chip.network_bandwidth * chip.network_efficiency)
+        whole = network_seconds(sent.kind, sent.group, sent.buffer, chip)
+        return Transfer(busy, whole - busy, frozenset({NETWORK}))
     shift = None if chip.is_switch or near else _shift(pairs(sent.instruction), tuple(mesh.items()))
     if shift:
         return _along(*shift, sent.buffer, mesh, chip)
@@ -78,17 +84,6 @@ def transfer(sent: Collective, mesh: Mapping[str, int], chip: Chip, torus: Torus
     else:
         links = {SWITCH} if chip.is_switch else {(axis, sign) for axis in axes for sign in (1, -1)}
     return Transfer(max(takes.links, takes.network), takes.latency, frozenset(links))
-
-
-def _near(sent: Collective, mesh: Mapping[str, int], chip: Chip) -> int:
-    """Return the fewest devices of a group that share a node; 0 if every group is on one node."""
-    devices = prod(mesh.values())
-    if chip.nodes(mesh) == 1:
-        return 0
-    if moves := pairs(sent.instruction):
-        return int(any(source // chip.node_devices != target // chip.node_devices for source, target in moves))
-    near = fewest_together(groups(sent.instruction, devices), chip.node_devices)
-    return near if near < sent.group else 0
 
 
 def _rings(axes: tuple[str, ...], sizes: Mapping[str, int], torus: Torus) -> dict[str, int]:

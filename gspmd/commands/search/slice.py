@@ -1,25 +1,23 @@
-"""The slice or nodes that are searched for: chip and shape, read from the name without the compiler."""
+"""The slice, slices or nodes that are searched for: chip and shape, read from the name without the compiler."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 
-from gspmd.audit.offline.names import CORES, read_name, shapes
-from gspmd.hardware.chips import Chip
+from gspmd.audit.offline.names import Named, read_name, shapes
+from gspmd.hardware.chips import CHIPS, Chip
 from gspmd.search.answers import factorings, meshes
 
 
 @dataclass(frozen=True)
 class Slice:
-    """A TPU slice, or nodes of GPUs.
+    """TPU slices, or nodes of GPUs.
 
     Attributes:
-        chip: the figures of one device.
-        shape: chips along each torus axis; for GPUs the number of nodes, if there are several, and of GPUs in a node.
+        topology: the meaning of its name.
     """
 
-    chip: Chip
-    shape: tuple[int, ...]
+    topology: Named
 
     @classmethod
     def named(cls, name: str) -> "Slice":
@@ -28,28 +26,41 @@ class Slice:
         Raises:
             PlanError: no such slice exists.
         """
-        return cls(*read_name(name))
+        return cls(read_name(name))
+
+    @property
+    def chip(self) -> Chip:
+        """The figures of one device."""
+        return self.topology.chip
 
     @property
     def name(self) -> str:
         """Its canonical name."""
-        return f"{self.chip.name}:{'x'.join(map(str, self.shape))}"
+        return self.topology.name
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Chips along each torus axis of one slice; for GPUs the number of nodes, if there are several, and of GPUs in
+        a node."""
+        return self.topology.shape
 
     @property
     def torus(self) -> tuple[int, ...]:
         """Devices along each axis of the torus; the devices of one chip are another axis. For GPUs the shape."""
-        return (*self.shape, CORES.get(self.chip.name, 1))
+        return (*self.shape, self.topology.cores)
 
     @property
     def devices(self) -> int:
         """Number of devices."""
-        return prod(self.torus)
+        return self.topology.slices * prod(self.torus)
 
     def meshes(self) -> list[dict[str, int]]:
         """Return the meshes to search: those of whole torus axes; for GPUs all, because a switch has no rings."""
-        return factorings(self.devices, self.chip) if self.chip.is_switch else meshes(self.torus)
+        return factorings(self.devices, self.chip) if self.chip.is_switch else meshes(self.torus, self.topology.slices)
 
     def larger(self) -> Iterator["Slice"]:
-        """Return the slices of this chip with more devices, the smallest first."""
-        every = (Slice(self.chip, shape) for shape in shapes(self.chip))
+        """Return the slices of this chip with more devices, the smallest first; of several as many as there are."""
+        times = f"*{self.topology.slices}" if self.topology.slices > 1 else ""
+        names = (f"{self.chip.name}:{'x'.join(map(str, shape))}{times}" for shape in shapes(CHIPS[self.chip.name]))
+        every = (Slice.named(name) for name in names)
         return (each for each in every if each.devices > self.devices)

@@ -59,8 +59,13 @@ def _reduce_scatter(step: Step, x: jax.Array, mesh: Mapping[str, int], reduce: s
 
 
 def _all_reduce(step: Step, x: jax.Array, mesh: Mapping[str, int], reduce: str) -> jax.Array:
-    # A maximum is taken for numerical safety only, and drops out of every result: it has no derivative.
-    return lax.pmax(lax.stop_gradient(x), step.axes) if reduce == "max" else lax.psum(x, step.axes)
+    if reduce == "max":  # taken for numerical safety only, and drops out of every result: it has no derivative
+        return lax.pmax(lax.stop_gradient(x), step.axes)
+    if in_force.is_tpu():
+        from gspmd.lowerings.blocking import tpu
+
+        return tpu.all_reduce(x, step.axes, mesh)
+    return lax.psum(x, step.axes)
 
 
 def _slice(step: Step, x: jax.Array, mesh: Mapping[str, int], reduce: str) -> jax.Array:

@@ -26,15 +26,16 @@ benchmarks/ledgers.py` shows the differences that are left:
   gather. This costs less if the pieces have a separate dimension, unless another dimension fills the lanes.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import log, prod
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from gspmd.hardware.chips import chip_of_device
-from gspmd.hardware.links import LARGEST_WHOLE
+from gspmd.hardware.links import LARGEST_WHOLE, over_slices
 from gspmd.lowerings import in_force
 
 LANES = 128
@@ -58,13 +59,98 @@ def zero_after(x: jax.Array) -> jax.Array | int:
     return (lax.shift_right_logical(bits, jnp.uint32(31)) & jnp.uint32(2)).astype(jnp.int32)
 
 
+class AxesOverSlices(NamedTuple):
+    """The axes of a collective of several slices: those that lie over the slices, and those within each.
+
+    `mesh` has the sizes within one slice.
+    """
+
+    between: tuple[str, ...]
+    inside: tuple[str, ...]
+    mesh: Mapping[str, int]
+
+
 def all_gather(x: jax.Array, axes: tuple[str, ...], dimension: int, mesh: Mapping[str, int]) -> jax.Array:
-    """Gather over mesh axes, major first, tiled; if in parts, over the minor part first and then over the major."""
+    """Gather over mesh axes, major first, tiled; if in parts, over the minor part first and then over the major.
+
+    Over several slices it gathers over the network first, so that the network carries each byte once, and then within
+    the slices. If the axes over slices are not the minor ones, the pieces are put in order at the end.
+    """
+    over = _over_slices(axes, mesh)
+    if over is None:
+        return _gather(x, _parts(axes, mesh, LARGEST_WHOLE["all-gather"], _gathered(x, axes, mesh)), dimension)
+    if not over.inside:
+        return _gather(x, [(over.between, _devices(over.between, mesh), None)], dimension)
+    limit, whole = LARGEST_WHOLE["all-gather"], _gathered(x, axes, mesh)
+    parts = _parts(over.inside, over.mesh, limit, whole)
+    if not over.between:
+        return _gather(x, parts, dimension)
+    if _is_last(over, axes, mesh):
+        return _gather(x, [*parts, (over.between, _devices(over.between, mesh), None)], dimension)
+    pieces = _gather(lax.all_gather(x, over.between, axis=0, tiled=False), parts, dimension + 1)
+    order = [*over.between, *over.inside]
+    before, after = x.shape[:dimension], x.shape[dimension + 1 :]
+    sizes = {axis: mesh[axis] for axis in order}
+    between, inside = ([sizes[axis] for axis in names] for names in (over.between, over.inside))
+    pieces = pieces.reshape(*between, *before, *inside, x.shape[dimension], *after)
+    places = {axis: n + (len(before) if axis in over.inside else 0) for n, axis in enumerate(order)}
+    first = range(len(between), len(between) + len(before))
+    rest = range(len(order) + len(before), pieces.ndim)
+    pieces = pieces.transpose(*first, *(places[axis] for axis in axes if axis in places), *rest)
+    return pieces.reshape(*before, -1, *after)
+
+
+def reduce_scatter(x: jax.Array, axes: tuple[str, ...], dimension: int, mesh: Mapping[str, int]) -> jax.Array:
+    """Reduce-scatter over mesh axes, major first, tiled; if in parts, over the major part first.
+
+    Over several slices it is the reverse of a gather: the pieces are put in order, scattered within the slices, and
+    then over the network.
+    """
+    limit = LARGEST_WHOLE["reduce-scatter"]
+    over = _over_slices(axes, mesh)
+    if over is None:
+        return _scatter_in_parts(x, _parts(axes, mesh, limit, x.nbytes), dimension)
+    between = [(over.between, _devices(over.between, mesh), None)] if over.between else []
+    parts = _parts(over.inside, over.mesh, limit, x.nbytes) if over.inside else []
+    if not (between and parts) or _is_last(over, axes, mesh):
+        return _scatter_in_parts(x, [*parts, *between], dimension)
+    wide = [axis for axis in axes if mesh[axis] > 1]
+    before, after = x.shape[:dimension], x.shape[dimension + 1 :]
+    pieces = x.reshape(*before, *(mesh[axis] for axis in wide), -1, *after)
+    places = {axis: len(before) + number for number, axis in enumerate(wide)}
+    rest = range(len(before) + len(wide), pieces.ndim)
+    outer, inner = ([places[axis] for axis in names] for names in (over.between, over.inside))
+    pieces = pieces.transpose(*outer, *range(len(before)), *inner, *rest)
+    pieces = pieces.reshape(_devices(over.between, mesh), *before, -1, *after)
+    pieces = _scatter_in_parts(pieces, parts, dimension + 1)
+    piece = lax.psum_scatter(pieces, over.between, scatter_dimension=0, tiled=True)
+    return piece.reshape(*before, -1, *after)
+
+
+def all_reduce(x: jax.Array, axes: tuple[str, ...], mesh: Mapping[str, int]) -> jax.Array:
+    """All-reduce over mesh axes.
+
+    Over several slices, many bytes are scattered within each slice, reduced over the network, and gathered: the
+    compiler would do the same, but pad the pieces and reduce a whole slice twice.
+    """
+    over = _over_slices(axes, mesh)
+    if over is None or not (over.between and over.inside) or x.nbytes < SMALL:
+        return lax.psum(x, axes)
+    group = _devices(over.inside, mesh)
+    divided = [place for place, size in enumerate(x.shape) if size % group == 0]
+    if not divided:
+        return lax.psum(x, axes)
+    dimension = max(divided, key=lambda place: x.shape[place])
+    piece = reduce_scatter(x, over.inside, dimension, mesh)
+    return all_gather(lax.psum(piece, over.between), over.inside, dimension, mesh)
+
+
+def _gather(x: jax.Array, parts: Sequence[CollectivePart], dimension: int) -> jax.Array:
+    """Gather in parts, major first; the minor one runs first."""
     shape = list(x.shape)
     wide = [place for place, size in enumerate(shape) if size > 1 or place == dimension]
     x, at = x.reshape([shape[place] for place in wide]), wide.index(dimension)
-    gathered = x.nbytes * prod(mesh[axis] for axis in axes)
-    for names, _, groups in reversed(_parts(axes, mesh, LARGEST_WHOLE["all-gather"], gathered)):
+    for names, _, groups in reversed(parts):
         if at == x.ndim - 1 and x.shape[at] % LANES and max(x.shape[:-1], default=LANES) < LANES:
             pieces = lax.all_gather(x, names, axis=0, tiled=False, axis_index_groups=groups)
             x = jnp.moveaxis(pieces, 0, -2).reshape(*x.shape[:-1], -1)
@@ -74,11 +160,39 @@ def all_gather(x: jax.Array, axes: tuple[str, ...], dimension: int, mesh: Mappin
     return x.reshape(shape)
 
 
-def reduce_scatter(x: jax.Array, axes: tuple[str, ...], dimension: int, mesh: Mapping[str, int]) -> jax.Array:
-    """Reduce-scatter over mesh axes, major first, tiled; if in parts, over the major part first."""
-    for number, part in enumerate(_parts(axes, mesh, LARGEST_WHOLE["reduce-scatter"], x.nbytes)):
+def _scatter_in_parts(x: jax.Array, parts: Sequence[CollectivePart], dimension: int) -> jax.Array:
+    for number, part in enumerate(parts):
         x = _scatter(x, part, dimension, number)
     return x
+
+
+def _over_slices(axes: tuple[str, ...], mesh: Mapping[str, int]) -> AxesOverSlices | None:
+    """Return which axes lie over slices and which within; None on one slice, or if one of the axes does both.
+
+    Then the compiler finds its own way, which is as good for whole slices of few devices.
+    """
+    if (slices := in_force.slices()) == 1:
+        return None
+    across = dict(zip(mesh, over_slices(tuple(mesh.values()), slices)))
+    wide = [axis for axis in axes if mesh[axis] > 1]
+    if not across or any(across[axis] not in (1, mesh[axis]) for axis in wide):
+        return None
+    between = tuple(axis for axis in wide if across[axis] > 1)
+    within = {axis: size // across[axis] for axis, size in mesh.items()}
+    return AxesOverSlices(between, tuple(axis for axis in wide if axis not in between), within)
+
+
+def _is_last(over: AxesOverSlices, axes: tuple[str, ...], mesh: Mapping[str, int]) -> bool:
+    """Return whether the axes over slices are the minor ones, so that pieces need no reordering."""
+    return [axis for axis in axes if mesh[axis] > 1] == [*over.inside, *over.between]
+
+
+def _devices(axes: Sequence[str], mesh: Mapping[str, int]) -> int:
+    return prod(mesh[axis] for axis in axes)
+
+
+def _gathered(x: jax.Array, axes: Sequence[str], mesh: Mapping[str, int]) -> int:
+    return x.nbytes * _devices(axes, mesh)
 
 
 def all_to_all(
@@ -129,7 +243,8 @@ def _reordered(pieces: jax.Array) -> jax.Array:
 
 
 def _parts(axes: tuple[str, ...], mesh: Mapping[str, int], limit: int, size: int) -> list[CollectivePart]:
-    """Return the parts of a collective, major first: axis by axis if small, two if over all devices, otherwise one."""
+    """Return the parts of a collective on one slice, major first: axis by axis if small, two if over all devices,
+    otherwise one."""
     wide = [axis for axis in axes if mesh[axis] > 1]
     group = prod(mesh[axis] for axis in wide)
     if group < prod(mesh.values()) and len(wide) > 1 and size < SMALL:

@@ -9,13 +9,14 @@ from gspmd.hardware.chips import Chip
 AXES = "xyz"
 
 
-def meshes(torus: Sequence[int], most: int = len(AXES)) -> list[dict[str, int]]:
+def meshes(torus: Sequence[int], slices: int = 1, most: int = len(AXES)) -> list[dict[str, int]]:
     """List the meshes whose axes are one or several whole torus axes each; one for all orders of the axes.
 
     A part of a torus axis is not a mesh axis here: it has no ring of links, which the cost of a mesh axis assumes.
 
     Args:
         torus: devices along each torus axis; the devices of one chip count as an axis.
+        slices: number of slices, over which the first mesh axis lies, alone or with torus axes.
         most: the largest number of mesh axes.
 
     Returns:
@@ -28,13 +29,16 @@ def meshes(torus: Sequence[int], most: int = len(AXES)) -> list[dict[str, int]]:
         {'x': 4, 'y': 64}
         {'x': 32, 'y': 8}
         {'x': 4, 'y': 8, 'z': 8}
+        >>> meshes((4, 8), slices=2)
+        [{'x': 64}, {'x': 2, 'y': 32}, {'x': 8, 'y': 8}, {'x': 16, 'y': 4}, {'x': 2, 'y': 4, 'z': 8}]
     """
-    sizes = [size for size in torus if size > 1] or [1]
+    across = [slices] if slices > 1 else []
+    sizes = [*across, *(size for size in torus if size > 1)] or [1]
     found: dict[tuple[int, ...], tuple[int, ...]] = {}
     for groups in _groups(sizes):
         shape = tuple(prod(group) for group in groups)
         if len(shape) <= most:
-            found.setdefault(tuple(sorted(shape)), shape)
+            found.setdefault((*shape[: len(across)], *sorted(shape[len(across) :])), shape)
     ordered = sorted(found.values(), key=lambda shape: (len(shape), shape))
     return [dict(zip(AXES, shape)) for shape in ordered]
 

@@ -1,0 +1,145 @@
+"""Programs of several TPU slices, written as programs of all their devices.
+
+libtpu compiles one program, which every slice runs. Its replica groups number the devices of one slice; what slices
+send each other is handed to the host, whose runtime (MegaScale) sends it over the data-centre network:
+
+    %send = (bf16[64,128], u32[], token[]) send(%x, %after-all), is_host_transfer=true, frontend_attributes={
+        _xla_host_transfer_rendezvous="psum_0", _xla_megascale_target="{1,2}x{0:255}",
+        _xla_megascale_transfer_type="ALL_REDUCE", ...}
+    %recv = (bf16[64,128], u32[], token[]) recv(%after-all), ...
+    %send-done = token[] send-done(%send)
+    %recv-done = (bf16[64,128], token[]) recv-done(%recv)
+
+Source: programs that libtpu 0.0.42 compiles for topologies with `num_slices`. Their format is not documented.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+import jax
+
+from gspmd.annotate.errors import PlanError
+from gspmd.audit.hlo.module import Computation, Instruction, Module
+from gspmd.audit.hlo.replica_groups import Groups, groups, pairs
+from gspmd.audit.hlo.text import integers
+from gspmd.display.units import mesh_text
+
+_TARGET = re.compile(r'_xla_megascale_target=("[^"]*"|\{(?:\{[^{}]*\},?)*\})')
+_RENDEZVOUS = re.compile(r'_xla_host_transfer_rendezvous="([^"]*)"')
+_PRODUCT = re.compile(r"\{([\d,]+)\}x\{(\d+):(\d+)\}")
+_IN_SLICE = re.compile(r"(all-gather|all-reduce|reduce-scatter|(ragged-)?all-to-all|collective-broadcast)(-start)?")
+_SLICE = 100_000
+"""Device 7 of slice 2 is 300,007: slices count from 1 in the numbers of devices."""
+
+
+def of_all_slices(module: Module, mesh: Any) -> Module:
+    """Return a program of several slices with replica groups and pairs of all devices, by their places in the mesh.
+
+    A send to other slices gets the groups that its target says; `gspmd.audit.hlo.collectives` reads it as a collective
+    that lasts until its `recv-done`. The `send-done`, which waits for the operand only, becomes a token. A program of
+    one slice, or of other devices, is returned as it is.
+
+    Args:
+        module: the program.
+        mesh: the mesh that it was compiled for; anything but a `jax.sharding.Mesh` says nothing about slices.
+
+    Raises:
+        PlanError: the slices do not fill the mesh one after the other, or another number of devices runs the program.
+    """
+    slices = slices_of(mesh)
+    if slices == 1:
+        return module
+    devices, in_slice = list(mesh.devices.flat), module.devices
+    owners = [_slice_of(device) for device in devices]
+    if owners != sorted(owners) or in_slice * slices != len(devices):
+        raise PlanError(
+            f"cannot number the devices of {module.name}: {in_slice} run it in each of {slices} slices, and the mesh "
+            f"{mesh_text(mesh.shape)} is not filled by one slice after the other.\n"
+            "  Lay the first mesh axes over the slices, as gspmd.audit.topology(...).mesh(...) does."
+        )
+    places = {device.id: place for place, device in enumerate(devices)}
+    computations = {name: _of_computation(each, in_slice, slices, places) for name, each in module.computations.items()}
+    return replace(module, computations=computations, entry=computations[module.entry.name], devices=len(devices))
+
+
+def slices_of(mesh: Any) -> int:
+    """Return the number of slices to which the devices of a mesh belong; 1 for anything but a `jax.sharding.Mesh`."""
+    return len({*map(_slice_of, mesh.devices.flat)}) if isinstance(mesh, jax.sharding.Mesh) else 1
+
+
+def _slice_of(device: Any) -> int:
+    return getattr(device, "slice_index", 0)
+
+
+def _of_computation(computation: Computation, in_slice: int, slices: int, places: Mapping[int, int]) -> Computation:
+    sends = {_rendezvous(each): each.name for each in computation.instructions if each.opcode == "send"}
+    sends.pop("", None)  # sends that do not cross slices
+    seen: set[str] = set()
+    late: dict[str, str] = {}  # a recv before its send -> the send
+    instructions = []
+    for each in computation.instructions:
+        seen.add(each.name)
+        if _IN_SLICE.fullmatch(each.opcode):
+            each = _with(each, "replica_groups", _repeated(groups(each, in_slice), in_slice, slices))
+        elif each.attribute("source_target_pairs"):
+            each = _with(each, "source_target_pairs", _repeated(pairs(each), in_slice, slices))
+        elif each.opcode == "send" and (target := _TARGET.search(each.attributes)):
+            each = _sent(each, target[1].strip('"'), places)
+        elif each.opcode == "recv" and (send := sends.get(_rendezvous(each))):
+            # Whoever waits for what arrives waits for the transfer, which is known by the send.
+            if send in seen:
+                each = replace(each, operands=(*each.operands, send))
+            else:
+                late[each.name] = send
+        elif each.opcode == "recv-done" and each.operands[:1] and each.operands[0] in late:
+            each = replace(each, operands=(late[each.operands[0]], *each.operands[1:]))
+        elif each.opcode == "send-done" and not {*each.operands}.isdisjoint(sends.values()):
+            each = replace(each, opcode="after-all", operands=())
+        instructions.append(each)
+    return replace(computation, instructions=tuple(instructions))
+
+
+def _rendezvous(instruction: Instruction) -> str:
+    """Return the name by which a send to other slices and its recv find each other; empty for any other send."""
+    found = _RENDEZVOUS.search(instruction.attributes)
+    return found[1] if found and "_xla_megascale_target" in instruction.attributes else ""
+
+
+def _sent(send: Instruction, target: str, places: Mapping[int, int]) -> Instruction:
+    if "->" in target:
+        return _with(send, "source_target_pairs", _numbered(target.replace("->", ","), tuple(places.items())))
+    return _with(send, "replica_groups", _numbered(target, tuple(places.items())))
+
+
+@lru_cache(maxsize=256)
+def _numbered(target: str, places: tuple[tuple[int, int], ...]) -> str:
+    """Return the groups of a target, by places in the mesh.
+
+    `{1,3}x{0:7}` are the groups {1,3}, of slices, for each of the devices 0 to 7; otherwise device ids are listed.
+    """
+    known = dict(places)
+    if product := _PRODUCT.fullmatch(target):
+        slices, first, last = integers(product[1]), int(product[2]), int(product[3])
+        listed = [[_SLICE * one + device for one in slices] for device in range(first, last + 1)]
+    else:
+        listed = [integers(group) for group in re.findall(r"\{([\d,\s]+)\}", target)]
+    return _written([[known[device] for device in group] for group in listed])
+
+
+@lru_cache(maxsize=1024)
+def _repeated(listed: Groups, in_slice: int, slices: int) -> str:
+    """Return groups of one slice, repeated for every slice."""
+    return _written([[in_slice * one + place for place in group] for one in range(slices) for group in listed])
+
+
+def _written(listed: Sequence[Sequence[int]]) -> str:
+    return "{" + ",".join("{" + ",".join(map(str, group)) + "}" for group in listed) + "}"
+
+
+def _with(instruction: Instruction, name: str, value: str) -> Instruction:
+    """Return an instruction whose attribute `name` has this value."""
+    others = instruction.attributes.replace(f"{name}={instruction.attribute(name)}", "", 1).strip(", ")
+    return replace(instruction, attributes=", ".join(part for part in (f"{name}={value}", others) if part))
