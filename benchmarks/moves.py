@@ -2,6 +2,7 @@
 
     python benchmarks/moves.py                          # 200 moves on v4, v5p and v5e, about two minutes
     python benchmarks/moves.py --moves 40 --chips tpu-v6e:4x4 tpu7x:2x2x4 --seed 1
+    python benchmarks/moves.py --moves 40 --chips "tpu-v5e:4x4*2" "tpu-v5p:2x2x4*4"   # over several slices
 
 Each move brings a bfloat16 tensor of 1 MB to 3 GB from one random sharding to another. The plan's seconds are those of
 its collectives; the compiled ones are the seconds in which the timeline waits for collectives. What computes beside
@@ -69,8 +70,8 @@ def moves(count: int, chips: tuple[str, ...], seed: int) -> Iterator[Move]:
 def compiled(name: str, rng: random.Random) -> Move | None:
     """Draw a move on a slice and compile it; None if it is too small or too large, or sends nothing."""
     slices = topology(name)
-    # A chip of two devices is an axis of its own.
-    shape = (*slices.shape, *([slices.cores] * (slices.cores > 1)))
+    # Several slices are an axis of their own, and so are the two devices of a chip.
+    shape = (*([slices.slices] * (slices.slices > 1)), *slices.shape, *([slices.cores] * (slices.cores > 1)))
     axes = dict(zip("xyzw", shape))
     before, after = specs(tuple(axes), rng)
     # Shards of whole tiles: 8 rows of 128 lanes.

@@ -126,9 +126,24 @@ def _over_slices(kind: str, axes: Sequence[str], mesh: Mapping[str, int], buffer
         return collective_seconds(kind, axes, inside, buffer, one)
     if kind in ("all-to-all", "collective-permute"):
         return max(network_seconds(kind, group, buffer, chip), collective_seconds(kind, axes, inside, buffer, one))
-    parts = ("reduce-scatter", "all-gather") if kind == "all-reduce" else (kind,)
-    within = sum(collective_seconds(part, axes, inside, buffer, one) for part in parts)
+    within = 0.0
+    for part in ("reduce-scatter", "all-gather") if kind == "all-reduce" else (kind,):
+        left = buffer
+        for names in _runs(axes, mesh, inside):
+            within += collective_seconds(part, names, inside, left, one)
+            left /= prod(inside[axis] for axis in names)
     return within + network_seconds(kind, group // near, buffer / near, chip)
+
+
+def _runs(axes: Sequence[str], mesh: Mapping[str, int], inside: Mapping[str, int]) -> list[Sequence[str]]:
+    """Return the axes of a collective within a slice that it runs over at once, major first.
+
+    JAX can name a part of a mesh axis only on its own, so an axis that lies over slices and within them is apart.
+    """
+    mixed = next((place for place, axis in enumerate(axes) if 1 < inside[axis] < mesh[axis]), None)
+    if mixed is None:
+        return [axes]
+    return [names for names in (axes[:mixed], axes[mixed : mixed + 1], axes[mixed + 1 :]) if names]
 
 
 def over_slices(sizes: Sequence[int], slices: int) -> tuple[int, ...]:

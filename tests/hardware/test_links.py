@@ -284,8 +284,13 @@ def test_both_at_once_never_cost_more_than_one_after_the_other(row):
     for mesh, first, second in draws(row, seed=1):
         for whole, kind in product((0, 2**20 * 9**4, 2**30 * 9**4), KINDS):
             several = not row.is_switch and row.nodes(mesh) > 1
-            if several and not (kind != "all-to-all" and over_slices(tuple(mesh.values()), row.nodes(mesh))):
-                continue  # An exchange goes over the network as a whole; slices that are used in part have no rule.
+            across = over_slices(tuple(mesh.values()), row.nodes(mesh)) if several else ()
+            apart = across and all(part in (1, size) for part, size in zip(across, mesh.values()))
+            full = prod(mesh.values()) % (row.node_devices or 1) == 0
+            if several and (kind == "all-to-all" or not apart or not full):
+                # An exchange goes over the network as a whole, an axis over slices and within them runs on its own, and
+                # there is no rule for slices that are used in part.
+                continue
             # A ring of NCCL has more steps than two in turn; over slices an all-reduce is three collectives.
             seconds = busy if row.is_switch or several else collective_seconds
             joint = seconds(kind, first + second, mesh, whole, row)

@@ -7,12 +7,13 @@ several collectives: one over the network, and others within the slices.
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import combinations
+from itertools import combinations, product
 from math import prod
 
+from gspmd.audit.hlo.replica_groups import UNNAMED
 from gspmd.audit.ledgers.entries import Entry
 from gspmd.audit.ledgers.matching import planned_steps
-from gspmd.hardware.links import over_slices
+from gspmd.hardware.links import over_slices, wire_bytes
 from gspmd.lowerings.scopes import step_name
 from gspmd.planner.steps import Step
 from gspmd.tracing.program_plan import PlannedStep
@@ -43,6 +44,8 @@ def by_bytes(
             taken = pool.take(_ways(planned.step, mesh, across), planned.trips, (equation, name))
             if taken:
                 first = taken[0]
+                if planned.step.kind == "collective-permute" and first.network_bytes:
+                    pool.drop_rest_of_permute(first)
                 matched.append(
                     replace(
                         first,
@@ -82,6 +85,20 @@ class _Pool:
                 return [self._part(number, some) for number, some in found]
         return []
 
+    def drop_rest_of_permute(self, crossing: Entry) -> None:
+        """Take what a permute over slices sends within them, which the compiler writes as a permute of its own.
+
+        A device sends its piece one way or the other, so the bytes of one device are those of one of the two.
+        """
+        each = crossing.wire_bytes // crossing.count
+        for (kind, axes, sent), numbers in self._alike.items():
+            if kind == crossing.kind and sent == each and axes <= {*crossing.axes}:
+                for number in numbers:
+                    entry = self._entries[number]
+                    if not entry.step and not entry.network_bytes and self._left[number] >= crossing.count:
+                        self._left[number] -= crossing.count
+                        return
+
     def left(self) -> list[Entry]:
         """Return the executions that no step took."""
         return [self._part(number, runs) for number, runs in self._left.items() if runs]
@@ -101,39 +118,68 @@ class _Pool:
 
 
 def _ways(step: Step, mesh: Mapping[str, int], across: Mapping[str, int]) -> Iterator[list[Part]]:
-    """Yield the ways in which a step may be compiled: as it is, and in parts."""
-    kind, axes = step.kind, frozenset(axis for axis in step.axes if mesh[axis] > 1)
-    yield [(kind, axes, step.wire_bytes)]
-    between = frozenset(axis for axis in axes if across.get(axis, 1) > 1)
-    inside = axes - between
-    if not (between and inside) or kind in ("all-to-all", "collective-permute"):
-        yield from _in_two(kind, axes, step.wire_bytes, mesh)
-        return
-    near, group = prod(mesh[axis] for axis in inside), prod(mesh[axis] for axis in axes)
-    away = step.wire_bytes * (group - near) // (near * (group - 1))
-    if kind == "all-reduce":
-        half = (step.wire_bytes - away) // 2
-        for scatter in _at_once_or_in_two("reduce-scatter", inside, half, mesh):
-            for gather in _at_once_or_in_two("all-gather", inside, half, mesh):
-                yield [*scatter, ("all-reduce", between, away), *gather]
-        return
-    for within in _at_once_or_in_two(kind, inside, step.wire_bytes - away, mesh):
-        yield [*within, (kind, between, away)]
-
-
-def _at_once_or_in_two(kind: str, axes: frozenset[str], sent: int, mesh: Mapping[str, int]) -> Iterator[list[Part]]:
-    yield [(kind, axes, sent)]
-    yield from _in_two(kind, axes, sent, mesh)
-
-
-def _in_two(kind: str, axes: frozenset[str], sent: int, mesh: Mapping[str, int]) -> Iterator[list[Part]]:
-    """Yield the ways to gather or scatter over some axes and then the others, as in `gspmd.lowerings.blocking.tpu`."""
-    if kind not in ("all-gather", "reduce-scatter"):
+    """Yield the ways in which a step may be compiled: as it is, and in parts (`gspmd.lowerings.blocking.tpu`)."""
+    axes = [axis for axis in step.axes if mesh[axis] > 1]
+    yield [(step.kind, frozenset(axes), step.wire_bytes)]
+    if step.kind not in ("all-gather", "reduce-scatter", "all-reduce"):
         return
     group = prod(mesh[axis] for axis in axes)
-    for some in range(1, len(axes)):
-        for major in map(frozenset, combinations(sorted(axes), some)):
-            few = prod(mesh[axis] for axis in major)
-            # Of a buffer S the minor part sends S/few · (1 - few/group), and the major one S (1 - 1/few).
-            minor = sent * (group - few) // (few * (group - 1))
-            yield [(kind, major, sent - minor), (kind, axes - major, minor)]
+    passes = 2 if step.kind == "all-reduce" else 1
+    buffer = step.wire_bytes // passes * group // (group - 1)
+    away = frozenset(axis for axis in axes if across.get(axis, 1) > 1)
+    inside = [*_inside(axes, mesh, across)]
+    if not away:
+        if step.kind != "all-reduce":
+            yield from (_sent(step.kind, parts, buffer) for parts in inside)
+        return
+    mixed = any(across[axis] < mesh[axis] for axis in away)
+    between = (frozenset(UNNAMED) if mixed else away, prod(across[axis] for axis in away))
+    if step.kind != "all-reduce":
+        yield from (_sent(step.kind, [*parts, between], buffer) for parts in inside)
+        return
+    for scatter, gather in product(inside, inside):
+        left = buffer // prod(devices for _, devices in scatter)
+        within = [*_sent("reduce-scatter", scatter, buffer), *_sent("all-gather", gather, buffer)]
+        yield [*within, *_sent("all-reduce", [between], left)]
+
+
+_Along = tuple[frozenset[str], int]
+"""The mesh axes of a part, and the number of devices along them."""
+
+
+def _inside(axes: Sequence[str], mesh: Mapping[str, int], across: Mapping[str, int]) -> Iterator[list[_Along]]:
+    """Yield the parts of a collective within a slice, major first: at once, or in two.
+
+    An axis that lies over slices and within them is a part of its own, without a name in the compiled program.
+    """
+    parts: list[list[str]] = [[]]
+    for axis in axes:
+        if across.get(axis, 1) == 1:
+            parts[-1].append(axis)
+        elif across[axis] < mesh[axis]:
+            parts += [[axis], []]
+    found = [
+        (frozenset(UNNAMED), mesh[names[0]] // across[names[0]])
+        if across.get(names[0], 1) > 1
+        else (frozenset(names), prod(mesh[axis] for axis in names))
+        for names in parts
+        if names
+    ]
+    yield found
+    if len(found) != 1:
+        return
+    (names, devices), *_ = found
+    if names == frozenset(UNNAMED):
+        yield from ([(names, devices // few), (names, few)] for few in range(2, devices) if devices % few == 0)
+    for some in range(1, len(names)):
+        for major in map(frozenset, combinations(sorted(names), some)):
+            yield [(each, prod(mesh[axis] for axis in each)) for each in (major, names - major)]
+
+
+def _sent(kind: str, parts: Sequence[_Along], buffer: int) -> list[Part]:
+    """Return what each part of a collective sends, major first: each divides the buffer for the next."""
+    sent = []
+    for axes, devices in parts:
+        sent.append((kind, axes, wire_bytes(kind, devices, buffer)))
+        buffer //= devices
+    return sent

@@ -59,15 +59,32 @@ def zero_after(x: jax.Array) -> jax.Array | int:
     return (lax.shift_right_logical(bits, jnp.uint32(31)) & jnp.uint32(2)).astype(jnp.int32)
 
 
-class AxesOverSlices(NamedTuple):
-    """The axes of a collective of several slices: those that lie over the slices, and those within each.
+class OverSlices(NamedTuple):
+    """A collective of several slices: its part over the network, its parts within a slice, and the order of pieces.
 
-    `mesh` has the sizes within one slice.
+    Attributes:
+        between: the part over the network; None if all devices of a group are in one slice.
+        inside: the parts within a slice, major first.
+        sizes: number of devices along each axis, first between slices and then within them, in the order of the axes,
+            such as ((2, 4), (1, 8)) of two axes of which the first lies over two slices.
     """
 
-    between: tuple[str, ...]
-    inside: tuple[str, ...]
-    mesh: Mapping[str, int]
+    between: CollectivePart | None
+    inside: list[CollectivePart]
+    sizes: list[tuple[int, int]]
+
+    @property
+    def in_order(self) -> bool:
+        """Whether the devices of one slice hold pieces next to each other only within the pieces of its parts: then
+        the slices' axes are minor, and pieces need no reordering."""
+        away = [number for number, (outer, _) in enumerate(self.sizes) if outer > 1]
+        near = [number for number, (_, inner) in enumerate(self.sizes) if inner > 1]
+        return not away or not near or max(near) < min(away)
+
+    @property
+    def order(self) -> list[int]:
+        """The dimensions (outer, inner) of all axes, first those between slices and then those within, as numbers."""
+        return [*range(0, 2 * len(self.sizes), 2), *range(1, 2 * len(self.sizes), 2)]
 
 
 def all_gather(x: jax.Array, axes: tuple[str, ...], dimension: int, mesh: Mapping[str, int]) -> jax.Array:
@@ -76,28 +93,24 @@ def all_gather(x: jax.Array, axes: tuple[str, ...], dimension: int, mesh: Mappin
     Over several slices it gathers over the network first, so that the network carries each byte once, and then within
     the slices. If the axes over slices are not the minor ones, the pieces are put in order at the end.
     """
-    over = _over_slices(axes, mesh)
+    limit, whole = LARGEST_WHOLE["all-gather"], x.nbytes * prod(mesh[axis] for axis in axes)
+    over = _over_slices(axes, mesh, limit, whole)
     if over is None:
-        return _gather(x, _parts(axes, mesh, LARGEST_WHOLE["all-gather"], _gathered(x, axes, mesh)), dimension)
-    if not over.inside:
-        return _gather(x, [(over.between, _devices(over.between, mesh), None)], dimension)
-    limit, whole = LARGEST_WHOLE["all-gather"], _gathered(x, axes, mesh)
-    parts = _parts(over.inside, over.mesh, limit, whole)
-    if not over.between:
-        return _gather(x, parts, dimension)
-    if _is_last(over, axes, mesh):
-        return _gather(x, [*parts, (over.between, _devices(over.between, mesh), None)], dimension)
-    pieces = _gather(lax.all_gather(x, over.between, axis=0, tiled=False), parts, dimension + 1)
-    order = [*over.between, *over.inside]
-    before, after = x.shape[:dimension], x.shape[dimension + 1 :]
-    sizes = {axis: mesh[axis] for axis in order}
-    between, inside = ([sizes[axis] for axis in names] for names in (over.between, over.inside))
-    pieces = pieces.reshape(*between, *before, *inside, x.shape[dimension], *after)
-    places = {axis: n + (len(before) if axis in over.inside else 0) for n, axis in enumerate(order)}
-    first = range(len(between), len(between) + len(before))
-    rest = range(len(order) + len(before), pieces.ndim)
-    pieces = pieces.transpose(*first, *(places[axis] for axis in axes if axis in places), *rest)
-    return pieces.reshape(*before, -1, *after)
+        return _gather(x, _parts(axes, mesh, limit, whole), dimension)
+    if over.between is None or over.in_order:
+        return _gather(x, [*over.inside, *([over.between] if over.between else [])], dimension)
+    names, _, groups = over.between
+    pieces = lax.all_gather(x, names, axis=0, tiled=False, axis_index_groups=groups)
+    pieces = _gather(pieces, over.inside, dimension + 1)
+    before, after = x.shape[:dimension], x.shape[dimension:]
+    outer, inner = zip(*over.sizes)
+    # [slices, *before, devices of a slice * size, *after] to [*before, outer, inner, outer, inner, ..., size, *after]
+    pieces = pieces.reshape(*outer, *before, *inner, *after)
+    moved = [place for pair in zip(range(len(outer)), range(len(outer), 2 * len(outer))) for place in pair]
+    place = lambda number: number if number < len(outer) else number + len(before)  # noqa: E731
+    first = range(len(outer), len(outer) + len(before))
+    rest = range(2 * len(outer) + len(before), pieces.ndim)
+    return pieces.transpose(*first, *map(place, moved), *rest).reshape(*before, -1, *after[1:])
 
 
 def reduce_scatter(x: jax.Array, axes: tuple[str, ...], dimension: int, mesh: Mapping[str, int]) -> jax.Array:
@@ -107,42 +120,45 @@ def reduce_scatter(x: jax.Array, axes: tuple[str, ...], dimension: int, mesh: Ma
     then over the network.
     """
     limit = LARGEST_WHOLE["reduce-scatter"]
-    over = _over_slices(axes, mesh)
+    over = _over_slices(axes, mesh, limit, x.nbytes)
     if over is None:
         return _scatter_in_parts(x, _parts(axes, mesh, limit, x.nbytes), dimension)
-    between = [(over.between, _devices(over.between, mesh), None)] if over.between else []
-    parts = _parts(over.inside, over.mesh, limit, x.nbytes) if over.inside else []
-    if not (between and parts) or _is_last(over, axes, mesh):
-        return _scatter_in_parts(x, [*parts, *between], dimension)
-    wide = [axis for axis in axes if mesh[axis] > 1]
+    if over.between is None or over.in_order:
+        return _scatter_in_parts(x, [*over.inside, *([over.between] if over.between else [])], dimension)
+    names, slices, groups = over.between
     before, after = x.shape[:dimension], x.shape[dimension + 1 :]
-    pieces = x.reshape(*before, *(mesh[axis] for axis in wide), -1, *after)
-    places = {axis: len(before) + number for number, axis in enumerate(wide)}
-    rest = range(len(before) + len(wide), pieces.ndim)
-    outer, inner = ([places[axis] for axis in names] for names in (over.between, over.inside))
-    pieces = pieces.transpose(*outer, *range(len(before)), *inner, *rest)
-    pieces = pieces.reshape(_devices(over.between, mesh), *before, -1, *after)
-    pieces = _scatter_in_parts(pieces, parts, dimension + 1)
-    piece = lax.psum_scatter(pieces, over.between, scatter_dimension=0, tiled=True)
+    pieces = x.reshape(*before, *(size for pair in over.sizes for size in pair), -1, *after)
+    places = [len(before) + number for number in over.order]
+    outer, inner = places[: len(over.sizes)], places[len(over.sizes) :]
+    rest = range(len(before) + len(places), pieces.ndim)
+    pieces = pieces.transpose(*outer, *range(len(before)), *inner, *rest).reshape(slices, *before, -1, *after)
+    pieces = _scatter_in_parts(pieces, over.inside, dimension + 1)
+    piece = lax.psum_scatter(pieces, names, scatter_dimension=0, tiled=True, axis_index_groups=groups)
     return piece.reshape(*before, -1, *after)
 
 
 def all_reduce(x: jax.Array, axes: tuple[str, ...], mesh: Mapping[str, int]) -> jax.Array:
     """All-reduce over mesh axes.
 
-    Over several slices, many bytes are scattered within each slice, reduced over the network, and gathered: the
-    compiler would do the same, but pad the pieces and reduce a whole slice twice.
+    Over several slices, many bytes are scattered within each slice, reduced over the network, and gathered. The
+    compiler would do the same, but pad the pieces, and reduce a whole slice twice.
     """
-    over = _over_slices(axes, mesh)
-    if over is None or not (over.between and over.inside) or x.nbytes < SMALL:
+    over = _over_slices(axes, mesh, 0, 0)
+    if over is None or over.between is None or not over.inside or x.nbytes < SMALL:
         return lax.psum(x, axes)
-    group = _devices(over.inside, mesh)
+    group = prod(inner for _, inner in over.sizes)
     divided = [place for place, size in enumerate(x.shape) if size % group == 0]
     if not divided:
         return lax.psum(x, axes)
     dimension = max(divided, key=lambda place: x.shape[place])
-    piece = reduce_scatter(x, over.inside, dimension, mesh)
-    return all_gather(lax.psum(piece, over.between), over.inside, dimension, mesh)
+    scatter, gather = (
+        _over_slices(axes, mesh, LARGEST_WHOLE[kind], x.nbytes) for kind in ("reduce-scatter", "all-gather")
+    )
+    assert scatter is not None
+    assert gather is not None
+    names, _, groups = over.between
+    piece = _scatter_in_parts(x, scatter.inside, dimension)
+    return _gather(lax.psum(piece, names, axis_index_groups=groups), gather.inside, dimension)
 
 
 def _gather(x: jax.Array, parts: Sequence[CollectivePart], dimension: int) -> jax.Array:
@@ -166,33 +182,51 @@ def _scatter_in_parts(x: jax.Array, parts: Sequence[CollectivePart], dimension: 
     return x
 
 
-def _over_slices(axes: tuple[str, ...], mesh: Mapping[str, int]) -> AxesOverSlices | None:
-    """Return which axes lie over slices and which within; None on one slice, or if one of the axes does both.
+def _over_slices(axes: tuple[str, ...], mesh: Mapping[str, int], limit: int, size: int) -> OverSlices | None:
+    """Return the parts of a collective of several slices; None on one slice, or if the axes do not divide the slices.
 
-    Then the compiler finds its own way, which is as good for whole slices of few devices.
+    Args:
+        axes: mesh axes of the collective, major first.
+        mesh: sizes of all mesh axes.
+        limit: as for `_parts`, of the parts within a slice.
+        size: bytes of the whole tensor.
     """
-    if (slices := in_force.slices()) == 1:
-        return None
-    across = dict(zip(mesh, over_slices(tuple(mesh.values()), slices)))
+    slices = in_force.slices()
+    across = dict(zip(mesh, over_slices(tuple(mesh.values()), slices))) if slices > 1 else {}
     wide = [axis for axis in axes if mesh[axis] > 1]
-    if not across or any(across[axis] not in (1, mesh[axis]) for axis in wide):
+    away = [axis for axis in wide if across.get(axis, 1) > 1]
+    mixed = next((axis for axis in away if across[axis] < mesh[axis]), None)
+    if not across or (mixed and len(away) > 1):
         return None
-    between = tuple(axis for axis in wide if across[axis] > 1)
-    within = {axis: size // across[axis] for axis, size in mesh.items()}
-    return AxesOverSlices(between, tuple(axis for axis in wide if axis not in between), within)
+    within = {axis: number // across[axis] for axis, number in mesh.items()}
+    sizes = [(across[axis], within[axis]) for axis in wide]
+    if not mixed:
+        between = (tuple(away), prod(across[axis] for axis in away), None) if away else None
+        near = tuple(axis for axis in wide if axis not in away)
+        return OverSlices(between, _parts(near, within, limit, size) if near else [], sizes)
+    # Of the axis that lies over slices and within them, places are numbered slice by slice.
+    inner, at = within[mixed], wide.index(mixed)
+    minor = _ring(inner) if limit < inner == prod(within.values()) else 1  # As of `_parts`, over all devices in two.
+    along = [
+        ((mixed,), parts, _groups(mesh[mixed], parts, stride))
+        for parts, stride in ((inner // minor, minor), (minor, 1))
+        if parts > 1
+    ]
+    others = [
+        (tuple(names), prod(mesh[axis] for axis in names), None) for names in (wide[:at], wide[at + 1 :]) if names
+    ]
+    inside = [*others[: bool(at)], *along, *others[bool(at) :]]
+    return OverSlices(((mixed,), across[mixed], _groups(mesh[mixed], across[mixed], inner)), inside, sizes)
 
 
-def _is_last(over: AxesOverSlices, axes: tuple[str, ...], mesh: Mapping[str, int]) -> bool:
-    """Return whether the axes over slices are the minor ones, so that pieces need no reordering."""
-    return [axis for axis in axes if mesh[axis] > 1] == [*over.inside, *over.between]
+def _groups(places: int, parts: int, stride: int) -> list[list[int]]:
+    """Return groups of `parts` places along an axis, `stride` apart.
 
-
-def _devices(axes: Sequence[str], mesh: Mapping[str, int]) -> int:
-    return prod(mesh[axis] for axis in axes)
-
-
-def _gathered(x: jax.Array, axes: Sequence[str], mesh: Mapping[str, int]) -> int:
-    return x.nbytes * _devices(axes, mesh)
+    >>> _groups(8, 2, 2)
+    [[0, 2], [1, 3], [4, 6], [5, 7]]
+    """
+    numbers = [range(first, first + parts * stride, stride) for first in range(places) if first // stride % parts == 0]
+    return [list(each) for each in numbers]
 
 
 def all_to_all(
@@ -256,9 +290,8 @@ def _parts(axes: tuple[str, ...], mesh: Mapping[str, int], limit: int, size: int
     minor = _ring(group)
     if minor in (1, group):
         return [(axes, group, None)]
-    across = [list(range(first, group, minor)) for first in range(minor)]
-    along = [list(range(first, first + minor)) for first in range(0, group, minor)]
-    return [((wide[0],), group // minor, across), ((wide[0],), minor, along)]
+    parts = ((group // minor, minor), (minor, 1))
+    return [((wide[0],), devices, _groups(group, devices, stride)) for devices, stride in parts]
 
 
 def _ring(devices: int) -> int:
