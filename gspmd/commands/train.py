@@ -210,7 +210,8 @@ def check_model(training: TrainingConfig, model: ModelConfig, tokens: int | None
 
     Args:
         training: the settings of training.
-        model: a model's settings, with `vocabulary`, `int8`, and `moe`: None, or with `groups`, `causal` and `router`.
+        model: a model's settings, with `vocabulary`, `int8`, `stacked`, and `moe`: None, or with `groups`, `causal` and
+            `router`.
         tokens: number of ids of the tokenizer; None if tokens are bytes.
 
     Raises:
