@@ -1,7 +1,8 @@
 """Transformers in Flax NNX, decoders alone and encoder–decoders, with every tensor sharded by a layout.
 
 Reading order: config, vectors, parameters, attention, feed_forward, experts, blocks, transformer, objective, decoding,
-shapes, step. Import `gspmd_models.step` by name: it imports the libraries of training, so this module leaves it out.
+unstacked, shapes, step. Import `gspmd_models.step` by name: it imports the libraries of training, so this module leaves
+it out.
 
 This folder is installed as `gspmd_models`, since many projects have their own `models`. Imports within it are relative,
 so that it works under either name.
@@ -17,6 +18,7 @@ from .placement import batch_spec
 from .quantization import quantize
 from .shapes import abstract, abstract_batch, abstract_source, abstract_tokens, activation_specs
 from .transformer import Transformer, arrays, build, with_arrays
+from .unstacked import unstack
 
 __all__ = [
     "Cache",
@@ -43,5 +45,6 @@ __all__ = [
     "parameter_specs",
     "prefill_step",
     "quantize",
+    "unstack",
     "with_arrays",
 ]

@@ -137,6 +137,9 @@ class ModelConfig:
     all tokens, so longer sequences are refused. None for a model whose attention looks back over all."""
     int8: bool = False
     """Whether matrices are int8, with a float32 scale for every channel of their products (`quantize`), for serving."""
+    stacked: bool = True
+    """Whether weights of blocks of a kind are one array, over which a loop runs; otherwise every block has arrays of
+    its own, which TPUs load while they wait for collectives, and programs are compiled block by block: for serving."""
     moe: MoEConfig | None = None
     """Experts in place of the feed-forward layer of every nth block; None for none."""
     lora: LoraConfig | None = None
@@ -173,9 +176,15 @@ class ModelConfig:
         return self.rotary_size or self.head_size
 
     @property
-    def period(self) -> int:
-        """Blocks per period of the pattern of dense and expert blocks; one step of the scan runs one period."""
+    def pattern(self) -> int:
+        """Blocks of the pattern of dense and expert blocks, which repeats."""
         return self.moe.every if self.moe else 1
+
+    @property
+    def period(self) -> int:
+        """Blocks per period; one step of the scan runs one period. That is the pattern, or all blocks if they are not
+        stacked."""
+        return self.pattern if self.stacked else self.layers
 
     @property
     def table_rows(self) -> int:
@@ -188,7 +197,7 @@ class ModelConfig:
 
     @property
     def expert_place(self) -> int:
-        """The place in each period of the block whose feed-forward layer is a mixture of experts; -1 for none."""
+        """The place in each pattern of the block whose feed-forward layer is a mixture of experts; -1 for none."""
         return -1 if self.moe is None else self.moe.every - 1 if self.moe.offset is None else self.moe.offset
 
     @property
@@ -382,6 +391,8 @@ def _faults(config: ModelConfig):
             yield f"lora.targets has {', '.join(lacks)}, and this model has no such weight"
         if config.int8:
             yield "lora has adapters, and int8 weights are not trained; merge them first"
+    if config.encoder_layers and not config.stacked:
+        yield "stacked is off, and encoder_layers is set; blocks of an encoder–decoder are stacked"
     for name in ("layers", "encoder_layers"):
         if config.moe and config.moe.every > 0 and getattr(config, name) % config.moe.every:
             yield f"{name} is {getattr(config, name)}, which moe.every ({config.moe.every}) does not divide"

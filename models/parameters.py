@@ -202,7 +202,8 @@ def shares_scale(config: ModelConfig, path: str) -> bool:
     """Return whether a matrix shares the scales of its block's `ffn.w_out`, as products summed before scaling must."""
     if config.block != "parallel" or not path.endswith("attention.w_o"):
         return False
-    return config.moe is None or int(path.split(".")[1]) != config.period - 1  # experts reduce their sum separately
+    # Experts reduce their sum separately.
+    return config.moe is None or int(path.split(".")[1]) % config.pattern != config.pattern - 1
 
 
 def _stacked(spec: Spec, stages: tuple[str, ...]) -> Spec:

@@ -142,7 +142,7 @@ def _keys(config: ModelConfig) -> Iterator[str]:
     if config.encoder_layers:
         yield from ("cross.memory", "cross.query", "cross.key")
     yield "ffn.residual"
-    if config.period > 1 or not config.moe:
+    if config.pattern > 1 or not config.moe:
         yield "ffn.hidden"
     if config.moe:
         yield from ("moe.groups", "moe.dispatched", "moe.expert_input", "moe.hidden")

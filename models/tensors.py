@@ -107,7 +107,7 @@ def _block(
     if cross:
         yield from _norm(config, "cross.", "cross")
         yield from _attention(config, "cross", layers, sizes)
-    experts = config.moe if place == config.expert_place else None
+    experts = config.moe if place % config.pattern == config.expert_place else None
     section = "moe" if experts else "ffn"
     if serial:
         yield from _norm(config, f"{section}.", "ffn")

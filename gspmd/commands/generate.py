@@ -119,6 +119,9 @@ class GenerateSettings:
     """Dtype of stored matrices; int8 has a scale for every channel. The compute dtype if not given."""
     cache: Literal["int8"] | None = None
     """Dtype of stored keys and values; int8 has a scale for every token and head. The compute dtype if not given."""
+    unstacked: bool = False
+    """Whether every block has weights of its own, which TPUs load ahead of it: faster steps of few rows, longer
+    compilation."""
     dtype: Literal["float32", "bfloat16"] | None = None
     """Dtype of computation and weights; if not given, float32 on a CPU and bfloat16 elsewhere."""
     compile_cache: bool = True
@@ -167,6 +170,8 @@ def generate(settings: GenerateSettings) -> int:
         return generate_own(console, settings, folder, run, prompts, sampling)
     source = Source.at(folder)
     config = decoding.for_serving(source.config)
+    if settings.unstacked and config.encoder_layers:
+        raise ConfigError(_DOING, ["--unstacked is for decoders alone, and this model has an encoder; leave it out."])
     encode = source.tokenizer.source if config.encoder_layers else source.tokenizer.encode
     ids = [encode(prompt) for prompt in prompts]
     stops = sorted(source.tokenizer.ends)
@@ -175,6 +180,7 @@ def generate(settings: GenerateSettings) -> int:
     )
     begins, given = beginnings(settings, source, config, ids)
     sharding, named = arranged(console, settings, config, begins, given)
+    config = replace(config, stacked=not settings.unstacked)
     layout = source.layout(settings.decode_layout or named, sharding)
     prefill = source.layout(settings.prefill_layout or named, sharding)
     sizes = {dim: size for dim, size in config.sizes(batch=1, length=1).items() if dim not in "BLTG"}
@@ -200,6 +206,7 @@ def generate(settings: GenerateSettings) -> int:
         report.header(console, overview.facts(source, batch.sizes, mesh, dtype) | {"programs": kept})
         with Progress(console, "Loading the model"):
             model, taken = source.load(decode, mesh, dtype, int8=settings.weights == "int8")
+            model = models.unstack(model, free=True) if settings.unstacked else model
         console.print(f"Loaded: {taken}.", soft_wrap=True, markup=False)
         ended: set[int] = set()
         generator = models.Generator(model, layout, prefill, **options)
@@ -328,6 +335,8 @@ def refuse_for_own(settings: GenerateSettings, subject: Own) -> None:
     for flag in ("weights", "cache"):
         if getattr(settings, flag):
             faults.append(f"--{flag} int8 is for the models that come with gspmd; leave it out.")
+    if settings.unstacked:
+        faults.append("--unstacked is for the models that come with gspmd; leave it out.")
     for flag in ("prefill-layout", "decode-layout"):
         if getattr(settings, flag.replace("-", "_")):
             faults.append(f"--{flag}: a custom model has one layout for reading and decoding; give it as --layout.")

@@ -210,7 +210,8 @@ def check_model(training: TrainingConfig, model: ModelConfig, tokens: int | None
 
     Args:
         training: the settings of training.
-        model: a model's settings, with `vocabulary`, `int8`, and `moe`: None, or with `groups`, `causal` and `router`.
+        model: a model's settings, with `vocabulary`, `int8`, `stacked`, and `moe`: None, or with `groups`, `causal` and
+            `router`.
         tokens: number of ids of the tokenizer; None if tokens are bytes.
 
     Raises:
@@ -234,6 +235,8 @@ def check_model(training: TrainingConfig, model: ModelConfig, tokens: int | None
     faults += group_faults(model, training.batch, training.length, training.source_length)
     if model.int8:
         faults.append("model.int8 is for serving: leave it out; sample with 'gspmd generate --weights int8'.")
+    if not model.stacked:
+        faults.append("model.stacked is off, which is for serving: leave it out; use 'gspmd generate --unstacked'.")
     if training.sample_bytes and model.moe and not model.moe.causal:
         fault = f"model.moe.router {model.moe.router} cannot generate text, since its experts read later tokens; "
         faults.append(fault + "set sample_bytes to 0, or take another router.")

@@ -296,7 +296,10 @@ def _inactive_faults(family: Family, json: Mapping[str, Any]) -> Iterator[str]:
 
 
 #: Fields that do not affect a checkpoint's contents. For `scale_embedding`, √E is folded into the tables.
-FREE = ("vocabulary_multiple", "remat", "lora", "scale_embedding", "int8", "context_length", "sliding_window")
+FREE = (
+    *("vocabulary_multiple", "remat", "lora", "scale_embedding", "int8", "stacked"),
+    *("context_length", "sliding_window"),
+)
 
 
 def _reasons(family: Family, config: ModelConfig) -> list[str]:

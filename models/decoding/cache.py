@@ -24,14 +24,15 @@ SELF, CROSS = "attention.key", "cross.key"
 class Cache:
     """Keys and values of the tokens that a model has read, for all layers: a pytree, donated from step to step.
 
-    Blocks repeat with a period. There is one array for each block of the period, with the N repeats stacked first. B
+    Blocks repeat with a pattern. There is one array for each block of the pattern, with the N repeats stacked first,
+    also if the weights are not stacked, so that the step writes to few arrays. B
     rows have room for T tokens each. Heads come before tokens: in the other order, if a device has several heads, the
     compiler for TPUs copies every layer before it multiplies.
 
     Attributes:
-        keys: rotated keys, one [N, B, K, T, D] for each block of the period.
+        keys: rotated keys, one [N, B, K, T, D] for each block of the pattern.
         values: values, with the same shapes.
-        key_scales: scales of an int8 cache, one float32 [N, B, K, T] for each block of the period; otherwise None.
+        key_scales: scales of an int8 cache, one float32 [N, B, K, T] for each block of the pattern; otherwise None.
         value_scales: scales of the values, likewise.
         lengths: [B] int32, the number of each row's tokens that are in the cache.
         source: likewise the keys and values to which a decoder's cross-attention attends, one for each of its blocks,
@@ -105,7 +106,7 @@ def abstract_cache(
         fact = "this model has an encoder" if config.encoder_layers else "this model is a decoder alone"
         remedy = "at least 1" if config.encoder_layers else "0"
         raise ValueError(f"{fact}, and source_length is {source_length}; it must be {remedy}")
-    repeats = config.layers // config.period
+    repeats = config.layers // config.pattern
 
     def of(line: str, length: int) -> Cache:
         spec, sizes = cache_spec(layout, line), wide_sizes(config, layout, batch, length)
@@ -114,7 +115,7 @@ def abstract_cache(
 
         def tensors(spec: Spec, shape: tuple[int, ...], dtype: Any) -> tuple[Any, ...]:
             where = NamedSharding(mesh, stacked(spec).partition_spec())
-            return (jax.ShapeDtypeStruct((repeats, *shape), dtype, sharding=where),) * config.period
+            return (jax.ShapeDtypeStruct((repeats, *shape), dtype, sharding=where),) * config.pattern
 
         held = tensors(spec, shape, jnp.int8 if int8 else jnp.dtype(dtype))
         scaled = tensors(spec.without("D"), shape[:3], jnp.float32) if int8 else None

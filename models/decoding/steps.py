@@ -155,8 +155,9 @@ def _read(
 ) -> tuple[jax.Array, Cache]:
     """Return the residual stream [B, L, E] after the last block, and the cache with `counts` (None: all L) more tokens.
 
-    The scan over layers only reads the cache, and returns the layers' new keys and values; all of them are written at
-    once after the scan. So no loop carries the cache, and none can copy it.
+    The layers only read the cache, and return their new keys and values; all of them are written at once after the last
+    layer. So no loop over layers carries the cache, and none can copy it. Stacked layers are a scan. Others are traced
+    one by one, since only a weight that is an array by itself is loaded while other layers run.
     """
     layout, length = model.layout, tokens.shape[1]
     whole = Spec(("B", "L"), ((), ()))
@@ -174,8 +175,8 @@ def _read(
     definition, weights = model.stacked()
     read = cache.source
 
-    def layer(x: jax.Array, of_layer: tuple[Any, Any, Any]) -> tuple[jax.Array, list[Any]]:
-        weights, held, of_source = of_layer
+    def run(x: jax.Array, blocks: Sequence[Any], held: Any, of_source: Any) -> tuple[jax.Array, list[Any]]:
+        """Run the blocks of one pattern; return the stream, and what they add to the cache."""
 
         def at(place: int, arrays: Any) -> list[Any]:
             return [each and each[place] for each in arrays]
@@ -184,11 +185,23 @@ def _read(
             LayerCache(chunk, at(place, held), None if read is None else [*at(place, of_source), read.lengths])
             for place in range(len(cache.keys))
         ]
-        for block, past in zip(nnx.merge(definition, weights), pasts):
+        for block, past in zip(blocks, pasts):
             x, _ = block(x, context, key=None, train=False, past=past)
         return x, [past.new for past in pasts]
 
-    x, new = jax.lax.scan(layer, x, (weights, cache.layers, None if read is None else read.layers))
+    def layer(x: jax.Array, of_layer: tuple[Any, Any, Any]) -> tuple[jax.Array, list[Any]]:
+        weights, held, of_source = of_layer
+        return run(x, nnx.merge(definition, weights), held, of_source)
+
+    if model.config.stacked:
+        x, new = jax.lax.scan(layer, x, (weights, cache.layers, None if read is None else read.layers))
+    else:
+        blocks, pattern, each = nnx.merge(definition, jax.tree.map(lambda leaf: leaf[0], weights)), len(cache.keys), []
+        for number in range(len(blocks) // pattern):
+            held = jax.tree.map(lambda leaf, at=number: leaf[at], cache.layers)
+            x, made = run(x, blocks[number * pattern : (number + 1) * pattern], held, None)
+            each.append(made)
+        new = jax.tree.map(lambda *rows: jnp.stack(rows), *each)
     key, added = layout.spec("attention.key"), length if counts is None else counts
     with jax.named_scope("cache"):
         keys, values, key_scales, value_scales = (

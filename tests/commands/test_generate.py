@@ -99,6 +99,8 @@ def test_flags_of_layouts_chunks_and_int8_reach_the_programs(capsys, public):
     code, near, said = run(capsys, *flags, "--weights", "int8", "--cache", "int8")
     assert code == 0
     assert near.startswith("def ")
+    assert run(capsys, *flags, "--unstacked")[:2] == (0, text)
+    assert run(capsys, *flags, "--unstacked", "--weights", "int8", "--cache", "int8")[:2] == (0, near)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])

@@ -113,10 +113,12 @@ def test_a_run_writes_on(folder, capsys):
     assert texts[0] == texts[1] == texts[2]
     assert generate.run([*flags, "--explain", "--mesh", "x=2,y=2"]) == 0
     assert "step: 2 × 1 token" in capsys.readouterr().out
-    wrong = ["--weights", "int8", "--cache", "int8", "--prefill-layout", "tiny.toml", "--layout", "auto"]
+    wrong = ["--weights", "int8", "--cache", "int8", "--unstacked", "--prefill-layout", "tiny.toml", "--layout", "auto"]
     assert generate.run([*flags, *wrong]) == 2
     said = capsys.readouterr().err
-    assert all(word in said for word in ("--weights int8", "--cache int8", "--prefill-layout", "no layout is searched"))
+    assert all(
+        word in said for word in ("--weights int8", "--cache int8", "--unstacked", "--prefill-layout", "is searched")
+    )
     assert generate.run([*flags, "--set", "recurrence.state=B_xF_z"]) == 2
     assert "Traceback" not in capsys.readouterr().err
 

@@ -165,25 +165,27 @@ def test_a_flag_without_its_value_is_told_by_the_parser(resumed, capsys):
     assert "--layout" in capsys.readouterr().err
 
 
-def model(vocabulary=256, groups=None, causal=True, int8=False):
+def model(vocabulary=256, groups=None, causal=True, int8=False, stacked=True):
     moe = SimpleNamespace(groups=groups, causal=causal, router="oracle")
-    return SimpleNamespace(vocabulary=vocabulary, moe=moe, int8=int8, encoder_layers=0)
+    return SimpleNamespace(vocabulary=vocabulary, moe=moe, int8=int8, stacked=stacked, encoder_layers=0)
 
 
 def test_a_model_that_fits():
     training = TrainingConfig(batch=8, length=16)
     check_model(training, model(groups=32))
-    check_model(training, SimpleNamespace(vocabulary=256, moe=None, int8=False, encoder_layers=0))
+    check_model(training, SimpleNamespace(vocabulary=256, moe=None, int8=False, stacked=True, encoder_layers=0))
     check_model(replace(training, sample_bytes=0), model(causal=False))
 
 
 def test_a_model_that_does_not_fit_is_one_message():
+    wrong = model(vocabulary=100, groups=24, causal=False, int8=True, stacked=False)
     with pytest.raises(ConfigError) as error:
-        check_model(TrainingConfig(batch=8, length=16), model(vocabulary=100, groups=24, causal=False, int8=True))
+        check_model(TrainingConfig(batch=8, length=16), wrong)
     assert error.value.faults == (
         "model.vocabulary must be 256, since the data is bytes, but is 100.",
         "model.moe.groups must divide the tokens of a batch, 8 × 16 = 128, but is 24.",
         "model.int8 is for serving: leave it out; sample with 'gspmd generate --weights int8'.",
+        "model.stacked is off, which is for serving: leave it out; use 'gspmd generate --unstacked'.",
         "model.moe.router oracle cannot generate text, since its experts read later tokens; "
         "set sample_bytes to 0, or take another router.",
     )
@@ -193,7 +195,7 @@ def test_groups_divide_the_tokens_of_the_sources_too():
     training = TrainingConfig(batch=8, length=16, source_length=15, objective="prefix", sample_bytes=0)
     experts = SimpleNamespace(groups=32, causal=True)
     with pytest.raises(ConfigError) as error:
-        check_model(training, SimpleNamespace(vocabulary=358, moe=experts, int8=False, encoder_layers=2))
+        check_model(training, SimpleNamespace(vocabulary=358, moe=experts, int8=False, stacked=True, encoder_layers=2))
     assert error.value.faults == (
         "model.moe.groups must divide the tokens of the sources of a batch, 8 × 15 = 120, but is 32.",
     )
@@ -201,7 +203,7 @@ def test_groups_divide_the_tokens_of_the_sources_too():
 
 def test_an_objective_has_a_source_where_the_model_has_an_encoder():
     training = TrainingConfig(batch=8, length=16, sample_bytes=0)
-    encoding = SimpleNamespace(vocabulary=358, moe=None, int8=False, encoder_layers=2)
+    encoding = SimpleNamespace(vocabulary=358, moe=None, int8=False, stacked=True, encoder_layers=2)
     check_model(replace(training, objective="prefix"), encoding)
     with pytest.raises(ConfigError) as error:
         check_model(training, encoding)

@@ -458,6 +458,11 @@ def test_bad_input_is_one_message(run, flags, said):
     [
         ("int8 = true", [], "[model] int8 is of weights that are stored so; leave"),
         ("int8 = true", ["--phase", "decode"], "[model] int8 is of weights that are stored so: --weights int8"),
+        (
+            "stacked = false",
+            ["--phase", "decode"],
+            "[model] stacked is off, and only stacked blocks have a price; leave",
+        ),
         ("[lora]\nrank = 8", ["--phase", "decode"], "[lora] has adapters of rank 8, which have no price (merged, they"),
     ],
 )

@@ -54,6 +54,18 @@ def test_smaller_batches_take_fewer_axes_and_the_choice_is_told():
     assert plain.resolved(SIZES, MESH) is plain
 
 
+@pytest.mark.parametrize("name", ["megatron-1d", "megatron-sequence", "megatron-folded"])
+def test_where_key_heads_are_fewer_than_devices_z_shards_the_batch_of_attention_and_cache(name):
+    layout, mesh = Layout.load(name).phase("decode"), {"x": 1, "y": 8, "z": 2}
+    sizes = SIZES | {"H": 64, "K": 8}
+    chosen = {batch: layout.resolved(sizes | {"B": batch}, mesh) for batch in (8, 1)}
+    assert [chosen[8][f"attention.{key}"] for key in ("query", "key", "w_k")] == ["B_xzLH_yD", "B_xzLK_yD", "EK_yD"]
+    assert chosen[8].cache() == "B_xzTK_yD"
+    assert [chosen[1][f"attention.{key}"] for key in ("query", "key", "w_k")] == ["B_xLH_yzD", "B_xLK_yD", "EK_yD"]
+    many = layout.resolved(sizes | {"K": 64}, mesh)
+    assert [many[f"attention.{key}"] for key in ("query", "key", "w_k")] == ["B_xLH_yzD", "B_xLK_yzD", "EK_yzD"]
+
+
 def test_what_was_overridden_since_is_no_longer_told_as_chosen():
     chosen = LAYOUT.resolved(SIZES | {"B": 4}, MESH)
     assert chosen.override({"attention.key": "B_zLKD"}).chosen == ("[attention] 2 of 4: query B_yzLH_xD",)

@@ -115,14 +115,14 @@ def test_a_layout_and_its_parts_are_asked_by_attribute():
 
 def test_a_layout_is_short_by_itself_and_a_table_when_printed():
     layout = Layout.load("megatron-1d").override({"ffn.w_in": "<EF>", "decode.ffn.hidden": "BLF"})
-    assert repr(layout) == "<Layout 'megatron-1d': 34 specs over x, y and z, 7 overridden>"
+    assert repr(layout) == "<Layout 'megatron-1d': 34 specs over x, y and z, 9 overridden>"
     lines = str(layout).splitlines()
     assert lines[0] == "megatron-1d"
     assert max(map(len, lines)) < 80
     assert [line for line in lines if line.startswith("[")] == [
         "[mesh]", "[embedding]", "[attention]", "[ffn]", "[moe]", "[output]", "[prefill]", "[decode]",
     ]  # fmt: skip
-    assert "  hidden         B_xLF_yz" in lines
+    assert "  hidden           B_xLF_yz" in lines
     assert "<td>w_in</td><td>&lt;EF&gt;</td>" in layout._repr_html_()
 
 

@@ -35,3 +35,5 @@ def unpriced(file: File, trains: bool, remedy: str) -> Iterator[str]:
     if file.model.int8:
         served = "" if trains else ": --weights int8 searches for them"
         yield f"[model] int8 is of weights that are stored so{served}{remedy}"
+    if not file.model.stacked:
+        yield f"[model] stacked is off, and only stacked blocks have a price{remedy}"

@@ -259,6 +259,7 @@ DIAGONAL = [
         {"heads": 6, "kv_heads": 3, "tied": False}, "megatron-1d", lowering="xla", mesh={"x": 2, "y": 4, "z": 1},
         changes={"padding.K": 4, "ffn.residual": "B_xL_yzE", "attention.residual": "B_xL_yzE"},
     ),
+    Case({"kv_heads": 2}, "megatron-1d", chunk=3, mesh={"x": 2, "y": 2, "z": 2}),
     pytest.param(
         Case({"heads": 6, "kv_heads": 3}, "megatron-1d", mesh={"x": 2, "y": 2, "z": 1}, axis_type="auto"),
         marks=pytest.mark.slow,

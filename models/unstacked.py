@@ -1,0 +1,58 @@
+"""Weights of blocks as arrays by themselves, which a TPU loads ahead of the block that multiplies by them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding
+
+from gspmd.layouts.initial import nested
+
+from .parameters import parameters
+from .transformer import Transformer, arrays, mesh_of
+
+
+def unstack(model: Transformer, *, free: bool = False) -> Transformer:
+    """Return the model with arrays of its own for every block, in place of one for all blocks of a kind.
+
+    Logits are the same. A loop over stacked blocks reads each weight when it multiplies by it. The compiler for TPUs
+    loads arrays by themselves into on-chip memory while earlier blocks run and collectives are waited for, so a decode
+    step of few rows is faster. The program has all blocks one after the other, which takes longer to compile.
+
+    Args:
+        model: a model of stacked arrays, from `build`, `load` or `quantize`.
+        free: whether to free every array of the given model as soon as it is split, so that the devices never hold two
+            copies of all weights. The given model is then of no further use.
+
+    Returns:
+        A model whose config has `stacked` off, with each weight placed by the layout.
+
+    Raises:
+        ValueError: the model has no stacked weights, or it has an encoder.
+    """
+    if not model.config.stacked:
+        raise ValueError("the blocks of this model are not stacked.")
+    config, values = replace(model.config, stacked=False), arrays(model)
+    made: dict[str, Any] = {}
+    with jax.set_mesh(mesh_of(values)):
+        for path, value in values.items():
+            if not path.startswith("blocks."):
+                made[path] = value
+                continue
+            place, _, name = path.removeprefix("blocks.").partition(".")
+            for number in range(value.shape[0]):
+                at = number * config.pattern + int(place)
+                made[f"blocks.{at}.{name}"] = _taker(value.sharding)(value, number)
+            if free:
+                value.delete()
+    rows = parameters(config, model.layout)
+    return Transformer(config, model.layout, nested({path: made[path] for path in rows}), model.dtype)
+
+
+@lru_cache(maxsize=256)
+def _taker(placed: NamedSharding) -> Any:
+    """Return a compiled slice [1, ...] of a stack [N, ...]; one program serves all blocks."""
+    return jax.jit(lambda stack, at: jax.lax.dynamic_slice_in_dim(stack, at, 1), out_shardings=placed)
