@@ -10,14 +10,16 @@ What makes it fast, as compiled for v4 and v5p (`python benchmarks/torus_gather.
 - what arrives along one axis is sent round the next as one block. Shard by shard there are more permutes than the
   compiler lets run at the same time, and it does not choose those that use different links;
 - blocks are written into the result itself. Stacked and joined at the end, they are copied once more;
-- the places of blocks are whole tiles. Otherwise every block is reordered.
+- the places of blocks are whole tiles. Otherwise every block is reordered as it arrives.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from math import prod
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from gspmd.lowerings.allocation import blank
@@ -30,7 +32,7 @@ _COLUMN = 32
 
 
 def cut_along(shape: Sequence[int], itemsize: int, dimension: int, axes: int) -> int | None:
-    """Return the dimension along which to cut shards for a gather over several axes; None if tiles do not allow it.
+    """Return the dimension along which to cut shards for a gather over several axes; None if there are too few tiles.
 
     Args:
         shape: the shape of a shard, without dimensions of size 1.
@@ -39,25 +41,27 @@ def cut_along(shape: Sequence[int], itemsize: int, dimension: int, axes: int) ->
         axes: the number of mesh axes of more than one device.
 
     Example:
-        >>> cut_along((18432, 4608), 2, 1, 2), cut_along((18432, 4600), 2, 1, 2), cut_along((4608,), 2, 0, 2)
-        (0, None, None)
+        >>> cut_along((18432, 4608), 2, 1, 2), cut_along((18432, 4608), 2, 0, 2), cut_along((4608,), 2, 0, 2)
+        (0, 1, None)
     """
     tile = _tile(len(shape), itemsize)
-    if shape[dimension] % tile[dimension]:
-        return None
-    whole = (place for place, size in enumerate(shape) if place != dimension and size % tile[place] == 0)
-    return next((place for place in whole if shape[place] // tile[place] >= 2 * axes), None)
+    others = (place for place in range(len(shape)) if place != dimension)
+    return next((place for place in others if shape[place] // tile[place] >= 2 * axes), None)
 
 
 def gather(x: jax.Array, axes: Sequence[str], dimension: int, along: int, mesh: Mapping[str, int]) -> jax.Array:
     """Gather a dimension over mesh axes, major first, tiled; shards are cut along another dimension.
 
-    Any shape is gathered. Those for which `cut_along` finds a dimension are gathered fast.
+    Shards that are not whole tiles get a dimension of their own, and are reordered at the end.
 
     Source: Jain and Sabharwal 2010, *Optimal bucket algorithms for large MPI collectives on torus interconnects* (ICS):
         parts of the data go round the axes in different orders at the same time.
     """
     axes = tuple(axis for axis in axes if mesh[axis] > 1)
+    if x.shape[dimension] % _tile(x.ndim, x.dtype.itemsize)[dimension]:
+        shards = gather(x[None], axes, 0, along + 1, mesh)
+        shape = _times(x.shape, dimension, shards.shape[0])
+        return jnp.moveaxis(shards, 0, dimension).reshape(shape)
     parts = zip(shard_parts(axes, "halves", len(axes)), _cuts(x, along, 2 * len(axes)))
     walks = [
         _Walk(lax.slice_in_dim(x, start, start + size, axis=along), start, part.axes[::-1], part.sign)
@@ -129,10 +133,11 @@ def _times(shape: Sequence[int], dimension: int, times: int) -> list[int]:
 
 
 def _cuts(x: jax.Array, along: int, parts: int) -> list[tuple[int, int]]:
-    """Return start and length of each part, in whole tiles if there are enough."""
-    tile = _tile(x.ndim, x.dtype.itemsize)[along]
-    unit = tile if x.shape[along] % tile == 0 and x.shape[along] // tile >= parts else 1
-    return [(start * unit, size * unit) for start, size in cut(x.shape[along] // unit, parts)]
+    """Return start and length of each part: whole tiles if there are enough, and the rest in the last part."""
+    size, tile = x.shape[along], _tile(x.ndim, x.dtype.itemsize)[along]
+    unit = tile if size // tile >= parts else 1
+    starts = [start * unit for start, _ in cut(size // unit, parts)]
+    return [(start, end - start) for start, end in pairwise([*starts, size])]
 
 
 def _tile(rank: int, itemsize: int) -> list[int]:
