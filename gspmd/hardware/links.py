@@ -74,6 +74,10 @@ As compiled it would be faster from 4 MB on, not counting what it takes to start
 """
 
 
+_COPIES: Mapping[int, float] = MappingProxyType({2: 1.0, 3: 1.75})
+"""How often a gather round each of 2 or 3 axes copies its result, part by part, as compiled for v4 and v5p."""
+
+
 def gathers_round_each_axis(axes: Sequence[str], mesh: Mapping[str, int], buffer: float, chip: Chip) -> bool:
     """Return whether `blocking` gathers over several axes by rings along each of them (`blocking.torus`).
 
@@ -169,21 +173,17 @@ def _on_one_ring(kind: str, axes: Sequence[str], mesh: Mapping[str, int], buffer
 
 
 def _round_each_axis(sizes: Sequence[int], buffer: float, chip: Chip) -> float:
-    """Seconds of a gather by rings along each axis: the busiest link, then the copies that bring blocks to their places.
+    """Seconds of a gather by rings along each axis: its links, then the copies that bring blocks to their places.
 
-    Every shard is cut into two parts for each axis, which begin with different axes. Copies are counted in full, since
-    the compiler puts most of them behind the last permute: each axis after the first reads and writes the result once.
-    As compiled for v4 and v5p, this is 1% less to 8% more than the whole gather takes.
+    Copies are counted in full, since the compiler puts most of them behind the last permute. Over three axes it takes
+    no less than over two. Otherwise a plan would slice a tensor along an axis over which it is replicated, to gather it
+    over that axis too. Such shards are seldom whole tiles, and the gain is small.
     """
-    part, sent = buffer / prod(sizes) / (2 * len(sizes)), [0] * len(sizes)
-    for first in range(len(sizes)):
-        met = 1  # shards that a part has met so far, which are sent on together
-        for place in reversed([*range(first, len(sizes)), *range(first)]):
-            sent[place] += (sizes[place] - 1) * met
-            met *= sizes[place]
-    copies = 2 * (len(sizes) - 1) * buffer / chip.hbm_bandwidth
-    hops = sum(size - 1 for size in sizes)
-    return part * max(sent) / chip.link_bandwidth + copies + hops * (chip.start_seconds + chip.hop_seconds)
+    links = 2 * len(sizes) * chip.link_bandwidth
+    hops = sum(size - 1 for size in sizes) * (chip.start_seconds + chip.hop_seconds)
+    copies = 2 * _COPIES[len(sizes)] * buffer / chip.hbm_bandwidth
+    seconds = wire_bytes("all-gather", prod(sizes), buffer) / links + copies + hops
+    return seconds if len(sizes) == 2 else max(seconds, _round_each_axis(sorted(sizes)[1:], buffer, chip))
 
 
 def _in_parts(

@@ -9,6 +9,8 @@ What makes it fast, as compiled for v4 and v5p (`python benchmarks/torus_gather.
 
 - what arrives along one axis is sent round the next as one block. Shard by shard there are more permutes than the
   compiler lets run at the same time, and it does not choose those that use different links;
+- all parts are equally large, also where axes are not. Parts that would keep all links busy equally long wait for one
+  another (4x4x8: 11.8 ms instead of 9.8);
 - blocks are written into the result itself. Stacked and joined at the end, they are copied once more;
 - the places of blocks are whole tiles. Otherwise every block is reordered as it arrives.
 """
@@ -133,7 +135,7 @@ def _times(shape: Sequence[int], dimension: int, times: int) -> list[int]:
 
 
 def _cuts(x: jax.Array, along: int, parts: int) -> list[tuple[int, int]]:
-    """Return start and length of each part: whole tiles if there are enough, and the rest in the last part."""
+    """Return start and length of equal parts: whole tiles if there are enough, and the rest in the last part."""
     size, tile = x.shape[along], _tile(x.ndim, x.dtype.itemsize)[along]
     unit = tile if size // tile >= parts else 1
     starts = [start * unit for start, _ in cut(size // unit, parts)]

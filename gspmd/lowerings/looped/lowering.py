@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from gspmd.lowerings import in_force
+from gspmd.lowerings.allocation import blank
 from gspmd.lowerings.blocking.executor import Executor
 from gspmd.lowerings.blocking.lowering import passes
 from gspmd.lowerings.call import Call, Passes
