@@ -5,7 +5,8 @@
 
 Seconds are those of the compiled program's timeline. `gather` is a program of its own, in which the compiler copies
 what its own gather made into the result. `product` multiplies the gathered matrix, which needs no such copy; the
-product alone is subtracted. `memory` is what the compiler allocates beside arguments and results.
+product alone is subtracted. `memory` is what the compiler allocates in the latter beside arguments and results: what
+is gathered, and blocks on their way.
 """
 
 import argparse
@@ -26,7 +27,7 @@ ROWS_OF_PRODUCT = 2048
 
 
 class Gathered(NamedTuple):
-    """Seconds of a gather alone and before a product, without the product, and bytes of temporaries of the former."""
+    """Seconds of a gather alone and before a product, without the product, and bytes of temporaries of the latter."""
 
     gather: float
     product: float
@@ -46,7 +47,7 @@ def gathered(
         jax.ShapeDtypeStruct(shape, "bfloat16", sharding=jax.NamedSharding(mesh, jax.P()))
         for shape in ((ROWS_OF_PRODUCT, sizes["E"]), (sizes["E"], sizes["F"]))
     )
-    seconds = []
+    seconds, memory = [], []
     for function, arguments in (
         (gather, (x,)),
         (lambda x, left: left @ gather(x), (x, left)),
@@ -55,9 +56,8 @@ def gathered(
         report = compile_offline(function, *arguments, topology=slices)
         assert report.timeline is not None, report.reason
         seconds.append(report.timeline.step_seconds)
-        if function is gather:
-            memory = report.temporary_bytes
-    return Gathered(seconds[0], seconds[1] - seconds[2], memory)
+        memory.append(report.temporary_bytes)
+    return Gathered(seconds[0], seconds[1] - seconds[2], memory[1])
 
 
 def one_ring(x: jax.Array, dimension: int, parts: Sequence[tuple[str, ...]], before: jax.P) -> jax.Array:
