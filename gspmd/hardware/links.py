@@ -70,9 +70,9 @@ On larger slices it runs in two parts, because the compiler would replace it by 
 ROUND_EACH_AXIS = 2**26
 """The smallest number of gathered bytes for which `gathers_round_each_axis`.
 
-As compiled it would be faster from 4 MB on, not counting what it takes to start some fifty instructions instead of one.
+As compiled it would be faster from 4 MB (v4) or 32 MB (v5p) on, but that does not count what it takes to start some
+fifty instructions instead of one.
 """
-
 
 _COPIES: Mapping[int, float] = MappingProxyType({2: 1.0, 3: 1.75})
 """How often a gather round each of 2 or 3 axes copies its result, part by part, as compiled for v4 and v5p."""
@@ -93,7 +93,7 @@ def gathers_round_each_axis(axes: Sequence[str], mesh: Mapping[str, int], buffer
     sizes = [mesh[axis] for axis in axes if mesh[axis] > 1]
     return (
         chip.gathers_on_one_ring
-        and len(sizes) > 1
+        and len(sizes) in _COPIES
         and len([size for size in mesh.values() if size > 1]) == chip.torus
         and all(chip.wraps(size) for size in sizes)
         and chip.nodes(mesh) == 1
