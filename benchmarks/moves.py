@@ -6,7 +6,8 @@
 
 Each move brings a bfloat16 tensor of 1 MB to 3 GB from one random sharding to another. The plan's seconds are those of
 its collectives; the compiled ones are the seconds in which the timeline waits for collectives. What computes beside
-them, slices and copies, is shown separately: in a program of one move most of it copies the result.
+them, slices and copies, is shown separately: in a program of one move most of it copies the result. Gathers that go
+round each axis of a torus include their copies, in a plan too: for moves with one of these the whole program counts.
 """
 
 import argparse
@@ -21,6 +22,7 @@ import jax
 import gspmd
 from gspmd.annotate import Spec
 from gspmd.audit import compile_offline, topology
+from gspmd.hardware.links import gathers_round_each_axis
 
 CHIPS = ("tpu-v4:4x4x4", "tpu-v5p:4x4x4", "tpu-v5e:4x4", "tpu-v4:2x2x4", "tpu-v5p:4x4x8", "tpu-v5e:8x8")
 SMALLEST, LARGEST = 20, 31.5
@@ -28,7 +30,10 @@ SMALLEST, LARGEST = 20, 31.5
 
 
 class Move(NamedTuple):
-    """A move, and its seconds: planned, waiting for collectives as compiled, and computing beside them."""
+    """A move, and its seconds: planned, waiting for collectives as compiled, and computing beside them.
+
+    If a gather in it goes round each axis of a torus, `waits` is the whole program and includes what it computes.
+    """
 
     chip: str
     equation: str
@@ -37,6 +42,7 @@ class Move(NamedTuple):
     planned: float
     waits: float
     computes: float
+    goes_round_each_axis: bool
 
     @property
     def ratio(self) -> float:
@@ -97,14 +103,20 @@ def compiled(name: str, rng: random.Random) -> Move | None:
     if report.timeline is None:  # It does not fit.
         return None
     steps = ", ".join(step.name for step in plan.steps)
+    gathers = [(step, prod(axes[axis] for axis in step.axes)) for step in plan.steps if step.kind == "all-gather"]
+    each = any(
+        gathers_round_each_axis(step.axes, axes, step.wire_bytes * group / (group - 1), slices.chip)
+        for step, group in gathers
+    )
     return Move(
         name,
         equation,
         (rows, columns),
         steps,
         planned,
-        report.timeline.exposed_seconds,
+        report.timeline.step_seconds if each else report.timeline.exposed_seconds,
         report.timeline.compute_seconds,
+        each,
     )
 
 

@@ -40,7 +40,7 @@ class Chip(Printed):
     clock: float  #: cycles/s of the matrix unit
     device_kinds: tuple[str, ...] = ()  #: values of `jax.Device.device_kind`
     source: Mapping[str, str] = field(default_factory=FrozenDict, compare=False, repr=False)
-    gathers_on_one_ring: bool = False  #: whether gathers over several torus axes use the links of one only
+    gathers_on_one_ring: bool = False  #: whether the compiler's gathers over several torus axes use the links of one
     full_mesh: bool = False  #: whether each link leads to one peer, without a switch
     start_seconds: float = 0.0  #: latency of starting a collective, in addition to its hops, seconds
     node_devices: int = 0  #: devices of one node; 0 for any number

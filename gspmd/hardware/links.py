@@ -69,6 +69,40 @@ On larger slices it runs in two parts, because the compiler would replace it by 
 """
 
 
+ROUND_EACH_AXIS = 2**26
+"""The smallest number of gathered bytes for which `gathers_round_each_axis`.
+
+As compiled it would be faster from 4 MB (v4) or 32 MB (v5p) on, but that does not count what it takes to start some
+fifty instructions instead of one.
+"""
+
+_COPIES: Mapping[int, float] = MappingProxyType({2: 1.0, 3: 1.75})
+"""How often a gather round each of 2 or 3 axes copies its result, part by part, as compiled for v4 and v5p."""
+
+
+def gathers_round_each_axis(axes: Sequence[str], mesh: Mapping[str, int], buffer: float, chip: Chip) -> bool:
+    """Return whether `blocking` gathers over several axes by rings along each of them (`blocking.torus`).
+
+    It does so where the compiler's own gather uses the links of one axis only, and all axes have wrap-around links. A
+    mesh with as many axes as the torus is taken to have the same axes. With fewer or more axes, a ring along one of
+    them does not join only neighbours.
+
+    Example:
+        >>> from gspmd.hardware.chips import chip
+        >>> [gathers_round_each_axis("yz", {"x": 2, "y": 4, "z": 4}, 1e9, chip(name)) for name in ("tpu-v4", "tpu-v6e")]
+        [True, False]
+    """
+    sizes = [mesh[axis] for axis in axes if mesh[axis] > 1]
+    return (
+        chip.gathers_on_one_ring
+        and len(sizes) in _COPIES
+        and len([size for size in mesh.values() if size > 1]) == chip.torus
+        and all(chip.wraps(size) for size in sizes)
+        and chip.nodes(mesh) == 1
+        and buffer >= ROUND_EACH_AXIS
+    )
+
+
 def collective_seconds(kind: str, axes: Sequence[str], mesh: Mapping[str, int], buffer: float, chip: Chip) -> float:
     """Seconds of one collective; a mesh axis is one torus axis, or part of a switch.
 
@@ -90,9 +124,19 @@ def collective_seconds(kind: str, axes: Sequence[str], mesh: Mapping[str, int], 
     axes = tuple(axis for axis in axes if mesh[axis] > 1)
     if kind in ("slice", "einsum") or not axes:
         return 0.0
-    group = prod(mesh[axis] for axis in axes)
     if not chip.is_switch and chip.nodes(mesh) > 1:
         return _over_slices(kind, axes, mesh, buffer, chip)
+    if kind == "all-gather" and gathers_round_each_axis(axes, mesh, buffer, chip):
+        return _round_each_axis([mesh[axis] for axis in axes], buffer, chip)
+    return _by_the_compiler(kind, axes, mesh, buffer, chip)
+
+
+def _by_the_compiler(kind: str, axes: Sequence[str], mesh: Mapping[str, int], buffer: float, chip: Chip) -> float:
+    """Seconds of a collective that the compiler implements, within a slice or over nodes of GPUs."""
+    axes = tuple(axis for axis in axes if mesh[axis] > 1)
+    if not axes:
+        return 0.0
+    group = prod(mesh[axis] for axis in axes)
     if kind not in LARGEST_WHOLE or chip.is_switch or len(axes) == 1:
         seconds = _together(kind, axes, mesh, buffer, chip).seconds
     elif group == prod(mesh.values()) and group > LARGEST_WHOLE[kind]:
@@ -123,14 +167,14 @@ def _over_slices(kind: str, axes: Sequence[str], mesh: Mapping[str, int], buffer
     group, near = prod(mesh[axis] for axis in axes), sharing_node(tuple(axes), sizes, node)
     inside, one = {axis: sharing_node((axis,), sizes, node) for axis in mesh}, replace(chip, node_devices=0)
     if near == group:
-        return collective_seconds(kind, axes, inside, buffer, one)
+        return _by_the_compiler(kind, axes, inside, buffer, one)
     if kind in ("all-to-all", "collective-permute"):
-        return max(network_seconds(kind, group, buffer, chip), collective_seconds(kind, axes, inside, buffer, one))
+        return max(network_seconds(kind, group, buffer, chip), _by_the_compiler(kind, axes, inside, buffer, one))
     within = 0.0
     for part in ("reduce-scatter", "all-gather") if kind == "all-reduce" else (kind,):
         left = buffer
         for names in _runs(axes, mesh, inside):
-            within += collective_seconds(part, names, inside, left, one)
+            within += _by_the_compiler(part, names, inside, left, one)
             left /= prod(inside[axis] for axis in names)
     return within + network_seconds(kind, group // near, buffer / near, chip)
 
@@ -225,13 +269,27 @@ def _on_one_ring(kind: str, axes: Sequence[str], mesh: Mapping[str, int], buffer
     return wire_bytes(kind, prod(mesh[axis] for axis in axes), buffer) / (links * chip.link_bandwidth)
 
 
+def _round_each_axis(sizes: Sequence[int], buffer: float, chip: Chip) -> float:
+    """Seconds of a gather by rings along each axis: its links, then the copies that bring blocks to their places.
+
+    Copies are counted in full, since the compiler puts most of them behind the last permute. Over three axes it takes
+    no less than over two. Otherwise a plan would slice a tensor along an axis over which it is replicated, to gather it
+    over that axis too. Such shards are seldom whole tiles, and the gain is small.
+    """
+    links = 2 * len(sizes) * chip.link_bandwidth
+    hops = sum(size - 1 for size in sizes) * (chip.start_seconds + chip.hop_seconds)
+    copies = 2 * _COPIES[len(sizes)] * buffer / chip.hbm_bandwidth
+    seconds = wire_bytes("all-gather", prod(sizes), buffer) / links + copies + hops
+    return seconds if len(sizes) == 2 else max(seconds, _round_each_axis(sorted(sizes)[1:], buffer, chip))
+
+
 def _in_parts(
     kind: str, first: Sequence[str], axes: Sequence[str], mesh: Mapping[str, int], buffer: float, chip: Chip
 ) -> float:
     """Seconds of a gather or a reduce-scatter over the axes `first`, and of one over the others."""
     rest = [axis for axis in axes if axis not in first]
     small = buffer / prod(mesh[axis] for axis in rest)
-    return collective_seconds(kind, first, mesh, small, chip) + collective_seconds(kind, rest, mesh, buffer, chip)
+    return _by_the_compiler(kind, first, mesh, small, chip) + _by_the_compiler(kind, rest, mesh, buffer, chip)
 
 
 def occupancy(kind: str, sizes: Sequence[int], group: int, near: int, buffer: float, chip: Chip) -> Occupancy:

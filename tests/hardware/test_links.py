@@ -11,7 +11,15 @@ from gspmd import plan
 from gspmd.annotate import PlanError
 from gspmd.hardware.chips import CHIPS, Chip, chip
 from gspmd.hardware.dtypes import dtype_name
-from gspmd.hardware.links import collective_seconds, neighbour, network_bytes, over_slices, sharing_node, wire_bytes
+from gspmd.hardware.links import (
+    collective_seconds,
+    gathers_round_each_axis,
+    neighbour,
+    network_bytes,
+    over_slices,
+    sharing_node,
+    wire_bytes,
+)
 
 pytestmark = pytest.mark.usefixtures("every_schedule")
 
@@ -243,6 +251,28 @@ def test_gathers_and_scatters_over_several_axes_of_a_3d_torus_have_the_links_of_
     assert busy(kind, "xyz", mesh, whole, row) == pytest.approx(of_three[kind])
     # An odd grid without wrap-around links has no cycle through all places: there is one way to go.
     assert busy(kind, "xy", {"x": 3, "y": 3, "z": 2}, 9e6, row) == pytest.approx(8e6 / row.link_bandwidth)
+
+
+@pytest.mark.parametrize(
+    ("name", "axes", "mesh", "compiled"),
+    [
+        ("tpu-v4", "yz", {"x": 4, "y": 4, "z": 4}, 18.6e-3),
+        ("tpu-v4", "xyz", {"x": 4, "y": 4, "z": 4}, 17.6e-3),
+        ("tpu-v5p", "yz", {"x": 4, "y": 4, "z": 4}, 9.20e-3),
+        ("tpu-v5p", "xyz", {"x": 4, "y": 4, "z": 4}, 8.77e-3),
+        ("tpu-v5p", "yz", {"x": 4, "y": 4, "z": 8}, 9.79e-3),
+        ("tpu-v5p", "xyz", {"x": 4, "y": 4, "z": 8}, 9.07e-3),
+    ],
+)
+def test_many_bytes_go_round_each_axis_of_a_3d_torus(name, axes, mesh, compiled):
+    """As compiled for 18432 x 73728 in bfloat16 (benchmarks/torus_gather.py)."""
+    row, whole = chip(name), 18432 * 73728 * 2
+    assert collective_seconds("all-gather", axes, mesh, whole, row) == pytest.approx(compiled, rel=0.08)
+    # Not where an axis has no wrap-around links, and not where mesh axes and torus axes are certainly not the same.
+    for other in (mesh | {axes[0]: 2}, mesh | {"w": 2}):
+        assert not gathers_round_each_axis(axes, other, whole, row)
+    assert not gathers_round_each_axis("yz", {"y": 16, "z": 4}, whole, row)
+    assert not gathers_round_each_axis(axes, mesh, 2**20, row)
 
 
 @pytest.mark.parametrize("row", CHIPS.values(), ids=lambda row: row.name)

@@ -47,12 +47,13 @@ def ledger(compiled: Any, mesh: Any = None) -> Ledger:
 
     Differs: from `compiled.cost_analysis()`, which counts a loop's body once and has no collectives.
     """
+    text = _text_of(compiled)
     mesh = _mesh_of(compiled) if mesh is None else mesh
     sizes, slices = mesh_sizes(mesh), slices_of(mesh)
     chip = chip_of_device(mesh.devices.flat[0].device_kind) if slices > 1 else None
     if chip is not None:
         chip = replace(chip, node_devices=prod(sizes.values()) // slices)
-    return of_module(of_all_slices(parse(_text_of(compiled)), mesh), sizes, chip)
+    return of_module(of_all_slices(parse(text), mesh), sizes, chip)
 
 
 def of_module(module: Module, mesh: Mapping[str, int], chip: Chip | None = None) -> Ledger:
@@ -120,6 +121,9 @@ class _ModuleReader:
     ) -> Iterator[Entry]:
         """Yield the entries of a collective, one for each origin of its arrays."""
         parts = [*by_origin(self.module, computation, instruction, sent)]
+        if self.chip and not self.chip.is_switch:
+            # Without names only the bytes of each array say which step it is of (`gspmd.audit.ledgers.slices`).
+            parts = [(origin, replace(part, arrays=(array,))) for origin, part in parts for array in part.arrays]
         together = sum(len(part.arrays) for _, part in parts)  # Concatenated arrays are one in the instruction.
         near = self.chip and shared_node(sent.instruction, self.devices, self.chip.node_devices)
         for origin, part in parts:

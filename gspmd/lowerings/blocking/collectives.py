@@ -1,6 +1,7 @@
-"""Steps as they run inside a shard_map body: one public JAX collective each, under a scope that names the step."""
+"""Steps as they run inside a shard_map body: public JAX collectives under a scope that names the step."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import product
 from math import prod
 
@@ -25,7 +26,7 @@ def emit(chain: Chain, x: jax.Array, mesh: Mapping[str, int], *, reduce: str = "
         reduce: what an all-reduce computes, `"sum"` or `"max"`.
     """
     for number, step in enumerate(chain.steps, chain.first):
-        with step_scope(number, step):
+        with step_scope(number, _as_sent(step, x, mesh)):
             # XLA:CPU ends the process, or hangs, in a collective of no elements.
             x = _EMIT[step.kind](step, x, mesh, reduce) if x.size else _nothing(step, x, mesh)
     return x
@@ -36,6 +37,16 @@ def _nothing(step: Step, x: jax.Array, mesh: Mapping[str, int]) -> jax.Array:
     sizes = zip(x.shape, step.before.axes, step.after.axes)
     shape = [size * prod(mesh[axis] for axis in old) // prod(mesh[axis] for axis in new) for size, old, new in sizes]
     return jnp.zeros(shape, x.dtype)
+
+
+def _as_sent(step: Step, x: jax.Array, mesh: Mapping[str, int]) -> Step:
+    """Return the step under whose name it is sent: permutes, if a TPU gathers round several axes of its torus."""
+    if step.kind == "all-gather" and len(step.axes) > 1 and in_force.is_tpu():
+        from gspmd.lowerings.blocking import tpu
+
+        if tpu.goes_round_each_axis(x, step.axes, _changed_dimension(step), mesh):
+            return replace(step, kind="collective-permute")
+    return step
 
 
 def _changed_dimension(step: Step) -> int:

@@ -7,7 +7,8 @@ benchmarks/ledgers.py` shows the differences that are left:
   the bytes. As two collectives, over a part of the devices and then over the rest, it sends the planned bytes and is
   compiled as written;
 - one over several torus axes goes round a single ring through all their devices. Axis by axis it sends as many bytes
-  over fewer hops, which is faster for few bytes. For many bytes, putting the parts in order costs more;
+  over fewer hops, which is faster for few bytes. For many bytes, putting the parts in order costs more. A gather of
+  many bytes is made of permutes instead, round all axes at the same time (`blocking.torus`);
 - a reduce-scatter of two-byte numbers along the last dimension stays if its pieces are multiples of 256, two rows of
   lanes. Other multiples of 128 become an all-reduce; with the scattered dimension in front, and the others flattened,
   they stay, and the transpose costs about what the bytes would. Narrower pieces stay if another dimension fills the
@@ -35,8 +36,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from gspmd.hardware.chips import chip_of_device
-from gspmd.hardware.links import LARGEST_WHOLE, over_slices
+from gspmd.hardware.links import LARGEST_WHOLE, gathers_round_each_axis, over_slices
 from gspmd.lowerings import in_force
+from gspmd.lowerings.blocking import torus
 
 LANES = 128
 _TILE = 8  # rows; pieces that are not a whole number of tiles are rewritten again
@@ -90,9 +92,13 @@ class OverSlices(NamedTuple):
 def all_gather(x: jax.Array, axes: tuple[str, ...], dimension: int, mesh: Mapping[str, int]) -> jax.Array:
     """Gather over mesh axes, major first, tiled; if in parts, over the minor part first and then over the major.
 
-    Over several slices it gathers over the network first, so that the network carries each byte once, and then within
-    the slices. If the axes over slices are not the minor ones, the pieces are put in order at the end.
+    Many bytes go round each axis of a 3D torus (`blocking.torus`). Over several slices it gathers over the network
+    first, so that the network carries each byte once, and then within the slices. If the axes over slices are not the
+    minor ones, the pieces are put in order at the end.
     """
+    along = _cut_along(x, axes, dimension, mesh)
+    if along is not None:
+        return _gather_round_each_axis(x, axes, dimension, along, mesh)
     limit, whole = LARGEST_WHOLE["all-gather"], x.nbytes * prod(mesh[axis] for axis in axes)
     over = _over_slices(axes, mesh, limit, whole)
     if over is None:
@@ -159,6 +165,32 @@ def all_reduce(x: jax.Array, axes: tuple[str, ...], mesh: Mapping[str, int]) -> 
     names, _, groups = over.between
     piece = _scatter_in_parts(x, scatter.inside, dimension)
     return _gather(lax.psum(piece, names, axis_index_groups=groups), gather.inside, dimension)
+
+
+def goes_round_each_axis(x: jax.Array, axes: tuple[str, ...], dimension: int, mesh: Mapping[str, int]) -> bool:
+    """Return whether `all_gather` makes permutes of this gather."""
+    return _cut_along(x, axes, dimension, mesh) is not None
+
+
+def _cut_along(x: jax.Array, axes: tuple[str, ...], dimension: int, mesh: Mapping[str, int]) -> int | None:
+    """Return the dimension along which shards are cut if they go round each axis; None if they do not."""
+    chip, numbers = chip_of_device(in_force.device_kind()), [mesh[axis] for axis in axes]
+    if chip is None or in_force.slices() > 1 or not gathers_round_each_axis(axes, mesh, x.nbytes * prod(numbers), chip):
+        return None
+    wide = [place for place, size in enumerate(x.shape) if size > 1 or place == dimension]
+    sizes, at = [x.shape[place] for place in wide], wide.index(dimension)
+    along = torus.cut_along(sizes, x.dtype.itemsize, at, len([number for number in numbers if number > 1]))
+    return None if along is None else wide[along]
+
+
+def _gather_round_each_axis(
+    x: jax.Array, axes: tuple[str, ...], dimension: int, along: int, mesh: Mapping[str, int]
+) -> jax.Array:
+    shape = list(x.shape)
+    wide = [place for place, size in enumerate(shape) if size > 1 or place == dimension]
+    shape[dimension] *= prod(mesh[axis] for axis in axes)
+    x = x.reshape([x.shape[place] for place in wide])
+    return torus.gather(x, axes, wide.index(dimension), wide.index(along), mesh).reshape(shape)
 
 
 def _gather(x: jax.Array, parts: Sequence[CollectivePart], dimension: int) -> jax.Array:

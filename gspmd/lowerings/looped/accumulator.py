@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 
 from gspmd.lowerings import in_force
-from gspmd.lowerings.looped.chunks import Region, RingTransfer, blank, part_of, put, to_be_cut
+from gspmd.lowerings.allocation import blank
+from gspmd.lowerings.looped.chunks import Region, RingTransfer, part_of, put, to_be_cut
 
 
 class Accumulator:

@@ -3,13 +3,13 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from gspmd.lowerings import in_force
+from gspmd.lowerings.allocation import blank
 from gspmd.lowerings.blocking import tpu
 from gspmd.lowerings.looped.rings import Hop, Offset, ShardPart, walk
 from gspmd.lowerings.scopes import step_scope
@@ -54,14 +54,6 @@ def put(x: jax.Array, dims: Sequence[str], region: Region, part: jax.Array, *, a
     if add:
         part = part + lax.dynamic_slice(x, starts, part.shape)
     return lax.dynamic_update_slice(x, part, starts)
-
-
-def blank(shape: Sequence[int], dtype: Any) -> jax.Array:
-    """Allocate a local tensor whose every place will be written; never batched, as `lax.empty` would be."""
-    # JAX refuses a result with a needless batch dimension where it expects none, as in the value of a `jax.hessian`.
-    made = jax.custom_batching.custom_vmap(lambda: lax.empty(tuple(shape), dtype))
-    made.def_vmap(lambda size, batched: (made(), False))
-    return made()
 
 
 @dataclass(frozen=True)

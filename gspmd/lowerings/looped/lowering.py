@@ -18,11 +18,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from gspmd.lowerings import in_force
+from gspmd.lowerings.allocation import blank
 from gspmd.lowerings.blocking.executor import Executor
 from gspmd.lowerings.blocking.lowering import passes
 from gspmd.lowerings.call import Call, Passes
 from gspmd.lowerings.looped.accumulator import Accumulator
-from gspmd.lowerings.looped.chunks import Region, RingTransfer, blank, part_of, put, reduce_back, spread, to_be_cut
+from gspmd.lowerings.looped.chunks import Region, RingTransfer, part_of, put, reduce_back, spread, to_be_cut
 from gspmd.lowerings.looped.ring_loop import RingLoop
 from gspmd.lowerings.looped.rings import ring_parts
 from gspmd.lowerings.looped.stream import ChunkStream, multiply_wave_by_wave

@@ -275,6 +275,7 @@ def test_totals_agree_in_json():
         "arrays": 1,
         "group": 2,
         "together": 1,
+        "network_bytes": 0,
     }
 
 
