@@ -104,20 +104,21 @@ def test_products_and_their_gradients(make_mesh, equation):
 
 @pytest.mark.skipif(util.find_spec("libtpu") is None, reason="libtpu, the TPU compiler, is not installed")
 @pytest.mark.parametrize(
-    ("rows", "mesh", "kind"),
+    ("rows", "mesh", "kinds"),
     [
         (4096, {"x": 4, "y": 4, "z": 4}, "collective-permute"),
         (512, {"x": 4, "y": 4, "z": 4}, "all-gather"),  # few bytes
         (4096, {"x": 2, "y": 4, "z": 8}, "collective-permute"),  # x is not gathered
-        (4096, {"x": 4, "y": 2, "z": 8}, "all-gather"),  # y has no wrap-around links
+        # y has no wrap-around links: x takes its place, and is gathered with z. Compiled 1.75 times as fast as one ring.
+        (4096, {"x": 4, "y": 2, "z": 8}, "all-gather all-to-all collective-permute"),
         (4096, {"y": 16, "z": 4}, "all-gather"),  # y is no axis of the torus
     ],
     ids=str,
 )
-def test_many_bytes_go_round_each_axis_of_the_torus(rows, mesh, kind):
+def test_many_bytes_go_round_each_axis_of_the_torus(rows, mesh, kinds):
     slices = topology("tpu-v4:4x4x4")
     with jax.set_mesh(slices.mesh(mesh)):
         x = gspmd.annotate(jax.ShapeDtypeStruct((rows, 16384), "bfloat16"), "EF_yz")
         gather = lambda x: gspmd.reshard(x, "EF_yz -> EF", lowering="blocking")  # noqa: E731
         planned = gspmd.trace(gather, x).by_kind_and_axes()
-    assert {kind for kind, _ in planned} == {kind}
+    assert {each for each, _ in planned} == {*kinds.split()}
