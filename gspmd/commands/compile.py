@@ -211,7 +211,7 @@ def smallest(settings: CompileSettings, asked: Topology) -> Report:
     layout = phase_layout(settings)  # A fault of the layout itself is the same on every slice.
     if settings.phase == "train":
         check_stages(settings.sharding.rounds, settings.sharding.schedule, layout)
-    for target in slices(asked.chip):
+    for target in slices(asked.chip, asked.slices):
         try:
             mesh_of(settings, target)
         except (gspmd.LayoutError, gspmd.PlanError) as error:  # No mesh of this size works.

@@ -182,17 +182,21 @@ def topology(name: str) -> Topology:
     return _described(named)
 
 
-def slices(chip: Chip | str) -> Iterator[Topology]:
+def slices(chip: Chip | str, count: int = 1) -> Iterator[Topology]:
     """Yield the slices of a chip from the smallest to a whole pod, doubling in size, each as near a cube as possible.
 
     Of a GPU: parts of a node, and then 1, 2, 4, ... whole nodes.
+
+    Args:
+        chip: a chip, or its name.
+        count: number of slices of each topology; 1 for GPUs.
 
     Raises:
         PlanError: no chip has this name; or, as for `topology`, its compiler is missing.
     """
     chip = chip_named(chip)
     for shape in shapes(chip):
-        yield topology(f"{chip.name}:{'x'.join(map(str, shape))}")
+        yield topology(Named(chip, shape, count).name)
 
 
 def _is_size(size: object) -> bool:

@@ -17,6 +17,7 @@ from gspmd.commands.own import is_own
 from gspmd.commands.search.slice import Slice
 from gspmd.commands.search.unpriced import unpriced
 from gspmd.display.tables import counted
+from gspmd.hardware.links import over_slices
 from gspmd.layouts import Layout
 from gspmd.search.answers.microbatches import several
 from gspmd.training import OptimizerConfig, ShardingConfig
@@ -283,3 +284,11 @@ def _faults_of_slice(settings: SearchSettings) -> Iterator[str]:
     if settings.mesh and (count := prod(parse_mesh(settings.mesh).values())) != target.devices:
         has = f"--mesh {settings.mesh} has {counted(count, 'device')}, and {target.name} has {target.devices}"
         yield f"{has}; --topology names another slice."
+    elif settings.mesh and not over_slices(tuple(parse_mesh(settings.mesh).values()), target.topology.slices):
+        count = target.topology.slices
+        yield (
+            f"the first axes of --mesh {settings.mesh} lie over the {count} slices of {target.name}, and do not divide "
+            f"them; give the first axis {count}, or a divisor or multiple of it."
+        )
+    if settings.stages and target.topology.slices > 1:
+        yield f"--stages prices stages within one slice, and {target.name} has {target.topology.slices}; leave it out."

@@ -60,7 +60,6 @@ class Slice:
 
     def larger(self) -> Iterator["Slice"]:
         """Return the slices of this chip with more devices, the smallest first; of several as many as there are."""
-        times = f"*{self.topology.slices}" if self.topology.slices > 1 else ""
-        names = (f"{self.chip.name}:{'x'.join(map(str, shape))}{times}" for shape in shapes(CHIPS[self.chip.name]))
-        every = (Slice.named(name) for name in names)
+        of = CHIPS[self.chip.name]
+        every = (Slice.named(Named(of, shape, self.topology.slices).name) for shape in shapes(of))
         return (each for each in every if each.devices > self.devices)
