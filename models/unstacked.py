@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding
 
 from gspmd.layouts.initial import nested
 
-from .parameters import parameters
+from .parameters import parameters, stages_axes
 from .transformer import Transformer, arrays, mesh_of
 
 
@@ -31,10 +31,12 @@ def unstack(model: Transformer, *, free: bool = False) -> Transformer:
         A model whose config has `stacked` off, with each weight placed by the layout.
 
     Raises:
-        ValueError: the model has no stacked weights, or it has an encoder.
+        ValueError: the model has no stacked weights, it has an encoder, or its layout has pipeline stages.
     """
     if not model.config.stacked:
         raise ValueError("the blocks of this model are not stacked.")
+    if stages_axes(model.layout):
+        raise ValueError("the blocks of this model are on pipeline stages, which hold stacks; take another layout.")
     config, values = replace(model.config, stacked=False), arrays(model)
     made: dict[str, Any] = {}
     with jax.set_mesh(mesh_of(values)):

@@ -147,6 +147,8 @@ def parse(argv: Sequence[str], script: str = "") -> CompileSettings:
     positive(faults, batch=settings.batch, length=settings.length, microbatches=settings.microbatches)
     if settings.room < 0 or 0 < settings.room < settings.length:
         faults.append(f"--room has to be 0, or at least --length {settings.length}, not {settings.room}.")
+    if not own.is_own(settings) and settings.phase == "train" and not settings.model.stacked:
+        faults.append("--model.no-stacked is for serving; leave it out, or compile --phase decode.")
     if not own.is_own(settings) and settings.model.lora:
         faults.append("adapters have their own table: write [lora] in place of [model.lora].")
     if settings.phase != "train" and (given := for_training(settings, default)):

@@ -153,6 +153,14 @@ def chip(name: "str | Chip") -> Chip:
     return CHIPS[name]
 
 
+def slice_of(device: Any) -> int:
+    """Return the number of the TPU slice that a device belongs to; 0 for other devices.
+
+    JAX numbers the hosts of GPUs as slices, too.
+    """
+    return getattr(device, "slice_index", 0) if getattr(device, "platform", "") == "tpu" else 0
+
+
 def chip_of_device(device_kind: str) -> Chip | None:
     """Look a chip up by `jax.Device.device_kind`; None if chips.toml has no such chip."""
     return next((row for row in CHIPS.values() if device_kind in row.device_kinds), None)

@@ -2,7 +2,7 @@
 
 Bytes are those of ring algorithms. Seconds follow the roofline of the *scaling book* (jax-ml, parts 1 to 3, and 12 for
 GPUs): bytes over the bandwidth of all rings that are used at once, plus the latency of a start and of each hop.
-Between nodes, bytes go over the network: of GPUs at the same time as within them, of TPU slices before or after that.
+Between nodes, bytes go over the network: of GPUs at the same time as within them, of TPU slices one after the other.
 On GPUs bandwidth and latency are those of NCCL.
 """
 
@@ -190,23 +190,23 @@ def _runs(axes: Sequence[str], mesh: Mapping[str, int], inside: Mapping[str, int
     return [names for names in (axes[:mixed], axes[mixed : mixed + 1], axes[mixed + 1 :]) if names]
 
 
-def over_slices(sizes: Sequence[int], slices: int) -> tuple[int, ...]:
+def over_slices(sizes: Sequence[int], slices: int) -> tuple[int, ...] | None:
     """Return the part of each mesh axis that lies over several slices, which fill the mesh one after the other.
 
-    Empty if the first axes do not divide the slices.
+    None if the first axes do not divide the slices.
 
     Example:
         >>> over_slices((4, 8, 8), 4), over_slices((8, 8), 4), over_slices((2, 4, 8), 4), over_slices((3, 4), 4)
-        ((4, 1, 1), (4, 1), (2, 2, 1), ())
+        ((4, 1, 1), (4, 1), (2, 2, 1), None)
     """
     parts, left = [], slices
     for size in sizes:
         part = gcd(size, left)
         if part not in (size, left):
-            return ()
+            return None
         parts.append(part)
         left //= part
-    return tuple(parts) if left == 1 else ()
+    return tuple(parts) if left == 1 else None
 
 
 def network_seconds(kind: str, group: int, buffer: float, chip: Chip) -> float:
@@ -225,7 +225,7 @@ def network_seconds(kind: str, group: int, buffer: float, chip: Chip) -> float:
 
 
 def network_bytes(kind: str, group: int, near: int, sent: int, chip: Chip) -> int:
-    """Return how many of the bytes that one device sends in a collective go over the network between nodes or slices.
+    """Return the part of a device's bytes in a collective that crosses the network between nodes or slices.
 
     Args:
         kind: as for `wire_bytes`.

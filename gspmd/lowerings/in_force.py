@@ -4,13 +4,17 @@
 that was traced under other settings never runs by mistake.
 """
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from functools import lru_cache
+from typing import Any
 
 import jax
 
 from gspmd.annotate.errors import PlanError, shown, suggestion
-from gspmd.hardware.chips import Chip
+from gspmd.display.units import mesh_text
+from gspmd.hardware.chips import Chip, slice_of
+from gspmd.hardware.links import over_slices
 from gspmd.jax_internals import concrete_mesh
 from gspmd.planner.overlap import SCHEDULES
 
@@ -113,12 +117,48 @@ def on_slices(count: int) -> AbstractContextManager:
 
 def slices() -> int:
     """Return the number of TPU slices that the mesh in force lies over: of `on_slices`, or of its devices."""
-    return _slices.value or _slices_of(concrete_mesh())
+    return _slices.value or slices_of(concrete_mesh())
+
+
+def across_slices() -> Mapping[str, int]:
+    """Return the part of each axis of the mesh in force that lies over TPU slices; empty on one slice.
+
+    Raises:
+        PlanError: the first axes do not divide the slices.
+    """
+    if (count := slices()) == 1:
+        return {}
+    mesh = jax.sharding.get_abstract_mesh()
+    parts = over_slices(tuple(mesh.shape.values()), count)
+    if parts is None:
+        raise _no_order(mesh, count)
+    return dict(zip(mesh.shape, parts))
+
+
+def slices_of(mesh: Any) -> int:
+    """Return the number of TPU slices that a mesh lies over; 1 for anything but a `jax.sharding.Mesh`.
+
+    Raises:
+        PlanError: the slices do not fill the mesh one after the other.
+    """
+    return _count(mesh) if isinstance(mesh, jax.sharding.Mesh) else 1
 
 
 @lru_cache(maxsize=64)
-def _slices_of(mesh: jax.sharding.Mesh | None) -> int:
-    return len({getattr(device, "slice_index", 0) for device in mesh.devices.flat}) if mesh else 1
+def _count(mesh: jax.sharding.Mesh) -> int:
+    owners = [slice_of(device) for device in mesh.devices.flat]
+    counts = {owners.count(owner) for owner in {*owners}}
+    if owners != sorted(owners) or len(counts) > 1:
+        raise _no_order(mesh, len({*owners}))
+    return len({*owners})
+
+
+def _no_order(mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh, count: int) -> PlanError:
+    return PlanError(
+        f"cannot tell which axes of the mesh {mesh_text(mesh.shape)} lie over its {count} slices: it is not filled by "
+        "one slice after the other.\n"
+        "  Lay the first axes over the slices, as gspmd.audit.topology(...).mesh(...) does."
+    )
 
 
 # -- manual mesh axes --------------------------------------------------------------------------------------------------

@@ -76,8 +76,10 @@ def context(lowering_name: str | None = None) -> Context:
     axes = tuple((axis, size) for axis, size in mesh.shape.items() if axis not in mesh.manual_axes)
     device = mesh.abstract_device
     known = chip_of_device(device.device_kind) if device is not None else in_force.chip_in_force()
-    if known is not None and device is not None and (slices := in_force.slices()) > 1:
-        known = replace(known, node_devices=prod(mesh.shape.values()) // slices)
+    if known is not None and device is not None and (across := in_force.across_slices()):
+        # The stages of a pipeline may be the slices: then each stage is on one.
+        here = prod(across[axis] for axis, _ in axes)
+        known = replace(known, node_devices=prod(size for _, size in axes) // here if here > 1 else 0)
     chosen = in_force.resolve(lowering_name)
     if chosen == "auto" and known is None:  # the cores of host devices both send and multiply: nothing is hidden
         chosen = "blocking"

@@ -1,7 +1,7 @@
 """One stage of a pipeline in one stack of blocks: the work of its slots, and what it sends to its neighbours."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
@@ -11,7 +11,8 @@ import numpy as np
 from jax import lax
 
 from gspmd.annotate.spec import Spec
-from gspmd.hardware.links import collective_seconds, wire_bytes
+from gspmd.hardware.links import collective_seconds, network_seconds, wire_bytes
+from gspmd.lowerings import in_force
 from gspmd.lowerings.marks import marked
 from gspmd.lowerings.program import Context, context, run
 from gspmd.lowerings.scopes import step_scope
@@ -289,7 +290,11 @@ def sent(
     """
     held = int(np.prod(stream.local_shape(shape, ctx.mesh))) * width
     kind, mesh = "collective-permute", {axis: stages, **ctx.mesh}
-    seconds = collective_seconds(kind, (axis,), mesh, held, ctx.chip)
+    if (across := in_force.across_slices()).get(axis, 1) > 1:
+        seconds = network_seconds(kind, stages, held, ctx.chip)
+    else:  # The mesh of a stage does not say where slices end, and this stays in one.
+        chip = replace(ctx.chip, node_devices=0) if across else ctx.chip
+        seconds = collective_seconds(kind, (axis,), mesh, held, chip)
     return {"stream": (Step(kind, (axis,), wire_bytes(kind, stages, held), seconds, stream, stream, "stream"),)}
 
 

@@ -4,6 +4,7 @@ import re
 from dataclasses import dataclass, replace
 from math import prod
 
+from gspmd.annotate.errors import PlanError
 from gspmd.audit.hlo.module import Array, Computation, Instruction, Module
 from gspmd.audit.hlo.replica_groups import groups, is_permute, pairs
 from gspmd.hardware.links import wire_bytes
@@ -97,6 +98,11 @@ def _sent(send: Instruction, devices: int) -> Collective | None:
     whose groups `gspmd.audit.hlo.slices` has added; the operand is what one device gives away.
     """
     if crosses := _TRANSFER.search(send.attribute("frontend_attributes")):
+        if crosses[1] not in _TRANSFERS:
+            raise PlanError(
+                f"cannot read what slices send each other: the transfer {crosses[1]} of {send.name} is not known.\n"
+                "  Give a program that the libtpu of a supported release of JAX compiled."
+            )
         kind, group = _TRANSFERS[crosses[1]], _group(send, devices)
         given = send.arrays[:1]
         arrays = tuple(Array(each.dtype, (group, *each.shape)) for each in given) if kind == "all-gather" else given

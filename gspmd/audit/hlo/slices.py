@@ -19,20 +19,19 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-import jax
-
 from gspmd.annotate.errors import PlanError
 from gspmd.audit.hlo.module import Computation, Instruction, Module
 from gspmd.audit.hlo.replica_groups import Groups, groups, pairs
 from gspmd.audit.hlo.text import integers
 from gspmd.display.units import mesh_text
+from gspmd.lowerings.in_force import slices_of
 
 _TARGET = re.compile(r'_xla_megascale_target=("[^"]*"|\{(?:\{[^{}]*\},?)*\})')
 _RENDEZVOUS = re.compile(r'_xla_host_transfer_rendezvous="([^"]*)"')
 _PRODUCT = re.compile(r"\{([\d,]+)\}x\{(\d+):(\d+)\}")
 _IN_SLICE = re.compile(r"(all-gather|all-reduce|reduce-scatter|(ragged-)?all-to-all|collective-broadcast)(-start)?")
 _SLICE = 100_000
-"""Device 7 of slice 2 is 300,007: slices count from 1 in the numbers of devices."""
+"""A device is numbered 100,000 · slice + its place in the slice; slices count from 1."""
 
 
 def of_all_slices(module: Module, mesh: Any) -> Module:
@@ -53,25 +52,14 @@ def of_all_slices(module: Module, mesh: Any) -> Module:
     if slices == 1:
         return module
     devices, in_slice = list(mesh.devices.flat), module.devices
-    owners = [_slice_of(device) for device in devices]
-    if owners != sorted(owners) or in_slice * slices != len(devices):
+    if in_slice * slices != len(devices):
         raise PlanError(
             f"cannot number the devices of {module.name}: {in_slice} run it in each of {slices} slices, and the mesh "
-            f"{mesh_text(mesh.shape)} is not filled by one slice after the other.\n"
-            "  Lay the first mesh axes over the slices, as gspmd.audit.topology(...).mesh(...) does."
+            f"{mesh_text(mesh.shape)} has {len(devices) // slices}.\n  Give the mesh that it was compiled for."
         )
     places = {device.id: place for place, device in enumerate(devices)}
     computations = {name: _of_computation(each, in_slice, slices, places) for name, each in module.computations.items()}
     return replace(module, computations=computations, entry=computations[module.entry.name], devices=len(devices))
-
-
-def slices_of(mesh: Any) -> int:
-    """Return the number of slices to which the devices of a mesh belong; 1 for anything but a `jax.sharding.Mesh`."""
-    return len({*map(_slice_of, mesh.devices.flat)}) if isinstance(mesh, jax.sharding.Mesh) else 1
-
-
-def _slice_of(device: Any) -> int:
-    return getattr(device, "slice_index", 0)
 
 
 def _of_computation(computation: Computation, in_slice: int, slices: int, places: Mapping[int, int]) -> Computation:
@@ -110,23 +98,26 @@ def _rendezvous(instruction: Instruction) -> str:
 
 def _sent(send: Instruction, target: str, places: Mapping[int, int]) -> Instruction:
     if "->" in target:
-        return _with(send, "source_target_pairs", _numbered(target.replace("->", ","), tuple(places.items())))
-    return _with(send, "replica_groups", _numbered(target, tuple(places.items())))
+        return _with(send, "source_target_pairs", _numbered(target.replace("->", ","), places))
+    return _with(send, "replica_groups", _numbered(target, places))
 
 
-@lru_cache(maxsize=256)
-def _numbered(target: str, places: tuple[tuple[int, int], ...]) -> str:
+def _numbered(target: str, places: Mapping[int, int]) -> str:
     """Return the groups of a target, by places in the mesh.
 
     `{1,3}x{0:7}` are the groups {1,3}, of slices, for each of the devices 0 to 7; otherwise device ids are listed.
     """
-    known = dict(places)
     if product := _PRODUCT.fullmatch(target):
         slices, first, last = integers(product[1]), int(product[2]), int(product[3])
         listed = [[_SLICE * one + device for one in slices] for device in range(first, last + 1)]
     else:
         listed = [integers(group) for group in re.findall(r"\{([\d,\s]+)\}", target)]
-    return _written([[known[device] for device in group] for group in listed])
+    if unknown := {device for group in listed for device in group}.difference(places):
+        raise PlanError(
+            f"cannot read what slices send each other: the mesh has no device {min(unknown)}.\n"
+            "  Give the mesh that the program was compiled for."
+        )
+    return _written([[places[device] for device in group] for group in listed])
 
 
 @lru_cache(maxsize=1024)
@@ -141,5 +132,6 @@ def _written(listed: Sequence[Sequence[int]]) -> str:
 
 def _with(instruction: Instruction, name: str, value: str) -> Instruction:
     """Return an instruction whose attribute `name` has this value."""
-    others = instruction.attributes.replace(f"{name}={instruction.attribute(name)}", "", 1).strip(", ")
-    return replace(instruction, attributes=", ".join(part for part in (f"{name}={value}", others) if part))
+    if old := instruction.attribute(name):
+        return replace(instruction, attributes=instruction.attributes.replace(f"{name}={old}", f"{name}={value}", 1))
+    return replace(instruction, attributes=f"{name}={value}, {instruction.attributes}")

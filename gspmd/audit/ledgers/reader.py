@@ -15,12 +15,13 @@ from gspmd.audit.hlo.flops import product_flops, uncounted
 from gspmd.audit.hlo.loops import trips
 from gspmd.audit.hlo.origin import by_origin
 from gspmd.audit.hlo.replica_groups import axes_of, shared_node
-from gspmd.audit.hlo.slices import of_all_slices, slices_of
+from gspmd.audit.hlo.slices import of_all_slices
 from gspmd.audit.ledgers.entries import Entry
 from gspmd.audit.ledgers.ledger import Ledger
 from gspmd.display.units import mesh_text
 from gspmd.hardware.chips import Chip, chip_of_device
 from gspmd.hardware.links import network_bytes
+from gspmd.lowerings.in_force import slices_of
 
 
 def ledger(compiled: Any, mesh: Any = None) -> Ledger:

@@ -37,7 +37,7 @@ def by_bytes(
         slices: number of slices, over which the first axes lie.
     """
     pool = _Pool(entries)
-    across = dict(zip(mesh, over_slices(tuple(mesh.values()), slices)))
+    across = dict(zip(mesh, over_slices(tuple(mesh.values()), slices) or ()))
     matched = []
     for (equation, name), named in planned_steps(steps).items():
         for planned in named:
@@ -125,7 +125,7 @@ def _ways(step: Step, mesh: Mapping[str, int], across: Mapping[str, int]) -> Ite
         return
     group = prod(mesh[axis] for axis in axes)
     passes = 2 if step.kind == "all-reduce" else 1
-    buffer = step.wire_bytes // passes * group // (group - 1)
+    buffer = -(-step.wire_bytes * group // (passes * (group - 1)))  # `wire_bytes` rounds down.
     away = frozenset(axis for axis in axes if across.get(axis, 1) > 1)
     inside = [*_inside(axes, mesh, across)]
     if not away:

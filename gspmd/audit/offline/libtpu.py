@@ -16,7 +16,7 @@ from jax.experimental import topologies
 from gspmd.annotate.errors import PlanError
 from gspmd.audit.hlo.bundles import KernelSchedule
 from gspmd.audit.hlo.module import Module
-from gspmd.hardware.chips import Chip
+from gspmd.hardware.chips import Chip, slice_of
 from gspmd.host import quiet_libtpu, schedules_folder
 
 _COMPILING = threading.RLock()
@@ -41,7 +41,7 @@ def slice_devices(chip: Chip, sizes: str, slices: int = 1) -> tuple[jax.Device, 
     except RuntimeError as error:
         reason = re.sub(r"^[A-Z_]+: ", "", str(error).strip().splitlines()[0])
         raise PlanError(f"libtpu refuses the topology {f'{chip.name}:{sizes}'!r}: {reason}") from None
-    return tuple(sorted(described.devices, key=lambda d: (getattr(d, "slice_index", 0), *d.coords, d.core_on_chip)))
+    return tuple(sorted(described.devices, key=lambda d: (slice_of(d), *d.coords, d.core_on_chip)))
 
 
 @contextmanager

@@ -29,9 +29,10 @@ CORES = {"tpu-v3": 2, "tpu7x": 2}
 """Number of devices of one chip, if it is not one (see `libtpu.py`)."""
 
 
-def shapes(chip: Chip) -> Iterator[tuple[int, ...]]:
+def shapes(chip: Chip, slices: int = 1) -> Iterator[tuple[int, ...]]:
     """Yield the shapes of a chip's slices from the smallest to a pod, doubling in size, each as near a cube as
-    possible; of a GPU those of parts of a node, and then of 1, 2, 4, ... nodes, up to `SEARCHED_GPUS`.
+    possible; of a GPU those of parts of a node, and then of 1, 2, 4, ... nodes, up to `SEARCHED_GPUS`. Of several
+    slices no more than `MOST_DEVICES` devices.
 
     Example:
         >>> list(shapes(CHIPS["tpu-v6e"]))
@@ -48,7 +49,8 @@ def shapes(chip: Chip) -> Iterator[tuple[int, ...]]:
             nodes *= 2
         return
     shape = [2, 2, 1][: chip.torus]
-    while prod(shape) <= POD_CHIPS[chip.name]:
+    most = min(POD_CHIPS[chip.name], MOST_DEVICES // (slices * CORES.get(chip.name, 1)))
+    while prod(shape) <= most:
         yield tuple(sorted(shape) if 1 not in shape else shape)
         shape[shape.index(min(shape))] *= 2
 

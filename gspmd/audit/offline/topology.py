@@ -16,7 +16,7 @@ from gspmd.audit.offline.libtpu import require_libtpu, slice_devices
 from gspmd.audit.offline.names import Named, read_name, shapes
 from gspmd.audit.offline.torus import lay, nearest
 from gspmd.display.units import mesh_text
-from gspmd.hardware.chips import Chip
+from gspmd.hardware.chips import Chip, slice_of
 from gspmd.hardware.chips import chip as chip_named
 from gspmd.hardware.links import over_slices
 
@@ -86,7 +86,7 @@ class Topology:
         if not all(map(_is_size, sizes)) or prod(sizes) != self.num_devices:
             raise PlanError(self._wrong(axes))
         across = over_slices(sizes, self.slices)
-        if not across:
+        if across is None:
             raise PlanError(self._uneven(axes))
         inside = tuple(size // part for size, part in zip(sizes, across))
         rows = (sizes,) if self.chip.is_switch else (across, *lay((*self.shape, self.cores), inside))
@@ -137,8 +137,7 @@ class Topology:
 
 def _torus_axes(mesh: Mesh, number: int) -> tuple[int, ...]:
     along = np.moveaxis(mesh.devices, number, 0).reshape(mesh.devices.shape[number], -1)[:, 0]
-    first = getattr(along[0], "slice_index", 0)
-    along = [device for device in along if getattr(device, "slice_index", 0) == first]
+    along = [device for device in along if slice_of(device) == slice_of(along[0])]
     places = list(zip(*(device.coords for device in along)))
     spread = tuple(len(set(place)) for place in places)
     cores = len({device.core_on_chip for device in along})
@@ -195,7 +194,7 @@ def slices(chip: Chip | str, count: int = 1) -> Iterator[Topology]:
         PlanError: no chip has this name; or, as for `topology`, its compiler is missing.
     """
     chip = chip_named(chip)
-    for shape in shapes(chip):
+    for shape in shapes(chip, count):
         yield topology(Named(chip, shape, count).name)
 
 

@@ -262,6 +262,11 @@ def _faults(settings: SearchSettings):
         yield from error.faults
 
 
+def _divides(mesh: str, target: Slice) -> bool:
+    """Return whether the first axes of a mesh divide the slices."""
+    return over_slices(tuple(parse_mesh(mesh).values()), target.topology.slices) is not None
+
+
 def _faults_of_lines(settings: SearchSettings) -> Iterator[str]:
     """Yield the faults of lines that are fixed or asked about."""
     for flag in ("why", "fixed"):
@@ -284,7 +289,7 @@ def _faults_of_slice(settings: SearchSettings) -> Iterator[str]:
     if settings.mesh and (count := prod(parse_mesh(settings.mesh).values())) != target.devices:
         has = f"--mesh {settings.mesh} has {counted(count, 'device')}, and {target.name} has {target.devices}"
         yield f"{has}; --topology names another slice."
-    elif settings.mesh and not over_slices(tuple(parse_mesh(settings.mesh).values()), target.topology.slices):
+    elif settings.mesh and not _divides(settings.mesh, target):
         count = target.topology.slices
         yield (
             f"the first axes of --mesh {settings.mesh} lie over the {count} slices of {target.name}, and do not divide "

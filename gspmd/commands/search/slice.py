@@ -61,5 +61,5 @@ class Slice:
     def larger(self) -> Iterator["Slice"]:
         """Return the slices of this chip with more devices, the smallest first; of several as many as there are."""
         of = CHIPS[self.chip.name]
-        every = (Slice.named(Named(of, shape, self.topology.slices).name) for shape in shapes(of))
+        every = (Slice.named(Named(of, shape, self.topology.slices).name) for shape in shapes(of, self.topology.slices))
         return (each for each in every if each.devices > self.devices)

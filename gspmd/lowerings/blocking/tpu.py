@@ -36,7 +36,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from gspmd.hardware.chips import chip_of_device
-from gspmd.hardware.links import LARGEST_WHOLE, gathers_round_each_axis, over_slices
+from gspmd.hardware.links import LARGEST_WHOLE, gathers_round_each_axis
 from gspmd.lowerings import in_force
 from gspmd.lowerings.blocking import torus
 
@@ -77,16 +77,10 @@ class OverSlices(NamedTuple):
 
     @property
     def in_order(self) -> bool:
-        """Whether the devices of one slice hold pieces next to each other only within the pieces of its parts: then
-        the slices' axes are minor, and pieces need no reordering."""
+        """Whether the axes over slices are the minor ones, so that pieces arrive in order."""
         away = [number for number, (outer, _) in enumerate(self.sizes) if outer > 1]
         near = [number for number, (_, inner) in enumerate(self.sizes) if inner > 1]
         return not away or not near or max(near) < min(away)
-
-    @property
-    def order(self) -> list[int]:
-        """The dimensions (outer, inner) of all axes, first those between slices and then those within, as numbers."""
-        return [*range(0, 2 * len(self.sizes), 2), *range(1, 2 * len(self.sizes), 2)]
 
 
 def all_gather(x: jax.Array, axes: tuple[str, ...], dimension: int, mesh: Mapping[str, int]) -> jax.Array:
@@ -110,13 +104,11 @@ def all_gather(x: jax.Array, axes: tuple[str, ...], dimension: int, mesh: Mappin
     pieces = _gather(pieces, over.inside, dimension + 1)
     before, after = x.shape[:dimension], x.shape[dimension:]
     outer, inner = zip(*over.sizes)
-    # [slices, *before, devices of a slice * size, *after] to [*before, outer, inner, outer, inner, ..., size, *after]
+    number, at = len(outer), len(before)
+    # From [*outer, *before, *inner, size, *after] to [*before, outer, inner, outer, inner, ..., size, *after].
     pieces = pieces.reshape(*outer, *before, *inner, *after)
-    moved = [place for pair in zip(range(len(outer)), range(len(outer), 2 * len(outer))) for place in pair]
-    place = lambda number: number if number < len(outer) else number + len(before)  # noqa: E731
-    first = range(len(outer), len(outer) + len(before))
-    rest = range(2 * len(outer) + len(before), pieces.ndim)
-    return pieces.transpose(*first, *map(place, moved), *rest).reshape(*before, -1, *after[1:])
+    pieces = jnp.moveaxis(pieces, range(number), range(at, at + 2 * number, 2))
+    return pieces.reshape(*before, -1, *after[1:])
 
 
 def reduce_scatter(x: jax.Array, axes: tuple[str, ...], dimension: int, mesh: Mapping[str, int]) -> jax.Array:
@@ -134,10 +126,8 @@ def reduce_scatter(x: jax.Array, axes: tuple[str, ...], dimension: int, mesh: Ma
     names, slices, groups = over.between
     before, after = x.shape[:dimension], x.shape[dimension + 1 :]
     pieces = x.reshape(*before, *(size for pair in over.sizes for size in pair), -1, *after)
-    places = [len(before) + number for number in over.order]
-    outer, inner = places[: len(over.sizes)], places[len(over.sizes) :]
-    rest = range(len(before) + len(places), pieces.ndim)
-    pieces = pieces.transpose(*outer, *range(len(before)), *inner, *rest).reshape(slices, *before, -1, *after)
+    number, at = len(over.sizes), len(before)
+    pieces = jnp.moveaxis(pieces, range(at, at + 2 * number, 2), range(number)).reshape(slices, *before, -1, *after)
     pieces = _scatter_in_parts(pieces, over.inside, dimension + 1)
     piece = lax.psum_scatter(pieces, names, scatter_dimension=0, tiled=True, axis_index_groups=groups)
     return piece.reshape(*before, -1, *after)
@@ -215,7 +205,10 @@ def _scatter_in_parts(x: jax.Array, parts: Sequence[CollectivePart], dimension: 
 
 
 def _over_slices(axes: tuple[str, ...], mesh: Mapping[str, int], limit: int, size: int) -> OverSlices | None:
-    """Return the parts of a collective of several slices; None on one slice, or if the axes do not divide the slices.
+    """Return the parts of a collective over several slices.
+
+    None on one slice, and if an axis that lies over slices and within them is beside another axis over slices: JAX has
+    no name for such groups, and the compiler runs the collective as it likes.
 
     Args:
         axes: mesh axes of the collective, major first.
@@ -223,8 +216,7 @@ def _over_slices(axes: tuple[str, ...], mesh: Mapping[str, int], limit: int, siz
         limit: as for `_parts`, of the parts within a slice.
         size: bytes of the whole tensor.
     """
-    slices = in_force.slices()
-    across = dict(zip(mesh, over_slices(tuple(mesh.values()), slices))) if slices > 1 else {}
+    across = in_force.across_slices()
     wide = [axis for axis in axes if mesh[axis] > 1]
     away = [axis for axis in wide if across.get(axis, 1) > 1]
     mixed = next((axis for axis in away if across[axis] < mesh[axis]), None)

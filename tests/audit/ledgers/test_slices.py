@@ -63,6 +63,18 @@ def test_an_all_reduce_is_three_collectives():
     assert found.totals == {("all-reduce", ("s", "x")): (2 * S * 7 // 8,) * 2}
 
 
+@pytest.mark.parametrize("odd", [1, 3, 32769])
+def test_bytes_that_do_not_divide(odd):
+    """`wire_bytes` rounds down: a buffer of 32 odd numbers of bytes over 64 devices."""
+    mesh, buffer = {"s": 4, "x": 16}, 32 * odd * 16
+    parts = [
+        sent("reduce-scatter", "x", 16, buffer),
+        sent("all-reduce", "s", 4, buffer // 16, away=True),
+        sent("all-gather", "x", 16, buffer),
+    ]
+    assert compared([planned("all-reduce", "sx", buffer, mesh=mesh)], parts, mesh, 4).agrees
+
+
 def test_an_axis_over_slices_and_within_has_no_name():
     mesh = {"x": 8, "y": 4}
     parts = [

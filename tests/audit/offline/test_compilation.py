@@ -122,7 +122,7 @@ def test_arguments_that_do_not_fit_are_not_compiled(slice64):
 
 @pytest.mark.parametrize(("name", "fits"), {"tpu-v4:4x4x4": True, "h100:8": False}.items())
 def test_the_compiler_for_tpus_says_what_fits_and_the_one_for_gpus_refuses_nothing(name, fits):
-    chip, shape = read_name(name)
+    chip, shape, _ = read_name(name)
     target = Topology(name, chip, shape, ())
     assert not _overfilled(chip.hbm_bytes, target)
     assert (not _overfilled(chip.hbm_bytes + 1, target)) == fits

@@ -1,7 +1,9 @@
 """Several TPU slices: their names and meshes, and programs compiled for them, which send and take what was planned."""
 
 from importlib import util
+from math import prod
 from statistics import median
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -9,9 +11,11 @@ import pytest
 
 import gspmd
 from gspmd.audit import compile_offline, topology
+from gspmd.audit import slices as slices_of_chip
 from gspmd.audit.hlo import parse
-from gspmd.audit.hlo.slices import of_all_slices, slices_of
+from gspmd.audit.hlo.slices import of_all_slices
 from gspmd.audit.offline.names import read_name
+from gspmd.hardware.chips import slice_of
 from gspmd.hardware.links import over_slices
 
 needs_libtpu = pytest.mark.skipif(util.find_spec("libtpu") is None, reason="libtpu, the TPU compiler, is not installed")
@@ -68,6 +72,18 @@ def test_names_of_slices_that_do_not_exist(name, fact, remedy):
     assert remedy.replace("\\", "") in str(raised.value)
 
 
+def test_a_mesh_without_axes_is_on_one_slice():
+    assert over_slices((), 1) == ()
+    assert over_slices((), 2) is None
+
+
+def test_devices_of_gpus_are_of_no_slice():
+    """JAX numbers their hosts as slices."""
+    assert slice_of(SimpleNamespace(platform="gpu", slice_index=3)) == 0
+    assert slice_of(SimpleNamespace(platform="tpu", slice_index=3)) == 3
+    assert slice_of(jax.devices()[0]) == 0
+
+
 @pytest.mark.parametrize("slices", [1, 2, 3, 4, 6, 8])
 def test_the_parts_of_axes_over_slices_are_those_of_counting(slices):
     """A device's slice is its place over the devices of a slice; each axis either divides the slices or not."""
@@ -75,7 +91,7 @@ def test_the_parts_of_axes_over_slices_are_those_of_counting(slices):
         sizes = tuple(int(size) + 1 for size in sizes)
         parts = over_slices(sizes, slices)
         devices = int(np.prod(sizes))
-        if not parts:
+        if parts is None:
             continue
         assert devices % slices == 0
         owner = np.arange(devices).reshape(sizes) // (devices // slices)
@@ -94,6 +110,14 @@ def test_a_mesh_is_filled_slice_by_slice():
         assert owners == sorted(owners)
     assert slices.rings(slices.mesh({"x": 4, "y": 4, "z": 2})) == {"x": (), "y": (2, 2), "z": (2,)}
     assert slices.rings(slices.mesh({"x": 8, "y": 4})) == {"x": (2,), "y": (2, 2)}
+
+
+@needs_libtpu
+def test_larger_slices_end_where_devices_are_too_many():
+    found = [each.name for each in slices_of_chip("tpu-v5p", 64)]
+    assert found[0] == "tpu-v5p:2x2x1*64"
+    assert max(topology(name).num_devices for name in found[:2]) == 512
+    assert prod(int(size) for size in found[-1].removeprefix("tpu-v5p:").partition("*")[0].split("x")) == 4096
 
 
 @needs_libtpu
@@ -196,16 +220,47 @@ def test_gspmd_ledger_reads_a_program_of_several_slices():
 
 
 @needs_libtpu
-def test_a_mesh_that_is_not_filled_slice_by_slice_cannot_be_read():
+def test_a_mesh_that_is_not_filled_slice_by_slice_is_refused():
     slices = topology("v5e:2x2*2")
     made = slices.mesh({"s": 2, "x": 4})
     mixed = jax.sharding.Mesh(made.devices.T, ("x", "s"), axis_types=made.axis_types)
+    x = jax.ShapeDtypeStruct((8, 8), "float32", sharding=jax.NamedSharding(mixed, jax.P("x")))
+    with jax.set_mesh(mixed), pytest.raises(gspmd.PlanError, match="not filled by one slice after the other"):
+        gspmd.trace(lambda x: gspmd.reshard(x, "E_xF -> EF"), x)
     module = parse("HloModule m, is_scheduled=true, num_partitions=4\n\nENTRY %e (p: f32[4]) -> f32[4] {\n"
                    "  ROOT %p = f32[4]{0} parameter(0)\n}\n")  # fmt: skip
-    assert slices_of(mixed) == 2
     with pytest.raises(gspmd.PlanError, match="not filled by one slice after the other"):
         of_all_slices(module, mixed)
     assert of_all_slices(module, topology("v5e:2x2").mesh({"x": 4})) is module
+
+
+@needs_libtpu
+def test_a_program_lowered_without_compile_offline_is_planned_for_its_slices():
+    """The mesh of `jax.set_mesh` says how many there are, also where jit traces."""
+    slices = topology("v5e:4x4*2")
+    mesh = slices.mesh({"s": 2, "x": 4, "y": 4})
+    x = jax.ShapeDtypeStruct((2048, 4096), "bfloat16", sharding=jax.NamedSharding(mesh, jax.P(("s", "x", "y"))))
+
+    def gather(x):
+        return gspmd.reshard(x, "E_sxyF -> EF", lowering="blocking")
+
+    with jax.set_mesh(mesh):
+        planned = gspmd.trace(gather, x)
+        found = gspmd.ledger(jax.jit(gather).lower(x).compile())
+    assert found.compare(planned).agrees
+    assert found.network_bytes == planned.network_bytes(dict(mesh.shape), slices.chip) > 0
+    assert planned.seconds == pytest.approx(
+        compiled("v5e:4x4*2", {"s": 2, "x": 4, "y": 4}, "E_sxyF -> EF").plan.seconds
+    )
+
+
+@needs_libtpu
+def test_a_transfer_of_a_kind_that_is_not_known():
+    text = RECEIVED_FIRST.replace('"ALL_REDUCE"', '"SOME_REDUCE"')
+    with pytest.raises(gspmd.PlanError, match="the transfer SOME_REDUCE of send is not known"):
+        gspmd.ledger(text, topology("v5e:2x2*2").mesh({"s": 2, "x": 4}))
+    with pytest.raises(gspmd.PlanError, match="the mesh has no device 300000"):
+        gspmd.ledger(RECEIVED_FIRST.replace("{1,2}x", "{1,3}x"), topology("v5e:2x2*2").mesh({"s": 2, "x": 4}))
 
 
 RECEIVED_FIRST = """HloModule m, is_scheduled=true, num_partitions=4
