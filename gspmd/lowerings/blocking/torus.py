@@ -34,7 +34,7 @@ _COLUMN = 32
 
 
 def cut_along(shape: Sequence[int], itemsize: int, dimension: int, axes: int) -> int | None:
-    """Return the dimension along which to cut shards for a gather over several axes; None if there are too few tiles.
+    """Return the dimension along which to cut shards for a gather over several axes; None if they are too small.
 
     Args:
         shape: the shape of a shard, without dimensions of size 1.
@@ -47,6 +47,8 @@ def cut_along(shape: Sequence[int], itemsize: int, dimension: int, axes: int) ->
         (0, 1, None)
     """
     tile = _tile(len(shape), itemsize)
+    if shape[dimension] < tile[dimension]:
+        return None  # Permutes would send the padding of its tiles, too.
     others = (place for place in range(len(shape)) if place != dimension)
     return next((place for place in others if shape[place] // tile[place] >= 2 * axes), None)
 
