@@ -22,7 +22,6 @@ import jax
 import gspmd
 from gspmd.annotate import Spec
 from gspmd.audit import compile_offline, topology
-from gspmd.hardware.links import gathers_round_each_axis
 
 CHIPS = ("tpu-v4:4x4x4", "tpu-v5p:4x4x4", "tpu-v5e:4x4", "tpu-v4:2x2x4", "tpu-v5p:4x4x8", "tpu-v5e:8x8")
 SMALLEST, LARGEST = 20, 31.5
@@ -103,11 +102,10 @@ def compiled(name: str, rng: random.Random) -> Move | None:
     if report.timeline is None:  # It does not fit.
         return None
     steps = ", ".join(step.name for step in plan.steps)
-    gathers = [(step, prod(axes[axis] for axis in step.axes)) for step in plan.steps if step.kind == "all-gather"]
-    each = any(
-        gathers_round_each_axis(step.axes, axes, step.wire_bytes * group / (group - 1), slices.chip)
-        for step, group in gathers
-    )
+    # Such a gather is traced, and compiled, as permutes. Shards of less than a tile stay with the compiler's gather.
+    traced = report.plan.by_kind_and_axes()
+    gathers = [tuple(sorted(step.axes)) for step in plan.steps if step.kind == "all-gather" and len(step.axes) > 1]
+    each = any(("collective-permute", along) in traced for along in gathers)
     return Move(
         name,
         equation,

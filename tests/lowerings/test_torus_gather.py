@@ -102,6 +102,14 @@ def test_products_and_their_gradients(make_mesh, equation):
     np.testing.assert_array_equal(to_w, b.T @ (2 * y))
 
 
+def test_shards_of_less_than_a_tile_stay_with_the_compiler():
+    """Permutes would send the padding, too: 64 of 128 columns, 8 of 16 rows of two-byte numbers."""
+    assert torus.cut_along((32768, 64), 2, 1, 2) is None
+    assert torus.cut_along((32768, 576), 2, 1, 2) == 0
+    assert torus.cut_along((8, 32768), 2, 0, 2) is None
+    assert torus.cut_along((8, 32768), 4, 0, 2) == 1
+
+
 @pytest.mark.skipif(util.find_spec("libtpu") is None, reason="libtpu, the TPU compiler, is not installed")
 @pytest.mark.parametrize(
     ("rows", "mesh", "kinds"),
