@@ -47,7 +47,7 @@ class Row(NamedTuple):
 
 def rows() -> list[Row]:
     """Return all rows, kind by kind."""
-    return [*_training(), *_gpus(), *_measured(), *_palm(), *_v5e(), *_contexts()]
+    return [*_training(), *_gpus(), *_measured(), *_palm(), *_v5e(), *_llama(), *_contexts()]
 
 
 def _training() -> Iterator[Row]:
@@ -100,6 +100,15 @@ def _v5e() -> Iterator[Row]:
         yield Row(
             "decoding, TPU", name, "8 v5e", f"{wanted} tokens/s", f"{found} tokens/s", _number(wanted) / _number(found),
             "palm.md#published-figures-of-tpu-v5e",
+        )  # fmt: skip
+
+
+def _llama() -> Iterator[Row]:
+    for cells in _table("palm.md", "### Llama 3.1 70B in int8 on 16 v5e"):
+        name = f"Llama 3.1 70B, int8, {cells['rows']} rows, {cells['mesh']}"
+        yield Row(
+            "decoding, TPU", name, "16 v5e", cells["published"], cells["`--model.no-stacked`"],
+            float(cells["of published"]), "palm.md#llama-31-70b-in-int8-on-16-v5e",
         )  # fmt: skip
 
 
