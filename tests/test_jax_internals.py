@@ -220,3 +220,20 @@ def test_cudnn_is_assumed_only_where_it_is_not(monkeypatch):
         jax_internals.assume_cudnn(90800)
         jax_internals.assume_cudnn(90900)  # The first time counts.
         assert module.check_cudnn_version() == version
+
+
+def test_the_mesh_in_force_has_its_devices_also_under_jit_and_shard_map():
+    assert jax_internals.concrete_mesh() is None
+    mesh, seen = jax.make_mesh((2, 4), ("x", "y")), []
+
+    def inner(x):
+        seen.append(jax_internals.concrete_mesh())
+        return x
+
+    def outer(x):
+        seen.append(jax_internals.concrete_mesh())
+        return jax.shard_map(inner, in_specs=jax.P("x"), out_specs=jax.P("x"))(x)
+
+    with jax.set_mesh(mesh):
+        jax.make_jaxpr(jax.jit(outer))(jax.ShapeDtypeStruct((8,), "float32"))
+    assert seen == [mesh, mesh]

@@ -18,6 +18,7 @@ from gspmd.audit.hlo.replica_groups import axes_of, shared_node
 from gspmd.audit.hlo.slices import of_all_slices
 from gspmd.audit.ledgers.entries import Entry
 from gspmd.audit.ledgers.ledger import Ledger
+from gspmd.audit.ledgers.slices import whole_permutes
 from gspmd.display.units import mesh_text
 from gspmd.hardware.chips import Chip, chip_of_device
 from gspmd.hardware.links import network_bytes
@@ -68,6 +69,8 @@ def of_module(module: Module, mesh: Mapping[str, int], chip: Chip | None = None)
     entries, flops = reader.read(module.entry, 1)
     notes = tuple(dict.fromkeys(reader.notes))
     slices = 1 if chip is None or chip.is_switch else chip.nodes(mesh)
+    if slices > 1:
+        entries = whole_permutes(entries)
     return Ledger(tuple(entries), flops, dict(mesh), module.name, notes, slices)
 
 

@@ -42,10 +42,9 @@ def by_bytes(
     for (equation, name), named in planned_steps(steps).items():
         for planned in named:
             taken = pool.take(_ways(planned.step, mesh, across), planned.trips, (equation, name))
+            taken = taken or pool.take_hops(planned, (equation, name))
             if taken:
                 first = taken[0]
-                if planned.step.kind == "collective-permute" and first.network_bytes:
-                    pool.drop_rest_of_permute(first)
                 matched.append(
                     replace(
                         first,
@@ -60,6 +59,29 @@ def by_bytes(
                     )
                 )
     return [*matched, *pool.left()]
+
+
+def whole_permutes(entries: Sequence[Entry]) -> list[Entry]:
+    """Return the entries, without what permutes over slices send within them.
+
+    The compiler writes that as a permute of its own. A device sends its piece one way or the other, so the bytes of one
+    device are those of one of the two: of the nearest permute of as many bytes, over the same axes or some of them.
+    """
+    rest: set[int] = set()
+    for number, crossing in enumerate(entries):
+        if crossing.kind != "collective-permute" or not crossing.network_bytes:
+            continue
+        within = [
+            (abs(other - number), other)
+            for other, entry in enumerate(entries)
+            if entry.kind == crossing.kind
+            and other not in rest
+            and (entry.network_bytes, entry.wire_bytes, entry.count) == (0, crossing.wire_bytes, crossing.count)
+            and {*entry.axes} <= {*crossing.axes}
+        ]
+        if within:
+            rest.add(min(within)[1])
+    return [entry for number, entry in enumerate(entries) if number not in rest]
 
 
 class _Pool:
@@ -85,19 +107,19 @@ class _Pool:
                 return [self._part(number, some) for number, some in found]
         return []
 
-    def drop_rest_of_permute(self, crossing: Entry) -> None:
-        """Take what a permute over slices sends within them, which the compiler writes as a permute of its own.
-
-        A device sends its piece one way or the other, so the bytes of one device are those of one of the two.
-        """
-        each = crossing.wire_bytes // crossing.count
-        for (kind, axes, sent), numbers in self._alike.items():
-            if kind == crossing.kind and sent == each and axes <= {*crossing.axes}:
-                for number in numbers:
-                    entry = self._entries[number]
-                    if not entry.step and not entry.network_bytes and self._left[number] >= crossing.count:
-                        self._left[number] -= crossing.count
-                        return
+    def take_hops(self, planned: PlannedStep, name: tuple[str, str]) -> list[Entry]:
+        """Take the permutes of a step that is looped: hops of as many bytes each; nothing if some are missing."""
+        step = planned.step
+        for (kind, axes, each), numbers in self._alike.items():
+            if kind != "collective-permute" or axes != {*step.axes} or not each or step.wire_bytes % each:
+                continue
+            wanted = planned.trips * (step.wire_bytes // each)
+            found = [*self._find((kind, axes, each), wanted, name)] if numbers else []
+            if step.kind == kind and sum(runs for _, runs in found) == wanted:
+                for number, some in found:
+                    self._left[number] -= some
+                return [self._part(number, some) for number, some in found]
+        return []
 
     def left(self) -> list[Entry]:
         """Return the executions that no step took."""

@@ -98,7 +98,7 @@ def read_name(name: str) -> Named:
         fact = "it is not a string"
         raise PlanError(f"there is no topology {shown(name)}: {fact}.\n  Write 'tpu-v4:4x4x4' or 'h100:16x8'.")
     head, _, tail = name.strip().lower().partition(":")
-    tail, times, number = tail.partition("*")
+    tail, times, number = "".join(tail.split()).partition("*")
     chip = _chip(head)
     if chip is None:
         near = suggestion(head, _gpus()) or suggestion(f"tpu-{_plain(head)}", POD_CHIPS) if head else ""

@@ -4,6 +4,7 @@ import pytest
 
 import gspmd
 from gspmd.audit import Entry, Ledger, compare
+from gspmd.audit.ledgers.slices import whole_permutes
 from gspmd.hardware.links import wire_bytes
 from gspmd.planner.steps import Step
 from gspmd.tracing.program_plan import PlannedStep, ProgramPlan
@@ -109,8 +110,18 @@ def test_names_come_first():
     assert gone.equation == "A"
 
 
-@pytest.mark.parametrize("away", [True, False])
-def test_a_permute_over_slices_is_also_one_within(away):
-    """A device sends its piece one way or the other, and only a permute over slices has another part."""
-    parts = [sent("collective-permute", "sx", 2, S, away=away), sent("collective-permute", "x", 2, S)]
-    assert compared([planned("collective-permute", "sx")], parts).agrees == away
+def test_a_permute_over_slices_is_also_one_within():
+    """A device sends its piece one way or the other: the nearest permute of as many bytes is the rest of it."""
+    crossing, rest = (sent("collective-permute", axes, 2, S, away=axes == "sx") for axes in ("sx", "x"))
+    other, smaller = sent("collective-permute", "y", 2, S), sent("collective-permute", "x", 2, S // 2)
+    assert whole_permutes([smaller, crossing, rest, other]) == [smaller, crossing, other]
+    assert whole_permutes([rest, crossing, smaller, rest]) == [crossing, smaller, rest]
+    assert whole_permutes([rest, rest]) == [rest, rest]
+    assert compared([planned("collective-permute", "sx")], whole_permutes([crossing, rest])).agrees
+
+
+def test_hops_of_a_loop_are_one_step():
+    step = planned("collective-permute", "x", 7 * S, trips=2)
+    hops = [sent("collective-permute", "x", 2, S, count=2) for _ in range(7)]
+    assert compared([step], hops).agrees
+    assert not compared([step], hops[1:]).agrees
