@@ -232,7 +232,7 @@ def test_the_mesh_in_force_has_its_devices_also_under_jit_and_shard_map():
 
     def outer(x):
         seen.append(jax_internals.concrete_mesh())
-        return jax.shard_map(inner, in_specs=jax.P("x"), out_specs=jax.P("x"))(x)
+        return jax.shard_map(inner, in_specs=jax.P(), out_specs=jax.P())(x)
 
     with jax.set_mesh(mesh):
         jax.make_jaxpr(jax.jit(outer))(jax.ShapeDtypeStruct((8,), "float32"))
