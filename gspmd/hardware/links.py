@@ -77,7 +77,7 @@ fifty instructions instead of one.
 """
 
 _COPIES: Mapping[int, float] = MappingProxyType({2: 1.0, 3: 1.75})
-"""How often a gather round each of 2 or 3 axes copies its result, part by part, as compiled for v4 and v5p."""
+"""Number of times that a gather round each of 2 or 3 axes copies its result, as compiled for v4 and v5p."""
 
 
 def gathers_round_each_axis(axes: Sequence[str], mesh: Mapping[str, int], buffer: float, chip: Chip) -> bool:

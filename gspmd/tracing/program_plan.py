@@ -88,7 +88,7 @@ class ProgramPlan(Printed):
         return sum(entry.wire_bytes for entry in self.entries)
 
     def network_bytes(self, mesh: Mapping[str, int], chip: Chip) -> int:
-        """Return those of `wire_bytes` that go over the network between nodes of GPUs or TPU slices.
+        """Return the bytes that one device sends over the network between nodes of GPUs or TPU slices.
 
         Args:
             mesh: sizes of the mesh axes.

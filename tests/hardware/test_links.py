@@ -192,7 +192,7 @@ def test_slices_of_a_tpu_are_joined_by_the_data_center_network():
 
 
 def test_bytes_over_the_network():
-    """Of n slices each device sends its part of what a slice lacks; only an exchange sends everything that way."""
+    """A device sends the bytes that its slice does not have, divided among the slice; an exchange sends all of them."""
     row, near = chip("tpu-v5e"), 256
     for slices, kind in product((2, 4, 64), KINDS[:3]):
         group = slices * near

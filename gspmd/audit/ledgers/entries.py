@@ -33,8 +33,8 @@ class Entry:
         arrays: number of arrays of this entry that it moves at once.
         group: number of devices that communicate with each other.
         together: number of arrays that the instruction moves, those of other entries included.
-        network_bytes: those of `wire_bytes` that go over the network between nodes of GPUs or TPU slices, if the
-            ledger knows which devices they have.
+        network_bytes: the part of `wire_bytes` that crosses the network between nodes of GPUs or TPU slices; 0 if the
+            ledger does not know which devices share a node.
     """
 
     kind: str

@@ -53,7 +53,7 @@ class Ledger(Printed):
 
     @property
     def network_bytes(self) -> int:
-        """Those of `wire_bytes` that go over the network between nodes of GPUs or TPU slices."""
+        """Bytes that one device sends over the network between nodes of GPUs or TPU slices."""
         return sum(entry.network_bytes for entry in self.entries)
 
     def by_kind_and_axes(self) -> dict[Key, tuple[int, int]]:

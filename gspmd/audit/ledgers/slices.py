@@ -1,7 +1,7 @@
 """Match the collectives of programs of several TPU slices with planned steps, by their bytes.
 
-libtpu drops the names of most collectives in such programs. And it compiles a step over slices and within them as
-several collectives: one over the network, and others within the slices.
+libtpu drops the names of most collectives in such programs, and compiles a step over slices and within them as several
+collectives: one over the network, and others within the slices.
 """
 
 from collections import defaultdict
@@ -93,32 +93,27 @@ class _Pool:
         self._alike: dict[Part, list[int]] = defaultdict(list)
         for number, entry in enumerate(entries):
             each, rest = divmod(entry.wire_bytes, entry.count)
-            if not rest and entry.arrays == 1:
+            if each and not rest and entry.arrays == 1:
                 self._alike[entry.kind, frozenset(entry.axes), each].append(number)
 
     def take(self, ways: Iterator[Sequence[Part]], count: int, name: tuple[str, str]) -> list[Entry]:
         """Take `count` executions of each part of the first way of which all are there; nothing if there is none."""
         for parts in ways:
             found = [(number, runs) for part in parts for number, runs in self._find(part, count, name)]
-            runs = sum(runs for _, runs in found)
-            if runs == count * len(parts):
-                for number, some in found:
-                    self._left[number] -= some
-                return [self._part(number, some) for number, some in found]
+            if sum(runs for _, runs in found) == count * len(parts):
+                return self._taken(found)
         return []
 
     def take_hops(self, planned: PlannedStep, name: tuple[str, str]) -> list[Entry]:
         """Take the permutes of a step that is looped: hops of as many bytes each; nothing if some are missing."""
         step = planned.step
-        for (kind, axes, each), numbers in self._alike.items():
-            if kind != "collective-permute" or axes != {*step.axes} or not each or step.wire_bytes % each:
+        for kind, axes, each in self._alike:
+            if not step.kind == kind == "collective-permute" or axes != {*step.axes} or step.wire_bytes % each:
                 continue
             wanted = planned.trips * (step.wire_bytes // each)
-            found = [*self._find((kind, axes, each), wanted, name)] if numbers else []
-            if step.kind == kind and sum(runs for _, runs in found) == wanted:
-                for number, some in found:
-                    self._left[number] -= some
-                return [self._part(number, some) for number, some in found]
+            found = [*self._find((kind, axes, each), wanted, name)]
+            if sum(runs for _, runs in found) == wanted:
+                return self._taken(found)
         return []
 
     def left(self) -> list[Entry]:
@@ -132,6 +127,11 @@ class _Pool:
             if runs := min(count, self._left[number]):
                 count -= runs
                 yield number, runs
+
+    def _taken(self, found: Sequence[tuple[int, int]]) -> list[Entry]:
+        for number, runs in found:
+            self._left[number] -= runs
+        return [self._part(number, runs) for number, runs in found]
 
     def _part(self, number: int, runs: int) -> Entry:
         entry = self._entries[number]

@@ -75,7 +75,7 @@ class Report(Printed):
 
     @property
     def network_bytes(self) -> int:
-        """Those of `wire_bytes` that go over the network between nodes of GPUs or TPU slices."""
+        """Bytes that one device sends over the network between nodes of GPUs or TPU slices."""
         return self.ledger.network_bytes if self.ledger else self.plan.network_bytes(self.mesh, self.topology.chip)
 
     @property

@@ -76,6 +76,11 @@ class OverSlices(NamedTuple):
     sizes: list[tuple[int, int]]
 
     @property
+    def parts(self) -> list[CollectivePart]:
+        """All parts in the order of a reduce-scatter: the network carries the least bytes, last."""
+        return [*self.inside, *([self.between] if self.between else [])]
+
+    @property
     def in_order(self) -> bool:
         """Whether the axes over slices are the minor ones, so that pieces arrive in order."""
         away = [number for number, (outer, _) in enumerate(self.sizes) if outer > 1]
@@ -98,7 +103,7 @@ def all_gather(x: jax.Array, axes: tuple[str, ...], dimension: int, mesh: Mappin
     if over is None:
         return _gather(x, _parts(axes, mesh, limit, whole), dimension)
     if over.between is None or over.in_order:
-        return _gather(x, [*over.inside, *([over.between] if over.between else [])], dimension)
+        return _gather(x, over.parts, dimension)
     names, _, groups = over.between
     pieces = lax.all_gather(x, names, axis=0, tiled=False, axis_index_groups=groups)
     pieces = _gather(pieces, over.inside, dimension + 1)
@@ -122,7 +127,7 @@ def reduce_scatter(x: jax.Array, axes: tuple[str, ...], dimension: int, mesh: Ma
     if over is None:
         return _scatter_in_parts(x, _parts(axes, mesh, limit, x.nbytes), dimension)
     if over.between is None or over.in_order:
-        return _scatter_in_parts(x, [*over.inside, *([over.between] if over.between else [])], dimension)
+        return _scatter_in_parts(x, over.parts, dimension)
     names, slices, groups = over.between
     before, after = x.shape[:dimension], x.shape[dimension + 1 :]
     pieces = x.reshape(*before, *(size for pair in over.sizes for size in pair), -1, *after)

@@ -101,7 +101,7 @@ def test_executions_are_divided_among_steps():
 
 
 def test_names_come_first():
-    """What has the name of a step is not given to another that sends as much."""
+    """A collective with the name of a step is not given to another step that sends as much."""
     steps = [planned("all-gather", "x", of="A"), planned("all-gather", "x", of="B")]
     runs = [sent("all-gather", "x", 4, S, of="B", step="step0.all-gather.x"), sent("all-gather", "x", 4, S)]
     found = compared(steps, runs)

@@ -36,11 +36,8 @@ def compiled(name: str, axes: dict[str, int], equation: str):
         )
         for spec in specs
     ]
-    run = gspmd.einsum if len(given) > 1 else lambda x, equation=equation: gspmd.reshard(x, equation)
     with gspmd.lowering("blocking"):
-        if len(given) > 1:
-            return compile_offline(lambda *given: run(equation, *given), *given, topology=slices)
-        return compile_offline(run, *given, topology=slices)
+        return compile_offline(lambda *given: gspmd.einsum(equation, *given), *given, topology=slices)
 
 
 # -- names and meshes --------------------------------------------------------------------------------------------------
