@@ -67,7 +67,7 @@ def test_an_all_reduce_is_three_collectives():
 @pytest.mark.parametrize("odd", [1, 3, 32769])
 def test_bytes_that_do_not_divide(odd):
     """`wire_bytes` rounds down: a buffer of 32 odd numbers of bytes over 64 devices."""
-    mesh, buffer = {"s": 4, "x": 16}, 32 * odd * 16
+    mesh, buffer = {"s": 4, "x": 16}, 32 * odd
     parts = [
         sent("reduce-scatter", "x", 16, buffer),
         sent("all-reduce", "s", 4, buffer // 16, away=True),

@@ -302,14 +302,20 @@ ENTRY %e (p: f32[1024]) -> f32[1024] {
 
 
 @needs_libtpu
-@pytest.mark.parametrize("first", ["recv", "send"])
+@pytest.mark.parametrize("first", ["recv", "send", "send, and the recv goes through a tuple"])
 def test_a_transfer_lasts_from_its_send_until_what_arrives_is_waited_for(first):
     """Either may come first in the schedule; waiting for the end of the send waits for nothing."""
     from gspmd.audit.simulation.simulator import timeline
 
     lines = RECEIVED_FIRST.splitlines()
-    if first == "send":
-        lines[6:7], lines[7:8] = lines[7:8], lines[6:7]
+    if first != "recv":
+        lines[5], lines[6] = lines[6], lines[5]
+    if "tuple" in first:  # as a loop passes it on to its next iteration
+        kind = "(f32[1024]{0}, u32[], token[])"
+        done = next(number for number, line in enumerate(lines) if "recv-done" in line)
+        lines[done] = lines[done].replace("recv-done(%recv)", "recv-done(%g)")
+        carried = [f"  %tp = ({kind}) tuple(%recv)", f"  %g = {kind} get-tuple-element(%tp), index=0"]
+        lines[done:done] = carried
     slices = topology("v5e:2x2*2")
     mesh = slices.mesh({"s": 2, "x": 4})
     module = of_all_slices(parse("\n".join(lines)), mesh)
