@@ -481,7 +481,7 @@ def test_no_preset_is_better_than_what_was_found():
         assert each.answer.seconds >= finding.answer.seconds
 
 
-@pytest.mark.parametrize(("phase", "lowering"), [("train", "blocking"), ("prefill", "auto"), ("decode", "auto")])
+@pytest.mark.parametrize(("phase", "lowering"), [("train", "blocking"), ("prefill", "auto"), ("decode", "blocking")])
 def test_the_file_asks_for_the_lowering_that_suits_the_phase(tmp_path, phase, lowering):
     of = candidate(phase=phase)
     assert loaded(written(of, of.solve()), tmp_path).lowering == lowering

@@ -42,18 +42,41 @@ def reordered(module: Module, body: Computation) -> list[Instruction]:
     """
     if not body.parameters:
         return []
-    kept = _unchanged(body)
-    whole: set[str] = set()
-    found = []
+    whole = _whole(body)
+    alone = (each for each in body.instructions if len(each.operands) == 1 and each.operands[0] in whole)
+    return [each for each in alone if _reorders(module, each)]
+
+
+def cut_out(module: Module, body: Computation) -> list[Instruction]:
+    """Return the instructions of a loop's body that copy a part of an array that no iteration changes, in main memory.
+
+    In a loop over layers these are the weights of one layer, copied out of their stack. Most products read them where
+    they are. A kernel, such as that of `jax.lax.ragged_dot`, needs an array of its own.
+
+    Args:
+        module: the program.
+        body: the computation that a `while` runs.
+    """
+    if not body.parameters:
+        return []
+    whole = _whole(body)
+
+    def is_part(instruction: Instruction) -> bool:
+        return any(whole.get(name, 0) > instruction.arrays[0].size for name in instruction.operands)
+
+    return [each for each in body.instructions if is_part(each) and _cuts(module, each)]
+
+
+def _whole(body: Computation) -> dict[str, int]:
+    """Return the names, in a loop's body, of the arrays that no iteration changes, and their numbers of elements."""
+    kept, found = _unchanged(body), dict[str, int]()
     for each in body.instructions:
         source = each.operands[0] if each.operands else ""
         if each.opcode == "get-tuple-element":
             if source == body.parameters[0].name and int(each.attribute("index")) in kept:
-                whole.add(each.name)
-        elif source in whole and each.opcode in ("bitcast", "reshape"):
-            whole.add(each.name)
-        elif source in whole and len(each.operands) == 1 and _reorders(module, each):
-            found.append(each)
+                found[each.name] = each.arrays[0].size
+        elif source in found and each.opcode in ("bitcast", "reshape"):
+            found[each.name] = each.arrays[0].size
     return found
 
 
@@ -79,6 +102,18 @@ def _reorders(module: Module, instruction: Instruction) -> bool:
             each.opcode in _REORDERS for each in fused
         )
     return instruction.opcode in ("copy", "transpose")
+
+
+def _cuts(module: Module, instruction: Instruction) -> bool:
+    """Return whether the result is a part of an operand, in main memory, and nothing is computed."""
+    if re.search(r"S\(\d+\)", instruction.type):
+        return False
+    if instruction.opcode == "fusion":
+        fused = module.computations[instruction.called[0]].instructions
+        arrays = [each for each in fused if each.arrays[0].size > 1 and each.opcode != "parameter"]  # not where it begins
+        slices = [each for each in arrays if each.opcode == "dynamic-slice"]
+        return len(slices) == 1 and all(each.opcode in _REORDERS for each in arrays if each not in slices)
+    return instruction.opcode == "dynamic-slice"
 
 
 def _counted(module: Module, computation: Computation, loop: Instruction) -> int | None:

@@ -6,7 +6,7 @@ from math import prod
 from typing import NamedTuple
 
 from gspmd.audit.hlo.collectives import Collective, collective
-from gspmd.audit.hlo.loops import reordered, trips
+from gspmd.audit.hlo.loops import cut_out, reordered, trips
 from gspmd.audit.hlo.module import Computation, Instruction, Module
 from gspmd.audit.hlo.origin import origin
 from gspmd.audit.hlo.replica_groups import touched_by
@@ -27,7 +27,7 @@ _OVERFLOW_NOTE = (
 
 
 class CopiedInLoop(NamedTuple):
-    """A copy, in every iteration, of an array that no iteration changes: its instruction, and what it costs a run."""
+    """A copy, in every iteration, of an array that no iteration changes, or of a part of it, and what it costs a run."""
 
     instruction: Instruction
     times: int
@@ -43,6 +43,7 @@ class Interpreter:
         self.machine = Machine()
         self.notes: list[str] = []
         self.copied_in_loops: dict[str, CopiedInLoop] = {}
+        self.cut_in_loops: dict[str, CopiedInLoop] = {}
         self._launched: dict[str, frozenset[str]] = {}
         self._trips = 1  # of all loops around the instruction that runs
 
@@ -152,9 +153,10 @@ class Interpreter:
             self.notes.append(f"the trips of loop {loop.name} depend on computed values; it is counted once")
         body, condition = (self.module.computations[loop.attribute(n).lstrip("%")] for n in ("body", "condition"))
         outside, self._trips = self._trips, self._trips * runs
-        for each in reordered(self.module, body) if runs > 1 else ():
-            seconds = self._trips * cost(self.module, body, each, self.chip).seconds
-            self.copied_in_loops[each.name] = CopiedInLoop(each, self._trips, seconds)
+        for found, copies in ((reordered, self.copied_in_loops), (cut_out, self.cut_in_loops)):
+            for each in found(self.module, body) if runs > 1 else ():
+                seconds = self._trips * cost(self.module, body, each, self.chip).seconds
+                copies[each.name] = CopiedInLoop(each, self._trips, seconds)
         left, waits = runs, self.chip.launch_seconds > 0 and trips(self.module, computation, loop) is None
         while left:
             sums, recorded, before = self.machine.sums.copy(), len(self.machine.spans), self.machine.transfer_state()

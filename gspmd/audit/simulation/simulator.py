@@ -16,6 +16,9 @@ from gspmd.hardware.chips import chip as chip_named
 NOTABLE = 0.02
 """The share of a step from which a copy inside a loop is named."""
 
+NOTABLE_SLICES = 0.1
+"""The share of a step from which the slices that loops copy out of stacks are named."""
+
 _MODELLED = "times are modelled: products of cuBLAS, other kernels by their bytes, launches, collectives of NCCL"
 
 
@@ -107,7 +110,7 @@ def timeline(
         mesh,
         module.name,
         tuple(dict.fromkeys([*modelled, *interpreter.notes])),
-        tuple(_copied_in_loops(interpreter)),
+        (*_copied_in_loops(interpreter), *_cut_in_loops(interpreter)),
         sums["launch"],
     )
 
@@ -121,6 +124,21 @@ def _copied_in_loops(interpreter: Interpreter) -> list[str]:
         "looped cuts it, lowering blocking makes no such copy"
         for each in interpreter.copied_in_loops.values()
         if each.seconds > NOTABLE * elapsed
+    ]
+
+
+def _cut_in_loops(interpreter: Interpreter) -> list[str]:
+    """Return a line about the slices that loops copy out of stacks, if they take more than `NOTABLE_SLICES`."""
+    elapsed = interpreter.machine.elapsed
+    every = sorted(interpreter.cut_in_loops.values(), key=lambda each: -each.seconds)
+    together = sum(each.seconds for each in every)
+    if together <= NOTABLE_SLICES * elapsed:
+        return []
+    first, others = every[0], f", and {len(every) - 1} more do the like" * (len(every) > 1)
+    return [
+        f"{first.instruction.name} copies {first.instruction.arrays[0]} out of a stack in each of {first.times} "
+        f"iterations{others}: {amount_of_seconds(together)} of {amount_of_seconds(elapsed)}. Blocks with weights of "
+        "their own need no such copy: in serving --model.no-stacked, or gspmd generate --unstacked"
     ]
 
 

@@ -60,7 +60,7 @@ class Timeline(Printed):
         name: the name of the program.
         notes: the parts that could not be counted.
         warnings: the parts that cost more than they need to, each with a remedy: a loop whose every iteration copies an
-            array that none changes.
+            array that none changes, or large parts of one.
         launch_seconds: seconds of `compute_seconds` in which a GPU waits for its host to launch the next kernel.
     """
 

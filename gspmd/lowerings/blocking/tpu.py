@@ -261,15 +261,26 @@ def _groups(places: int, parts: int, stride: int) -> list[list[int]]:
 def all_to_all(
     x: jax.Array, axes: tuple[str, ...], split: int, concat: int, mesh: Mapping[str, int], dims: tuple[str, ...] = ()
 ) -> jax.Array:
-    """Exchange whole rows over mesh axes, tiled. The parts for the devices are along one dimension.
+    """Exchange parts of a dimension over mesh axes, tiled.
 
-    For slots, whose dimensions are GXCE, the order in memory on either side is known.
+    Parts are brought along a dimension of their own, and exchanged by rows. For the last dimension the compiler does so
+    by itself if its parts are not whole lanes, or if it is where the parts arrive. Otherwise libtpu 0.0.42 reorders
+    bfloat16 [4, 8, 8192] in 107 µs on a v5e, and these pieces in 8.
+
+    For slots, whose dimensions are GXCE, the order in memory on either side is known. A matrix in disguise, such as the
+    residual of a decoding step, whose length is 1, is exchanged as a matrix.
     """
     if dims == tuple("GXCE") and {split, concat} == {0, 1}:
         return slots_to_all(x, axes, split, mesh)
-    if x.ndim - 1 in (split, concat):
-        return lax.all_to_all(x, axes, split_axis=split, concat_axis=concat, tiled=True)
+    wide = [place for place, size in enumerate(x.shape) if size > 1 or place in (split, concat)]
+    if len(wide) == 2 < x.ndim:
+        rows = x.reshape([x.shape[place] for place in wide])
+        rows = all_to_all(rows, axes, wide.index(split), wide.index(concat), mesh)
+        return jnp.expand_dims(rows, [place for place in range(x.ndim) if place not in wide])
     parts = prod(mesh[axis] for axis in axes)
+    last = x.ndim - 1
+    if concat == last or (split == last and x.shape[last] // parts % LANES):
+        return lax.all_to_all(x, axes, split_axis=split, concat_axis=concat, tiled=True)
     pieces = jnp.moveaxis(x.reshape(*x.shape[:split], parts, -1, *x.shape[split + 1 :]), split, 0)
     pieces = jnp.moveaxis(_exchanged(pieces, axes), 0, concat)
     return pieces.reshape(*pieces.shape[:concat], -1, *pieces.shape[concat + 2 :])

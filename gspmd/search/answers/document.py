@@ -150,11 +150,12 @@ def of_lines(
 def lowering_of(case: Case) -> str:
     """Return the lowering that a layout sets if no compiler has compared any.
 
-    In serving it is `auto`, which loops a product if the predicted gain is above the model's error. Compiled,
+    For prompts it is `auto`, which loops a product if the predicted gain is above the model's error. Compiled,
     PaLM 540B's prompts on 16 TPU v5p take 7.12 s this way, and 7.63 s under `blocking`. The model covers forward passes
-    only; training was slower with it.
+    only; training was slower with it. So was decoding: its products have few rows, and the loops of a step of Qwen2 72B
+    with 64 rows on 16 TPU v5e cut weights into pieces that they first copy, 75.9 ms instead of 46.1.
     """
-    return PRICED if case.trains else "auto"
+    return "auto" if case.phase in ("prefill", "encode") else PRICED
 
 
 def _named(line: LayoutLine) -> str:

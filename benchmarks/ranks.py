@@ -1,0 +1,164 @@
+"""Compare planned with compiled seconds over all presets, and the layout that `gspmd search` finds without compiling.
+
+    python benchmarks/ranks.py --folder ranked --write docs/accuracy.md    # about an hour
+    python benchmarks/ranks.py --folder ranked --step qwen-decode
+
+For each step `gspmd search` prices every preset and writes the layout that it finds; then `gspmd compile` compiles all
+of them, each on the mesh, with the remat and in the microbatches that the search gave it. The table says how the plan
+ranks the presets (Kendall's rank correlation of planned and compiled seconds), by how much a planned second is off, and
+what the layout found takes, compiled, beside the best preset. The figures of each program are kept in the folder, and
+not measured again. Needs the compiler for TPUs, but no TPU.
+"""
+
+import argparse
+import json
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from itertools import combinations
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from page import write_between
+
+from gspmd.display.units import amount_of_seconds
+
+QWEN = "--config llama-3.1-70b --model.feed-forward 29568 --model.vocabulary 152064 --model.qkv-bias"
+"""Qwen2 72B, but for the base of its rotary embedding."""
+
+STEPS = {
+    "qwen-decode": f"{QWEN} --topology tpu-v5e:4x4 --phase decode --batch 64 --length 2048",
+    "llama-8b-prefill": "--config llama-3.1-8b --topology tpu-v6e:2x4 --phase prefill --batch 16 --length 2048",
+    "palm-62b-decode": "--config palm-62b --topology tpu-v4:2x2x4 --phase decode --batch 256 --length 2048",
+    "mixtral-decode": "--config mixtral-8x7b --topology tpu-v5e:4x4 --phase decode --batch 256 --length 2048",
+    "palm-540b-prefill": "--config palm-540b --topology tpu-v4:4x4x4 --phase prefill --batch 64 --length 2048",
+    "llama-8b": "--config llama-3.1-8b --topology tpu-v6e:4x4 --batch 64 --length 8192",
+    "llama-70b": "--config llama-2-70b --topology tpu-v5p:4x4x4 --batch 256 --length 4096",
+    "gpt-3": "--config gpt-3 --topology tpu-v4:4x8x8 --batch 512 --length 2048",
+    "palm-62b": "--config palm-62b --topology tpu-v5e:16x16 --batch 512 --length 2048",
+    "mixtral": "--config mixtral-8x7b --topology tpu-v5p:4x4x4 --batch 512 --length 4096",
+}
+"""Flags of `gspmd search`: five steps of serving and five of training."""
+FOUND = "found"
+MARKS = "<!-- ranks: python benchmarks/ranks.py -->", "<!-- end of ranks -->"
+
+
+def main() -> None:
+    """Search and compile the chosen steps, print the table, and write it into the page."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--step", choices=STEPS, nargs="+", default=list(STEPS), help="default: all")
+    parser.add_argument("--folder", type=Path, required=True, help="where figures are kept, and taken from")
+    parser.add_argument("--write", type=Path, help="replace the table in a page")
+    parser.add_argument("--at-once", type=int, default=2, help="the number of programs that are compiled at a time")
+    given = parser.parse_args()
+    given.folder.mkdir(parents=True, exist_ok=True)
+    found = {}
+    for name in given.step:
+        found[name] = compared(name, given.folder, given.at_once)
+        print(f"{name}: {STEPS[name]}")
+        for each in sorted(found[name], key=lambda each: each["compiled"] or float("inf")):
+            print(f"  {line(each)}", flush=True)
+    table = "\n".join(rows(found))
+    print(table)
+    if given.write:
+        write_between(given.write, MARKS, table)
+
+
+def line(program: Mapping[str, Any]) -> str:
+    """Return a line of text about a program."""
+    compiled = program["compiled"]
+    off = f"{program['planned'] / compiled:.2f}" if compiled else ""
+    shown = amount_of_seconds(compiled) if compiled else "does not fit"
+    return f"{program['name']:38s} planned {amount_of_seconds(program['planned']):>9s}, compiled {shown:>9s}  {off}"
+
+
+def compared(step: str, folder: Path, at_once: int) -> list[dict[str, Any]]:
+    """Return the planned and the compiled seconds of each preset, and of the layout found."""
+    layout, figures = folder / f"{step}.toml", folder / f"{step}.json"
+    if not figures.exists():
+        part = figures.with_suffix(".part")
+        subprocess.run(
+            [sys.executable, "-m", "gspmd", "search", *shlex.split(STEPS[step]), "--out", layout, "--json", part],
+            check=True,
+            stdout=subprocess.DEVNULL,
+        )
+        part.rename(figures)
+    searched = json.loads(figures.read_text())
+    presets = [each for each in searched["presets"] if each["fits"] and each["seconds"]]
+    programs = [
+        *({**each, "layout": each["name"], "lowering": "blocking"} for each in presets),
+        {**searched, "name": FOUND, "layout": str(layout), "lowering": None},
+    ]
+    with ThreadPoolExecutor(at_once) as pool:
+        return [*pool.map(lambda each: _compiled(step, each, folder), programs)]
+
+
+def _compiled(step: str, program: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """Return a program's figures; compile it if they are not in the folder."""
+    kept = folder / f"{step}-{program['name']}.json"
+    if not kept.exists():
+        flags = ["--layout", program["layout"], "--mesh", ",".join(f"{k}={n}" for k, n in program["mesh"].items())]
+        if program["lowering"]:
+            flags += ["--lowering", program["lowering"]]
+        if program["remat"]:
+            flags += ["--model.remat", program["remat"], "--microbatches", str(program["microbatches"])]
+        part = kept.with_suffix(".part")
+        command = [sys.executable, "-m", "gspmd", "compile", *shlex.split(_with_phase(STEPS[step])), *flags]
+        done = subprocess.run([*command, "--json", part], capture_output=True, text=True)
+        if done.returncode not in (0, 1):
+            raise SystemExit(f"{shlex.join(map(str, command))}\n{done.stderr}")
+        part.rename(kept)
+    report = json.loads(kept.read_text())
+    return {
+        "name": program["name"],
+        "planned": program["seconds"],
+        "planned_bytes": program["bytes"],
+        "compiled": report["step_seconds"],
+        "compiled_bytes": report["bytes_per_device"],
+        "mesh": program["mesh"],
+    }
+
+
+def _with_phase(flags: str) -> str:
+    return flags if "--phase" in flags else f"{flags} --phase train"
+
+
+def kendall(pairs: list[tuple[float, float]]) -> float:
+    """Return Kendall's rank correlation (tau-b) of two quantities; equal ones are neither in order nor out of it."""
+    agree = apart = ties = others = 0
+    for (a, b), (c, d) in combinations(pairs, 2):
+        one, two = (a > c) - (a < c), (b > d) - (b < d)
+        agree += one * two
+        apart += 1
+        ties += not one
+        others += not two
+    return agree / ((apart - ties) * (apart - others)) ** 0.5
+
+
+def rows(found: Mapping[str, list[dict[str, Any]]]) -> Iterator[str]:
+    """Yield the table."""
+    yield "| step | presets | rank correlation | planned / compiled | found, compiled | best preset | ratio |"
+    yield f"|:--|{'--:|' * 6}"
+    for step, programs in found.items():
+        presets = [each for each in programs if each["name"] != FOUND and each["compiled"]]
+        ours = next(each for each in programs if each["name"] == FOUND)
+        best = min(presets, key=lambda each: each["compiled"])
+        ratios = sorted(each["planned"] / each["compiled"] for each in presets)
+        tau = kendall([(each["planned"], each["compiled"]) for each in presets])
+        cells = [
+            step,
+            str(len(presets)),
+            f"{tau:.2f}",
+            f"{ratios[0]:.2f} to {ratios[-1]:.2f}, median {median(ratios):.2f}",
+            amount_of_seconds(ours["compiled"]) if ours["compiled"] else "does not fit",
+            f"{amount_of_seconds(best['compiled'])}, {best['name']}",
+            f"**{ours['compiled'] / best['compiled']:.3f}**" if ours["compiled"] else "",
+        ]
+        yield f"| {' | '.join(cells)} |"
+
+
+if __name__ == "__main__":
+    main()
