@@ -72,7 +72,8 @@ def line(program: Mapping[str, Any]) -> str:
     compiled = program["compiled"]
     off = f"{program['planned'] / compiled:.2f}" if compiled else ""
     shown = amount_of_seconds(compiled) if compiled else "does not fit"
-    return f"{program['name']:38s} planned {amount_of_seconds(program['planned']):>9s}, compiled {shown:>9s}  {off}"
+    names = ", ".join(program["same"]) or program["name"]
+    return f"{names:38s} planned {amount_of_seconds(program['planned']):>9s}, compiled {shown:>9s}  {off}"
 
 
 def compared(step: str, folder: Path, at_once: int) -> list[dict[str, Any]]:
@@ -87,10 +88,15 @@ def compared(step: str, folder: Path, at_once: int) -> list[dict[str, Any]]:
         )
         part.rename(figures)
     searched = json.loads(figures.read_text())
-    presets = [each for each in searched["presets"] if each["fits"] and each["seconds"]]
+    presets: dict[tuple, dict[str, Any]] = {}
+    for each in searched["presets"]:
+        if each["fits"] and each["seconds"]:
+            # On this mesh several presets may be one layout: equal in seconds and bytes, to all digits.
+            same = presets.setdefault((each["seconds"], each["bytes"]), {**each, "same": []})
+            same["same"].append(each["name"])
     programs = [
-        *({**each, "layout": each["name"], "lowering": "blocking"} for each in presets),
-        {**searched, "name": FOUND, "layout": str(layout), "lowering": None},
+        *({**each, "layout": each["name"], "lowering": "blocking"} for each in presets.values()),
+        {**searched, "name": FOUND, "layout": str(layout), "lowering": None, "same": []},
     ]
     with ThreadPoolExecutor(at_once) as pool:
         return [*pool.map(lambda each: _compiled(step, each, folder), programs)]
@@ -98,9 +104,10 @@ def compared(step: str, folder: Path, at_once: int) -> list[dict[str, Any]]:
 
 def _compiled(step: str, program: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """Return a program's figures; compile it if they are not in the folder."""
-    kept = folder / f"{step}-{program['name']}.json"
+    mesh = ",".join(f"{axis}={size}" for axis, size in program["mesh"].items())
+    kept = folder / f"{step}-{program['name']}-{mesh}-{program['remat']}-{program['microbatches']}.json"
     if not kept.exists():
-        flags = ["--layout", program["layout"], "--mesh", ",".join(f"{k}={n}" for k, n in program["mesh"].items())]
+        flags = ["--layout", program["layout"], "--mesh", mesh]
         if program["lowering"]:
             flags += ["--lowering", program["lowering"]]
         if program["remat"]:
@@ -114,6 +121,7 @@ def _compiled(step: str, program: Mapping[str, Any], folder: Path) -> dict[str, 
     report = json.loads(kept.read_text())
     return {
         "name": program["name"],
+        "same": program["same"],
         "planned": program["seconds"],
         "planned_bytes": program["bytes"],
         "compiled": report["step_seconds"],
@@ -140,7 +148,7 @@ def kendall(pairs: list[tuple[float, float]]) -> float:
 
 def rows(found: Mapping[str, list[dict[str, Any]]]) -> Iterator[str]:
     """Yield the table."""
-    yield "| step | presets | rank correlation | planned / compiled | found, compiled | best preset | ratio |"
+    yield "| step | programs of presets | rank correlation | planned / compiled | found, compiled | best preset | ratio |"
     yield f"|:--|{'--:|' * 6}"
     for step, programs in found.items():
         presets = [each for each in programs if each["name"] != FOUND and each["compiled"]]

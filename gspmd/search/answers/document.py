@@ -118,7 +118,7 @@ def document(
     """
     case = candidate.phase.case
     lines = candidate.phase.lines(answer.picks)
-    return of_lines(lines, case, header, said, lowering or lowering_of(case))
+    return of_lines(lines, case, header, said, lowering or lowering_of(candidate.phase.phase))
 
 
 def of_lines(
@@ -147,7 +147,7 @@ def of_lines(
     )
 
 
-def lowering_of(case: Case) -> str:
+def lowering_of(phase: str) -> str:
     """Return the lowering that a layout sets if no compiler has compared any.
 
     For prompts it is `auto`, which loops a product if the predicted gain is above the model's error. Compiled,
@@ -155,7 +155,7 @@ def lowering_of(case: Case) -> str:
     only; training was slower with it. So was decoding: its products have few rows, and the loops of a step of Qwen2 72B
     with 64 rows on 16 TPU v5e cut weights into pieces that they first copy, 75.9 ms instead of 46.1.
     """
-    return "auto" if case.phase in ("prefill", "encode") else PRICED
+    return "auto" if phase == "prefill" else PRICED
 
 
 def _named(line: LayoutLine) -> str:
