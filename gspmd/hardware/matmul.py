@@ -177,31 +177,32 @@ def kernel_seconds(flops: float, moved: float, chip: Chip) -> float:
 def local_einsum_seconds(
     sizes: Mapping[str, int], operands: Sequence[tuple[Sequence[str], int]], dtype: str, chip: Chip
 ) -> float:
-    """Seconds of the local einsum of a step: on a TPU the roofline, on a GPU those of cuBLAS, or of another kernel.
+    """Seconds of the local einsum of a step: of its product as measured, or of another kernel by its bytes.
 
     Args:
         sizes: dimension -> its size on one device.
         operands: the dimensions and the bytes per element of one or two operands, and last of the result.
         dtype: decides the speed of the product.
-        chip: the hardware.
+        chip: the hardware. Without a row in matmul.toml, products take the roofline.
 
     Example:
         >>> from gspmd.hardware.chips import chip
         >>> arrays = [("BE", 2), ("EF", 2), ("BF", 2)]
         >>> for size in (8, 8192):
         ...     sizes = {"B": size, "E": 8192, "F": 8192}
-        ...     print(f"{1e6 * local_einsum_seconds(sizes, arrays, 'bfloat16', chip('h200')):.0f} µs")
-        35 µs
-        1510 µs
+        ...     seconds = [local_einsum_seconds(sizes, arrays, "bfloat16", chip(name)) for name in ("h200", "tpu-v5e")]
+        ...     print(", ".join(f"{1e6 * each:.0f} µs" for each in seconds))
+        35 µs, 223 µs
+        1510 µs, 5626 µs
     """
     *given, made = (set(dims) for dims, _ in operands)
     *read, written = (width * prod(sizes[dim] for dim in dims) for dims, width in operands)
     summed = set().union(*given) - made
     flops = prod(sizes.values()) * (2 if summed else 1) if len(given) == 2 else 0
-    if not chip.is_switch:
-        return einsum_seconds(flops, sum(read) + written, dtype, chip)
     if len(given) == 1 or not summed:
-        return kernel_seconds(flops, sum(read) + written, chip)
+        if chip.is_switch:
+            return kernel_seconds(flops, sum(read) + written, chip)
+        return einsum_seconds(flops, sum(read) + written, dtype, chip)
     parts = given[0] & given[1] & made, (given[0] - given[1]) & made, summed, (given[1] - given[0]) & made
     batch, left, contracted, right = (prod(sizes[dim] for dim in part) for part in parts)
     return seconds_with_traffic((batch, left, contracted, right), Traffic(sum(read), written), dtype, chip)

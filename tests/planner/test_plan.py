@@ -270,9 +270,9 @@ def test_what_plans_are_made_of_can_be_pickled_and_copied(thing):
 
 def test_reprs_are_short():
     plan = _plan("BLE_xyz, E_xF_yz -> BLF_yzx")
-    assert repr(plan) == "<Plan 'BLE_xyz, E_xF_yz -> BLF_yzx' 7.96 MB sent, 174 µs>"
+    assert repr(plan) == "<Plan 'BLE_xyz, E_xF_yz -> BLF_yzx' 7.96 MB sent, 203 µs>"
     assert repr(plan.steps[0]) == "<Step all-gather yz: BLE_xyz -> BLE_x, 4.42 MB, 53.2 µs>"
-    einsum = "<Step einsum: BLE_x · E_xF_yz -> BLF_yz partialsum-x, 21.7 GFLOP, 79.1 µs>"
+    einsum = "<Step einsum: BLE_x · E_xF_yz -> BLF_yz partialsum-x, 21.7 GFLOP, 109 µs>"
     assert repr(plan.steps[1]) == einsum
     assert repr(plan.routine) == "<Routine all-gather yz, einsum, reduce-scatter x>"
 
