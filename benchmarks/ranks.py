@@ -148,7 +148,7 @@ def kendall(pairs: list[tuple[float, float]]) -> float:
 
 def rows(found: Mapping[str, list[dict[str, Any]]]) -> Iterator[str]:
     """Yield the table."""
-    yield "| step | programs of presets | rank correlation | planned / compiled | found, compiled | best preset | ratio |"
+    yield "| step | programs | rank correlation | planned / compiled | found | best preset | found / preset |"
     yield f"|:--|{'--:|' * 6}"
     for step, programs in found.items():
         presets = [each for each in programs if each["name"] != FOUND and each["compiled"]]

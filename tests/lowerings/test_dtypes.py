@@ -159,8 +159,9 @@ def test_a_product_with_int8_is_priced_as_its_chip_does_it():
     """At the speed of bfloat16, reading one byte of every weight."""
     small, large = ({"B": batch, "E": 8192, "F": 8192} for batch in (1, 8192))
     cost = lambda sizes, *dtypes: gspmd.plan("BE, EF -> BF", sizes, {"x": 1}, dtypes).seconds  # noqa: E731
-    assert cost(large, "bfloat16", "int8") == cost(large, "bfloat16", "bfloat16")
-    assert cost(small, "bfloat16", "int8") < 0.51 * cost(small, "bfloat16", "bfloat16")
+    wide = cost(large, "bfloat16", "bfloat16")
+    assert 0.99 * wide < cost(large, "bfloat16", "int8") < wide
+    assert cost(small, "bfloat16", "int8") < 0.55 * cost(small, "bfloat16", "bfloat16")
 
 
 # -- 64 bits ----------------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import pytest
 import gspmd
 from gspmd.annotate import PlanError
 from gspmd.hardware.chips import CHIPS
+from gspmd.hardware.matmul import EFFICIENCIES
 from gspmd.layouts import Layout
 from gspmd.moe import MoEConfig
 from gspmd.search import Search
@@ -117,7 +118,8 @@ def test_reading_weights_and_cache_decides_what_a_step_of_decoding_costs():
     problem = found.problem()
     picks = dict.fromkeys(found.choices, 0)
     read = problem.bytes_of(picks) / CHIP.hbm_bandwidth
-    assert 0.95 * read < problem.cost(picks) < 1.1 * read
+    # Products of one row read their weights at less than the full bandwidth, and each takes some time to begin.
+    assert read < problem.cost(picks) < 1.2 * read / EFFICIENCIES[CHIP.name].read_efficiency
 
 
 @pytest.mark.slow

@@ -110,7 +110,9 @@ def _cuts(module: Module, instruction: Instruction) -> bool:
         return False
     if instruction.opcode == "fusion":
         fused = module.computations[instruction.called[0]].instructions
-        arrays = [each for each in fused if each.arrays[0].size > 1 and each.opcode != "parameter"]  # not where it begins
+        arrays = [
+            each for each in fused if each.arrays[0].size > 1 and each.opcode != "parameter"
+        ]  # not where it begins
         slices = [each for each in arrays if each.opcode == "dynamic-slice"]
         return len(slices) == 1 and all(each.opcode in _REORDERS for each in arrays if each not in slices)
     return instruction.opcode == "dynamic-slice"

@@ -27,7 +27,7 @@ _OVERFLOW_NOTE = (
 
 
 class CopiedInLoop(NamedTuple):
-    """A copy, in every iteration, of an array that no iteration changes, or of a part of it, and what it costs a run."""
+    """A copy, in every iteration, of (part of) an array that no iteration changes, and what it costs a run."""
 
     instruction: Instruction
     times: int
