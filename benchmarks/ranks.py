@@ -1,6 +1,7 @@
 """Compare planned with compiled seconds over all presets, and the layout that `gspmd search` finds without compiling.
 
-    python benchmarks/ranks.py --folder ranked --write docs/accuracy.md    # about an hour
+    python benchmarks/ranks.py --folder ranked --write docs/accuracy.md \\
+        --errors gspmd/search/answers/errors.toml                          # about two hours
     python benchmarks/ranks.py --folder ranked --step qwen-decode
 
 For each step `gspmd search` prices every preset and writes the layout that it finds; then `gspmd compile` compiles all
@@ -15,6 +16,7 @@ import json
 import shlex
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from itertools import combinations
@@ -52,6 +54,7 @@ def main() -> None:
     parser.add_argument("--step", choices=STEPS, nargs="+", default=list(STEPS), help="default: all")
     parser.add_argument("--folder", type=Path, required=True, help="where figures are kept, and taken from")
     parser.add_argument("--write", type=Path, help="replace the table in a page")
+    parser.add_argument("--errors", type=Path, help="write the errors to expect, gspmd/search/answers/errors.toml")
     parser.add_argument("--at-once", type=int, default=2, help="the number of programs that are compiled at a time")
     given = parser.parse_args()
     given.folder.mkdir(parents=True, exist_ok=True)
@@ -65,6 +68,8 @@ def main() -> None:
     print(table)
     if given.write:
         write_between(given.write, MARKS, table)
+    if given.errors:
+        given.errors.write_text("\n".join(errors(found)) + "\n")
 
 
 def line(program: Mapping[str, Any]) -> str:
@@ -144,6 +149,23 @@ def kendall(pairs: list[tuple[float, float]]) -> float:
         ties += not one
         others += not two
     return agree / ((apart - ties) * (apart - others)) ** 0.5
+
+
+def errors(found: Mapping[str, list[dict[str, Any]]]) -> Iterator[str]:
+    """Yield the lines of the file of expected errors: by phase and chip, the median over all programs of presets."""
+    yield "# Median of |planned / compiled - 1|, by phase and chip. Written by python benchmarks/ranks.py --errors"
+    each: defaultdict[str, defaultdict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for step, programs in found.items():
+        flags = dict(zip(words := shlex.split(_with_phase(STEPS[step])), words[1:]))
+        chip = flags["--topology"].partition(":")[0]
+        each[flags["--phase"]][chip] += [
+            abs(program["planned"] / program["compiled"] - 1)
+            for program in programs
+            if program["compiled"] and program["name"] != FOUND
+        ]
+    for phase, chips in sorted(each.items()):
+        yield f"\n[{phase}]"
+        yield from (f"{chip} = {median(ratios):.2g}" for chip, ratios in sorted(chips.items()))
 
 
 def rows(found: Mapping[str, list[dict[str, Any]]]) -> Iterator[str]:

@@ -19,10 +19,12 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from gspmd.annotate import Spec
 from gspmd.commands import runner
 from gspmd.commands.search.slice import Slice
+from gspmd.hardware.chips import CHIPS
 from gspmd.layouts import Layout, presets
 from gspmd.moe import MoEConfig
 from gspmd.search import Search
-from gspmd.search.answers import Candidate, SearchResult, Space
+from gspmd.search.answers import Candidate, SearchResult, Space, errors
+from gspmd.search.answers.errors import expected_error
 from gspmd.search.answers.frontier import frontier
 from gspmd.search.answers.options import Options
 from gspmd.search.answers.presets import placed_presets
@@ -100,6 +102,31 @@ def test_a_layout_is_written_with_its_reasons(run, tmp_path):
     assert priced
     assert all(seconds >= figures["seconds"] for seconds in priced.values())
     assert all(name in out for name in priced)
+
+
+def test_planned_seconds_have_the_error_to_expect_where_it_was_measured(run, tmp_path, monkeypatch):
+    found = tmp_path / "found.toml"
+    measured = {"decode": {"tpu-v5p": 0.123}}
+    monkeypatch.setattr("gspmd.search.answers.errors._measured", lambda: measured)
+    for topology, shown in (("tpu-v5p:2x2x1", True), ("tpu-v5e:2x2", False)):
+        flags = ["--phase", "decode", "--mesh", "x=4", "--topology", topology, "--json", str(tmp_path / "found.json")]
+        code, out, _ = run(*flags, "--out", str(found))
+        assert code == 0
+        assert bool(re.search(r"# predicted  [\d.]+ µs ± 12%; lower bound", found.read_text())) is shown
+        assert bool(re.search(r"mesh x=4: [\d.]+ µs ± 12% a step", " ".join(out.split()))) is shown
+        assert json.loads((tmp_path / "found.json").read_text())["expected_error"] == (0.123 if shown else None)
+
+
+def test_errors_to_expect_are_of_phases_and_chips():
+    measured = errors._measured()
+    assert measured.keys() <= {"train", "prefill", "decode", "encode"}
+    every = [(phase, chip, error) for phase, chips in measured.items() for chip, error in chips.items()]
+    assert every
+    for phase, chip, error in every:
+        assert chip in CHIPS
+        assert 0 < error < 1
+        assert expected_error(phase, chip) == error
+    assert expected_error("decode", "no such chip") is None
 
 
 def test_a_given_number_of_microbatches_is_the_only_one(run, tmp_path):

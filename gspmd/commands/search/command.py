@@ -300,7 +300,7 @@ def report(found: CommandResults, settings: SearchSettings, target: Slice, argv:
         console.print(shown.compiled(found.shortlist))
         for line in shown.warnings(found.shortlist):
             console.print(line, style="yellow", markup=False, highlight=False, soft_wrap=True)
-    console.print(shown.answer_line(finding, settings.compile), markup=False, highlight=False, soft_wrap=True)
+    console.print(shown.answer_line(finding, settings), markup=False, highlight=False, soft_wrap=True)
     if settings.frontier and found.front:
         drawn = picture.figure(finding, found.front, found.drawn, top[0].removesuffix("."))
         found.faults += unwritten("--frontier", settings.frontier, partial(drawn.savefig, settings.frontier))

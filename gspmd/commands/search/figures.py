@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from gspmd.commands.search.compiling import Listed
 from gspmd.commands.search.settings import SearchSettings
 from gspmd.commands.search.slice import Slice
+from gspmd.commands.search.written import error_to_expect
 from gspmd.search import Answer
 from gspmd.search.answers import Candidate, SearchResult
 from gspmd.search.answers.document import LineCost
@@ -40,6 +41,7 @@ def to_json(
         "limit": best.limit,
         "complete": finding.complete,
         "bound": finding.bound if finding.complete else None,
+        "expected_error": error_to_expect(settings),
         **_answer(best, finding.answer),
         "next": {name: {"text": each.next, "more": each.more} for name, each in said.items() if each.next},
         "meshes": [

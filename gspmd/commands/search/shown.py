@@ -5,7 +5,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from rich.markup import escape
 
 from gspmd.commands.search.compiling import Listed
-from gspmd.commands.search.written import seconds, where
+from gspmd.commands.search.settings import SearchSettings
+from gspmd.commands.search.written import plus_or_minus, seconds, where
 from gspmd.display.tables import Column, Sheet
 from gspmd.display.units import amount_of_bytes, mesh_text
 from gspmd.search.answers import Candidate, SearchResult
@@ -173,9 +174,10 @@ def warnings(shortlist: Sequence[Listed]) -> list[str]:
     return [f"warning: {called}: {warning}" for called, timeline in timelines for warning in timeline.warnings]
 
 
-def answer_line(finding: SearchResult, compiled: int) -> str:
+def answer_line(finding: SearchResult, settings: SearchSettings) -> str:
     """Return the answer in one line, with whether it was compiled."""
     held = f"{amount_of_bytes(finding.answer.bytes)} on each device"
+    cost = f"{seconds(finding.answer.seconds)}{plus_or_minus(settings)}"
     proved = f", no layout costs less than {seconds(finding.bound)}" if finding.complete else ""
-    planned = "" if compiled else " Planned, not compiled: --compile 3 asks the compiler."
-    return f"mesh {where(finding.best)}: {seconds(finding.answer.seconds)} a step{proved}; {held}.{planned}"
+    planned = "" if settings.compile else " Planned, not compiled: --compile 3 asks the compiler."
+    return f"mesh {where(finding.best)}: {cost} a step{proved}; {held}.{planned}"

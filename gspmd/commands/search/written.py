@@ -12,6 +12,7 @@ from gspmd.display.tables import counted
 from gspmd.display.units import amount_of_bytes, amount_of_seconds, mesh_text
 from gspmd.search.answers import Candidate, SearchResult
 from gspmd.search.answers.document import PRICED
+from gspmd.search.answers.errors import expected_error
 from gspmd.training.config import ConfigError
 from gspmd_models.search.stages import PipelineRow
 
@@ -39,7 +40,9 @@ def header(
         "model": f"{settings.called}, {parameters}" + (f", remat {remat}" if remat else ""),
         "mesh": f"{finding.best.named}: {counted(finding.best.devices, 'device')}",
         "step": f"batch {settings.batch}, length {length}, {settings.dtype}{_stored(settings)}",
-        "predicted": seconds(answer.seconds) + (f"; lower bound {seconds(finding.bound)}" if finding.complete else ""),
+        "predicted": seconds(answer.seconds)
+        + plus_or_minus(settings)
+        + (f"; lower bound {seconds(finding.bound)}" if finding.complete else ""),
         "memory": f"{amount_of_bytes(answer.bytes)} of {amount_of_bytes(target.chip.hbm_bytes)} on each device, "
         f"of which {100 * settings.memory:.3g}% may be used",
         "found": _how(finding),
@@ -154,6 +157,17 @@ def seconds(amount: float) -> str:
     if amount < 0:
         return f"-{seconds(-amount)}"
     return f"{amount:.5g} s" if amount >= 1 else amount_of_seconds(amount)
+
+
+def error_to_expect(settings: SearchSettings) -> float | None:
+    """Return the error to expect of planned seconds, a share; None for custom models and where none was measured."""
+    return None if is_own(settings) else expected_error(settings.phase, Slice.named(settings.topology).chip.name)
+
+
+def plus_or_minus(settings: SearchSettings) -> str:
+    """Return the error to expect, ` ± 12%`; empty if it is not known."""
+    error = error_to_expect(settings)
+    return "" if error is None else f" ± {error:.0%}"
 
 
 def _how(finding: SearchResult) -> str:

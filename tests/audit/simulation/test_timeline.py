@@ -354,8 +354,8 @@ def test_slices_that_a_loop_copies_out_of_a_stack_are_named():
     cut = cut.replace("negate(%v)", "dynamic-slice(%v, %i), dynamic_slice_sizes={9000}")
     kept = LOOP.replace("STEP", cut).replace("tuple(%i, %w)", "tuple(%i, %v)")
     assert run(*ENTER, WHILE, computations=kept).warnings == (
-        "k copies u8[9000] out of a stack in each of 10 iterations: 30 µs of 30 µs. If lowering looped or auto cuts it, "
-        "lowering blocking makes no such copy. Blocks with weights of their own never do: in serving "
+        "k copies u8[9000] out of a stack in each of 10 iterations: 30 µs of 30 µs. If lowering looped or auto cuts "
+        "it, lowering blocking makes no such copy. Blocks with weights of their own never do: in serving "
         "--model.no-stacked, or gspmd generate --unstacked",
     )
     two = kept.replace(cut, f"{cut}\n  {cut.replace('%k', '%l')}")

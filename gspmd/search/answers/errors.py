@@ -1,0 +1,24 @@
+"""The errors to expect of planned seconds: planned steps beside compiled ones, by phase and chip."""
+
+import tomllib
+from functools import lru_cache
+from importlib.resources import files
+
+
+def expected_error(phase: str, chip: str) -> float | None:
+    """Return the median of |planned / compiled - 1| of the steps of a phase on a chip; None if none were compiled.
+
+    A layout that an exact search found is the best by the plan, so its own seconds are rather too few than too many.
+
+    Args:
+        phase: `"train"`, `"prefill"`, `"decode"` or `"encode"`.
+        chip: the name of the chip, such as `"tpu-v4"`.
+
+    Source: errors.toml, which `python benchmarks/ranks.py --errors` writes.
+    """
+    return _measured().get(phase, {}).get(chip)
+
+
+@lru_cache(maxsize=1)
+def _measured() -> dict[str, dict[str, float]]:
+    return tomllib.loads(files(__package__).joinpath("errors.toml").read_text())
