@@ -18,6 +18,7 @@ import numpy as np
 
 from gspmd.hardware.chips import Chip
 from gspmd.hardware.nccl import ways
+from gspmd.hardware.torus import lay
 
 
 def wire_bytes(kind: str, group: int, buffer: float) -> int:
@@ -106,6 +107,8 @@ def gathers_round_each_axis(axes: Sequence[str], mesh: Mapping[str, int], buffer
 def collective_seconds(kind: str, axes: Sequence[str], mesh: Mapping[str, int], buffer: float, chip: Chip) -> float:
     """Seconds of one collective; a mesh axis is one torus axis, or part of a switch.
 
+    If the chip knows the shape of its slice, a mesh axis over several torus axes has the links of all of them.
+
     Devices are numbered in row-major order of the mesh (last axis fastest), and fill nodes in that order.
 
     Args:
@@ -137,9 +140,9 @@ def _by_the_compiler(kind: str, axes: Sequence[str], mesh: Mapping[str, int], bu
     if not axes:
         return 0.0
     group = prod(mesh[axis] for axis in axes)
-    if kind not in LARGEST_WHOLE or chip.is_switch or len(axes) == 1:
+    if kind not in LARGEST_WHOLE or chip.is_switch or len(rings(axes, mesh, chip)) == 1:
         seconds = _together(kind, axes, mesh, buffer, chip).seconds
-    elif group == prod(mesh.values()) and group > LARGEST_WHOLE[kind]:
+    elif len(axes) > 1 and group == prod(mesh.values()) and group > LARGEST_WHOLE[kind]:
         splits = (first for number in range(1, len(axes)) for first in choose(axes, number))
         seconds = min(_in_parts(kind, first, axes, mesh, buffer, chip) for first in splits)
     else:
@@ -253,7 +256,33 @@ def _together(kind: str, axes: Sequence[str], mesh: Mapping[str, int], buffer: f
     group = near = prod(mesh[axis] for axis in axes)
     if chip.nodes(mesh) > 1:
         near = sharing_node(tuple(axes), tuple(mesh.items()), chip.node_devices)
-    return occupancy(kind, [mesh[axis] for axis in axes], group, near, buffer, chip)
+    return occupancy(kind, rings(axes, mesh, chip), group, near, buffer, chip)
+
+
+def rings(axes: Sequence[str], mesh: Mapping[str, int], chip: Chip) -> list[int]:
+    """Return the sizes of the rings that a collective over mesh axes of more than one device may use at once.
+
+    Each mesh axis is one ring. If the chip knows the shape of its slice, a mesh axis over several torus axes has a ring
+    along each of them, as in `gspmd.audit.Topology.rings`.
+
+    Example:
+        >>> from gspmd.hardware.chips import chip
+        >>> mesh, v4 = {"x": 4, "y": 16}, chip("tpu-v4")
+        >>> rings("xy", mesh, v4), rings("xy", mesh, replace(v4, slice_shape=(4, 4, 4)))
+        ([4, 16], [4, 4, 4])
+    """
+    wide = [axis for axis in axes if mesh[axis] > 1]
+    if prod(chip.slice_shape) != prod(mesh.values()):  # Not known, or a stage of a pipeline, which has a part of it.
+        return [mesh[axis] for axis in wide]
+    laid = _laid(tuple(mesh.items()), chip.slice_shape)
+    return [size for axis in wide for size in laid[axis]]
+
+
+@lru_cache(maxsize=4096)
+def _laid(mesh: tuple[tuple[str, int], ...], shape: tuple[int, ...]) -> Mapping[str, tuple[int, ...]]:
+    """Return the sizes of the torus axes that each mesh axis spans, or of the parts of them that it spans."""
+    rows = lay(shape, tuple(size for _, size in mesh))
+    return {axis: tuple(row[n] for row in rows if row[n] > 1) for n, (axis, _) in enumerate(mesh)}
 
 
 def _on_one_ring(kind: str, axes: Sequence[str], mesh: Mapping[str, int], buffer: float, chip: Chip) -> float:
@@ -262,7 +291,7 @@ def _on_one_ring(kind: str, axes: Sequence[str], mesh: Mapping[str, int], buffer
     The ring joins only neighbours, and closes, if any side of the grid is even or has wrap-around links. Then it goes
     both ways.
     """
-    sizes = [mesh[axis] for axis in axes if mesh[axis] > 1]
+    sizes = rings(axes, mesh, chip)
     if len(sizes) < 2:
         return 0.0
     links = 2 if any(size % 2 == 0 or chip.wraps(size) for size in sizes) else 1

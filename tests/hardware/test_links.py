@@ -1,6 +1,7 @@
 """Costs of collectives: by hand, against the scaling book, and properties that hold on every mesh of every chip."""
 
 from dataclasses import replace
+from importlib import util
 from itertools import pairwise, product
 from math import inf, prod
 from random import Random
@@ -9,6 +10,7 @@ import pytest
 
 from gspmd import plan
 from gspmd.annotate import PlanError
+from gspmd.audit import topology
 from gspmd.hardware.chips import CHIPS, Chip, chip
 from gspmd.hardware.dtypes import dtype_name
 from gspmd.hardware.links import (
@@ -17,6 +19,7 @@ from gspmd.hardware.links import (
     neighbour,
     network_bytes,
     over_slices,
+    rings,
     sharing_node,
     wire_bytes,
 )
@@ -350,3 +353,41 @@ def test_one_more_node_never_makes_it_cheaper(row):
 def test_no_dtype():
     with pytest.raises(PlanError, match="no dtype is called 'float77'"):
         dtype_name("float77")
+
+
+# -- mesh axes over several torus axes ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["all-gather", "all-reduce", "all-to-all"])
+@pytest.mark.parametrize("name", ["tpu-v4", "tpu-v5p"])
+def test_a_mesh_axis_over_several_torus_axes_has_the_links_of_all_of_them(kind, name):
+    """As compiled: the all-reduce of PaLM 62B's residual over z=16 of 2x2x4 chips waits as over three mesh axes."""
+    of = replace(chip(name), slice_shape=(2, 2, 4))
+    apart = collective_seconds(kind, "xyz", {"x": 2, "y": 2, "z": 4}, 1e7, of)
+    assert collective_seconds(kind, "z", {"x": 1, "y": 1, "z": 16}, 1e7, of) == pytest.approx(apart, rel=1e-9)
+    assert collective_seconds(kind, "xy", {"x": 4, "y": 4}, 1e7, of) == pytest.approx(apart, rel=1e-9)
+    if kind != "all-gather":  # Which goes round one ring of 16 in any case.
+        assert collective_seconds(kind, "z", {"x": 1, "y": 1, "z": 16}, 1e7, chip(name)) > 1.5 * apart
+
+
+def test_the_shape_of_a_slice_changes_nothing_where_mesh_axes_are_torus_axes():
+    mesh, v4 = {"x": 4, "y": 4, "z": 8}, chip("tpu-v4")
+    of = replace(v4, slice_shape=(4, 4, 8))
+    for kind, axes in product(("all-gather", "reduce-scatter", "all-reduce", "all-to-all"), ("x", "yz", "xyz")):
+        assert collective_seconds(kind, axes, mesh, 1e7, of) == collective_seconds(kind, axes, mesh, 1e7, v4)
+    stage = "all-reduce", "xy", {"x": 4, "y": 8}, 1e7  # A stage of a pipeline has a part of the slice.
+    assert collective_seconds(*stage, of) == collective_seconds(*stage, v4)
+
+
+@pytest.mark.skipif(util.find_spec("libtpu") is None, reason="libtpu, the TPU compiler, is not installed")
+@pytest.mark.parametrize("name", ["tpu-v4:2x2x4", "tpu-v4:4x4x4", "tpu-v5e:4x8", "tpu-v5p:2x4x4"])
+def test_rings_are_those_of_the_mesh_that_is_laid_over_the_slice(name):
+    target = topology(name)
+    of = replace(target.chip, slice_shape=target.shape)
+    for sizes in product((1, 2, 4, 8, 16, 32, 64), repeat=3):
+        if prod(sizes) == target.num_devices:
+            mesh = dict(zip("xyz", sizes))
+            laid = target.rings(target.mesh(mesh))
+            for axis, size in mesh.items():
+                if size > 1:
+                    assert rings(axis, mesh, of) == [*laid[axis]], mesh

@@ -14,11 +14,11 @@ from gspmd.annotate.errors import PlanError, listed, shown
 from gspmd.audit.offline.cuda import COMPILER_OPTIONS, node_devices, require_cuda_plugin
 from gspmd.audit.offline.libtpu import require_libtpu, slice_devices
 from gspmd.audit.offline.names import Named, read_name, shapes
-from gspmd.audit.offline.torus import lay, nearest
 from gspmd.display.units import mesh_text
 from gspmd.hardware.chips import Chip, slice_of
 from gspmd.hardware.chips import chip as chip_named
 from gspmd.hardware.links import over_slices
+from gspmd.hardware.torus import lay, nearest
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """The slice, slices or nodes that are searched for: chip and shape, read from the name without the compiler."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from gspmd.audit.offline.names import Named, read_name, shapes
@@ -30,8 +30,9 @@ class Slice:
 
     @property
     def chip(self) -> Chip:
-        """The figures of one device."""
-        return self.topology.chip
+        """The figures of one device; on one slice of TPUs with its shape, so that mesh axes are priced as they lie."""
+        chip, alone = self.topology.chip, self.topology.slices == 1 and self.topology.cores == 1
+        return chip if chip.is_switch or not alone else replace(chip, slice_shape=self.shape)
 
     @property
     def name(self) -> str:

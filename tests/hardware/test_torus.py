@@ -4,7 +4,7 @@ from math import prod
 
 import pytest
 
-from gspmd.audit.offline.torus import lay, nearest
+from gspmd.hardware.torus import lay, nearest
 
 WHOLE = [
     ((4, 4, 4), (4, 4, 4), ((4, 1, 1), (1, 4, 1), (1, 1, 4))),
