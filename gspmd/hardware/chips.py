@@ -54,7 +54,7 @@ class Chip(Printed):
     link_efficiency: float = 1.0  #: of `link_bandwidth`, in a collective
     network_efficiency: float = 1.0  #: of `network_bandwidth`, in a collective
     reduce_bandwidth: float = 0.0  #: bus bandwidth of an all-reduce that the switch of a node adds up, bytes/s; or 0
-    slice_shape: tuple[int, ...] = ()  #: chips along each torus axis of the slice that it is in; empty if not known
+    slice_shape: tuple[int, ...] = ()  #: chips along each torus axis of its slice, without axes of one; or empty
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "source", FrozenDict(self.source))

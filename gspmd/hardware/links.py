@@ -85,8 +85,8 @@ def gathers_round_each_axis(axes: Sequence[str], mesh: Mapping[str, int], buffer
     """Return whether `blocking` gathers over several axes by rings along each of them (`blocking.torus`).
 
     It does so where the compiler's own gather uses the links of one axis only, and all axes have wrap-around links. A
-    mesh with as many axes as the torus is taken to have the same axes. With fewer or more axes, a ring along one of
-    them does not join only neighbours.
+    mesh with as many axes as the torus is taken to have the same axes, unless the shape of the slice says otherwise.
+    With fewer or more axes, a ring along one of them does not join only neighbours.
 
     Example:
         >>> from gspmd.hardware.chips import chip
@@ -97,7 +97,8 @@ def gathers_round_each_axis(axes: Sequence[str], mesh: Mapping[str, int], buffer
     return (
         chip.gathers_on_one_ring
         and len(sizes) in _COPIES
-        and len([size for size in mesh.values() if size > 1]) == chip.torus
+        and len(wide := [size for size in mesh.values() if size > 1]) == chip.torus
+        and (prod(chip.slice_shape) != prod(wide) or sorted(wide) == sorted(chip.slice_shape))
         and all(chip.wraps(size) for size in sizes)
         and chip.nodes(mesh) == 1
         and buffer >= ROUND_EACH_AXIS

@@ -4,16 +4,18 @@
 that was traced under other settings never runs by mistake.
 """
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
 from functools import lru_cache
+from math import prod
 from typing import Any
 
 import jax
 
 from gspmd.annotate.errors import PlanError, shown, suggestion
 from gspmd.display.units import mesh_text
-from gspmd.hardware.chips import Chip, slice_of
+from gspmd.hardware.chips import Chip, chip_of_device, slice_of
 from gspmd.hardware.links import over_slices
 from gspmd.jax_internals import concrete_mesh
 from gspmd.planner.overlap import SCHEDULES
@@ -29,6 +31,7 @@ LOWERINGS = (
 _default = jax.make_user_context(default_value="auto")
 _chip = jax.make_user_context(default_value=None)
 _slices = jax.make_user_context(default_value=0)
+_slice_shape = jax.make_user_context(default_value=())
 _on_no_axes = jax.make_user_context(default_value=False)
 
 # -- the lowering and the chip -----------------------------------------------------------------------------------------
@@ -118,6 +121,57 @@ def on_slices(count: int) -> AbstractContextManager:
 def slices() -> int:
     """Return the number of TPU slices that the mesh in force lies over: of `on_slices`, or of its devices."""
     return _slices.value or slices_of(concrete_mesh())
+
+
+def on_slice_shape(shape: tuple[int, ...]) -> AbstractContextManager:
+    """Plan for a TPU slice of this shape inside a `with` block, whatever the devices say; see `on_slices`."""
+    return _slice_shape(shape)
+
+
+def slice_shape() -> tuple[int, ...]:
+    """Return the chips along each torus axis of the TPU slice that the mesh in force fills; empty if it is none.
+
+    It is that of `on_slice_shape`, or of the places of the devices.
+    """
+    return _slice_shape.value or shape_of(concrete_mesh())
+
+
+@contextmanager
+def on_these_devices() -> Iterator[None]:
+    """Keep what JAX traces inside a `with` block apart from what it traces for other slices.
+
+    JAX keeps it by the shape of the mesh and the kind of the devices. Neither says where the devices lie.
+    """
+    with ExitStack() as stack:
+        if (count := slices()) > 1:
+            stack.enter_context(on_slices(count))
+        if shape := slice_shape():
+            stack.enter_context(on_slice_shape(shape))
+        yield
+
+
+def chip_of_devices() -> Chip | None:
+    """Return the chip for which a program is traced, with the shape of its slice; None if chips.toml has none."""
+    return _chip_in_slice(device_kind(), slice_shape())
+
+
+@lru_cache(maxsize=64)
+def _chip_in_slice(kind: str, shape: tuple[int, ...]) -> Chip | None:
+    found = chip_of_device(kind)
+    return found if found is None or found.is_switch or not shape else replace(found, slice_shape=shape)
+
+
+@lru_cache(maxsize=64)
+def shape_of(mesh: jax.sharding.Mesh | None) -> tuple[int, ...]:
+    """Return the chips along each torus axis of the TPU slice that a mesh fills, without axes of one chip.
+
+    Empty if the mesh is None, or lies over several slices, a part of one, or chips of two devices each.
+    """
+    devices = [] if mesh is None else [*mesh.devices.flat]
+    if not all(hasattr(device, "coords") for device in devices) or len({*map(slice_of, devices)}) != 1:
+        return ()
+    spread = [len({*places}) for places in zip(*(device.coords for device in devices))]
+    return tuple(size for size in spread if size > 1) if prod(spread) == len(devices) else ()
 
 
 def across_slices() -> Mapping[str, int]:

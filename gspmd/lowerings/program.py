@@ -17,7 +17,7 @@ import jax
 from gspmd.annotate.arrays import check_type
 from gspmd.annotate.errors import PlanError
 from gspmd.annotate.spec import Spec
-from gspmd.hardware.chips import Chip, chip, chip_of_device
+from gspmd.hardware.chips import Chip, chip
 from gspmd.lowerings import in_force
 from gspmd.lowerings.partitioner import may_abort
 from gspmd.lowerings.scopes import program_scope
@@ -75,7 +75,7 @@ def context(lowering_name: str | None = None) -> Context:
         )
     axes = tuple((axis, size) for axis, size in mesh.shape.items() if axis not in mesh.manual_axes)
     device = mesh.abstract_device
-    known = chip_of_device(device.device_kind) if device is not None else in_force.chip_in_force()
+    known = in_force.chip_of_devices() if device is not None else in_force.chip_in_force()
     if known is not None and device is not None and (across := in_force.across_slices()):
         # The stages of a pipeline may be the slices: then each stage is on one.
         here = prod(across[axis] for axis, _ in axes)

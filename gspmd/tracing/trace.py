@@ -6,7 +6,6 @@ The function is traced to a jaxpr and dead code is eliminated. Planned programs 
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import jax
@@ -49,8 +48,7 @@ def trace(fn: Callable, *abstract: Any, **keywords: Any) -> ProgramPlan:
         0
     """
     check_call("trace", fn, abstract, keywords)
-    slices = in_force.slices()
-    with in_force.on_slices(slices) if slices > 1 else nullcontext():
+    with in_force.on_these_devices():
         closed = jax.make_jaxpr(fn)(*abstract, **keywords)
     jaxpr = without_dead_code(closed.jaxpr)
     compiler = compiler_in_use()

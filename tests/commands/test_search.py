@@ -117,6 +117,29 @@ def test_planned_seconds_have_the_error_to_expect_where_it_was_measured(run, tmp
         assert json.loads((tmp_path / "found.json").read_text())["expected_error"] == (0.123 if shown else None)
 
 
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [("tpu-v4:2x2x4", (2, 2, 4)), ("tpu-v5e:4x4", (4, 4)), ("tpu-v4:2x2x1", (2, 2)), ("tpu-v4:2x2x4*2", ()),
+     ("tpu-v3:4x4", ()), ("h100:8", ())],
+)  # fmt: skip
+def test_a_slice_tells_the_planner_its_shape(name, shape):
+    """Several slices, and chips of two devices, have more axes than the torus."""
+    assert Slice.named(name).chip.slice_shape == shape
+
+
+def test_a_mesh_axis_over_the_whole_torus_is_priced_with_all_its_links():
+    """As compiled, the same layout takes the same time on one axis over 2x2x4 chips as on three."""
+    target = Slice.named("tpu-v4:2x2x4")
+    config = ModelConfig(vocabulary=256, embed=4096, layers=2, heads=32, head_size=128, feed_forward=16384)
+    known = Workload(config, target.chip, 64, 256, phase="decode")
+    costs = {}
+    for case in (known, replace(known, chip=CHIPS["tpu-v4"])):
+        of = Candidate(problem_of(case, {"z": 16}), 1e12)
+        placed = {each.name: each for each in placed_presets([of])}
+        costs[bool(case.chip.slice_shape)] = placed["megatron-1d"].answer.seconds
+    assert costs[True] < 0.95 * costs[False]
+
+
 def test_errors_to_expect_are_of_phases_and_chips():
     measured = errors._measured()
     assert measured.keys() <= {"train", "prefill", "decode", "encode"}

@@ -79,8 +79,10 @@ def test_an_all_to_all_of_rows_is_the_one_of_dimensions(make_mesh, sizes, axes):
     pairs += [(3, 0), (3, 1)]  # a device's part of the last dimension is whole lanes
     arrays += [drawn((24, 24, 2, 24 * tpu.LANES), "float32")] * 2
     for pair in ((3, 0), (0, 3), (2, 0), (0, 2)):  # no other dimension has more than one element
-        pairs.append(pair)
-        arrays.append(drawn([48 if place in pair else 1 for place in range(4)], "float32"))
+        for width in (48, 24 * tpu.LANES):
+            pairs.append(pair)
+            sizes_of = {pair[0]: 48, pair[1]: 48, 3: width if 3 in pair else 1}
+            arrays.append(drawn([sizes_of.get(place, 1) for place in range(4)], "float32"))
 
     def program(*pieces):
         cases = list(zip(pieces, pairs))

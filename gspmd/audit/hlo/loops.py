@@ -60,23 +60,20 @@ def cut_out(module: Module, body: Computation) -> list[Instruction]:
     if not body.parameters:
         return []
     whole = _whole(body)
-
-    def is_part(instruction: Instruction) -> bool:
-        return any(whole.get(name, 0) > instruction.arrays[0].size for name in instruction.operands)
-
-    return [each for each in body.instructions if is_part(each) and _cuts(module, each)]
+    cuts = ((each, _cut_from(module, each)) for each in body.instructions)
+    return [each for each, source in cuts if source in whole]
 
 
-def _whole(body: Computation) -> dict[str, int]:
-    """Return the names, in a loop's body, of the arrays that no iteration changes, and their numbers of elements."""
-    kept, found = _unchanged(body), dict[str, int]()
+def _whole(body: Computation) -> set[str]:
+    """Return the names, in a loop's body, of the arrays that no iteration changes."""
+    kept, found = _unchanged(body), set[str]()
     for each in body.instructions:
         source = each.operands[0] if each.operands else ""
         if each.opcode == "get-tuple-element":
             if source == body.parameters[0].name and int(each.attribute("index")) in kept:
-                found[each.name] = each.arrays[0].size
+                found.add(each.name)
         elif source in found and each.opcode in ("bitcast", "reshape"):
-            found[each.name] = each.arrays[0].size
+            found.add(each.name)
     return found
 
 
@@ -104,18 +101,27 @@ def _reorders(module: Module, instruction: Instruction) -> bool:
     return instruction.opcode in ("copy", "transpose")
 
 
-def _cuts(module: Module, instruction: Instruction) -> bool:
-    """Return whether the result is a part of an operand, in main memory, and nothing is computed."""
-    if re.search(r"S\(\d+\)", instruction.type):
-        return False
-    if instruction.opcode == "fusion":
-        fused = module.computations[instruction.called[0]].instructions
-        arrays = [
-            each for each in fused if each.arrays[0].size > 1 and each.opcode != "parameter"
-        ]  # not where it begins
-        slices = [each for each in arrays if each.opcode == "dynamic-slice"]
-        return len(slices) == 1 and all(each.opcode in _REORDERS for each in arrays if each not in slices)
-    return instruction.opcode == "dynamic-slice"
+def _cut_from(module: Module, instruction: Instruction) -> str:
+    """Return the name of the operand of which the result is a part, in main memory; empty if more is computed."""
+    if re.search(r"S\(\d+\)", instruction.type):  # It is loaded onto the chip.
+        return ""
+    if instruction.opcode == "dynamic-slice":
+        return instruction.operands[0]
+    if instruction.opcode != "fusion":
+        return ""
+    fused = module.computations[instruction.called[0]]
+    made = {each.name: each for each in fused.instructions}
+    # Single numbers say where the slice begins.
+    work = [each for each in fused.instructions if each.opcode != "parameter"]
+    arrays = [each for each in work if each.arrays and each.arrays[0].size > 1]
+    slices = [each for each in arrays if each.opcode == "dynamic-slice"]
+    if len(slices) != 1 or any(each.opcode not in _REORDERS for each in arrays if each not in slices):
+        return ""
+    read = made[slices[0].operands[0]]
+    while read.opcode in ("bitcast", "reshape"):
+        read = made[read.operands[0]]
+    places = {each.name: number for number, each in fused.parameters.items()}
+    return instruction.operands[places[read.name]] if read.name in places else ""
 
 
 def _counted(module: Module, computation: Computation, loop: Instruction) -> int | None:

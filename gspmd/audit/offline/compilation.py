@@ -4,7 +4,6 @@ costs."""
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import jax
@@ -92,8 +91,7 @@ def compile_offline(
     check_compiler_options(chosen, target.devices[0])
     sizes, began = dict(placed.shape), time.perf_counter()
     held = tuple(memory.arguments(abstract_args, sizes))
-    several = in_force.on_slices(target.slices) if target.slices > 1 else nullcontext()
-    with jax.set_mesh(placed), several:
+    with jax.set_mesh(placed), in_force.on_these_devices():
         progress("planning")
         plan = trace(fn, *abstract_args)
         compiled, module, reason = None, None, _overfull(held, target)
@@ -112,7 +110,7 @@ def compile_offline(
                 module = with_schedules(parse(compiled.as_text())) if compiled is not None else None
     seconds = time.perf_counter() - began
     if compiled is None or module is None:
-        with jax.set_mesh(placed), several:
+        with jax.set_mesh(placed), in_force.on_these_devices():
             values = memory.values(jax.make_jaxpr(fn)(*abstract_args).jaxpr)
         return _too_large(target, sizes, plan, (*held, *values), reason, seconds)
     progress("reading")

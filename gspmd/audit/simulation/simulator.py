@@ -134,12 +134,12 @@ def _cut_in_loops(interpreter: Interpreter) -> list[str]:
     together = sum(each.seconds for each in every)
     if together <= NOTABLE_SLICES * elapsed:
         return []
-    first, others = every[0], f", and {len(every) - 1} more do the like" * (len(every) > 1)
+    first, others = every[0], f", and {len(every) - 1} more do so" * (len(every) > 1)
     return [
         f"{first.instruction.name} copies {first.instruction.arrays[0]} out of a stack in each of {first.times} "
         f"iterations{others}: {amount_of_seconds(together)} of {amount_of_seconds(elapsed)}. If lowering looped or "
-        "auto cuts it, lowering blocking makes no such copy. Blocks with weights of their own never do: in serving "
-        "--model.no-stacked, or gspmd generate --unstacked"
+        "auto cuts this weight into pieces, try lowering blocking. In serving, blocks with weights of their own need "
+        "no copy: --model.no-stacked, or gspmd generate --unstacked"
     ]
 
 

@@ -169,7 +169,7 @@ def goes_round_each_axis(x: jax.Array, axes: tuple[str, ...], dimension: int, me
 
 def _cut_along(x: jax.Array, axes: tuple[str, ...], dimension: int, mesh: Mapping[str, int]) -> int | None:
     """Return the dimension along which shards are cut if they go round each axis; None if they do not."""
-    chip, numbers = chip_of_device(in_force.device_kind()), [mesh[axis] for axis in axes]
+    chip, numbers = in_force.chip_of_devices(), [mesh[axis] for axis in axes]
     if chip is None or in_force.slices() > 1 or not gathers_round_each_axis(axes, mesh, x.nbytes * prod(numbers), chip):
         return None
     wide = [place for place, size in enumerate(x.shape) if size > 1 or place == dimension]

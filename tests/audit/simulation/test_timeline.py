@@ -355,19 +355,46 @@ def test_slices_that_a_loop_copies_out_of_a_stack_are_named():
     kept = LOOP.replace("STEP", cut).replace("tuple(%i, %w)", "tuple(%i, %v)")
     assert run(*ENTER, WHILE, computations=kept).warnings == (
         "k copies u8[9000] out of a stack in each of 10 iterations: 30 µs of 30 µs. If lowering looped or auto cuts "
-        "it, lowering blocking makes no such copy. Blocks with weights of their own never do: in serving "
+        "this weight into pieces, try lowering blocking. In serving, blocks with weights of their own need no copy: "
         "--model.no-stacked, or gspmd generate --unstacked",
     )
     two = kept.replace(cut, f"{cut}\n  {cut.replace('%k', '%l')}")
-    assert "and 1 more do the like: 60 µs of 60 µs" in run(*ENTER, WHILE, computations=two).warnings[0]
+    assert "and 1 more do so: 60 µs of 60 µs" in run(*ENTER, WHILE, computations=two).warnings[0]
     for other in (
         cut.replace("9000]{0}", "9000]{0:S(1)}"),  # It is loaded onto the chip, ahead of its use.
         step("k", 3, "v"),
     ):
         assert run(*ENTER, WHILE, computations=kept.replace(cut, other)).warnings == ()
+    shown = '%c = () custom-call(%v), custom_call_target="print"'  # without a result
+    assert run(*ENTER, WHILE, computations=kept.replace(cut, f"{cut}\n  {shown}")).warnings
     changed = LOOP.replace("STEP", f"{cut}\n  {step('w', 3, 'k')}")
     assert run(*ENTER, WHILE, computations=changed).warnings == ()
     assert run(step("a", 300), *ENTER, WHILE, computations=kept).warnings == ()  # too short for a word
+
+
+@pytest.mark.parametrize(("from_stack", "warned"), [(True, True), (False, False)])
+def test_a_fusion_that_only_slices_is_such_a_copy_of_what_it_slices(from_stack, warned):
+    """The other operand is as large, and changes: it is no stack."""
+    fused = """
+%fused (a: u8[90000], b: u8[90000], n: s32[]) -> u8[9000] {
+  %a = u8[90000]{0} parameter(0)
+  %b = u8[90000]{0} parameter(1)
+  %n = s32[] parameter(2)
+  %one = s32[] constant(1)
+  %at = s32[] add(%n, %one)
+  %view = u8[90000]{0} bitcast(%READ)
+  %cut = u8[9000]{0} dynamic-slice(%view, %at), dynamic_slice_sizes={9000}
+  ROOT %out = u8[9000]{0} bitcast(%cut)
+}
+""".replace("%READ", "%a" if from_stack else "%b")
+    other = step("o", 1, "v")
+    cut = (
+        step("k", 3, "v")
+        .replace("u8[90000]", "u8[9000]")
+        .replace("negate(%v)", "fusion(%v, %o, %i), kind=kLoop, calls=%fused")
+    )
+    body = LOOP.replace("STEP", f"{other}\n  {cut}").replace("tuple(%i, %w)", "tuple(%i, %v)")
+    assert bool(run(*ENTER, WHILE, computations=fused + body).warnings) is warned
 
 
 def test_a_loop_whose_trips_are_not_known_counts_once_and_is_named():
