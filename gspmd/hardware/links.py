@@ -439,7 +439,10 @@ def fewest_together(groups: Sequence[Sequence[int]] | np.ndarray, node: int) -> 
 
 
 def einsum_seconds(flops: float, memory_bytes: float, dtype: str, chip: Chip) -> float:
-    """Seconds of a local einsum (roofline): max(flops / peak, bytes / memory bandwidth)."""
+    """Seconds of a local einsum by the roofline: max(flops / peak, bytes / memory bandwidth).
+
+    Plans take it for einsums that sum nothing, and `gspmd.hardware.matmul` for products on chips without a row there.
+    """
     return max(flops / chip.flops(dtype), memory_bytes / chip.hbm_bandwidth)
 
 

@@ -183,7 +183,7 @@ def local_einsum_seconds(
         sizes: dimension -> its size on one device.
         operands: the dimensions and the bytes per element of one or two operands, and last of the result.
         dtype: decides the speed of the product.
-        chip: the hardware. Without a row in matmul.toml, products take the roofline.
+        chip: the hardware. Without a row in matmul.toml, products take the roofline and `FALLBACK_OVERHEAD`.
 
     Example:
         >>> from gspmd.hardware.chips import chip

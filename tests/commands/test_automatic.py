@@ -149,7 +149,7 @@ def test_an_interrupt_of_the_search_is_one_of_the_run(monkeypatch):
 @pytest.mark.parametrize("samples", [1, 3])
 @pytest.mark.parametrize("block", ["serial", "parallel"])
 def test_prompts_are_read_with_the_weights_and_the_cache_to_decode(samples, block):
-    embed = {"serial": 1024, "parallel": 512}[block]  # so that the phases are not alike
+    embed = {"serial": 1024, "parallel": 256}[block]  # so that the phases are not alike
     model = models.ModelConfig(
         embed=embed, layers=2, heads=16, kv_heads=1, head_size=64, feed_forward=4096, block=block
     )  # fmt: skip

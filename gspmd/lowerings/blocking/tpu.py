@@ -263,12 +263,13 @@ def all_to_all(
 ) -> jax.Array:
     """Exchange parts of a dimension over mesh axes, tiled.
 
-    Parts are brought along a dimension of their own, and exchanged by rows. For the last dimension the compiler does so
-    by itself if its parts are not whole lanes, or if it is where the parts arrive. Otherwise libtpu 0.0.42 reorders
-    bfloat16 [4, 8, 8192] in 107 µs on a v5e, and these pieces in 8.
+    Parts get a dimension of their own, in front, and are exchanged by rows. libtpu 0.0.42 would reorder parts of the
+    last dimension itself: bfloat16 [4, 8, 8192] in 107 µs on a v5e, where these pieces take 8. Parts narrower than whole
+    lanes, and parts that arrive along the last dimension, are left to it: there it is as fast.
 
-    For slots, whose dimensions are GXCE, the order in memory on either side is known. A matrix in disguise, such as the
-    residual of a decoding step, whose length is 1, is exchanged as a matrix.
+    For slots, whose dimensions are GXCE, the order in memory on either side is known. If only two dimensions are longer
+    than 1, as in the residual of a decoding step, a matrix is exchanged. With more, dropping those of size 1 gained
+    nothing: [16, 1, 64, 128] cut along the last takes 17.2 µs, and [16, 64, 128] 20.6.
     """
     if dims == tuple("GXCE") and {split, concat} == {0, 1}:
         return slots_to_all(x, axes, split, mesh)
