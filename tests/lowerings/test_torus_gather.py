@@ -112,19 +112,20 @@ def test_shards_of_less_than_a_tile_stay_with_the_compiler():
 
 @pytest.mark.skipif(util.find_spec("libtpu") is None, reason="libtpu, the TPU compiler, is not installed")
 @pytest.mark.parametrize(
-    ("rows", "mesh", "kinds"),
+    ("rows", "shape", "mesh", "kinds"),
     [
-        (4096, {"x": 4, "y": 4, "z": 4}, "collective-permute"),
-        (512, {"x": 4, "y": 4, "z": 4}, "all-gather"),  # few bytes
-        (4096, {"x": 2, "y": 4, "z": 8}, "collective-permute"),  # x is not gathered
+        (4096, "4x4x4", {"x": 4, "y": 4, "z": 4}, "collective-permute"),
+        (512, "4x4x4", {"x": 4, "y": 4, "z": 4}, "all-gather"),  # few bytes
+        (4096, "2x4x8", {"x": 2, "y": 4, "z": 8}, "collective-permute"),  # x is not gathered
         # y has no wrap-around links: x takes its place, gathered with z. One ring takes 1.75 times as long, compiled.
-        (4096, {"x": 4, "y": 2, "z": 8}, "all-gather all-to-all collective-permute"),
-        (4096, {"y": 16, "z": 4}, "all-gather"),  # y is no axis of the torus
+        (4096, "2x4x8", {"x": 4, "y": 2, "z": 8}, "all-gather all-to-all collective-permute"),
+        (4096, "4x4x4", {"x": 2, "y": 4, "z": 8}, "all-gather"),  # x and z are no axes of the torus
+        (4096, "4x4x4", {"y": 16, "z": 4}, "all-gather"),  # nor is y
     ],
     ids=str,
 )
-def test_many_bytes_go_round_each_axis_of_the_torus(rows, mesh, kinds):
-    slices = topology("tpu-v4:4x4x4")
+def test_many_bytes_go_round_each_axis_of_the_torus(rows, shape, mesh, kinds):
+    slices = topology(f"tpu-v4:{shape}")
     with jax.set_mesh(slices.mesh(mesh)):
         x = gspmd.annotate(jax.ShapeDtypeStruct((rows, 16384), "bfloat16"), "EF_yz")
         gather = lambda x: gspmd.reshard(x, "EF_yz -> EF", lowering="blocking")  # noqa: E731

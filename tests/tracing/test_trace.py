@@ -1,5 +1,6 @@
 """Trace counts what is compiled: collectives by kind and in bytes, under gradients, loops and recomputation."""
 
+from dataclasses import replace
 from itertools import product
 
 import jax
@@ -7,6 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 import gspmd
+from gspmd.hardware.chips import chip
 from tests.references import compiled
 
 pytestmark = pytest.mark.usefixtures("every_schedule")
@@ -279,7 +281,8 @@ def test_a_function_hides_what_its_plans_hide():
     """Under auto, on a slice: in loops and gradients, under vmap, in the branch that counts, of what is sent once."""
     pytest.importorskip("libtpu")
     equation, sizes, via = "BL_xE, EF_x -> BLF_x", {"B": 8, "L": 2048, "E": 8192, "F": 32768}, "BLE, EF_x"
-    plan = gspmd.plan(equation, sizes, {"x": 8}, chip="tpu-v4", via=via)
+    placed = replace(chip("tpu-v4"), slice_shape=(2, 2, 2))
+    plan = gspmd.plan(equation, sizes, {"x": 8}, chip=placed, via=via)
     assert min(plan.hidden_seconds, plan.backward_overlap[1]) > 0
 
     def layer(x, w):
