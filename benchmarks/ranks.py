@@ -1,11 +1,11 @@
 """Compare planned with compiled seconds over all presets, and the layout that `gspmd search` finds without compiling.
 
     python benchmarks/ranks.py --folder ranked --write docs/accuracy.md \\
-        --errors gspmd/search/answers/errors.toml                          # about two hours
+        --errors gspmd/search/answers/errors.toml                          # about 20 minutes
     python benchmarks/ranks.py --folder ranked --step qwen-decode
 
 For each step `gspmd search` prices every preset and writes the layout that it finds; then `gspmd compile` compiles all
-of them, each on the mesh, with the remat and in the microbatches that the search gave it. The table says how the plan
+of them, each on the mesh that the search gave it. The table says how the plan
 ranks the presets (Kendall's rank correlation of planned and compiled seconds), by how much a planned second is off, and
 what the layout found takes, compiled, beside the best preset. The figures of each program are kept in the folder, and
 not measured again. Needs the compiler for TPUs, but no TPU.
@@ -37,13 +37,8 @@ STEPS = {
     "palm-62b-decode": "--config palm-62b --topology tpu-v4:2x2x4 --phase decode --batch 256 --length 2048",
     "mixtral-decode": "--config mixtral-8x7b --topology tpu-v5e:4x4 --phase decode --batch 256 --length 2048",
     "palm-540b-prefill": "--config palm-540b --topology tpu-v4:4x4x4 --phase prefill --batch 64 --length 2048",
-    "llama-8b": "--config llama-3.1-8b --topology tpu-v6e:4x4 --batch 64 --length 8192",
-    "llama-70b": "--config llama-2-70b --topology tpu-v5p:4x4x4 --batch 256 --length 4096",
-    "gpt-3": "--config gpt-3 --topology tpu-v4:4x8x8 --batch 512 --length 2048",
-    "palm-62b": "--config palm-62b --topology tpu-v5e:16x16 --batch 512 --length 2048",
-    "mixtral": "--config mixtral-8x7b --topology tpu-v5p:4x4x4 --batch 512 --length 4096",
 }
-"""Flags of `gspmd search`: five steps of serving and five of training."""
+"""Flags of `gspmd search`: steps of serving. A program of training takes the compiler minutes."""
 FOUND = "found"
 MARKS = "<!-- ranks: python benchmarks/ranks.py -->", "<!-- end of ranks -->"
 
@@ -112,15 +107,13 @@ def compared(step: str, folder: Path, at_once: int) -> list[dict[str, Any]]:
 def _compiled(step: str, program: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     """Return a program's figures; compile it if they are not in the folder."""
     mesh = ",".join(f"{axis}={size}" for axis, size in program["mesh"].items())
-    kept = folder / f"{step}-{program['name']}-{mesh}-{program['remat']}-{program['microbatches']}.json"
+    kept = folder / f"{step}-{program['name']}-{mesh}.json"
     if not kept.exists():
         flags = ["--layout", program["layout"], "--mesh", mesh]
         if program["lowering"]:
             flags += ["--lowering", program["lowering"]]
-        if program["remat"]:
-            flags += ["--model.remat", program["remat"], "--microbatches", str(program["microbatches"])]
         part = kept.with_suffix(".part")
-        command = [sys.executable, "-m", "gspmd", "compile", *shlex.split(_with_phase(STEPS[step])), *flags]
+        command = [sys.executable, "-m", "gspmd", "compile", *shlex.split(STEPS[step]), *flags]
         done = subprocess.run([*command, "--json", part], capture_output=True, text=True)
         if not part.exists():  # The exit code is 1 if it does not fit.
             raise SystemExit(f"{shlex.join(map(str, command))}\n{done.stderr}")
@@ -135,10 +128,6 @@ def _compiled(step: str, program: Mapping[str, Any], folder: Path) -> dict[str, 
         "compiled_bytes": report["bytes_per_device"],
         "mesh": program["mesh"],
     }
-
-
-def _with_phase(flags: str) -> str:
-    return flags if "--phase" in flags else f"{flags} --phase train"
 
 
 def kendall(pairs: list[tuple[float, float]]) -> float:
@@ -158,7 +147,7 @@ def errors(found: Mapping[str, list[dict[str, Any]]]) -> Iterator[str]:
     yield "# Median of |planned / compiled - 1|, by phase and chip. Written by python benchmarks/ranks.py --errors"
     each: defaultdict[str, defaultdict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for step, programs in found.items():
-        flags = dict(zip(words := shlex.split(_with_phase(STEPS[step])), words[1:]))
+        flags = dict(zip(words := shlex.split(STEPS[step]), words[1:]))
         chip = flags["--topology"].partition(":")[0]
         each[flags["--phase"]][chip] += [
             abs(program["planned"] / program["compiled"] - 1)
