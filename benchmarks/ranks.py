@@ -5,10 +5,10 @@
     python benchmarks/ranks.py --folder ranked --step qwen-decode
 
 For each step `gspmd search` prices every preset and writes the layout that it finds; then `gspmd compile` compiles all
-of them, each on the mesh that the search gave it. The table says how the plan
-ranks the presets (Kendall's rank correlation of planned and compiled seconds), by how much a planned second is off, and
-what the layout found takes, compiled, beside the best preset. The figures of each program are kept in the folder, and
-not measured again. Needs the compiler for TPUs, but no TPU.
+of them, each on the mesh that the search gave it. The table says how the plan ranks the presets (Kendall's rank
+correlation of planned and compiled seconds), by how much a planned second is off, and what the layout found takes,
+compiled, beside the best preset. Figures are kept in the folder, and not made again: take a new folder if plans or
+programs have changed. Needs the compiler for TPUs, but no TPU.
 """
 
 import argparse
@@ -139,7 +139,7 @@ def kendall(pairs: list[tuple[float, float]]) -> float:
         apart += 1
         ties += not one
         others += not two
-    return agree / ((apart - ties) * (apart - others)) ** 0.5
+    return agree / ((apart - ties) * (apart - others)) ** 0.5 if apart > max(ties, others) else float("nan")
 
 
 def errors(found: Mapping[str, list[dict[str, Any]]]) -> Iterator[str]:
