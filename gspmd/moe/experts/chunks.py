@@ -12,7 +12,7 @@ from gspmd.lowerings.program import Context
 from gspmd.moe.experts.work import ExpertWork, products
 from gspmd.planner.plan import Plan
 from gspmd.planner.spans import cut
-from gspmd.planner.steps import Step
+from gspmd.planner.steps import Environment, Step
 
 CHUNKS = (1, 2, 4, 8)
 """Numbers of chunks to choose from. For devices that chips.toml does not list, the smallest possible is taken."""
@@ -75,10 +75,23 @@ def _seconds(work: ExpertWork, ctx: Context, number: int, unit: int) -> float:
     if number == 1:
         return 2 * exchange + sum(_looped(plan, ctx).seconds for plan in plans)
     gathered = sum(step.seconds for plan in plans for step in _moves(plan, of_weights=True))
-    steps = (step for plan in plans for product in plan.routine.products for step in product.all_steps)
-    moved = (step for plan in plans for step in _moves(plan, of_weights=False))
-    multiplied = sum(step.seconds for step in (*moved, *steps))
+    moved = sum(step.seconds for plan in plans for step in _moves(plan, of_weights=False))
+    multiplied = moved + sum(map(_multiplied, plans))
     return gathered + 2 * exchange + max(number * multiplied, 2 * (number - 1) * exchange + multiplied)
+
+
+def _multiplied(plan: Plan) -> float:
+    """Return the seconds of a chunk's products, with the steps behind them.
+
+    The operands of one product are read while another runs, as in a loop: on 16 TPU v5e a layer of 32 experts takes
+    11.5 ms in 8 chunks and 12.7 in 4, and products priced one by one would have 4.
+    """
+    from gspmd.lowerings.looped.cost import Costs  # imported here, so that the other lowerings do not need it
+
+    environment = Environment.of(tuple(plan.sizes.items()), tuple(plan.mesh.items()), plan.chip)
+    costs = Costs(plan.routine, plan.inputs, plan.outputs, environment)
+    found = plan.routine.products
+    return sum(costs.product(each, {}) + sum(step.seconds for step in each.steps) for each in found)
 
 
 def _looped(plan: Plan, ctx: Context) -> Plan:
