@@ -123,10 +123,7 @@ def _compiled(step: str, program: Mapping[str, Any], folder: Path) -> dict[str, 
         "name": program["name"],
         "same": program["same"],
         "planned": program["seconds"],
-        "planned_bytes": program["bytes"],
         "compiled": report["step_seconds"] if report["fits"] else None,
-        "compiled_bytes": report["bytes_per_device"],
-        "mesh": program["mesh"],
     }
 
 
@@ -147,9 +144,9 @@ def errors(found: Mapping[str, list[dict[str, Any]]]) -> Iterator[str]:
     yield "# Median of |planned / compiled - 1|, by phase and chip. Written by python benchmarks/ranks.py --errors"
     each: defaultdict[str, defaultdict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for step, programs in found.items():
-        flags = dict(zip(words := shlex.split(STEPS[step]), words[1:]))
-        chip = flags["--topology"].partition(":")[0]
-        each[flags["--phase"]][chip] += [
+        words = shlex.split(STEPS[step])
+        phase, topology = (words[words.index(flag) + 1] for flag in ("--phase", "--topology"))
+        each[phase][topology.partition(":")[0]] += [
             abs(program["planned"] / program["compiled"] - 1)
             for program in programs
             if program["compiled"] and program["name"] != FOUND

@@ -40,8 +40,6 @@ def reordered(module: Module, body: Computation) -> list[Instruction]:
         module: the program.
         body: the computation that a `while` runs.
     """
-    if not body.parameters:
-        return []
     whole = _whole(body)
     alone = (each for each in body.instructions if len(each.operands) == 1 and each.operands[0] in whole)
     return [each for each in alone if _reorders(module, each)]
@@ -57,8 +55,6 @@ def cut_out(module: Module, body: Computation) -> list[Instruction]:
         module: the program.
         body: the computation that a `while` runs.
     """
-    if not body.parameters:
-        return []
     whole = _whole(body)
     cuts = ((each, _cut_from(module, each)) for each in body.instructions)
     return [each for each, source in cuts if source in whole]
@@ -66,10 +62,10 @@ def cut_out(module: Module, body: Computation) -> list[Instruction]:
 
 def _whole(body: Computation) -> set[str]:
     """Return the names, in a loop's body, of the arrays that no iteration changes."""
-    kept, found = _unchanged(body), set[str]()
+    kept, found = _unchanged(body) if body.parameters else frozenset(), set[str]()
     for each in body.instructions:
         source = each.operands[0] if each.operands else ""
-        if each.opcode == "get-tuple-element":
+        if each.opcode == "get-tuple-element" and kept:
             if source == body.parameters[0].name and int(each.attribute("index")) in kept:
                 found.add(each.name)
         elif source in found and each.opcode in ("bitcast", "reshape"):
