@@ -81,12 +81,22 @@ _COPIES: Mapping[int, float] = MappingProxyType({2: 1.0, 3: 1.75})
 """Number of times that a gather round each of 2 or 3 axes copies its result, as compiled for v4 and v5p."""
 
 
-def gathers_round_each_axis(axes: Sequence[str], mesh: Mapping[str, int], buffer: float, chip: Chip) -> bool:
+def gathers_round_each_axis(
+    axes: Sequence[str], mesh: Mapping[str, int], buffer: float, chip: Chip, whole: float | None = None
+) -> bool:
     """Return whether `blocking` gathers over several axes by rings along each of them (`blocking.torus`).
 
     It does so where the compiler's own gather uses the links of one axis only, and all axes have wrap-around links. A
     mesh with as many axes as the torus is taken to have the same axes, unless the shape of the slice says otherwise.
     With fewer or more axes, a ring along one of them does not join only neighbours.
+
+    Beside what it gathers, such a gather holds blocks that have arrived, of about the same size. A tensor that takes
+    more than an eighth of a device's memory when it is whole, such as the table of PaLM 540B, is therefore left to the
+    compiler, even if only a part of it is gathered: further gathers may follow.
+
+    Args:
+        axes, mesh, buffer, chip: as for `collective_seconds`.
+        whole: bytes of the whole tensor; `buffer` if not given.
 
     Example:
         >>> from gspmd.hardware.chips import chip
@@ -102,10 +112,13 @@ def gathers_round_each_axis(axes: Sequence[str], mesh: Mapping[str, int], buffer
         and all(chip.wraps(size) for size in sizes)
         and chip.nodes(mesh) == 1
         and buffer >= ROUND_EACH_AXIS
+        and max(buffer, whole or 0) <= chip.hbm_bytes / 8
     )
 
 
-def collective_seconds(kind: str, axes: Sequence[str], mesh: Mapping[str, int], buffer: float, chip: Chip) -> float:
+def collective_seconds(
+    kind: str, axes: Sequence[str], mesh: Mapping[str, int], buffer: float, chip: Chip, whole: float | None = None
+) -> float:
     """Seconds of one collective; a mesh axis is one torus axis, or part of a switch.
 
     If the chip knows the shape of its slice, a mesh axis over several torus axes has the links of all of them.
@@ -118,6 +131,7 @@ def collective_seconds(kind: str, axes: Sequence[str], mesh: Mapping[str, int], 
         mesh: sizes of all mesh axes, in their order.
         buffer: bytes per device of the larger of input and output.
         chip: the hardware.
+        whole: bytes of the whole tensor, of which a gather may make a part (`gathers_round_each_axis`).
 
     Example:
         >>> from gspmd.hardware.chips import chip
@@ -130,7 +144,7 @@ def collective_seconds(kind: str, axes: Sequence[str], mesh: Mapping[str, int], 
         return 0.0
     if not chip.is_switch and chip.nodes(mesh) > 1:
         return _over_slices(kind, axes, mesh, buffer, chip)
-    if kind == "all-gather" and gathers_round_each_axis(axes, mesh, buffer, chip):
+    if kind == "all-gather" and gathers_round_each_axis(axes, mesh, buffer, chip, whole):
         return _round_each_axis([mesh[axis] for axis in axes], buffer, chip)
     return _by_the_compiler(kind, axes, mesh, buffer, chip)
 

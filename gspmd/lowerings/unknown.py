@@ -9,6 +9,7 @@ import jax
 from gspmd.annotate.equation import Via
 from gspmd.annotate.errors import PlanError
 from gspmd.annotate.spec import Spec
+from gspmd.lowerings.blocking.collectives import After
 from gspmd.lowerings.blocking.executor import Executor, Pieces
 from gspmd.lowerings.call import Call, Passes, make_plan
 from gspmd.lowerings.marks import marked
@@ -56,7 +57,7 @@ def _product(call: Call, via: Via) -> Passes:
         return UnknownProduct((left, right, result.with_partial(summed)), kinds, tuple(call.sizes))
 
     class Forward(Executor):
-        def move(self, number: int, pieces: Pieces, stop: int | None = None) -> jax.Array:
+        def move(self, number: int, pieces: Pieces, stop: int | None = None, after: After = ()) -> jax.Array:
             source = moves[number].source
             return marked(pieces[source], moved([specs[source]], met[source], inputs[source]))
 
@@ -75,9 +76,9 @@ def _product(call: Call, via: Via) -> Passes:
     cotangents = len(outputs)
 
     class Backward(Executor):
-        def move(self, number: int, pieces: Pieces, stop: int | None = None) -> jax.Array:
+        def move(self, number: int, pieces: Pieces, stop: int | None = None, after: After = ()) -> jax.Array:
             source = self.routine.moves[number].source
-            x = super().move(number, pieces, stop)
+            x = super().move(number, pieces, stop, after)
             if source >= cotangents:  # a kept operand has the placement in which it was multiplied
                 return x
             mirrored, *others = (lying(joint[part], outputs[source].dims) for part in added[source].products)
@@ -192,9 +193,9 @@ def _planned(call: Call) -> Passes:
     class Forward(Executor):
         backward = False
 
-        def move(self, number: int, pieces: Pieces, stop: int | None = None) -> jax.Array:
+        def move(self, number: int, pieces: Pieces, stop: int | None = None, after: After = ()) -> jax.Array:
             name = _moved_tensor(call.plan, self.backward, self.routine.moves[number].source)
-            return self._mark(super().move(number, pieces, stop), name)
+            return self._mark(super().move(number, pieces, stop, after), name)
 
         def output(self, number: int, values: Pieces) -> jax.Array:
             return self._mark(super().output(number, values), _output(self.backward, number))

@@ -278,6 +278,17 @@ def test_many_bytes_go_round_each_axis_of_a_3d_torus(name, axes, mesh, compiled)
     assert not gathers_round_each_axis(axes, mesh, 2**20, row)
 
 
+@pytest.mark.parametrize("name", ["tpu-v4", "tpu-v5p"])
+def test_what_fills_the_memory_does_not_go_round_each_axis(name):
+    """Beside its result such a gather holds blocks as large, and what is gathered may be gathered further."""
+    row, mesh = chip(name), {"x": 4, "y": 4, "z": 4}
+    most = row.hbm_bytes / 8
+    assert gathers_round_each_axis("xyz", mesh, most, row)
+    assert not gathers_round_each_axis("xyz", mesh, most * 1.01, row)
+    assert gathers_round_each_axis("yz", mesh, most / 4, row, most)
+    assert not gathers_round_each_axis("yz", mesh, most / 4, row, most * 1.01)
+
+
 @pytest.mark.parametrize("row", CHIPS.values(), ids=lambda row: row.name)
 def test_seconds_grow_with_bytes(row):
     for mesh, axes, _ in draws(row):

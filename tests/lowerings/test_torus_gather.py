@@ -1,5 +1,6 @@
 """Gathers round each axis of a torus: the numbers of one gather on host devices, and on a TPU the planned bytes."""
 
+import re
 from importlib import util
 from math import prod
 
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 
 import gspmd
-from gspmd.audit import topology
+from gspmd.audit import compile_offline, topology
 from gspmd.hardware import links
 from gspmd.lowerings import in_force
 from gspmd.lowerings.blocking import torus
@@ -131,3 +132,24 @@ def test_many_bytes_go_round_each_axis_of_the_torus(rows, shape, mesh, kinds):
         gather = lambda x: gspmd.reshard(x, "EF_yz -> EF", lowering="blocking")  # noqa: E731
         planned = gspmd.trace(gather, x).by_kind_and_axes()
     assert {each for each, _ in planned} == {*kinds.split()}
+
+
+@pytest.mark.skipif(util.find_spec("libtpu") is None, reason="libtpu, the TPU compiler, is not installed")
+def test_gathers_of_one_equation_go_one_after_the_other():
+    """At once they would share the links, and hold the blocks of all of them."""
+    slices = topology("tpu-v4:4x4x4")
+    specs = "B_xE", "EF_yz", "EF_yz"
+    with jax.set_mesh(slices.mesh(dict(zip("xyz", slices.shape)))):
+        b, *weights = (
+            gspmd.annotate(jax.ShapeDtypeStruct(shape, "bfloat16"), spec)
+            for spec, shape in zip(specs, [(8192, 2048), (2048, 16384), (2048, 16384)])
+        )
+        report = compile_offline(
+            lambda b, *weights: gspmd.einsum(
+                "B_xE, (EF_yz, EF_yz) -> (B_xF, B_xF)", b, weights, via="B_xE, (EF, EF)", lowering="blocking"
+            ),
+            b, *weights, topology=slices,
+        )  # fmt: skip
+    started = re.findall(r"collective-permute-start\(.*?/step(\d+)\.collective-permute", report.hlo)
+    assert len(started) >= 2 * 4 * 6  # of two gathers, four parts that make three hops round either axis
+    assert started == sorted(started)

@@ -15,8 +15,11 @@ from gspmd.lowerings.scopes import step_scope
 from gspmd.planner.steps import Chain, Step
 from gspmd.planner.unknown import UnknownStep
 
+After = Sequence[jax.Array]
+"""Arrays for which gathers round each axis of a TPU's torus wait (`blocking.tpu.all_gather`)."""
 
-def emit(chain: Chain, x: jax.Array, mesh: Mapping[str, int], *, reduce: str = "sum") -> jax.Array:
+
+def emit(chain: Chain, x: jax.Array, mesh: Mapping[str, int], *, reduce: str = "sum", after: After = ()) -> jax.Array:
     """Run a chain of steps on a device's piece of a tensor, inside a shard_map over the whole mesh.
 
     Args:
@@ -24,11 +27,12 @@ def emit(chain: Chain, x: jax.Array, mesh: Mapping[str, int], *, reduce: str = "
         x: the local piece, its dimensions in the order of the first step's `before`.
         mesh: mesh axis sizes.
         reduce: what an all-reduce computes, `"sum"` or `"max"`.
+        after: what gathers round each axis of a torus wait for.
     """
     for number, step in enumerate(chain.steps, chain.first):
         with step_scope(number, _as_sent(step, x, mesh)):
             # XLA:CPU ends the process, or hangs, in a collective of no elements.
-            x = _EMIT[step.kind](step, x, mesh, reduce) if x.size else _nothing(step, x, mesh)
+            x = _EMIT[step.kind](step, x, mesh, reduce, after) if x.size else _nothing(step, x, mesh)
     return x
 
 
@@ -44,7 +48,7 @@ def _as_sent(step: Step, x: jax.Array, mesh: Mapping[str, int]) -> Step:
     if step.kind == "all-gather" and len(step.axes) > 1 and in_force.is_tpu():
         from gspmd.lowerings.blocking import tpu
 
-        if tpu.goes_round_each_axis(x, step.axes, _changed_dimension(step), mesh):
+        if tpu.goes_round_each_axis(x, step.axes, _changed_dimension(step), mesh, _whole_bytes(step, x, mesh)):
             return replace(step, kind="collective-permute")
     return step
 
@@ -53,15 +57,20 @@ def _changed_dimension(step: Step) -> int:
     return next(d for d, (old, new) in enumerate(zip(step.before.axes, step.after.axes)) if old != new)
 
 
-def _all_gather(step: Step, x: jax.Array, mesh: Mapping[str, int], reduce: str) -> jax.Array:
+def _whole_bytes(step: Step, x: jax.Array, mesh: Mapping[str, int]) -> int:
+    """Return the bytes of the whole tensor of which a device holds `x` before a step."""
+    return x.nbytes * prod(mesh[axis] for axes in step.before.axes for axis in axes)
+
+
+def _all_gather(step: Step, x: jax.Array, mesh: Mapping[str, int], reduce: str, after: After) -> jax.Array:
     if in_force.is_tpu():
         from gspmd.lowerings.blocking import tpu
 
-        return tpu.all_gather(x, step.axes, _changed_dimension(step), mesh)
+        return tpu.all_gather(x, step.axes, _changed_dimension(step), mesh, _whole_bytes(step, x, mesh), after)
     return lax.all_gather(x, step.axes, axis=_changed_dimension(step), tiled=True)
 
 
-def _reduce_scatter(step: Step, x: jax.Array, mesh: Mapping[str, int], reduce: str) -> jax.Array:
+def _reduce_scatter(step: Step, x: jax.Array, mesh: Mapping[str, int], reduce: str, after: After) -> jax.Array:
     if in_force.is_tpu():
         from gspmd.lowerings.blocking import tpu
 
@@ -69,7 +78,7 @@ def _reduce_scatter(step: Step, x: jax.Array, mesh: Mapping[str, int], reduce: s
     return lax.psum_scatter(x, step.axes, scatter_dimension=_changed_dimension(step), tiled=True)
 
 
-def _all_reduce(step: Step, x: jax.Array, mesh: Mapping[str, int], reduce: str) -> jax.Array:
+def _all_reduce(step: Step, x: jax.Array, mesh: Mapping[str, int], reduce: str, after: After) -> jax.Array:
     if reduce == "max":  # taken for numerical safety only, and drops out of every result: it has no derivative
         return lax.pmax(lax.stop_gradient(x), step.axes)
     if in_force.is_tpu():
@@ -79,13 +88,13 @@ def _all_reduce(step: Step, x: jax.Array, mesh: Mapping[str, int], reduce: str) 
     return lax.psum(x, step.axes)
 
 
-def _slice(step: Step, x: jax.Array, mesh: Mapping[str, int], reduce: str) -> jax.Array:
+def _slice(step: Step, x: jax.Array, mesh: Mapping[str, int], reduce: str, after: After) -> jax.Array:
     d = _changed_dimension(step)
     size = x.shape[d] // prod(mesh[axis] for axis in step.axes)
     return lax.dynamic_slice_in_dim(x, lax.axis_index(step.axes) * size, size, axis=d)
 
 
-def _all_to_all(step: Step, x: jax.Array, mesh: Mapping[str, int], reduce: str) -> jax.Array:
+def _all_to_all(step: Step, x: jax.Array, mesh: Mapping[str, int], reduce: str, after: After) -> jax.Array:
     change = [len(new) - len(old) for old, new in zip(step.before.axes, step.after.axes)]
     split, concat = change.index(max(change)), change.index(min(change))
     if in_force.is_tpu():
@@ -95,7 +104,7 @@ def _all_to_all(step: Step, x: jax.Array, mesh: Mapping[str, int], reduce: str) 
     return lax.all_to_all(x, step.axes, split_axis=split, concat_axis=concat, tiled=True)
 
 
-def _unknown(step: Step, x: jax.Array, mesh: Mapping[str, int], reduce: str) -> jax.Array:
+def _unknown(step: Step, x: jax.Array, mesh: Mapping[str, int], reduce: str, after: After) -> jax.Array:
     from gspmd.lowerings.marks import marked  # imported here, since few programs have such a step
 
     assert isinstance(step, UnknownStep)
@@ -103,7 +112,7 @@ def _unknown(step: Step, x: jax.Array, mesh: Mapping[str, int], reduce: str) -> 
     return marked(x, step.what)
 
 
-def _permute(step: Step, x: jax.Array, mesh: Mapping[str, int], reduce: str) -> jax.Array:
+def _permute(step: Step, x: jax.Array, mesh: Mapping[str, int], reduce: str, after: After) -> jax.Array:
     # Over all mesh axes, not `step.axes` alone: `permutation` numbers the devices of the whole mesh.
     axes = tuple(axis for axis in mesh if mesh[axis] > 1)
     return lax.ppermute(x, axes, permutation(step.before, step.after, {axis: mesh[axis] for axis in axes}))

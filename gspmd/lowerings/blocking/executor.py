@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from gspmd.annotate.spec import Spec
-from gspmd.lowerings.blocking.collectives import emit
+from gspmd.lowerings.blocking.collectives import After, emit
 from gspmd.lowerings.local_einsum import local_einsum
 from gspmd.lowerings.scopes import step_scope
 from gspmd.planner.steps import Chain, NumberedSteps, Routine, RoutineChains, Step
@@ -50,20 +50,34 @@ class Executor:
 
     def __call__(self, *pieces: jax.Array) -> tuple[list[jax.Array], list[jax.Array]]:
         """Return the pieces of the outputs, and the pieces of the operands after their moves."""
-        moved = [self.move(number, pieces) for number in range(len(self.routine.moves))]
+        moved = self.move_all(pieces)
         values = [self.product(number, moved) for number in range(len(self.routine.products))]
         return [self.output(number, values) for number in range(len(self.routine.outputs))], moved
 
-    def move(self, number: int, pieces: Pieces, stop: int | None = None) -> jax.Array:
-        """Run the steps of a move up to step `stop`."""
-        source, chain = self.routine.moves[number].source, self.chains.moves[number]
-        return self.send(Chain(chain.steps[:stop], chain.first), pieces[source], self.inputs[source].wire)
+    def move_all(self, pieces: Pieces, stop: Callable[[int], int | None] = lambda _: None) -> list[jax.Array]:
+        """Run all moves, each up to step `stop(number)`.
 
-    def send(self, chain: Chain, x: jax.Array, wire: str) -> jax.Array:
+        Gathers over several axes come last, and wait for everything before them: `blocking.tpu.all_gather` says why.
+        """
+
+        def comes_last(number: int) -> bool:
+            return any(step.kind == "all-gather" and len(step.axes) > 1 for step in self.chains.moves[number].steps)
+
+        moved: dict[int, jax.Array] = {}
+        for number in sorted(range(len(self.routine.moves)), key=comes_last):
+            moved[number] = self.move(number, pieces, stop(number), tuple(moved.values()))
+        return [moved[number] for number in range(len(self.routine.moves))]
+
+    def move(self, number: int, pieces: Pieces, stop: int | None = None, after: After = ()) -> jax.Array:
+        """Run the steps of a move up to step `stop`; gathers round each axis of a torus wait for `after`."""
+        source, chain = self.routine.moves[number].source, self.chains.moves[number]
+        return self.send(Chain(chain.steps[:stop], chain.first), pieces[source], self.inputs[source].wire, after)
+
+    def send(self, chain: Chain, x: jax.Array, wire: str, after: After = ()) -> jax.Array:
         """Run a chain of steps on a piece, which is sent in dtype `wire`."""
         if any(step.is_collective for step in chain.steps) and x.dtype != wire:
-            return emit(chain, x.astype(wire), self.mesh).astype(x.dtype)
-        return emit(chain, x, self.mesh)
+            return emit(chain, x.astype(wire), self.mesh, after=after).astype(x.dtype)
+        return emit(chain, x, self.mesh, after=after)
 
     def product(self, number: int, moved: Pieces) -> jax.Array:
         """Multiply moved operands, and bring the product to the placement in which products are added."""

@@ -53,22 +53,30 @@ def cut_along(shape: Sequence[int], itemsize: int, dimension: int, axes: int) ->
     return next((place for place in others if shape[place] // tile[place] >= 2 * axes), None)
 
 
-def gather(x: jax.Array, axes: Sequence[str], dimension: int, along: int, mesh: Mapping[str, int]) -> jax.Array:
+def gather(
+    x: jax.Array,
+    axes: Sequence[str],
+    dimension: int,
+    along: int,
+    mesh: Mapping[str, int],
+    zero: jax.Array | int = 0,
+) -> jax.Array:
     """Gather a dimension over mesh axes, major first, tiled; shards are cut along another dimension.
 
-    Shards that are not whole tiles get a dimension of their own, and are reordered at the end.
+    Shards that are not whole tiles get a dimension of their own, and are reordered at the end. Nothing is sent before
+    `zero` is known, a zero that comes from whatever has to be done first.
 
     Source: Jain and Sabharwal 2010, *Optimal bucket algorithms for large MPI collectives on torus interconnects* (ICS):
         parts of the data go round the axes in different orders at the same time.
     """
     axes = tuple(axis for axis in axes if mesh[axis] > 1)
     if x.shape[dimension] % _tile(x.ndim, x.dtype.itemsize)[dimension]:
-        shards = gather(x[None], axes, 0, along + 1, mesh)
+        shards = gather(x[None], axes, 0, along + 1, mesh, zero)
         shape = _times(x.shape, dimension, shards.shape[0])
         return jnp.moveaxis(shards, 0, dimension).reshape(shape)
     parts = zip(shard_parts(axes, "halves", len(axes)), _cuts(x, along, 2 * len(axes)))
     walks = [
-        _Walk(lax.slice_in_dim(x, start, start + size, axis=along), start, part.axes[::-1], part.sign)
+        _Walk(lax.dynamic_slice_in_dim(x, start + zero, size, axis=along), start, part.axes[::-1], part.sign)
         for part, (start, size) in parts
     ]
     for stage in range(len(axes) - 1):

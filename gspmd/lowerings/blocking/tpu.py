@@ -56,7 +56,7 @@ def zero_after(x: jax.Array) -> jax.Array | int:
     if not in_force.is_tpu():
         return 0
     x = lax.optimization_barrier(x)  # otherwise a part of a product becomes a product of parts
-    first = lax.slice(x, (0,) * x.ndim, (1,) * x.ndim).reshape(())
+    first = jnp.real(lax.slice(x, (0,) * x.ndim, (1,) * x.ndim).reshape(()))
     bits = lax.bitcast_convert_type(first.astype(jnp.float32), jnp.uint32)
     return (lax.shift_right_logical(bits, jnp.uint32(31)) & jnp.uint32(2)).astype(jnp.int32)
 
@@ -88,16 +88,31 @@ class OverSlices(NamedTuple):
         return not away or not near or max(near) < min(away)
 
 
-def all_gather(x: jax.Array, axes: tuple[str, ...], dimension: int, mesh: Mapping[str, int]) -> jax.Array:
+def all_gather(
+    x: jax.Array,
+    axes: tuple[str, ...],
+    dimension: int,
+    mesh: Mapping[str, int],
+    whole_bytes: int = 0,
+    after: Sequence[jax.Array] = (),
+) -> jax.Array:
     """Gather over mesh axes, major first, tiled; if in parts, over the minor part first and then over the major.
 
-    Many bytes go round each axis of a 3D torus (`blocking.torus`). Over several slices it gathers over the network
-    first, so that the network carries each byte once, and then within the slices. If the axes over slices are not the
-    minor ones, the pieces are put in order at the end.
+    Many bytes go round each axis of a 3D torus (`blocking.torus`), once all of `after` are there. The compiler would
+    start permutes as soon as it can: those of several gathers would share the links, and the blocks of all of them
+    would be held at once. A layer of PaLM 540B, for 256 prompts on 64 TPU v4, waited 147 ms for links instead of 36.
+
+    Over several slices it gathers over the network first, so that the network carries each byte once, and then within
+    the slices. If the axes over slices are not the minor ones, the pieces are put in order at the end.
+
+    Args:
+        x, axes, dimension, mesh: the shard, the axes and the dimension that are gathered, and the sizes of all axes.
+        whole_bytes: bytes of the whole tensor, if a part of it is gathered (`gathers_round_each_axis`).
+        after: arrays that have to be there first.
     """
-    along = _cut_along(x, axes, dimension, mesh)
+    along = _cut_along(x, axes, dimension, mesh, whole_bytes)
     if along is not None:
-        return _gather_round_each_axis(x, axes, dimension, along, mesh)
+        return _gather_round_each_axis(x, axes, dimension, along, mesh, after)
     limit, whole = LARGEST_WHOLE["all-gather"], x.nbytes * prod(mesh[axis] for axis in axes)
     over = _over_slices(axes, mesh, limit, whole)
     if over is None:
@@ -162,15 +177,21 @@ def all_reduce(x: jax.Array, axes: tuple[str, ...], mesh: Mapping[str, int]) -> 
     return _gather(lax.psum(piece, names, axis_index_groups=groups), gather.inside, dimension)
 
 
-def goes_round_each_axis(x: jax.Array, axes: tuple[str, ...], dimension: int, mesh: Mapping[str, int]) -> bool:
+def goes_round_each_axis(
+    x: jax.Array, axes: tuple[str, ...], dimension: int, mesh: Mapping[str, int], whole_bytes: int
+) -> bool:
     """Return whether `all_gather` makes permutes of this gather."""
-    return _cut_along(x, axes, dimension, mesh) is not None
+    return _cut_along(x, axes, dimension, mesh, whole_bytes) is not None
 
 
-def _cut_along(x: jax.Array, axes: tuple[str, ...], dimension: int, mesh: Mapping[str, int]) -> int | None:
+def _cut_along(
+    x: jax.Array, axes: tuple[str, ...], dimension: int, mesh: Mapping[str, int], whole_bytes: int
+) -> int | None:
     """Return the dimension along which shards are cut if they go round each axis; None if they do not."""
     chip, numbers = in_force.chip_of_devices(), [mesh[axis] for axis in axes]
-    if chip is None or in_force.slices() > 1 or not gathers_round_each_axis(axes, mesh, x.nbytes * prod(numbers), chip):
+    if chip is None or in_force.slices() > 1:
+        return None
+    if not gathers_round_each_axis(axes, mesh, x.nbytes * prod(numbers), chip, whole_bytes):
         return None
     wide = [place for place, size in enumerate(x.shape) if size > 1 or place == dimension]
     sizes, at = [x.shape[place] for place in wide], wide.index(dimension)
@@ -179,13 +200,19 @@ def _cut_along(x: jax.Array, axes: tuple[str, ...], dimension: int, mesh: Mappin
 
 
 def _gather_round_each_axis(
-    x: jax.Array, axes: tuple[str, ...], dimension: int, along: int, mesh: Mapping[str, int]
+    x: jax.Array,
+    axes: tuple[str, ...],
+    dimension: int,
+    along: int,
+    mesh: Mapping[str, int],
+    after: Sequence[jax.Array],
 ) -> jax.Array:
     shape = list(x.shape)
     wide = [place for place, size in enumerate(shape) if size > 1 or place == dimension]
     shape[dimension] *= prod(mesh[axis] for axis in axes)
     x = x.reshape([x.shape[place] for place in wide])
-    return torus.gather(x, axes, wide.index(dimension), wide.index(along), mesh).reshape(shape)
+    zero = sum(zero_after(each) for each in after if each.size)
+    return torus.gather(x, axes, wide.index(dimension), wide.index(along), mesh, zero).reshape(shape)
 
 
 def _gather(x: jax.Array, parts: Sequence[CollectivePart], dimension: int) -> jax.Array:

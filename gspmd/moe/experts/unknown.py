@@ -10,6 +10,7 @@ from gspmd.annotate.equation import Equation, Via
 from gspmd.annotate.errors import PlanError
 from gspmd.annotate.spec import Spec
 from gspmd.hardware.dtypes import itemsize
+from gspmd.lowerings.blocking.collectives import After
 from gspmd.lowerings.blocking.executor import Executor, Pieces
 from gspmd.lowerings.call import make_plan
 from gspmd.lowerings.marks import marked
@@ -35,8 +36,8 @@ def marking(marks: StageMarks) -> type[Executor]:
     """Return an executor class that adds these marks."""
 
     class Marking(Executor):
-        def move(self, number: int, pieces: Pieces, stop: int | None = None) -> jax.Array:
-            x, mark = super().move(number, pieces, stop), marks.moves[number]
+        def move(self, number: int, pieces: Pieces, stop: int | None = None, after: After = ()) -> jax.Array:
+            x, mark = super().move(number, pieces, stop, after), marks.moves[number]
             return x if mark is None else marked(x, mark)
 
         def multiply(self, number: int, *operands: jax.Array) -> jax.Array:

@@ -179,7 +179,7 @@ class ShortestPaths:
     def _figures(self, kind: str, mask: int, parts: int) -> tuple[float, int]:
         """Return the seconds of a step, and the bytes that a device sends in it."""
         buffer = self._whole // parts
-        seconds = collective_seconds(kind, self._named(mask), self.mesh, buffer, self.chip)
+        seconds = collective_seconds(kind, self._named(mask), self.mesh, buffer, self.chip, self._whole)
         return seconds, wire_bytes(kind, int(self.nodes.parts[mask]), buffer)
 
     def refuse_left_out(self, name: str) -> None:
