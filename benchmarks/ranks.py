@@ -37,8 +37,10 @@ STEPS = {
     "palm-62b-decode": "--config palm-62b --topology tpu-v4:2x2x4 --phase decode --batch 256 --length 2048",
     "mixtral-decode": "--config mixtral-8x7b --topology tpu-v5e:4x4 --phase decode --batch 256 --length 2048",
     "palm-540b-prefill": "--config palm-540b --topology tpu-v4:4x4x4 --phase prefill --batch 64 --length 2048",
+    "llama-8b-train": "--config llama-3.1-8b --topology tpu-v5e:4x4 --phase train --batch 32 --length 2048",
+    "palm-8b-train": "--config palm-8b --topology tpu-v4:2x2x4 --phase train --batch 64 --length 2048",
 }
-"""Flags of `gspmd search`: steps of serving. A program of training takes the compiler minutes."""
+"""Flags of `gspmd search`: steps of serving, and of training."""
 FOUND = "found"
 MARKS = "<!-- ranks: python benchmarks/ranks.py -->", "<!-- end of ranks -->"
 

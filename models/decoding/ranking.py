@@ -89,13 +89,13 @@ def rank_serving(
 
     The step that generation runs is traced by `gspmd.trace`:
 
-        seconds = collectives + sum over products of max(operations / peak, bytes / bandwidth)
+        seconds = collectives + products
                   + layers · max(4 b l h (t + l) D / peak, 2 b t k (D · itemsize + s) / bandwidth)
 
     where one device has b rows, l new tokens, h query heads, t cached tokens and k key/value heads, and s is 4 bytes
-    for the scale of each token and head of an int8 cache, else 0. Bandwidth is that of main memory, and the bytes of a
-    product are those of its weights and activations. So a decode step with few rows is bound by reading its weights,
-    and one with many rows and a long context by reading its cache.
+    for the scale of each token and head of an int8 cache, else 0. Bandwidth is that of main memory. Products take the
+    seconds that a plan gives them: by their operations, or by the bytes of their weights and activations. So a decode
+    step with few rows is bound by reading its weights, and one with many rows and a long context by reading its cache.
 
     Args:
         config, mesh, phase, batch, room, length, dtype, weights, cache: as for `serving_program`.
