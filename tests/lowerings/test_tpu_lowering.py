@@ -32,7 +32,7 @@ CASES = [(shape, dimension) for shape in SHAPES for dimension in range(len(shape
 @pytest.fixture
 def whole_rings(monkeypatch):
     """Splits every collective over a whole mesh, as on large slices, by a chip with the torus of v4."""
-    monkeypatch.setattr(tpu, "LARGEST_WHOLE", {"all-gather": 1, "reduce-scatter": 1})
+    monkeypatch.setattr(tpu, "stays_whole", lambda kind, group, *_: group == 1)
     monkeypatch.setattr(in_force, "device_kind", lambda: "TPU v4")
 
 

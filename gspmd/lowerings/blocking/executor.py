@@ -1,6 +1,6 @@
 """Run a routine on the pieces that a device holds, one step after the other."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import prod
 
 import jax
@@ -50,12 +50,14 @@ class Executor:
 
     def __call__(self, *pieces: jax.Array) -> tuple[list[jax.Array], list[jax.Array]]:
         """Return the pieces of the outputs, and the pieces of the operands after their moves."""
-        moved = self.move_all(pieces)
+        moved = self.move_all(range(len(self.routine.moves)), pieces)
         values = [self.product(number, moved) for number in range(len(self.routine.products))]
         return [self.output(number, values) for number in range(len(self.routine.outputs))], moved
 
-    def move_all(self, pieces: Pieces, stop: Callable[[int], int | None] = lambda _: None) -> list[jax.Array]:
-        """Run all moves, each up to step `stop(number)`.
+    def move_all(
+        self, numbers: Iterable[int], pieces: Pieces, stop: Callable[[int], int | None] = lambda _: None
+    ) -> list[jax.Array]:
+        """Run the moves with these numbers, each up to step `stop(number)`; return their results in this order.
 
         Gathers over several axes come last, and wait for everything before them: `blocking.tpu.all_gather` says why.
         """
@@ -63,10 +65,11 @@ class Executor:
         def comes_last(number: int) -> bool:
             return any(step.kind == "all-gather" and len(step.axes) > 1 for step in self.chains.moves[number].steps)
 
+        numbers = list(numbers)
         moved: dict[int, jax.Array] = {}
-        for number in sorted(range(len(self.routine.moves)), key=comes_last):
+        for number in sorted(numbers, key=comes_last):
             moved[number] = self.move(number, pieces, stop(number), tuple(moved.values()))
-        return [moved[number] for number in range(len(self.routine.moves))]
+        return [moved[number] for number in numbers]
 
     def move(self, number: int, pieces: Pieces, stop: int | None = None, after: After = ()) -> jax.Array:
         """Run the steps of a move up to step `stop`; gathers round each axis of a torus wait for `after`."""

@@ -3,9 +3,9 @@
 These rules were found by compiling for v4 to v6e with jax 0.10.2 (libtpu 0.0.42). `python
 benchmarks/ledgers.py` shows the differences that are left:
 
-- a gather or a reduce-scatter over all devices of a slice, more than 16 or 4 of them, becomes an all-reduce, with twice
-  the bytes. As two collectives, over a part of the devices and then over the rest, it sends the planned bytes and is
-  compiled as written;
+- many gathers and reduce-scatters over all devices of a slice become all-reduces, with twice the bytes
+  (`hardware.links.stays_whole`). As two collectives, over a part of the devices and then over the rest, they send the
+  planned bytes and are compiled as written;
 - one over several torus axes goes round a single ring through all their devices. Axis by axis it sends as many bytes
   over fewer hops, which is faster for few bytes. For many bytes, putting the parts in order costs more. A gather of
   many bytes is made of permutes instead, round all axes at the same time (`blocking.torus`);
@@ -36,7 +36,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from gspmd.hardware.chips import chip_of_device
-from gspmd.hardware.links import LARGEST_WHOLE, gathers_round_each_axis
+from gspmd.hardware.links import LARGEST_WHOLE, gathers_round_each_axis, stays_whole
 from gspmd.lowerings import in_force
 from gspmd.lowerings.blocking import torus
 
@@ -113,10 +113,10 @@ def all_gather(
     along = _cut_along(x, axes, dimension, mesh, whole_bytes)
     if along is not None:
         return _gather_round_each_axis(x, axes, dimension, along, mesh, after)
-    limit, whole = LARGEST_WHOLE["all-gather"], x.nbytes * prod(mesh[axis] for axis in axes)
-    over = _over_slices(axes, mesh, limit, whole)
+    kind, gathered = "all-gather", x.nbytes * prod(mesh[axis] for axis in axes)
+    over = _over_slices(axes, mesh, kind, gathered)
     if over is None:
-        return _gather(x, _parts(axes, mesh, limit, whole), dimension)
+        return _gather(x, _parts(axes, mesh, kind, gathered), dimension)
     if over.between is None or over.in_order:
         return _gather(x, over.parts, dimension)
     names, _, groups = over.between
@@ -137,10 +137,10 @@ def reduce_scatter(x: jax.Array, axes: tuple[str, ...], dimension: int, mesh: Ma
     Over several slices it is the reverse of a gather: the pieces are put in order, scattered within the slices, and
     then over the network.
     """
-    limit = LARGEST_WHOLE["reduce-scatter"]
-    over = _over_slices(axes, mesh, limit, x.nbytes)
+    kind = "reduce-scatter"
+    over = _over_slices(axes, mesh, kind, x.nbytes)
     if over is None:
-        return _scatter_in_parts(x, _parts(axes, mesh, limit, x.nbytes), dimension)
+        return _scatter_in_parts(x, _parts(axes, mesh, kind, x.nbytes), dimension)
     if over.between is None or over.in_order:
         return _scatter_in_parts(x, over.parts, dimension)
     names, slices, groups = over.between
@@ -159,7 +159,7 @@ def all_reduce(x: jax.Array, axes: tuple[str, ...], mesh: Mapping[str, int]) -> 
     Over several slices, many bytes are scattered within each slice, reduced over the network, and gathered. The
     compiler would do the same, but pad the pieces, and reduce a whole slice twice.
     """
-    over = _over_slices(axes, mesh, 0, 0)
+    over = _over_slices(axes, mesh, "reduce-scatter", x.nbytes)
     if over is None or over.between is None or not over.inside or x.nbytes < SMALL:
         return lax.psum(x, axes)
     group = prod(inner for _, inner in over.sizes)
@@ -167,13 +167,10 @@ def all_reduce(x: jax.Array, axes: tuple[str, ...], mesh: Mapping[str, int]) -> 
     if not divided:
         return lax.psum(x, axes)
     dimension = max(divided, key=lambda place: x.shape[place])
-    scatter, gather = (
-        _over_slices(axes, mesh, LARGEST_WHOLE[kind], x.nbytes) for kind in ("reduce-scatter", "all-gather")
-    )
-    assert scatter is not None
+    gather = _over_slices(axes, mesh, "all-gather", x.nbytes)
     assert gather is not None
     names, _, groups = over.between
-    piece = _scatter_in_parts(x, scatter.inside, dimension)
+    piece = _scatter_in_parts(x, over.inside, dimension)
     return _gather(lax.psum(piece, names, axis_index_groups=groups), gather.inside, dimension)
 
 
@@ -236,7 +233,7 @@ def _scatter_in_parts(x: jax.Array, parts: Sequence[CollectivePart], dimension: 
     return x
 
 
-def _over_slices(axes: tuple[str, ...], mesh: Mapping[str, int], limit: int, size: int) -> OverSlices | None:
+def _over_slices(axes: tuple[str, ...], mesh: Mapping[str, int], kind: str, size: int) -> OverSlices | None:
     """Return the parts of a collective over several slices.
 
     None on one slice, and if an axis that lies over slices and within them is beside another axis over slices: JAX has
@@ -245,8 +242,8 @@ def _over_slices(axes: tuple[str, ...], mesh: Mapping[str, int], limit: int, siz
     Args:
         axes: mesh axes of the collective, major first.
         mesh: sizes of all mesh axes.
-        limit: as for `_parts`, of the parts within a slice.
-        size: bytes of the whole tensor.
+        kind: `"all-gather"` or `"reduce-scatter"`.
+        size: bytes per device of the larger of input and output.
     """
     across = in_force.across_slices()
     wide = [axis for axis in axes if mesh[axis] > 1]
@@ -259,10 +256,11 @@ def _over_slices(axes: tuple[str, ...], mesh: Mapping[str, int], limit: int, siz
     if not mixed:
         between = (tuple(away), prod(across[axis] for axis in away), None) if away else None
         near = tuple(axis for axis in wide if axis not in away)
-        return OverSlices(between, _parts(near, within, limit, size) if near else [], sizes)
+        return OverSlices(between, _parts(near, within, kind, size) if near else [], sizes)
     # Of the axis that lies over slices and within them, places are numbered slice by slice.
     inner, at = within[mixed], wide.index(mixed)
-    minor = _ring(inner) if limit < inner == prod(within.values()) else 1  # As of `_parts`, over all devices in two.
+    whole = inner < prod(within.values()) or _stays_whole(kind, inner, size)
+    minor = 1 if whole else _ring(inner)  # As of `_parts`, over all devices in two.
     along = [
         ((mixed,), parts, _groups(mesh[mixed], parts, stride))
         for parts, stride in ((inner // minor, minor), (minor, 1))
@@ -344,14 +342,14 @@ def _reordered(pieces: jax.Array) -> jax.Array:
     return rows.reshape(second, first, *rest, width)
 
 
-def _parts(axes: tuple[str, ...], mesh: Mapping[str, int], limit: int, size: int) -> list[CollectivePart]:
+def _parts(axes: tuple[str, ...], mesh: Mapping[str, int], kind: str, size: int) -> list[CollectivePart]:
     """Return the parts of a collective on one slice, major first: axis by axis if small, two if over all devices,
     otherwise one."""
     wide = [axis for axis in axes if mesh[axis] > 1]
     group = prod(mesh[axis] for axis in wide)
     if group < prod(mesh.values()) and len(wide) > 1 and size < SMALL:
         return [((axis,), mesh[axis], None) for axis in wide]
-    if group <= limit or group < prod(mesh.values()):
+    if group < prod(mesh.values()) or _stays_whole(kind, group, size):
         return [(axes, group, None)]
     if len(wide) > 1:
         return [(tuple(wide[:-1]), group // mesh[wide[-1]], None), ((wide[-1],), mesh[wide[-1]], None)]
@@ -360,6 +358,11 @@ def _parts(axes: tuple[str, ...], mesh: Mapping[str, int], limit: int, size: int
         return [(axes, group, None)]
     parts = ((group // minor, minor), (minor, 1))
     return [((wide[0],), devices, _groups(group, devices, stride)) for devices, stride in parts]
+
+
+def _stays_whole(kind: str, group: int, size: int) -> bool:
+    chip = in_force.chip_of_devices()
+    return group <= LARGEST_WHOLE[kind] if chip is None else stays_whole(kind, group, size, chip)
 
 
 def _ring(devices: int) -> int:

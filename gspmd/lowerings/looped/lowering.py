@@ -60,7 +60,7 @@ class LoopedExecutor(Executor):
 
     def __call__(self, *pieces: jax.Array) -> tuple[list[jax.Array], list[jax.Array]]:
         """Return the pieces of the outputs, and the operands as they are kept: as a shard, if a ring gathers them."""
-        shards = self.move_all(pieces, self._stop)
+        shards = self.move_all(range(len(self.routine.moves)), pieces, self._stop)
         held = [self._gathered(n, x) if n in self.gathered_first else x for n, x in enumerate(shards)]
         if self.overlap.stripes is not None:
             return self._by_stripes(self.overlap.stripes, held), shards

@@ -91,7 +91,7 @@ class ChunkedEquation:
     def weights(self, pieces: Arrays) -> Arrays:
         """Move the weights among the inputs, and return them by the number of the move."""
         executor = self._executor(RoutineChains(self.once, {}, {}, {}))
-        return {n: executor.move(n, pieces) for n in self.once}
+        return dict(zip(self.once, executor.move_all(self.once, pieces)))
 
     def chunk(
         self, number: int, pieces: Arrays, weights: Arrays, rows: jax.Array | None = None
