@@ -7,7 +7,8 @@
 Each move brings a bfloat16 tensor of 1 MB to 3 GB from one random sharding to another. The plan's seconds are those of
 its collectives; the compiled ones are the seconds in which the timeline waits for collectives. What computes beside
 them, slices and copies, is shown separately: in a program of one move most of it copies the result. Gathers that go
-round each axis of a torus include their copies, in a plan too: for moves with one of these the whole program counts.
+round each axis of a torus include their copies, in a plan too: for moves with one of these the whole program counts. Each
+move is also compiled as the compiler's partitioner makes it (`jax.sharding.reshard`), to compare whole programs.
 """
 
 import argparse
@@ -32,6 +33,10 @@ class Move(NamedTuple):
     """A move, and its seconds: planned, waiting for collectives as compiled, and computing beside them.
 
     If a gather in it goes round each axis of a torus, `waits` is the whole program and includes what it computes.
+
+    Attributes:
+        takes: seconds of the whole program.
+        own: seconds of the program that the compiler's partitioner makes; infinite if that does not fit.
     """
 
     chip: str
@@ -42,6 +47,8 @@ class Move(NamedTuple):
     waits: float
     computes: float
     goes_round_each_axis: bool
+    takes: float
+    own: float
 
     @property
     def ratio(self) -> float:
@@ -106,6 +113,9 @@ def compiled(name: str, rng: random.Random) -> Move | None:
     traced = report.plan.by_kind_and_axes()
     gathers = [tuple(sorted(step.axes)) for step in plan.steps if step.kind == "all-gather" and len(step.axes) > 1]
     each = any(("collective-permute", along) in traced for along in gathers)
+    target = jax.NamedSharding(sharding.mesh, Spec.parse(after).partition_spec())
+    with jax.set_mesh(sharding.mesh):
+        own = compile_offline(lambda x: jax.sharding.reshard(x, target), x, topology=slices).timeline
     return Move(
         name,
         equation,
@@ -115,6 +125,8 @@ def compiled(name: str, rng: random.Random) -> Move | None:
         report.timeline.step_seconds if each else report.timeline.exposed_seconds,
         report.timeline.compute_seconds,
         each,
+        report.timeline.step_seconds,
+        own.step_seconds if own else inf,
     )
 
 
@@ -130,12 +142,16 @@ def main() -> None:
         print(
             f"{each.chip:14s} {each.equation:22s} {each.sizes[0]:6d} x {each.sizes[1]:<8d} planned "
             f"{1e6 * each.planned:9.1f} us, waits {1e6 * each.waits:9.1f}, computes {1e6 * each.computes:9.1f}  "
-            f"{each.ratio:5.2f}  {each.steps}",
+            f"{each.ratio:5.2f}, of the compiler's own {each.takes / each.own:5.2f}  {each.steps}",
             flush=True,
         )
     for chip in dict.fromkeys(each.chip for each in found):
         ratios = sorted(each.ratio for each in found if each.chip == chip)
-        print(f"{chip:14s} {len(ratios):4d} moves: {ratios[0]:.2f} to {ratios[-1]:.2f}, median {median(ratios):.2f}")
+        beside = sorted(each.takes / each.own for each in found if each.chip == chip)
+        print(
+            f"{chip:14s} {len(ratios):4d} moves: {ratios[0]:.2f} to {ratios[-1]:.2f}, median {median(ratios):.2f}; "
+            f"of the compiler's own {beside[0]:.2f} to {beside[-1]:.2f}, median {median(beside):.2f}"
+        )
     for least, most in ((0, 2**23), (2**23, 2**28), (2**28, 2**40)):
         ratios = sorted(each.ratio for each in found if least <= 2 * prod(each.sizes) < most)
         if ratios:
