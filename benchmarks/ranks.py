@@ -39,8 +39,6 @@ STEPS = {
     "palm-540b-prefill": "--config palm-540b --topology tpu-v4:4x4x4 --phase prefill --batch 64 --length 2048",
     "llama-8b-train": "--config llama-3.1-8b --topology tpu-v5e:4x4 --phase train --batch 32 --length 2048",
     "palm-8b-train": "--config palm-8b --topology tpu-v4:2x2x4 --phase train --batch 64 --length 2048",
-    "mixtral-train": "--config mixtral-8x7b --topology tpu-v4:4x4x4 --phase train --batch 256 --length 2048",
-    "llama-70b-train": "--config llama-2-70b --topology tpu-v5p:4x4x4 --phase train --batch 256 --length 4096",
 }
 """Flags of `gspmd search`: steps of serving, and of training."""
 FOUND = "found"
