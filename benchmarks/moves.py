@@ -1,14 +1,14 @@
 """Random moves between shardings: the planned seconds of their collectives beside those of the compiled program.
 
-    python benchmarks/moves.py                          # 200 moves on v4, v5p and v5e, about two minutes
+    python benchmarks/moves.py                          # 200 moves on v4, v5p and v5e, about four minutes
     python benchmarks/moves.py --moves 40 --chips tpu-v6e:4x4 tpu7x:2x2x4 --seed 1
     python benchmarks/moves.py --moves 40 --chips "tpu-v5e:4x4*2" "tpu-v5p:2x2x4*4"   # over several slices
 
 Each move brings a bfloat16 tensor of 1 MB to 3 GB from one random sharding to another. The plan's seconds are those of
 its collectives; the compiled ones are the seconds in which the timeline waits for collectives. What computes beside
 them, slices and copies, is shown separately: in a program of one move most of it copies the result. Gathers that go
-round each axis of a torus include their copies, in a plan too: for moves with one of these the whole program counts. Each
-move is also compiled as the compiler's partitioner makes it (`jax.sharding.reshard`), to compare whole programs.
+round each axis of a torus include their copies, in a plan too: for moves with one of these the whole program counts.
+Each move is also compiled as the compiler's partitioner makes it (`jax.sharding.reshard`), to compare whole programs.
 """
 
 import argparse
