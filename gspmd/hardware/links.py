@@ -63,40 +63,49 @@ class Occupancy(NamedTuple):
 
 
 LARGEST_WHOLE: Mapping[str, int] = MappingProxyType({"all-gather": 16, "reduce-scatter": 4})
-"""The largest TPU slices on which one of these over all devices is always one collective (`stays_whole`)."""
+"""The largest TPU slices on which one of these over all devices is one collective everywhere (`stays_whole`)."""
 
 
 def stays_whole(kind: str, group: int, buffer: float, chip: Chip) -> bool:
-    """Return whether a gather or a reduce-scatter over all devices of a TPU slice is compiled as one collective.
+    """Return whether `blocking` makes one collective of a gather or reduce-scatter over all devices of a TPU slice.
 
-    The compiler replaces many of them by an all-reduce with twice the bytes, and `gspmd.lowerings.blocking.tpu` makes
-    two collectives of those. On the 2D torus of v5e and v6e one that stays is up to twice as fast as two, since it has
-    the links of both axes. There it stays, as libtpu 0.0.42 and 0.0.50 compile slices from 2x2 to 16x16:
+    The compiler replaces many of them by an all-reduce with twice the bytes. Those are made in two. On the 2D torus of
+    v5e and v6e one that stays is up to twice as fast as two, since it goes round a ring through all devices, with links
+    of both axes. Few bytes are faster in two, over fewer hops. It stays, as libtpu 0.0.42 and 0.0.50 compile slices
+    from 2x2 to 16x16:
 
-    - a gather over 32 devices or fewer, or of more than 16 MiB. Over 256 devices, whose axes are both rings, two
-      collectives are as fast;
+    - a gather over 32 devices or fewer, or of more than 16 MiB. Where both axes have wrap-around links, as in 16x16,
+      two collectives are as fast;
     - a reduce-scatter over a slice that is no square: it stays on 2x4 and 4x8, and does not on 4x4 and 8x8.
 
     Args:
         kind: `"all-gather"` or `"reduce-scatter"`.
         group: number of devices of the slice.
         buffer: bytes per device of the larger of input and output.
-        chip: the hardware; a slice whose shape it does not know is taken for a square, or for twice one.
+        chip: the hardware; a slice whose shape it does not know is taken for a square, or for two of them.
 
     Example:
         >>> from gspmd.hardware.chips import chip
         >>> [stays_whole("reduce-scatter", group, 1e6, chip("tpu-v5e")) for group in (4, 8, 16, 32)]
         [True, True, False, True]
     """
-    if group <= LARGEST_WHOLE[kind] or chip.torus != 2:
+    if group <= LARGEST_WHOLE[kind] or not chip.keeps_whole_slices:
         return group <= LARGEST_WHOLE[kind]
-    sides = chip.slice_shape
-    if prod(sides) != group:
-        side = max(size for size in range(1, isqrt(group) + 1) if group % size == 0)
-        sides = (side, group // side)
+    sides = _sides(group, chip)
+    hops = sum(size // 2 if chip.wraps(size) else size - 1 for size in sides)  # of two, each over one axis
+    if buffer < 2 * (group // 2 - hops) * chip.hop_seconds * chip.link_bandwidth:
+        return False
     if kind == "reduce-scatter":
         return len({*sides}) > 1
-    return group <= 32 or (buffer > 2**24 and not all(chip.wraps(side) for side in sides))
+    return group <= 32 or (buffer > 2**24 and not all(chip.wraps(size) for size in sides))
+
+
+def _sides(group: int, chip: Chip) -> tuple[int, ...]:
+    """Return the torus axes of a slice of so many devices; of an unknown one, two that are as equal as possible."""
+    if prod(chip.slice_shape) == group:
+        return chip.slice_shape
+    side = max(size for size in range(1, isqrt(group) + 1) if group % size == 0)
+    return side, group // side
 
 
 ROUND_EACH_AXIS = 2**26
@@ -191,10 +200,13 @@ def _by_the_compiler(kind: str, axes: Sequence[str], mesh: Mapping[str, int], bu
         seconds = min(_in_parts(kind, first, axes, mesh, buffer, chip) for first in splits)
     else:
         takes = _together(kind, axes, mesh, buffer, chip)
-        if chip.gathers_on_one_ring or (chip.torus == 2 and group == prod(mesh.values())):
+        whole_slice = chip.keeps_whole_slices and group == prod(mesh.values()) and group > LARGEST_WHOLE[kind]
+        if chip.gathers_on_one_ring or whole_slice:
             # The latency stays that of rings along each axis, as the lowering sends few bytes. Many bytes take a hop
             # for every second device. To count these would cut every such gather in two, whose pieces are reordered.
             takes = takes._replace(links=max(takes.links, _on_one_ring(kind, axes, mesh, buffer, chip)))
+        if whole_slice:  # `stays_whole` has weighed the hops.
+            takes = takes._replace(latency=chip.start_seconds + group // 2 * chip.hop_seconds)
         seconds = takes.seconds
     if kind == "reduce-scatter" and not chip.is_switch:
         # An all-reduce uses the links of all axes. Over three of them it is faster than a reduce-scatter, with twice as

@@ -103,6 +103,28 @@ def test_products_and_their_gradients(make_mesh, equation):
     np.testing.assert_array_equal(to_w, b.T @ (2 * y))
 
 
+@pytest.mark.usefixtures("as_v4")
+def test_a_batch_of_products_gathers_its_shared_weight_once(make_mesh):
+    """What waits for a batch must not become a batch: its permutes would send the weight once for each."""
+
+    def product(b, w):
+        return gspmd.einsum("B_xE, EF_yz -> B_xF", b, w, lowering="blocking", via="B_xE, EF")
+
+    def sent(function, *operands):
+        return re.findall(r"f32(\[[\d,]*\])\S* = ppermute", str(jax.make_jaxpr(function)(*operands)))
+
+    with jax.set_mesh(make_mesh({"x": 2, "y": 2, "z": 2})):
+        b, w = (
+            gspmd.annotate(jax.ShapeDtypeStruct(shape, "float32"), spec)
+            for shape, spec in (((8, 64), "B_xE"), ((64, 1024), "EF_yz"))
+        )
+        placed = jax.NamedSharding(jax.sharding.get_mesh(), jax.P(None, "x"))
+        several = jax.ShapeDtypeStruct((5, 8, 64), "float32", sharding=placed)
+        plain, batched = sent(product, b, w), sent(jax.vmap(product, (0, None)), several, w)
+    assert plain
+    assert batched == plain
+
+
 def test_shards_of_less_than_a_tile_stay_with_the_compiler():
     """Permutes would send the padding, too: 64 of 128 columns, 8 of 16 rows of two-byte numbers."""
     assert torus.cut_along((32768, 64), 2, 1, 2) is None
@@ -121,6 +143,7 @@ def test_shards_of_less_than_a_tile_stay_with_the_compiler():
         # y has no wrap-around links: x takes its place, gathered with z. One ring takes 1.75 times as long, compiled.
         (4096, "2x4x8", {"x": 4, "y": 2, "z": 8}, "all-gather all-to-all collective-permute"),
         (4096, "4x4x4", {"x": 2, "y": 4, "z": 8}, "all-gather"),  # x and z are no axes of the torus
+        (2**18, "4x4x4", {"x": 4, "y": 4, "z": 4}, "all-gather"),  # 8.6 of 34 GB: blocks as large would be held, too
         (4096, "4x4x4", {"y": 16, "z": 4}, "all-gather"),  # nor is y
     ],
     ids=str,

@@ -53,7 +53,8 @@ class Tensor:
         key = kind, frozenset(axes), max(self.held(here), self.held(there))
         if key not in self.prices:
             buffer = key[2]
-            seconds = collective_seconds(kind, [a for a in self.mesh if a in axes], self.mesh, buffer, self.chip)
+            named = [a for a in self.mesh if a in axes]
+            seconds = collective_seconds(kind, named, self.mesh, buffer, self.chip, self.bytes)
             self.prices[key] = picoseconds(seconds), wire_bytes(kind, self.parts(axes), buffer), 1
         return self.prices[key]
 

@@ -59,11 +59,13 @@ class Executor:
     ) -> list[jax.Array]:
         """Run the moves with these numbers, each up to step `stop(number)`; return their results in this order.
 
-        Gathers over several axes come last, and wait for everything before them: `blocking.tpu.all_gather` says why.
+        Gathers over several axes come last. Those that go round each axis of a torus wait for all moves before them:
+        `blocking.tpu.all_gather` says why.
         """
 
         def comes_last(number: int) -> bool:
-            return any(step.kind == "all-gather" and len(step.axes) > 1 for step in self.chains.moves[number].steps)
+            steps = self.chains.moves[number].steps[: stop(number)]
+            return any(step.kind == "all-gather" and len(step.axes) > 1 for step in steps)
 
         numbers = list(numbers)
         moved: dict[int, jax.Array] = {}

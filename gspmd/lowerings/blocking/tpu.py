@@ -55,10 +55,17 @@ def zero_after(x: jax.Array) -> jax.Array | int:
     """
     if not in_force.is_tpu():
         return 0
-    x = lax.optimization_barrier(x)  # otherwise a part of a product becomes a product of parts
-    first = jnp.real(lax.slice(x, (0,) * x.ndim, (1,) * x.ndim).reshape(()))
-    bits = lax.bitcast_convert_type(first.astype(jnp.float32), jnp.uint32)
-    return (lax.shift_right_logical(bits, jnp.uint32(31)) & jnp.uint32(2)).astype(jnp.int32)
+
+    def zero(x: jax.Array) -> jax.Array:
+        x = lax.optimization_barrier(x)  # otherwise a part of a product becomes a product of parts
+        first = jnp.real(lax.slice(x, (0,) * x.ndim, (1,) * x.ndim).reshape(()))
+        bits = lax.bitcast_convert_type(first.astype(jnp.float32), jnp.uint32)
+        return (lax.shift_right_logical(bits, jnp.uint32(31)) & jnp.uint32(2)).astype(jnp.int32)
+
+    # One zero for a whole batch: with one for each, what waits would be sliced, and sent, once for each.
+    made = jax.custom_batching.custom_vmap(zero)
+    made.def_vmap(lambda size, batched, x: (made(x), False))
+    return made(lax.stop_gradient(x))
 
 
 class OverSlices(NamedTuple):
@@ -122,13 +129,13 @@ def all_gather(
     names, _, groups = over.between
     pieces = lax.all_gather(x, names, axis=0, tiled=False, axis_index_groups=groups)
     pieces = _gather(pieces, over.inside, dimension + 1)
-    before, after = x.shape[:dimension], x.shape[dimension:]
+    leading, trailing = x.shape[:dimension], x.shape[dimension:]
     outer, inner = zip(*over.sizes)
-    number, at = len(outer), len(before)
-    # From [*outer, *before, *inner, size, *after] to [*before, outer, inner, outer, inner, ..., size, *after].
-    pieces = pieces.reshape(*outer, *before, *inner, *after)
+    number, at = len(outer), len(leading)
+    # From [*outer, *leading, *inner, *trailing] to [*leading, outer, inner, outer, inner, ..., *trailing].
+    pieces = pieces.reshape(*outer, *leading, *inner, *trailing)
     pieces = jnp.moveaxis(pieces, range(number), range(at, at + 2 * number, 2))
-    return pieces.reshape(*before, -1, *after[1:])
+    return pieces.reshape(*leading, -1, *trailing[1:])
 
 
 def reduce_scatter(x: jax.Array, axes: tuple[str, ...], dimension: int, mesh: Mapping[str, int]) -> jax.Array:

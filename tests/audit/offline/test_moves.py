@@ -80,17 +80,20 @@ def test_large_gathers_use_the_links_of_all_their_axes(name, equation, most):
         assert report.timeline.step_seconds < (most + 0.15) * ring.timeline.exposed_seconds
 
 
+LARGE = [pytest.param(f"tpu-v5e:{shape}", marks=pytest.mark.slow) for shape in ("4x8", "8x16", "16x16")]
+
+
 @pytest.mark.parametrize("kind", ["all-gather", "reduce-scatter"])
-@pytest.mark.parametrize("name", ["tpu-v5e:2x4", "tpu-v6e:4x4", "tpu-v5e:8x8", "tpu-v5e:8x16", "tpu-v5e:16x16"])
-def test_over_a_whole_slice_no_other_form_is_faster(name, kind):
-    """Beside one collective, unless the compiler replaces it by another, and two, over either axis first."""
+@pytest.mark.parametrize("name", ["tpu-v5e:2x4", "tpu-v6e:4x4", "tpu-v5e:8x8", *LARGE])
+def test_over_a_whole_slice_neither_one_collective_nor_two_are_faster(name, kind):
+    """Beside one, unless the compiler replaces it by another, and two: a gather's over y first, a scatter's over x."""
     slices = topology(name)
     sizes = dict(zip("xy", slices.shape))
     mesh = slices.mesh(sizes)
     split, whole = jax.P(("x", "y")), jax.P()
     before, after = (split, whole) if kind == "all-gather" else (whole, split)
 
-    def one(x, axes):
+    def one(x, axes=("x", "y")):
         if kind == "all-gather":
             return lax.all_gather(x, axes, axis=0, tiled=True)
         pieces = x.reshape(prod(sizes[axis] for axis in axes), -1, x.shape[1])
@@ -103,18 +106,19 @@ def test_over_a_whole_slice_no_other_form_is_faster(name, kind):
     def ours(x):
         return (tpu.all_gather if kind == "all-gather" else tpu.reduce_scatter)(x, ("x", "y"), 0, sizes)
 
-    for rows in (2**12, 2**13 - 2**11, 2**16):  # 16, 24 and 256 MiB
+    least = 8 * mesh.size  # rows of 4 KiB, in whole tiles
+    for rows in (least, 2**12, 2**13 - 2**11, 2**16):  # the last three are 16, 24 and 256 MiB
         x = jax.ShapeDtypeStruct((rows, 2048), "bfloat16", sharding=jax.NamedSharding(mesh, before))
-        seconds = []
-        for function in (lambda x: one(x, ("x", "y")), two, ours):
+        seconds = {}
+        for function in (one, two, ours):
             mapped = jax.shard_map(function, in_specs=before, out_specs=after, check_vma=False)
             with jax.set_mesh(mesh):
                 report = compile_offline(mapped, x, topology=slices)
             if {each for each, _ in report.ledger.by_kind_and_axes()} == {kind}:
-                seconds.append(report.timeline.step_seconds)
-        assert seconds[-1] <= 1.001 * min(seconds), rows
+                seconds[function] = report.timeline.exposed_seconds
+        # The price of few bytes has the hops of both, but not whether the pieces are put in order.
+        assert seconds[ours] <= (1.001 if rows > least else 1.1) * min(seconds.values()), rows
         assert report.ledger.wire_bytes == rows * 4096 * (mesh.size - 1) // mesh.size
-    # Of few bytes the hops of a ring through all devices count, which a plan leaves out.
     planned = collective_seconds(kind, ("x", "y"), sizes, rows * 4096, slices.chip)
     assert planned == pytest.approx(report.timeline.exposed_seconds, rel=0.05)
 

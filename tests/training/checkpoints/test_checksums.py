@@ -65,7 +65,7 @@ def test_a_folder_that_is_missing_is_named(saved, gone):
 
 def flip_64_bytes(folder):
     """Change the file that holds the arrays, which still loads."""
-    path = max((path for path in folder.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+    path = max((path for path in (folder / "state").rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
     content = bytearray(path.read_bytes())
     middle = len(content) // 2
     content[middle : middle + 64] = bytes(byte ^ 0xFF for byte in content[middle : middle + 64])
