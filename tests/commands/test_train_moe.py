@@ -217,7 +217,7 @@ def test_stop_and_resume_onto_another_mesh(tmp_path, text):
     process.send_signal(signal.SIGINT)
     out, error = process.communicate(timeout=600)
     assert process.returncode == 130, error
-    said = re.search(r"Interrupted after step (\d+)\. To go on: python \S+train_moe.py --resume --out run", error)
+    said = re.search(r"Interrupted after step (\d+)\. To go on: python .+train_moe\.py'? --resume --out run", error)
     step = int(said[1])
     assert "Traceback" not in error
     assert "8 fake host devices sharing" in out

@@ -45,19 +45,24 @@ def reordered(module: Module, body: Computation) -> list[Instruction]:
     return [each for each in alone if _reorders(module, each)]
 
 
+LEAST = 2**12
+"""Bytes of the smallest slice that `cut_out` counts as the weights of a layer."""
+
+
 def cut_out(module: Module, body: Computation) -> list[Instruction]:
     """Return the instructions of a loop's body that copy a part of an array that no iteration changes, in main memory.
 
     In a loop over layers these are the weights of one layer, copied out of their stack. Most products read them where
-    they are. A kernel, such as that of `jax.lax.ragged_dot`, needs an array of its own.
+    they are. A kernel, such as that of `jax.lax.ragged_dot`, needs an array of its own. Fewer bytes than `LEAST` are no
+    weights: a loop over rows that writes a cache looks up the position of each row.
 
     Args:
         module: the program.
         body: the computation that a `while` runs.
     """
     whole = _whole(body)
-    cuts = ((each, _cut_from(module, each)) for each in body.instructions)
-    return [each for each, source in cuts if source in whole]
+    large = (each for each in body.instructions if sum(array.bytes for array in each.arrays) >= LEAST)
+    return [each for each in large if _cut_from(module, each) in whole]
 
 
 def _whole(body: Computation) -> set[str]:

@@ -362,6 +362,7 @@ def test_slices_that_a_loop_copies_out_of_a_stack_are_named():
     assert "and 1 more do so: 60 µs of 60 µs" in run(*ENTER, WHILE, computations=two).warnings[0]
     for other in (
         cut.replace("9000]{0}", "9000]{0:S(1)}"),  # It is loaded onto the chip, ahead of its use.
+        cut.replace("u8[9000]", "s32[1]"),  # It is the place of a row in a cache.
         step("k", 3, "v"),
     ):
         assert run(*ENTER, WHILE, computations=kept.replace(cut, other)).warnings == ()
