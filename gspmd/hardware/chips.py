@@ -41,7 +41,7 @@ class Chip(Printed):
     device_kinds: tuple[str, ...] = ()  #: values of `jax.Device.device_kind`
     source: Mapping[str, str] = field(default_factory=FrozenDict, compare=False, repr=False)
     gathers_on_one_ring: bool = False  #: whether the compiler's gathers over several torus axes use the links of one
-    keeps_whole_slices: bool = False  #: whether many of them over all devices of a slice stay one collective
+    keeps_whole_slices: bool = False  #: whether the compiler keeps many gathers and scatters over a whole slice as one
     full_mesh: bool = False  #: whether each link leads to one peer, without a switch
     start_seconds: float = 0.0  #: latency of starting a collective, in addition to its hops, seconds
     node_devices: int = 0  #: devices of one node; 0 for any number

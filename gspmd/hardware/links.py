@@ -93,6 +93,7 @@ def stays_whole(kind: str, group: int, buffer: float, chip: Chip) -> bool:
         return group <= LARGEST_WHOLE[kind]
     sides = _sides(group, chip)
     hops = sum(size // 2 if chip.wraps(size) else size - 1 for size in sides)  # of two, each over one axis
+    # One ring has two links, where one axis without wrap-around links has one: it saves half of the bytes' seconds.
     if buffer < 2 * (group // 2 - hops) * chip.hop_seconds * chip.link_bandwidth:
         return False
     if kind == "reduce-scatter":

@@ -105,7 +105,7 @@ def test_products_and_their_gradients(make_mesh, equation):
 
 @pytest.mark.usefixtures("as_v4")
 def test_a_batch_of_products_gathers_its_shared_weight_once(make_mesh):
-    """What waits for a batch must not become a batch: its permutes would send the weight once for each."""
+    """One gather for a whole batch: a batched wait would send the shared weight once for each."""
 
     def product(b, w):
         return gspmd.einsum("B_xE, EF_yz -> B_xF", b, w, lowering="blocking", via="B_xE, EF")
@@ -176,3 +176,14 @@ def test_gathers_of_one_equation_go_one_after_the_other():
     started = re.findall(r"collective-permute-start\(.*?/step(\d+)\.collective-permute", report.hlo)
     assert len(started) >= 2 * 4 * 6  # of two gathers, four parts that make three hops round either axis
     assert started == sorted(started)
+
+
+@pytest.mark.skipif(util.find_spec("libtpu") is None, reason="libtpu, the TPU compiler, is not installed")
+@pytest.mark.parametrize(("rows", "kind"), [(2**16, "collective-permute"), (2**18, "all-gather")])
+def test_a_part_counts_as_the_whole_tensor(rows, kind):
+    """A part of 2.1 GB may be gathered further, to 8.6 of a v4's 34 GB: with its blocks it would leave little room."""
+    slices = topology("tpu-v4:4x4x4")
+    with jax.set_mesh(slices.mesh({"x": 4, "y": 4, "z": 4})):
+        x = gspmd.annotate(jax.ShapeDtypeStruct((rows, 16384), "bfloat16"), "E_xF_yz")
+        planned = gspmd.trace(lambda x: gspmd.reshard(x, "E_xF_yz -> E_xF", lowering="blocking"), x)
+    assert {each for each, _ in planned.by_kind_and_axes()} == {kind}
