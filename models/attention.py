@@ -28,8 +28,8 @@ from .vectors import masked, padded_dimensions
 class Past(Protocol):
     """The cached keys and values of one layer, for attention of the tokens that follow them."""
 
-    def angles(self, spec: Spec) -> Angles:
-        """Return `angles_at` the positions of the new tokens, placed as B and L of `spec`."""
+    def angles(self, spec: Spec, kind: str) -> Angles:
+        """Return the angles of a layer of this kind at the positions of the new tokens, placed as B and L of `spec`."""
 
     def attend(
         self, q: jax.Array, k: jax.Array, v: jax.Array, query_spec: Spec, key_spec: Spec, **options: Any
@@ -47,15 +47,21 @@ class Attention(Layer):
     """Self-attention on the residual stream, causal in a decoder.
 
     The parallel block calls `core` and computes the products around it itself, to share collectives with feed-forward.
+
+    Args:
+        kind: full, sliding or unrotated, see `ModelConfig.layer_kinds`.
     """
 
-    def __init__(self, config: ModelConfig, layout: Layout, weights: Mapping[str, jax.Array], dtype: Any):
+    def __init__(self, config: ModelConfig, layout: Layout, weights: Mapping[str, jax.Array], dtype: Any, kind: str):
         super().__init__(config, layout.section("attention"), weights, dtype)
-        self.padded = padded_dimensions(config, layout).get("H")
+        self.kind, self.rotary, self.window = kind, config.rotary_of(kind), config.window_of(kind)
+        self.padded_heads = padded_dimensions(config, layout)
+        self.padded = self.padded_heads.get("H")
 
     def __call__(self, x: jax.Array, context: Context, past: Past | None = None) -> jax.Array:
         """Return the output [B, L, E] to add to the residual stream, placed as `attention.residual`."""
-        return self.attend("residual", self.normed("residual", x), context, past)
+        added = self.attend("residual", self.normed_before("residual", x), context, past)
+        return self.normed_after("residual", added)
 
     def attend(self, where: str, y: jax.Array, context: Context, past: Past | None = None) -> jax.Array:
         """Attend with a normed input [B, L, E]; input and output are placed as the line `where`."""
@@ -77,11 +83,18 @@ class Attention(Layer):
             x = checkpoint_name(self.adapted(f"{where}, w_{weight} -> {line}", x, y), f"attention.{kept}")
             found.append(self.affine(line, x, weight))
         q, k, v = found
-        if self.config.qk_norm:
-            epsilon = self.config.norm_epsilon
-            q = self.at.rms_norm("query, q_norm", q, self.vector("q_norm"), epsilon=epsilon)
-            k = self.at.rms_norm("key, k_norm", k, self.vector("k_norm"), epsilon=epsilon)
+        if self.config.qk_norm != "none":
+            q, k = self.normed_heads("query", q, "q_norm", "H"), self.normed_heads("key", k, "k_norm", "K")
         return q, k, v
+
+    def normed_heads(self, line: str, x: jax.Array, norm: str, heads: str) -> jax.Array:
+        """Normalise queries or keys: each head [D] by itself, or all heads [H, D] together."""
+        options: dict[str, Any] = {"epsilon": self.config.norm_epsilon}
+        if self.config.qk_norm == "head":
+            return self.at.rms_norm(f"{line}, {norm}", x, self.vector(norm), **options)
+        if (padded := self.padded_heads.get(heads)) is not None:  # heads of padding are 0, and do not count
+            options["count"] = padded.real * self.config.head_size
+        return self.at.rms_norm(f"{line}, {norm}_all", x, self.vector(norm), **options)
 
     def core(self, q: jax.Array, k: jax.Array, v: jax.Array, context: Context, past: Past | None = None) -> jax.Array:
         """Compute softmax attention of queries [B, L, H, D] and keys [B, L, K, D], placed as the queries.
@@ -89,33 +102,43 @@ class Attention(Layer):
         Without a `past`, sequences begin here, in zigzag order if L of causal keys is sharded; with it, they follow it.
         """
         query, key = self.at.spec("query"), self.at.spec("key")
-        bias = bias_of(self.config, self.at, context)
+        how = self.scores(context)
         if past is not None:
-            if self.config.positions == "rotary":
-                q, k = (rotate(x, self.config, past.angles(spec)) for x, spec in ((q, query), (k, key)))
-            out = past.attend(q, k, v, query, key, scale=self.config.attention_scale, **bias)
+            if self.rotary is not None:
+                q, k = (rotate(x, self.rotary, past.angles(spec, self.kind)) for x, spec in ((q, query), (k, key)))
+            out = past.attend(q, k, v, query, key, **how)
             return masked(out, self.padded, "H", query)
-        if fault := self.config.length_fault(q.shape[1]):
-            raise ValueError(f"cannot run this model: {fault}.")
-        if self.config.positions == "rotary":
-            q, k = checkpoint_name(self.rotated(q, k, context), "attention.rotated")
-        how: dict[str, Any] = {"segments": context.segments} if context.segments else {}
-        out = attention(q, k, v, query, key, causal=context.causal, scale=self.config.attention_scale, **how, **bias)
+        if self.rotary is not None:
+            q, k = checkpoint_name(self.rotated(self.rotary, q, k, context), "attention.rotated")
+        if context.segments:
+            how["segments"] = context.segments
+        out = attention(q, k, v, query, key, causal=context.causal, **how)
         return masked(out, self.padded, "H", query)
 
-    def rotated(self, q: jax.Array, k: jax.Array, context: Context) -> tuple[jax.Array, jax.Array]:
-        """Rotate queries and keys by their positions."""
+    def scores(self, context: Context) -> dict[str, Any]:
+        """Return the arguments of `gspmd.ops.attention` that make this model's scores; none without effect."""
+        found = bias_of(self.config, self.at, context) | {"scale": self.config.attention_scale}
+        if self.window is not None:
+            found["window"] = self.window
+        if self.config.score_softcap is not None:
+            found["softcap"] = self.config.score_softcap
+        if (sinks := self.parameter("sinks")) is not None:
+            found |= {"sinks": sinks[...], "sinks_spec": self.at.spec("sinks")}
+        return found
+
+    def rotated(self, rotary: ModelConfig, q: jax.Array, k: jax.Array, context: Context) -> tuple[jax.Array, jax.Array]:
+        """Rotate queries and keys by their positions, with the rotary embedding of a model."""
         query, key = self.at.spec("query"), self.at.spec("key")
         if context.angles is not None:
-            of_query, of_key = context.angles
-            return rotate(q, self.config, of_query), rotate(k, self.config, of_key)
+            of_query, of_key = context.angles[rotary]
+            return rotate(q, rotary, of_query), rotate(k, rotary, of_key)
         order = zigzag_positions(q.shape[1], ring_size(key)) if context.causal else np.arange(q.shape[1])
-        angles = cos_sin(order, turns(self.config))
+        angles = cos_sin(order, turns(rotary))
         if query.axes_of("L") != key.axes_of("L"):
             # Without `_along`, compilers merge the tables of queries and keys into one constant, shard its L as that of
             # the queries, and gather it for the keys.
-            return rotate(q, self.config, _along(query, angles)), rotate(k, self.config, angles)
-        return rotate(q, self.config, angles), rotate(k, self.config, angles)
+            return rotate(q, rotary, _along(query, angles)), rotate(k, rotary, angles)
+        return rotate(q, rotary, angles), rotate(k, rotary, angles)
 
 
 class CrossAttention(Layer):

@@ -23,11 +23,15 @@ from .placement import moved
 
 
 class Block(nnx.Module):
-    """x + Attention(norm x), then x + CrossAttention(norm x) after an encoder, then x + FeedForward(norm x)."""
+    """x + Attention(norm x), then x + CrossAttention(norm x) after an encoder, then x + FeedForward(norm x).
 
-    def __init__(self, config: ModelConfig, layout: Layout, weights: Mapping[str, Any], dtype: Any):
+    With `ModelConfig.norms` "after", the residual stream is read as it is, and what a part adds is normalised; with
+    "both", each part has a norm before it and one after it.
+    """
+
+    def __init__(self, config: ModelConfig, layout: Layout, weights: Mapping[str, Any], dtype: Any, kind: str):
         self.residuals = (layout.spec("attention.residual"), layout.spec("ffn.residual"))
-        self.attention = Attention(config, layout, weights["attention"], dtype)
+        self.attention = Attention(config, layout, weights["attention"], dtype, kind)
         self.cross = CrossAttention(config, layout, weights["cross"], dtype) if "cross" in weights else None
         self.layout, (self.ffn, self.moe) = layout, _feed_forward(config, layout, weights, dtype)
 
@@ -65,9 +69,9 @@ class ParallelBlock(Layer):
     Differs: with experts, attention and experts reduce their outputs separately.
     """
 
-    def __init__(self, config: ModelConfig, layout: Layout, weights: Mapping[str, Any], dtype: Any):
+    def __init__(self, config: ModelConfig, layout: Layout, weights: Mapping[str, Any], dtype: Any, kind: str):
         super().__init__(config, layout.section("ffn"), weights, dtype)
-        self.attention = Attention(config, layout, weights["attention"], dtype)
+        self.attention = Attention(config, layout, weights["attention"], dtype, kind)
         self.layout, (self.ffn, self.moe) = layout, _feed_forward(config, layout, weights, dtype)
 
     def __call__(

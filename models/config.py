@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from math import gcd, inf
+from dataclasses import dataclass, replace
+from math import gcd, inf, lcm
 from typing import Literal, get_args
 
 from gspmd.annotate.errors import suggestion
@@ -17,6 +17,10 @@ from .tensors import Tensor, tensor_sizes, tensors
 BLOCKS = ("serial", "parallel")
 POSITIONS = ("rotary", "relative", "sinusoidal", "none")
 NORMS = ("rms", "layer")
+NORM_PLACES = ("before", "after", "both")
+LAYER_KINDS = ("full", "sliding", "unrotated")
+HeadNorm = Literal["none", "head", "all"]
+HEAD_NORMS: tuple[HeadNorm, ...] = get_args(HeadNorm)
 PAIRS = ("halves", "neighbours")
 Remat = Literal["none", "full", "dots-except-hidden", "dots", "selective"]
 REMATS: tuple[Remat, ...] = get_args(Remat)
@@ -84,14 +88,28 @@ class ModelConfig:
     """Whether queries, keys and values have biases."""
     out_bias: bool = False
     """Whether attention's output has a bias."""
-    qk_norm: bool = False
-    """Whether every head's queries and keys are RMS-normalised before they are rotated (Qwen3)."""
+    qk_norm: Literal[HeadNorm, True, False] = "none"
+    """RMS norm of queries and keys before they are rotated: none; head: of each head by itself, with one scale for all
+    heads (Qwen3); all: over all heads together (OLMo 2). True means head, and False none."""
+    sinks: bool = False
+    """Whether each query head has a learned logit in the denominator of its softmax, which no value belongs to
+    (gpt-oss)."""
+    score_softcap: float | None = None
+    """Bound c of the scores of attention, which become c · tanh(score / c) (Gemma 2); None for no bound."""
+    sliding_window: int | None = None
+    """Number of last tokens, itself among them, to which a token attends in sliding layers."""
+    layer_kinds: tuple[str, ...] = ()
+    """Kinds of attention of successive blocks, a pattern that repeats: full; sliding, to the last `sliding_window`
+    tokens; unrotated: full, without rotary embedding. Empty for all sliding if there is a window, else all full."""
     feed_forward: int = 256
     """Width of the feed-forward layer, or of one expert."""
     activation: str = "swiglu"
     """swiglu or geglu (two weights in), gelu (its tanh form), gelu_exact or relu."""
     ffn_bias: bool = False
     """Whether the matrices of feed-forward layers, and of experts, have biases."""
+    norms: str = "before"
+    """Place of the norms of serial blocks: before attention and feed-forward; after them, on what they add (OLMo 2); or
+    both (Gemma 2)."""
     block: str = "serial"
     """serial, or parallel: attention and feed-forward share one norm and one reduction (PaLM)."""
     tied: bool = True
@@ -100,6 +118,8 @@ class ModelConfig:
     """Whether embedded tokens are multiplied by √embed."""
     output_bias: bool = False
     """Whether the logits have a bias."""
+    logit_softcap: float | None = None
+    """Bound c of the logits, which become c · tanh(logit / c) (Gemma 2); None for no bound."""
     positions: str = "rotary"
     """rotary; relative: a bias of the scores for the distance of query and key, in buckets, shared by all blocks of a
     stack (T5); sinusoidal: added to the embedded tokens (Transformer); or none."""
@@ -115,6 +135,9 @@ class ModelConfig:
     """Base of the rotary position embedding's wavelengths."""
     rope_scaling: RopeScaling | None = None
     """Stretching of long wavelengths (Llama 3.1); None for none."""
+    local_rope_base: float | None = None
+    """Base of the rotary position embedding in sliding layers, whose wavelengths are not stretched (Gemma 3); None if
+    they are rotated as all others."""
     rotary_size: int = 0
     """Number of elements of a head, counted from its first, that are rotated by position; 0 for all."""
     rotary_pairs: str = "halves"
@@ -132,9 +155,6 @@ class ModelConfig:
     context_length: int | None = None
     """The longest text, in tokens, that the model was made for, as a public checkpoint says; longer texts are not
     generated. None for no limit."""
-    sliding_window: int | None = None
-    """The number of last tokens that attention of a public checkpoint looks back over. Attention here looks back over
-    all tokens, so longer sequences are refused. None for a model whose attention looks back over all."""
     int8: bool = False
     """Whether matrices are int8, with a float32 scale for every channel of their products (`quantize`), for serving."""
     stacked: bool = True
@@ -148,6 +168,8 @@ class ModelConfig:
     def __post_init__(self) -> None:
         if isinstance(self.remat, bool):  # old settings and checkpoints have True or False
             object.__setattr__(self, "remat", "full" if self.remat else "none")
+        if isinstance(self.qk_norm, bool):  # likewise
+            object.__setattr__(self, "qk_norm", "head" if self.qk_norm else "none")
         if self.lora and not self.lora.rank:
             object.__setattr__(self, "lora", None)
         faults = list(_faults(self))
@@ -175,10 +197,56 @@ class ModelConfig:
         """Elements of a head that are rotated by position."""
         return self.rotary_size or self.head_size
 
+    def layer_kind(self, place: int) -> str:
+        """Return the kind of attention of a block, counted from the first: full, sliding or unrotated.
+
+        >>> config = ModelConfig(sliding_window=32, layer_kinds=("sliding", "sliding", "full"), layers=6)
+        >>> [config.layer_kind(number) for number in range(4)]
+        ['sliding', 'sliding', 'full', 'sliding']
+        """
+        kinds = self._kinds
+        return kinds[place % len(kinds)]
+
+    @property
+    def _kinds(self) -> tuple[str, ...]:
+        return self.layer_kinds or ("full" if self.sliding_window is None else "sliding",)
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The distinct kinds of attention of the blocks, in the order of their first."""
+        return tuple(dict.fromkeys(self._kinds))
+
+    def window_of(self, kind: str) -> int | None:
+        """Return the number of last tokens that a token of a layer of this kind attends to; None for all."""
+        return self.sliding_window if kind == "sliding" else None
+
+    def rotary_of(self, kind: str) -> ModelConfig | None:
+        """Return the model with the rotary embedding of its layers of this kind; None if they have none."""
+        if self.positions != "rotary" or kind == "unrotated":
+            return None
+        if kind != "sliding" or self.local_rope_base is None:
+            return self
+        return replace(self, rope_base=self.local_rope_base, rope_scaling=None, local_rope_base=None)
+
+    @property
+    def rotaries(self) -> tuple[ModelConfig, ...]:
+        """The distinct models of `rotary_of`, for all kinds of layers."""
+        found = dict.fromkeys(map(self.rotary_of, self.kinds))
+        return tuple(each for each in found if each is not None)
+
+    @property
+    def has_dense_layers(self) -> bool:
+        """Whether some blocks have a feed-forward layer that is no mixture of experts."""
+        return self.moe is None or self.moe.every > 1
+
+    def has_experts(self, place: int) -> bool:
+        """Return whether the feed-forward layer of a block, counted from the first, is a mixture of experts."""
+        return self.moe is not None and place % self.moe.every == self.expert_place
+
     @property
     def pattern(self) -> int:
-        """Blocks of the pattern of dense and expert blocks, which repeats."""
-        return self.moe.every if self.moe else 1
+        """Blocks of the pattern of dense and expert blocks, and of kinds of attention, which repeats."""
+        return lcm(self.moe.every if self.moe else 1, len(self.layer_kinds) or 1)
 
     @property
     def period(self) -> int:
@@ -232,7 +300,8 @@ class ModelConfig:
 
         Returns:
             6 per active parameter of matrix products, plus 12 · layers · heads · head_size · length for attention
-            scores; the embedding look-up is not counted, the logits are.
+            scores, with the window in place of the length in sliding layers; the embedding look-up is not counted, the
+            logits are.
 
         Example:
             >>> ModelConfig(layers=1).flops_per_token(length=256)
@@ -243,7 +312,8 @@ class ModelConfig:
         """
         of_target = self._flops_of_matrices[1]
         scores = 12 * self.heads * self.head_size
-        of_target += scores * self.layers * length
+        reach = (self.window_of(self.layer_kind(number)) or length for number in range(self.layers))
+        of_target += scores * sum(min(each, length) for each in reach)
         if not self.encoder_layers:
             return of_target
         source_length = source_length or length
@@ -276,19 +346,6 @@ class ModelConfig:
             else:
                 of_target += count
         return 6 * round(of_source), 6 * round(of_target)
-
-    def length_fault(self, tokens: int) -> str:
-        """Return why attention here differs from the model's own for so many tokens; empty if it does not.
-
-        >>> ModelConfig(sliding_window=4096).length_fault(4096)
-        ''
-        """
-        if self.sliding_window is None or tokens <= self.sliding_window:
-            return ""
-        return (
-            f"a sequence has {tokens} tokens, and attention of this model looks back over the last "
-            f"{self.sliding_window} only (sliding_window); longer sequences are not supported"
-        )
 
     def tokens_of_source(self, source_length: int, length: int) -> int:
         """Return the tokens of a source: `source_length`, or as many as `length` if that is 0; 0 without an encoder.
@@ -364,7 +421,7 @@ def _faults(config: ModelConfig):
         elif getattr(config, name) >= 2**31:  # XLA's sizes of dimensions are int32
             yield f"{name} is {getattr(config, name)}; it must be less than 2**31"
     choices = {"activation": tuple(PLAIN), "block": BLOCKS, "norm": NORMS, "rotary_pairs": PAIRS, "remat": REMATS,
-               "positions": POSITIONS}  # fmt: skip
+               "positions": POSITIONS, "norms": NORM_PLACES, "qk_norm": HEAD_NORMS}  # fmt: skip
     for name, known in choices.items():
         if getattr(config, name) not in known:
             near = suggestion(str(getattr(config, name)), known).strip()
@@ -373,6 +430,9 @@ def _faults(config: ModelConfig):
     for name in ("context_length", "sliding_window"):
         if getattr(config, name) is not None and getattr(config, name) < 1:
             yield f"{name} is {getattr(config, name)}; it must be at least 1, or be left out"
+    for name in ("score_softcap", "logit_softcap", "local_rope_base"):
+        if getattr(config, name) is not None and not 0 < getattr(config, name) < inf:
+            yield f"{name} is {getattr(config, name)}; it must be positive, or be left out"
     for name in ("rope_base", "norm_epsilon"):
         if not 0 < getattr(config, name) < inf:
             yield f"{name} is {getattr(config, name)}; it must be positive"
@@ -393,11 +453,37 @@ def _faults(config: ModelConfig):
             yield "lora has adapters, and int8 weights are not trained; merge them first"
     if config.encoder_layers and not config.stacked:
         yield "stacked is off, and encoder_layers is set; blocks of an encoder–decoder are stacked"
+    yield from _kind_faults(config)
     for name in ("layers", "encoder_layers"):
         if config.moe and config.moe.every > 0 and getattr(config, name) % config.moe.every:
             yield f"{name} is {getattr(config, name)}, which moe.every ({config.moe.every}) does not divide"
     yield from _position_faults(config)
     yield from _encoder_faults(config)
+
+
+def _kind_faults(config: ModelConfig):
+    for kind in dict.fromkeys(config.layer_kinds):
+        if kind not in LAYER_KINDS:
+            near = suggestion(str(kind), LAYER_KINDS).strip()
+            yield f"layer_kinds has {kind!r}; its kinds are {', '.join(LAYER_KINDS)}" + (f". {near}" if near else "")
+    if config.layer_kinds and config.layers % len(config.layer_kinds):
+        yield f"layers is {config.layers}, which the {len(config.layer_kinds)} layer_kinds do not divide"
+    elif config.layers % config.pattern:
+        yield (
+            f"layers is {config.layers}, and the pattern of layer_kinds ({len(config.layer_kinds)}) and of experts "
+            f"(moe.every = {config.moe and config.moe.every}) repeats after {config.pattern}; it must divide layers"
+        )
+    sliding = "sliding" in config.layer_kinds
+    if sliding and config.sliding_window is None:
+        yield "layer_kinds has 'sliding', and there is no sliding_window; set it"
+    if config.layer_kinds and not sliding and config.sliding_window is not None:
+        yield f"sliding_window is {config.sliding_window}, and layer_kinds has no 'sliding'; leave it out"
+    if config.local_rope_base is not None and (config.sliding_window is None or config.positions != "rotary"):
+        yield "local_rope_base is set, and there are no sliding layers that are rotated; leave it out"
+    if "unrotated" in config.layer_kinds and config.positions != "rotary":
+        yield f"layer_kinds has 'unrotated', and positions are {config.positions}; write 'full'"
+    if config.norms != "before" and config.block != "serial":
+        yield f"norms are {config.norms!r}, and the block is parallel, with one norm before it"
 
 
 def _position_faults(config: ModelConfig):
@@ -429,8 +515,13 @@ def _encoder_faults(config: ModelConfig):
         yield f"start_token is {config.start_token}, which is not a token of {config.vocabulary}"
     if config.block != "serial":
         yield 'block is parallel, and cross-attention has a norm of its own; set block = "serial"'
-    if config.qk_norm:
+    if config.qk_norm != "none":
         yield "qk_norm is set, and cross-attention has no norms of heads"
+    for name in ("sliding_window", "score_softcap"):
+        if getattr(config, name) is not None:
+            yield f"{name} is {getattr(config, name)}, which attention of an encoder–decoder does not have"
+    if config.layer_kinds or config.sinks or config.norms != "before":
+        yield "layer_kinds, sinks and norms are set for a decoder alone; leave them out of an encoder–decoder"
 
 
 def _has(config: ModelConfig, key: str) -> bool:
@@ -438,12 +529,11 @@ def _has(config: ModelConfig, key: str) -> bool:
     section, name = key.split(".")
     if name.endswith("gate") and not config.gated:
         return False
-    dense = config.moe is None or config.moe.every > 1
     shared = config.moe is not None and config.moe.shared > 0
     return {
         "attention": True,
         "cross": config.encoder_layers > 0,
-        "ffn": dense,
+        "ffn": config.has_dense_layers,
         "moe": shared,
         "output": not config.tied,
     }[section]

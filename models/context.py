@@ -5,6 +5,7 @@ All blocks of a stack read the same, so it is placed once, before the scan over 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import jax
@@ -28,7 +29,8 @@ class Context:
 
     Attributes:
         causal: whether a token attends to none after it: in a decoder, and not in an encoder.
-        angles: the rotary angles at the position of every token in its segment, placed as queries and as keys are.
+        angles: by the model of `ModelConfig.rotary_of`, the rotary angles at the position of every token in its
+            segment, placed as queries and as keys are.
         segments: [B, L] int32, the segment of every token, 0 for padding, placed as queries and as keys are.
         relative: [R, H], the table of the relative position bias.
         memory: [B, T, E], the output of the encoder, placed as `cross.memory`.
@@ -38,7 +40,7 @@ class Context:
     """
 
     causal: bool = True
-    angles: tuple[Angles, Angles] | None = None
+    angles: Mapping[ModelConfig, tuple[Angles, Angles]] | None = None
     segments: Pair | None = None
     relative: jax.Array | None = None
     memory: jax.Array | None = None
@@ -64,12 +66,16 @@ def context_of(
     ring = ring_size(key) if causal else 1
     placed = in_both(layout, zigzag(segments, ring), query, key)
     angles = None
-    if config.positions == "rotary":
+    if rotaries := config.rotaries:
         positions = in_both(layout, zigzag(positions_in(segments), ring), query, key)
-        of_query = angles_at(positions[0], config)
-        of_key = of_query if positions[1] is positions[0] else angles_at(positions[1], config)
+
+        def of_both(rotary: ModelConfig) -> tuple[Angles, Angles]:
+            of_query = angles_at(positions[0], rotary)
+            return of_query, of_query if positions[1] is positions[0] else angles_at(positions[1], rotary)
+
         # Without the barrier, compilers may move these operations back into the loop over layers.
-        angles = jax.lax.optimization_barrier((of_query, of_key))
+        placed_angles = jax.lax.optimization_barrier([of_both(rotary) for rotary in rotaries])
+        angles = dict(zip(rotaries, placed_angles))
     real = moved(segments > 0, batch_spec(layout), tokens_spec(layout)) if config.moe else None
     return Context(causal, angles, placed, relative, real=real)
 

@@ -41,7 +41,8 @@ class Experts(Layer):
         self, x: jax.Array, context: Context, *, key: jax.Array | None, train: bool
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """Return the output [B, L, E] to add to the residual stream, and the figures of the experts' load."""
-        return self.mix(self.normed("residual", x), context, key=key, train=train)
+        added, figures = self.mix(self.normed_before("residual", x), context, key=key, train=train)
+        return self.normed_after("residual", added), figures
 
     def mix(
         self, y: jax.Array, context: Context, *, key: jax.Array | None, train: bool

@@ -36,7 +36,7 @@ class FeedForward(Layer):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Return the output [B, L, E] to add to the residual stream, placed as `ffn.residual`."""
-        return self.answer(self.normed("residual", x))
+        return self.normed_after("residual", self.answer(self.normed_before("residual", x)))
 
     def answer(self, y: jax.Array) -> jax.Array:
         """Return the output for a normed input, both placed as `ffn.residual`."""

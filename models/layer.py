@@ -57,21 +57,31 @@ class Layer(nnx.Module):
         """Return weights in the compute dtype; those stored as int8, as they are."""
         return tuple(map(self.matrix, names))
 
-    def normed(self, where: str, x: jax.Array) -> jax.Array:
-        """Normalise x [B, L, E] over E by the configuration's norm, with the scale `norm` and the bias `norm_bias`.
+    def normed(self, where: str, x: jax.Array, norm: str = "norm") -> jax.Array:
+        """Normalise x [B, L, E] over E by the configuration's norm, with its scale and, if it has one, its bias.
 
         Args:
             where: name of the line of x, and of the result.
             x: the input.
+            norm: name of the scale; that of the bias is `<norm>_bias`. All norms of a layer are placed by its line
+                `norm`.
         """
         epsilon = self.config.norm_epsilon
         if self.config.norm == "rms":
-            y = self.at.rms_norm(f"{where}, norm", x, self.vector("norm"), epsilon=epsilon)
+            y = self.at.rms_norm(f"{where}, norm", x, self.vector(norm), epsilon=epsilon)
         else:
-            bias = self.parameter("norm_bias")
+            bias = self.parameter(f"{norm}_bias")
             bias = None if bias is None else bias[...]
-            y = self.at.layer_norm(f"{where}, norm, norm_bias", x, self.vector("norm"), bias, epsilon=epsilon)
+            y = self.at.layer_norm(f"{where}, norm, norm_bias", x, self.vector(norm), bias, epsilon=epsilon)
         return checkpoint_name(y, "norm")
+
+    def normed_before(self, where: str, x: jax.Array) -> jax.Array:
+        """Return the input of a part of a block: the residual stream, normalised unless norms come after only."""
+        return x if self.config.norms == "after" else self.normed(where, x)
+
+    def normed_after(self, where: str, x: jax.Array) -> jax.Array:
+        """Return what a part of a block adds to the residual stream, normalised unless norms come before only."""
+        return x if self.config.norms == "before" else self.normed(where, x, "norm_after")
 
     def adapted(self, names: str, product: jax.Array, x: jax.Array) -> jax.Array:
         """Add the product of x and the adapter of a weight; without an adapter, return the product unchanged.

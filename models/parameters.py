@@ -203,7 +203,7 @@ def shares_scale(config: ModelConfig, path: str) -> bool:
     if config.block != "parallel" or not path.endswith("attention.w_o"):
         return False
     # Experts reduce their sum separately.
-    return config.moe is None or int(path.split(".")[1]) % config.pattern != config.pattern - 1
+    return not config.has_experts(int(path.split(".")[1]))
 
 
 def _stacked(spec: Spec, stages: tuple[str, ...]) -> Spec:

@@ -23,8 +23,8 @@ from .transformer import Transformer
 from .vectors import shared_sizes, wide_sizes
 
 WIDE = (
-    "norm", "norm_bias", "q_norm", "k_norm", "b_q", "b_k", "b_v", "b_o", "b_in", "b_gate", "b_out", "bias", "relative",
-    "router", "router_noise", "shared_bias",
+    "norm", "norm_bias", "q_norm", "k_norm", "q_norm_all", "k_norm_all", "sinks", "b_q", "b_k", "b_v", "b_o", "b_in",
+    "b_gate", "b_out", "bias", "relative", "router", "router_noise", "shared_bias",
 )  # fmt: skip
 """Names of the parameters that are always float32: norms, biases, scales, routers and tables of relative positions."""
 
@@ -142,7 +142,7 @@ def _keys(config: ModelConfig) -> Iterator[str]:
     if config.encoder_layers:
         yield from ("cross.memory", "cross.query", "cross.key")
     yield "ffn.residual"
-    if config.pattern > 1 or not config.moe:
+    if config.has_dense_layers:
         yield "ffn.hidden"
     if config.moe:
         yield from ("moe.groups", "moe.dispatched", "moe.expert_input", "moe.hidden")

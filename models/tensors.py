@@ -102,15 +102,15 @@ def _block(
     config: ModelConfig, place: int, layers: int, sizes: Mapping[str, int], *, cross: bool
 ) -> Iterator[tuple[str, str, Initialiser]]:
     serial = config.block == "serial"
-    yield from _norm(config, *("attention.", "attention") if serial else ("", "ffn"))
+    yield from _norms(config, *("attention.", "attention") if serial else ("", "ffn"))
     yield from _attention(config, "attention", layers, sizes)
     if cross:
-        yield from _norm(config, "cross.", "cross")
+        yield from _norms(config, "cross.", "cross")
         yield from _attention(config, "cross", layers, sizes)
-    experts = config.moe if place % config.pattern == config.expert_place else None
+    experts = config.moe if config.has_experts(place) else None
     section = "moe" if experts else "ffn"
     if serial:
-        yield from _norm(config, f"{section}.", "ffn")
+        yield from _norms(config, f"{section}.", "ffn")
     if experts:
         # A small variance keeps early routing nearly even. Fedus et al. 2021, section 2.4, reduce the variance of all
         # matrices to 0.1; here only the router's, and matrices at the end of a branch are scaled by depth.
@@ -145,17 +145,21 @@ def _attention(
         yield f"{section}.w_{name}", f"{section}.w_{name}", scaled("E", sizes)
         if config.qkv_bias:
             yield f"{section}.b_{name}", f"{section}.b_{name}", zeros
-    for name in ("q_norm", "k_norm") if config.qk_norm else ():
-        yield f"{section}.{name}", f"{section}.{name}", ones
+    for name in ("q_norm", "k_norm") if config.qk_norm != "none" else ():
+        yield f"{section}.{name}", f"{section}.{name}" + "_all" * (config.qk_norm == "all"), ones
+    if config.sinks:
+        yield f"{section}.sinks", f"{section}.sinks", zeros
     yield f"{section}.w_o", f"{section}.w_o", scaled("HD", sizes, depth=layers)
     if config.out_bias:
         yield f"{section}.b_o", f"{section}.b_o", zeros
 
 
-def _norm(config: ModelConfig, path: str, section: str) -> Iterator[tuple[str, str, Initialiser]]:
-    yield f"{path}norm", f"{section}.norm", ones
-    if config.norm_bias:
-        yield f"{path}norm_bias", f"{section}.norm_bias", zeros
+def _norms(config: ModelConfig, path: str, section: str) -> Iterator[tuple[str, str, Initialiser]]:
+    """Yield the parameters of the norms around a part of a block, both placed by the same line."""
+    for name in {"before": ("norm",), "after": ("norm_after",), "both": ("norm", "norm_after")}[config.norms]:
+        yield f"{path}{name}", f"{section}.norm", ones
+        if config.norm_bias:
+            yield f"{path}{name}_bias", f"{section}.norm_bias", zeros
 
 
 def scaled(summed: str, sizes: Mapping[str, int], variance: float = 1.0, depth: int = 0) -> Normal:

@@ -379,6 +379,8 @@ class Output(Layer):
             product = scaled(product, scale[...], logits, self.at.spec("bias"))
         if (bias := self.parameter("bias")) is not None:
             product = self.at.add_bias("logits, bias", product, bias[...])
+        if (bound := self.config.logit_softcap) is not None:
+            product = bound * jnp.tanh(product / bound)
         if self.padded is None:
             return product
         return product + along(np.where(self.padded.origins < 0, PADDING, 0.0), "V", logits)  # no token is padding
@@ -396,7 +398,7 @@ def _reordered(order: Callable[[jax.Array, int], jax.Array], x: jax.Array, spec:
 def blocks(config: ModelConfig, layout: Layout, weights: Mapping[str, Any], dtype: Any) -> nnx.List:
     """Return the blocks of one period, each with the weights of all periods, stacked in a leading N."""
     block = ParallelBlock if config.block == "parallel" else Block
-    return nnx.List([block(config, layout, weights[str(i)], dtype) for i in range(config.period)])
+    return nnx.List([block(config, layout, weights[str(i)], dtype, config.layer_kind(i)) for i in range(config.period)])
 
 
 def stream_line(config: ModelConfig) -> str:

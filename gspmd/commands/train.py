@@ -188,8 +188,6 @@ def check_ours(
     vocabulary, start = settings.model.vocabulary, settings.model.start_token
     objective = data.objective(training, vocabulary=vocabulary, start=start, tokenizer=tokenizer)
     automatic.asks_for_search(settings.sharding.layout, "cannot train this model:")
-    if fault := settings.model.length_fault(training.length):
-        raise ConfigError("cannot train this model:", [f"{fault}; take a smaller --length."])
     if not training.sample_bytes:
         return objective
     doing = "cannot begin the generated text:"

@@ -1,4 +1,4 @@
-"""Root mean square normalisation over the last dimension, which may be sharded."""
+"""Root mean square normalisation over the last dimensions, which may be sharded."""
 
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -28,26 +28,34 @@ from gspmd.planner.graph.resharding import move
 
 
 def rms_norm(
-    x: jax.Array, scale: jax.Array, spec: str | Spec, scale_spec: str | Spec, *, epsilon: float = 1e-6
+    x: jax.Array,
+    scale: jax.Array,
+    spec: str | Spec,
+    scale_spec: str | Spec,
+    *,
+    epsilon: float = 1e-6,
+    count: int | None = None,
 ) -> jax.Array:
-    """Divide by the root mean square over the last dimension, times a scale: x / sqrt(mean(x²) + ε) · scale.
+    """Divide by the root mean square over the last dimensions, times a scale: x / sqrt(mean(x²) + ε) · scale.
 
     The statistic is [B, L] float32, summed over the mesh axes of E: one all-reduce in the value, one in the gradient of
     `x`. The gradient of `scale` is summed over the axes of B and L and gets the spec of the scale.
 
     Args:
         x: [B, L, E]; any number of leading dimensions.
-        scale: [E]; moved to the axes of x's last dimension, if it has other axes.
+        scale: [E], or the last dimensions of x over which the mean is taken together: [H, D] for x [B, L, H, D]. It is
+            moved to the axes of these dimensions of x, if it has other axes.
         spec: the spec of `x` and of the result, `"BLE_x"`.
         scale_spec: the spec of `scale`, `"E_x"`.
         epsilon: the number added to the mean square.
+        count: the number of elements of the mean, if others are padding that is 0; None for all.
 
     Returns:
         [B, L, E] in x's dtype; the arithmetic is float32.
 
     Raises:
-        SpecError: a spec does not fit its array or the mesh, the scale is not over x's last dimension, or `x` has
-            integers.
+        SpecError: a spec does not fit its array or the mesh, the scale is not over x's last dimensions, `x` has
+            integers, or `count` is not a number of elements.
         PlanError: an operand is a partial sum.
 
     Example:
@@ -64,26 +72,41 @@ def rms_norm(
     doing = f"cannot normalise '{spec}' with a scale '{scale_spec}'"
     x, scale = array(doing, "x", x, "real numbers"), array(doing, "the scale", scale, "real numbers")
     epsilon = number(doing, "epsilon", epsilon)
-    form = _Norm(read(doing, spec, x, ctx), read(doing, scale_spec, scale, ctx, weight=True), epsilon)
-    check_row(doing, form.x, form.scale, x, scale, "scale")
+    of_x, of_scale = read(doing, spec, x, ctx), read(doing, scale_spec, scale, ctx, weight=True)
+    check_row(doing, of_x, of_scale, x, scale, "scale", several=True)
+    if count is not None and not (isinstance(count, int) and 1 <= count <= scale.size):
+        raise SpecError(f"{doing}: count is {count}.\n  It is a number of elements, from 1 to {scale.size}.")
+    form = _Norm(of_x, of_scale, epsilon, scale.size if count is None else count)
     if ctx.compiler_chooses and not form.scale.reduced:  # annotations cannot ask a compiler for a partial sum
         ins, name = (form.x, form.scale), f"rms_norm {form.x}"
-        return left_to_compiler(ctx, partial(_plain, epsilon), ins, form.x, x, scale, name=name)
+        return left_to_compiler(ctx, partial(_plain, form), ins, form.x, x, scale, name=name)
     return _norm(form, ctx, x, scale)
 
 
-def check_row(doing: str, spec: Spec, row_spec: Spec, x: jax.Array, row: jax.Array, name: str) -> None:
-    """Raise SpecError unless x has floating numbers, and `row`, called `name` in errors, is over x's last dimension."""
+def check_row(
+    doing: str, spec: Spec, row_spec: Spec, x: jax.Array, row: jax.Array, name: str, *, several: bool = False
+) -> None:
+    """Raise SpecError unless x has floating numbers, and `row`, called `name` in errors, is over x's last dimension.
+
+    With `several`, it may be over several last dimensions.
+    """
     if not spec.dims:
         raise SpecError(f"{doing}: a number has no dimension to take the mean over.\n  Pass an array such as 'BLE_x'.")
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise SpecError(f"{doing}: x is {x.dtype}.\n  Cast it to floating numbers: the result has its dtype.")
-    last = spec.dims[-1]
-    if row_spec.dims != (last,) or row.shape != x.shape[-1:]:
-        fact = f"the {name} has to have the one dimension {last}, of size {x.shape[-1]}; its shape is {row.shape}."
-        whole = Fault(str(row_spec), 0, len(str(row_spec)), fact, f"Write it '{last}'.")
-        at_dim = [fault(row_spec, row_spec.dims[0], fact, f"Write it '{last}'.")] if row_spec.dims else [whole]
-        raise report(SpecError, doing, at_dim) from None
+    count = len(row_spec.dims) if several and 1 < len(row_spec.dims) <= len(spec.dims) else 1
+    last, shape = spec.dims[-count:], x.shape[-count:]
+    if row_spec.dims == last and row.shape == shape:
+        return
+    if count > 1:
+        dims = "".join(last)
+        fact = f"the {name} has to have the last dimensions {dims} of x, of sizes {shape}; its shape is {row.shape}."
+    else:
+        fact = f"the {name} has to have the one dimension {last[0]}, of size {shape[0]}; its shape is {row.shape}."
+    remedy = f"Write it '{''.join(last)}'."
+    whole = Fault(str(row_spec), 0, len(str(row_spec)), fact, remedy)
+    at_dim = [fault(row_spec, row_spec.dims[0], fact, remedy)] if row_spec.dims else [whole]
+    raise report(SpecError, doing, at_dim) from None
 
 
 @dataclass(frozen=True)
@@ -91,26 +114,43 @@ class _Norm:
     x: Spec
     scale: Spec
     epsilon: float
+    count: int
+    """Elements of the mean."""
+
+    @property
+    def _first(self) -> int:
+        """The number of the first dimension of a row."""
+        return len(self.x.dims) - len(self.scale.dims)
+
+    @property
+    def row(self) -> tuple[int, ...]:
+        """The dimensions of a row, counted from the last: -1 is the last."""
+        return tuple(range(-len(self.scale.dims), 0))
+
+    @property
+    def row_axes(self) -> tuple[str, ...]:
+        """The mesh axes that shard a row."""
+        return tuple(axis for axes in self.x.axes[self._first :] for axis in axes)
 
     @property
     def statistic(self) -> Spec:
         """One number per row."""
-        return self.x.without(self.x.dims[-1])
+        return Spec(self.x.dims[: self._first], self.x.axes[: self._first])
 
     @property
     def used(self) -> Spec:
         """The spec of the scale in the axes of the rows."""
-        return Spec(self.x.dims[-1:], self.x.axes[-1:])
+        return Spec(self.x.dims[self._first :], self.x.axes[self._first :])
 
     @property
     def partial_scale(self) -> Spec:
         """The spec of the scale's gradient as each device computes it."""
-        return self.used.with_partial(tuple(axis for axes in self.x.axes[:-1] for axis in axes))
+        return self.used.with_partial(tuple(axis for axes in self.x.axes[: self._first] for axis in axes))
 
 
-def _plain(epsilon: float, x: jax.Array, scale: jax.Array) -> jax.Array:
+def _plain(form: _Norm, x: jax.Array, scale: jax.Array) -> jax.Array:
     wide = float32(x)
-    inverse = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + epsilon)
+    inverse = jax.lax.rsqrt(jnp.sum(wide * wide, axis=form.row, keepdims=True) / form.count + form.epsilon)
     return (wide * inverse * along_rows(float32(scale), x.ndim)).astype(x.dtype)
 
 
@@ -136,14 +176,18 @@ def _value(form: _Norm, shape: tuple[int, ...], scale_bytes: int, ctx: Context):
     chains = Chains(
         ctx.mesh,
         scale=move(form.scale, form.used, sizes, ctx.mesh, scale_bytes, ctx.chip, "scale"),
-        squares=settle(form.statistic, form.x.axes[-1], sizes, ctx, name="mean square"),
+        squares=settle(form.statistic, form.row_axes, sizes, ctx, name="mean square"),
     )
 
     def body(x, scale):
         wide, scale = float32(x), chains.send("scale", scale)
-        mean = chains.send("squares", jnp.sum(wide * wide, axis=-1)) / shape[-1]
+        mean = chains.send("squares", jnp.sum(wide * wide, axis=form.row)) / form.count
         inverse = jax.lax.rsqrt(mean + form.epsilon)
-        return (wide * inverse[..., None] * along_rows(float32(scale), x.ndim)).astype(x.dtype), inverse, scale
+        return (
+            (wide * jnp.expand_dims(inverse, form.row) * along_rows(float32(scale), x.ndim)).astype(x.dtype),
+            inverse,
+            scale,
+        )
 
     return chains.steps, body
 
@@ -153,18 +197,19 @@ def _gradient(form: _Norm, shape: tuple[int, ...], ctx: Context):
     sizes = sizes_of(form.x, shape)
     chains = Chains(
         ctx.mesh,
-        along=settle(form.statistic, form.x.axes[-1], sizes, ctx, name="projection"),
+        along=settle(form.statistic, form.row_axes, sizes, ctx, name="projection"),
         scale=move(form.partial_scale, form.scale.cotangent, sizes, ctx.mesh, FLOAT32, ctx.chip, "gradient of scale"),
     )
 
     def body(x, inverse, scale, g):
-        unit, g = float32(x) * inverse[..., None], float32(g)
-        d_scale = jnp.sum(g * unit, axis=range(x.ndim - 1))
+        inverse = jnp.expand_dims(inverse, form.row)
+        unit, g = float32(x) * inverse, float32(g)
+        d_scale = jnp.sum(g * unit, axis=range(x.ndim - len(form.row)))
         g = g * along_rows(float32(scale), x.ndim)
         # The statistic depends on every element of its row, so the gradient's projection on the row is subtracted:
         # dx = inverse · (g·scale − unit · mean(g·scale·unit)).
-        mean = chains.send("along", jnp.sum(g * unit, axis=-1)) / shape[-1]
-        d_x = (g - unit * mean[..., None]) * inverse[..., None]
+        mean = chains.send("along", jnp.sum(g * unit, axis=form.row)) / form.count
+        d_x = (g - unit * jnp.expand_dims(mean, form.row)) * inverse
         return d_x.astype(x.dtype), chains.send("scale", d_scale).astype(scale.dtype)
 
     return chains.steps, body
@@ -172,4 +217,4 @@ def _gradient(form: _Norm, shape: tuple[int, ...], ctx: Context):
 
 def along_rows(scale: jax.Array, rank: int) -> jax.Array:
     """Return the same numbers with leading dimensions of size 1, to apply to every row."""
-    return jnp.expand_dims(scale, tuple(range(rank - 1)))
+    return jnp.expand_dims(scale, tuple(range(rank - scale.ndim)))

@@ -15,10 +15,12 @@ from ..config import ModelConfig
 from .families import FAMILIES, Family
 from .families.entries import IGNORED, IGNORED_BY_DECODERS, INACTIVE, REMEDIES, STACKS, in_json, is_number, is_whole
 from .families.family import REQUIRED
+from .families.local_rope import ENTRIES as LOCAL_ROPE
+from .families.local_rope import local_fields, local_rope_reasons, read_local_rope, write_local_rope
 from .families.rope import ENTRIES as ROPE
 from .families.rope import read_rope, rope_reasons, write_rope
 from .families.window import ENTRIES as WINDOW
-from .families.window import read_window, write_window
+from .families.window import read_window, window_reasons, write_window
 from .files import ADAPTER, DTYPES, CheckpointError, Files, other_format, read_json
 
 
@@ -112,6 +114,8 @@ def _described(family: Family, json: Mapping[str, Any], doing: str) -> Described
             faults.append(f"{given}; they are names of one entry: keep only one of them.")
         elif value is REQUIRED:
             faults.append(f"{key} is missing.")
+        elif value is None and option.null is None:
+            values[name] = None
         elif option.names is None and not callable(value) and not _fits(name, value):
             faults.append(f"{key} is {in_json(value)}; it must be {_KINDS[_kind(name)]}.")
         elif name == "rotary_size" and value == 0:  # in ModelConfig, 0 stands for the whole head
@@ -137,11 +141,13 @@ def _described(family: Family, json: Mapping[str, Any], doing: str) -> Described
     if faults:
         raise CheckpointError(doing, faults)
     values |= {name: function(values) for name, function in family.derived.items()}
-    values |= {"context_length": length, "sliding_window": read_window(family.window, json, values["layers"], faults)}
+    values |= {"context_length": length, **read_window(family.window, json, values["layers"], faults)}
+    json, local = read_local_rope(family, json, faults)
     values |= read_rope(family, json, values["head_size"], faults)
     moe = {name.removeprefix("moe."): values.pop(name) for name in [*values] if name.startswith("moe.")}
     if faults:
         raise CheckpointError(doing, faults)
+    values |= local_fields(local, values)
     try:
         if moe:
             values["moe"] = MoEConfig(**moe, dispatch="dropless")
@@ -217,10 +223,9 @@ def written(family: Family, config: ModelConfig, length: int, dtype: str) -> dic
         json[option.keys[0]] = value
     json |= {key: values[0] for key, values in {**STACKS[family.has_encoder], **family.inactive}.items()}
     json |= family.agreement.write(config) if family.agreement else {}
-    # Attention here has no sliding window, so it computes what the model was made for only up to that length.
-    length = min(length, config.sliding_window or length)
-    json |= write_rope(family, config) | dict.fromkeys(family.length[:1], length) | {"torch_dtype": dtype}
-    json |= write_window(family.window) | ({family.output_dropout[0]: 0.0} if family.output_dropout else {})
+    json |= write_rope(family, config) | write_local_rope(family, config)
+    json |= dict.fromkeys(family.length[:1], length) | {"torch_dtype": dtype}
+    json |= write_window(family.window, config) | ({family.output_dropout[0]: 0.0} if family.output_dropout else {})
     if family.logit_scale is not None:
         json["logit_scale"] = 1.0
     return json
@@ -254,8 +259,11 @@ _KINDS = {int: "a whole number", float: "a number", bool: "true or false"}
 
 def _kind(name: str) -> type:
     """Return the type of a field's values."""
-    config, _, field = name.rpartition(".")
-    default = getattr(MoEConfig if config else ModelConfig, field)
+    within, _, field = name.rpartition(".")
+    config = MoEConfig if within else ModelConfig
+    if config.__annotations__[field] == "float | None":
+        return float
+    default = getattr(config, field)
     return int if default is None else type(default)
 
 
@@ -268,6 +276,7 @@ def known_entries(family: Family) -> frozenset[str]:
     """Return the entries of config.json that are read, or are known to have no effect, at least for some value."""
     read = {key for option in family.options.values() for key in option.keys}
     read |= {*family.length, *WINDOW} | ({*ROPE} if family.rope_base is not None else set())
+    read |= {*LOCAL_ROPE} if family.local_rope_base is not None else set()
     read |= {"logit_scale"} if family.logit_scale is not None else set()
     read |= {*family.root_scaled, *(family.output_dropout or ())[:1]} | (
         {*family.agreement.keys} if family.agreement else set()
@@ -298,13 +307,13 @@ def _inactive_faults(family: Family, json: Mapping[str, Any]) -> Iterator[str]:
 #: Fields that do not affect a checkpoint's contents. For `scale_embedding`, √E is folded into the tables.
 FREE = (
     *("vocabulary_multiple", "remat", "lora", "scale_embedding", "int8", "stacked"),
-    *("context_length", "sliding_window"),
+    "context_length",
 )
 
 
 def _reasons(family: Family, config: ModelConfig) -> list[str]:
     """Return the reasons why a family cannot express a model; empty if it can."""
-    names = [each.name for each in fields(config) if each.name not in (*FREE, "moe")]
+    names = [each.name for each in fields(config) if each.name not in (*FREE, "moe", "sliding_window", "layer_kinds")]
     names += [f"moe.{each.name}" for each in fields(MoEConfig)] if config.moe else []
     values = {name: _value(config, name) for name in names}
     found = [
@@ -333,7 +342,7 @@ def _reasons(family: Family, config: ModelConfig) -> list[str]:
     for key, each in shared.items():
         if len(set(each.values())) > 1:
             found.append(f"{' and '.join(each)} differ, but are set by one option, {key}")
-    return [*found, *rope_reasons(family, config)]
+    return [*found, *rope_reasons(family, config), *window_reasons(family, config), *local_rope_reasons(family, config)]
 
 
 #: Routers that are equivalent to top-k when they draw nothing at random: whether they divide the gates by their sum.

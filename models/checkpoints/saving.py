@@ -46,8 +46,7 @@ def save(
         tokenizer: the model's tokenizer, written beside it.
         dtype: dtype of the tensors: float32, float16 or bfloat16; by default that of the model's embedding table.
         length: tokens of the longest sequence, for config.json; by default the model's `context_length`, or else 2048.
-            It is capped by the model's sliding window, which attention here does not implement. Families of relative
-            positions have no such entry.
+            Families of relative positions have no such entry.
         file_bytes: largest size of a file, unless a single tensor is larger.
 
     Raises:

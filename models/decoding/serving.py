@@ -139,12 +139,10 @@ def check_source(config: ModelConfig, source: int, room: int | None) -> None:
             f"a source has {source} tokens, and the model was made for at most {config.context_length} "
             "(context_length; max_position_embeddings in the config.json of most checkpoints); shorten it"
         )
-    if fault := config.length_fault(source):
-        raise GenerationError(f"cannot encode a source: {fault}; shorten it")
 
 
 def check_length(config: ModelConfig, prompt: int, tokens: int) -> None:
-    """Check that texts are no longer than the model's context, and no longer than its attention here is exact for.
+    """Check that texts are no longer than the model's context.
 
     Args:
         config: the model.
@@ -154,15 +152,12 @@ def check_length(config: ModelConfig, prompt: int, tokens: int) -> None:
     Raises:
         GenerationError: a text is too long; the message gives its length and the limit.
     """
-    text = f"a prompt of {prompt} tokens and {tokens} more"
     if config.context_length is not None and prompt + tokens > config.context_length:
         raise GenerationError(
-            f"{text} make a text of {prompt + tokens}, but the model was made for at most {config.context_length} "
-            "(context_length; max_position_embeddings in the config.json of most checkpoints), beyond which its "
-            "output degrades silently; shorten the prompt, or ask for fewer tokens"
+            f"a prompt of {prompt} tokens and {tokens} more make a text of {prompt + tokens}, but the model was made "
+            f"for at most {config.context_length} (context_length; max_position_embeddings in the config.json of most "
+            "checkpoints), beyond which its output degrades silently; shorten the prompt, or ask for fewer tokens"
         )
-    if fault := config.length_fault(prompt + tokens - 1):  # the last token of a text is never read
-        raise GenerationError(f"{text}: {fault}; shorten the prompt, or ask for fewer tokens")
 
 
 def for_serving(config: ModelConfig) -> ModelConfig:

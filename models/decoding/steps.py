@@ -226,28 +226,31 @@ class Chunk:
         lengths: [B] int32, number of tokens of each row that are already in the cache.
         spec: spec of the cache of one layer.
         source_spec: spec of the cache of one layer of encoded sources.
-        angles: `angles_at` the positions of the chunk's tokens, by the mesh axes that shard their B and L; empty
-            unless queries and keys are rotated.
+        angles: `angles_at` the positions of the chunk's tokens, by the kind of a layer and the mesh axes that shard
+            their B and L; empty unless queries and keys are rotated.
         fresh: whether the cache holds no tokens yet.
     """
 
     lengths: jax.Array
     spec: Spec
     source_spec: Spec
-    angles: Mapping[tuple[tuple[str, ...], ...], Angles]
+    angles: Mapping[tuple[str, tuple[tuple[str, ...], ...]], Angles]
     fresh: bool = False
 
     @classmethod
     def at(cls, lengths: jax.Array, length: int, model: Transformer) -> Chunk:
         """Describe the next `length` tokens of rows with `lengths`; angles are computed once, not in every layer."""
-        layout = model.layout
+        layout, config = model.layout, model.config
         positions = lengths[:, None] + jnp.arange(length, dtype=jnp.int32)[None]
-        whole, placed = Spec(("B", "L"), ((), ())), {}
-        for key in ("attention.query", "attention.key") if model.config.positions == "rotary" else ():
-            axes = layout.spec(key).axes[:2]
-            placed[axes] = angles_at(moved(positions, whole, Spec(("B", "L"), axes)), model.config)
+        whole = Spec(("B", "L"), ((), ()))
+        places = dict.fromkeys(layout.spec(key).axes[:2] for key in ("attention.query", "attention.key"))
+        wanted = [(rotary, axes) for rotary in config.rotaries for axes in places]
+        made = [angles_at(moved(positions, whole, Spec(whole.dims, axes)), rotary) for rotary, axes in wanted]
         # Without the barrier, the TPU compiler moves these few operations back into the loop over layers.
-        return cls(lengths, cache_spec(layout), cache_spec(layout, CROSS), jax.lax.optimization_barrier(placed))
+        found = dict(zip(wanted, jax.lax.optimization_barrier(made)))
+        rotated = [(kind, rotary) for kind in config.kinds if (rotary := config.rotary_of(kind)) is not None]
+        angles = {(kind, axes): found[rotary, axes] for kind, rotary in rotated for axes in places}
+        return cls(lengths, cache_spec(layout), cache_spec(layout, CROSS), angles)
 
 
 class LayerCache:
@@ -267,9 +270,9 @@ class LayerCache:
         self.chunk, self.held, self.scales = chunk, (keys, values), (key_scales, value_scales)
         self.source, self.new = source, tuple[Any, ...]()
 
-    def angles(self, spec: Spec) -> Angles:
-        """Return `angles_at` the positions of the chunk's tokens, placed as B and L of `spec`."""
-        return self.chunk.angles[spec.axes[:2]]
+    def angles(self, spec: Spec, kind: str) -> Angles:
+        """Return the angles of a layer of this kind at the chunk's positions, placed as B and L of `spec`."""
+        return self.chunk.angles[kind, spec.axes[:2]]
 
     def attend(
         self, q: jax.Array, k: jax.Array, v: jax.Array, query_spec: Spec, key_spec: Spec, **options: Any

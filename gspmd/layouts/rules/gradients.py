@@ -35,6 +35,9 @@ ROWS = {
     "attention.b_v": ("attention.key",),
     "attention.q_norm": ("attention.query",),
     "attention.k_norm": ("attention.key",),
+    "attention.q_norm_all": ("attention.query",),
+    "attention.k_norm_all": ("attention.key",),
+    "attention.sinks": ("attention.query",),
     "attention.b_o": ("attention.residual",),
     "attention.relative": ("attention.query",),
     "cross.norm": ("attention.residual",),
@@ -59,10 +62,12 @@ ROWS = {
 #: For each tensor other than the residual stream, the parameters that produce it, consume it, or are added to it.
 _BESIDE = {
     "attention.query": (
-        "attention.w_q", "attention.b_q", "attention.q_norm", "attention.relative", "attention.w_o",
+        "attention.w_q", "attention.b_q", "attention.q_norm", "attention.q_norm_all", "attention.sinks",
+        "attention.relative", "attention.w_o",
     ),
     "attention.key": (
         "attention.w_k", "attention.w_v", "attention.b_k", "attention.b_v", "attention.k_norm",
+        "attention.k_norm_all",
     ),
     "cross.query": ("cross.w_q", "cross.b_q", "cross.w_o"),
     "cross.key": ("cross.w_k", "cross.w_v", "cross.b_k", "cross.b_v"),

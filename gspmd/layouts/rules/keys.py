@@ -123,7 +123,7 @@ _ALL = (
     _parameter("embedding.table", "VE", "The embedding table."),
     _activation("embedding.tokens", "BL", "Token ids."),
     _activation("attention.residual", "BLE", "The residual stream around attention."),
-    _parameter("attention.norm", "E", "Scale of the norm before attention."),
+    _parameter("attention.norm", "E", "Scale of the norm before attention, and of one after it."),
     _parameter("attention.norm_bias", "E", "Bias of the norm before attention.", default="attention.norm"),
     _parameter("attention.w_q", "EHD", "Query projection."),
     _parameter("attention.w_k", "EKD", "Key projection."),
@@ -135,6 +135,16 @@ _ALL = (
     _parameter("attention.b_v", "KD", "Bias of the values; scales of an int8 w_v.", default="attention.key"),
     _parameter("attention.q_norm", "D", "Scale of the norm of every head's queries.", default="attention.query"),
     _parameter("attention.k_norm", "D", "Scale of the norm of every head's keys.", default="attention.key"),
+    _parameter(
+        "attention.q_norm_all",
+        "HD",
+        "Scale of the norm of all heads' queries together.",
+        default="attention.query",
+    ),
+    _parameter("attention.k_norm_all", "KD", "Scale of the norm of all heads' keys together.", default="attention.key"),
+    _parameter(
+        "attention.sinks", "H", "Logit of every query head that no value belongs to.", default="attention.query"
+    ),
     _parameter("attention.w_o", "HDE", "Output projection."),
     _parameter(
         "attention.b_o", "E", "Bias of attention's output; scales of an int8 w_o.", default="attention.residual"
@@ -188,7 +198,7 @@ _ALL = (
         default="attention.out_via",
     ),
     _activation("ffn.residual", "BLE", "The residual stream around the feed-forward block."),
-    _parameter("ffn.norm", "E", "Scale of the norm before the feed-forward block."),
+    _parameter("ffn.norm", "E", "Scale of the norm before the feed-forward block, and of one after it."),
     _parameter("ffn.norm_bias", "E", "Bias of the norm before the feed-forward block.", default="ffn.norm"),
     _parameter("ffn.w_in", "EF", "First matrix."),
     _parameter("ffn.w_gate", "EF", "The gate of a gated activation.", default="ffn.w_in"),

@@ -33,7 +33,8 @@ _TRAINING = frozenset({
 
 #: Outputs besides the logits, and heads for tasks other than causal language modelling.
 _OUTPUTS = frozenset({
-    "use_cache", "return_dict", "output_hidden_states", "output_attentions", "_output_attentions", "num_labels",
+    "use_cache", "cache_implementation", "return_dict", "output_hidden_states", "output_attentions",
+    "_output_attentions", "num_labels",
     "id2label", "label2id", "problem_type", "finetuning_task", "task_specific_params", "summary_type",
     "summary_use_proj", "summary_activation", "summary_proj_to_labels", "summary_first_dropout", "tf_legacy_loss",
     "is_decoder", "tie_encoder_decoder", "cross_attention_hidden_size", "encoder_no_repeat_ngram_size",

@@ -94,6 +94,7 @@ class Family:
         ignored_entries: entries that have no effect in this family, whatever their value.
         rope_base: default of rope_theta; None if it cannot be set.
         partial_rotary: default of partial_rotary_factor; None if it cannot be set.
+        local_rope_base: default base of the rotary embedding of sliding layers; None if it is that of all layers.
         window: the entries that describe a sliding window; None if the family has no such layers.
         logit_scale: default of the factor of the logits; None if the family has no such factor.
         scale_embedding: whether its models multiply embedded tokens by √E.
@@ -118,6 +119,7 @@ class Family:
     ignored_entries: tuple[str, ...] = ()
     rope_base: float | None = 10000.0
     partial_rotary: float | None = None
+    local_rope_base: float | None = None
     window: Window | None = None
     logit_scale: float | None = None
     scale_embedding: bool = False

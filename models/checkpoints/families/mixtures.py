@@ -46,7 +46,7 @@ QWEN3_MOE = Family(
         "moe.k": Option("num_experts_per_tok", 8),
         "moe.renormalize": Option("norm_topk_prob", False),
     },
-    fixed=without(EXPERTS, "qkv_bias", "out_bias") | {"qk_norm": True},
+    fixed=without(EXPERTS, "qkv_bias", "out_bias") | {"qk_norm": "head"},
     tensors=ENDS
     | ATTENTION
     | {

@@ -45,7 +45,12 @@ FIXED = {
     "block": "serial",
     "norm": "rms",
     "norm_bias": False,
-    "qk_norm": False,
+    "qk_norm": "none",
+    "norms": "before",
+    "sinks": False,
+    "score_softcap": None,
+    "logit_softcap": None,
+    "local_rope_base": None,
     "qkv_bias": False,
     "out_bias": False,
     "ffn_bias": False,
@@ -144,32 +149,7 @@ QWEN3 = Family(
         "qkv_bias": Option("attention_bias", False),
         "out_bias": Option("attention_bias", False),
     },
-    fixed=without(FIXED, "qkv_bias", "out_bias") | {"qk_norm": True},
+    fixed=without(FIXED, "qkv_bias", "out_bias") | {"qk_norm": "head"},
     tensors=TENSORS,
     window=Window(4096, switched=True, layered=True),
-)
-
-#: The first Gemma files say gelu but mean the tanh approximation.
-GEMMA_GELU = {"gelu_pytorch_tanh": "geglu", "gelu": "geglu"}
-
-#: Gemma's norms scale by 1 + w, so that weight decay draws them to 1.
-_NORMS = ("attention.norm", "ffn.norm", "output.norm")
-
-GEMMA = Family(
-    title="Gemma",
-    architecture="GemmaForCausalLM",
-    model_type="gemma",
-    options=OPTIONS
-    | {
-        "kv_heads": kv_heads(16),
-        "head_size": Option("head_dim", 256),
-        "activation": Option("hidden_act", "gelu_pytorch_tanh", GEMMA_GELU),
-        "tied": Option("tie_word_embeddings", True),
-        "qkv_bias": Option("attention_bias", False),
-        "out_bias": Option("attention_bias", False),
-    },
-    fixed=without(FIXED, "qkv_bias", "out_bias"),
-    tensors={path: Stored(row.name, row.dims, offset=1.0) if path in _NORMS else row for path, row in TENSORS.items()},
-    inactive={"hidden_activation": (None, *GEMMA_GELU)},  # some releases of transformers read it
-    scale_embedding=True,
 )

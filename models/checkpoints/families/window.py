@@ -1,14 +1,21 @@
-"""The entries of config.json about a sliding window, in which a token attends only to the last few tokens."""
+"""The entries of config.json about sliding windows, in which a token attends only to the last few tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .entries import in_json, is_whole
 
-ENTRIES = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
+if TYPE_CHECKING:
+    from ...config import ModelConfig
+    from .family import Family
+
+ENTRIES = (
+    "sliding_window", "use_sliding_window", "max_window_layers", "layer_types", "sliding_window_pattern",
+    "_sliding_window_pattern",
+)  # fmt: skip
 """The entries that `read_window` reads."""
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -21,21 +28,29 @@ class Window:
     Attributes:
         size: the default of `sliding_window`.
         switched: whether `use_sliding_window`, false by default, turns the window on.
-        layered: whether only the layers that `layer_types` names, or those after `max_window_layers`, have a window;
-            in other families all layers have it, and these entries are ignored.
+        layered: whether only the layers that `layer_types` names have a window; by default those after
+            `max_window_layers`, or those of the family's `pattern`. In other families all layers have it, and these
+            entries are ignored.
+        pattern: every layer of this number has full attention, and those between have a window; 0 for families whose
+            layers are split by `max_window_layers`.
+        patterned: whether the entry `sliding_window_pattern` sets another pattern, in files older than transformers 5.
+        unrotated: whether layers with full attention have no rotary embedding.
     """
 
     size: int | None
     switched: bool = False
     layered: bool = False
+    pattern: int = 0
+    patterned: bool = False
+    unrotated: bool = False
 
 
 #: The default of `max_window_layers`.
 _FIRST = 28
 
 
-def read_window(window: Window | None, json: Mapping[str, Any], layers: int, faults: list[str]) -> int | None:
-    """Return the number of tokens in the sliding window; None if no layer has one.
+def read_window(window: Window | None, json: Mapping[str, Any], layers: int, faults: list[str]) -> dict[str, Any]:
+    """Return the fields `sliding_window` and `layer_kinds` of a model.
 
     Args:
         window: the family's entries; None if its models have no window.
@@ -46,45 +61,106 @@ def read_window(window: Window | None, json: Mapping[str, Any], layers: int, fau
     kinds = json.get("layer_types")
     if kinds is not None and not (isinstance(kinds, list) and all(isinstance(kind, str) for kind in kinds)):
         faults.append(f"layer_types is {in_json(kinds)}; it must be a list of names, one for each layer.")
-        return None
+        return {}
     if kinds is not None and len(kinds) != layers:
         faults.append(f"layer_types names {len(kinds)} layers, and num_hidden_layers is {layers}.")
+        return {}
     known = {FULL, SLIDING} if window and window.layered else {FULL}
     if unknown := sorted({*(kinds or ())} - known):
         faults.append(f"layer_types has {', '.join(map(repr, unknown))}, which is not supported.")
+        return {}
     size = json.get("sliding_window", window.size if window else None)
     if size is not None and not (is_whole(size) and size >= 1):
         faults.append(f"sliding_window is {in_json(size)}; it must be a whole number of tokens, or null.")
-        return None
+        return {}
     if window is None:
         # transformers would still truncate the cache of such a model, though not the attention within its prompts.
         if size is not None:
             faults.append(f"sliding_window is {size}, which models of this family do not have; null is supported.")
         if json.get("use_sliding_window"):
             faults.append("use_sliding_window is set, and models of this family have no sliding window.")
-        return None
+        return {}
     used = json.get("use_sliding_window", False) if window.switched else True
     if not isinstance(used, bool):
         faults.append(f"use_sliding_window is {in_json(used)}; it must be true or false.")
-        return None
-    first = json.get("max_window_layers", _FIRST)
-    if window.layered and not is_whole(first):
-        faults.append(f"max_window_layers is {in_json(first)}; it must be a whole number.")
-        return None
+        return {}
     size = size if used else None
     if not window.layered:
-        return size
+        return {"sliding_window": size, "layer_kinds": ()}
     if kinds is None:
-        return size if first < layers else None
+        kinds = _default_kinds(window, json, layers, size, faults)
+        if kinds is None:
+            return {}
     if SLIDING not in kinds:
-        return None
-    if size is None:
+        size = None
+    elif size is None:
         faults.append(f"layer_types has {SLIDING!r}, and there is no sliding window (use_sliding_window).")
-    return size
+        return {}
+    ours = {FULL: "unrotated" if window.unrotated else "full", SLIDING: "sliding"}
+    return {"sliding_window": size, "layer_kinds": repeating([ours[kind] for kind in kinds])}
 
 
-def write_window(window: Window | None) -> dict[str, Any]:
-    """Return the entries that say that a model has no sliding window."""
+def _default_kinds(
+    window: Window, json: Mapping[str, Any], layers: int, size: int | None, faults: list[str]
+) -> list[str] | None:
+    """Return the kinds of layers of a file that does not name them; None if it cannot be read."""
+    if not window.pattern:
+        first = json.get("max_window_layers", _FIRST)
+        if not is_whole(first):
+            faults.append(f"max_window_layers is {in_json(first)}; it must be a whole number.")
+            return None
+        return [SLIDING if size is not None and number >= first else FULL for number in range(layers)]
+    pattern = window.pattern
+    names = [name for name in ("sliding_window_pattern", "_sliding_window_pattern") if name in json]
+    if window.patterned and names:
+        pattern = json[names[0]]
+        if not is_whole(pattern) or pattern < 1:
+            faults.append(f"{names[0]} is {in_json(pattern)}; it must be a whole number of layers.")
+            return None
+    return [SLIDING if (number + 1) % pattern else FULL for number in range(layers)]
+
+
+def repeating(kinds: Sequence[str]) -> tuple[str, ...]:
+    """Return the shortest pattern that repeats to these kinds of layers; empty if all are full, or all are sliding.
+
+    >>> repeating(["sliding", "full"] * 3), repeating(["sliding"] * 4), repeating(["full", "sliding", "full"])
+    (('sliding', 'full'), (), ('full', 'sliding', 'full'))
+    """
+    if {*kinds} in ({"full"}, {"sliding"}):
+        return ()
+    for length in range(1, len(kinds) + 1):
+        if len(kinds) % length == 0 and [*kinds] == [*kinds[:length]] * (len(kinds) // length):
+            return tuple(kinds[:length])
+    return tuple(kinds)
+
+
+def write_window(window: Window | None, config: ModelConfig) -> dict[str, Any]:
+    """Return the entries that describe a model's sliding window."""
     if window is None:
         return {}
-    return {"sliding_window": None} | ({"use_sliding_window": False} if window.switched else {})
+    entries: dict[str, Any] = {"sliding_window": config.sliding_window}
+    if window.switched:
+        entries["use_sliding_window"] = config.sliding_window is not None
+    if window.layered:
+        kinds = (config.layer_kind(number) for number in range(config.layers))
+        entries["layer_types"] = [SLIDING if kind == "sliding" else FULL for kind in kinds]
+        if not window.pattern:
+            entries["max_window_layers"] = config.layers  # which layer_types overrule; old readers know this one alone
+    return entries
+
+
+def window_reasons(family: Family, config: ModelConfig) -> list[str]:
+    """Return the reasons why a family with these entries cannot express the kinds of a model's layers."""
+    found, window = [], family.window
+    kinds = {config.layer_kind(number) for number in range(config.layers)}
+    if "sliding" in kinds and window is None:
+        found.append(f"sliding_window is {config.sliding_window}, and its layers have none")
+    elif "sliding" in kinds and len(kinds) > 1 and window is not None and not window.layered:
+        found.append("layer_kinds differ, and all of its layers are sliding")
+    unrotated = window is not None and window.unrotated
+    named = family.agreement is not None and "layer_kinds" in family.agreement.fields
+    if "unrotated" in kinds and not (unrotated or named):
+        found.append("layer_kinds has 'unrotated', and all of its layers are rotated")
+    if "full" in kinds and unrotated:
+        found.append("layer_kinds has 'full', and its layers of full attention are not rotated")
+    return found

@@ -14,6 +14,7 @@ _SIZES = {
 }
 _HEADS = _SIZES | {"head_dim": 8}  # a head is not as wide as 24/12
 _WIDE = _SIZES | {"hidden_size": 48}  # where the width of a head cannot be set
+_KINDS = ["sliding_attention", "full_attention", "sliding_attention"]
 _SCALED = {
     "rope_type": "llama3",
     "rope_theta": 500.0,
@@ -45,6 +46,19 @@ CASES = {
     "qwen3": ("Qwen3", _HEADS | {"tie_word_embeddings": True}),
     "qwen3-biases": ("Qwen3", _HEADS | {"attention_bias": True}),
     "gemma": ("Gemma", _HEADS | {"num_key_value_heads": 1}),
+    "mistral-window": ("Mistral", _HEADS | {"sliding_window": 4}),
+    "qwen2-window": ("Qwen2", _HEADS | {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1}),
+    "gemma2": ("Gemma2", _HEADS | {"sliding_window": 4, "query_pre_attn_scalar": 6, "attn_logit_softcapping": 2.0}),
+    "gemma2-uncapped": (
+        "Gemma2",
+        _HEADS | {"sliding_window": 9, "attn_logit_softcapping": None, "final_logit_softcapping": None},
+    ),
+    "gemma3": ("Gemma3", _HEADS | {"sliding_window": 4, "num_hidden_layers": 3, "layer_types": _KINDS}),
+    "olmo2": ("Olmo2", _WIDE | {"attention_bias": True}),
+    "olmo3": ("Olmo3", _WIDE | {"sliding_window": 4, "num_hidden_layers": 4}),
+    "smollm3": ("SmolLM3", _WIDE | {"num_hidden_layers": 4, "pad_token_id": 0}),
+    "olmoe": ("Olmoe", _WIDE | {"num_experts": 5, "num_experts_per_tok": 3, "intermediate_size": 16}),
+    "cohere2": ("Cohere2", _WIDE | {"sliding_window": 4, "num_hidden_layers": 4}),
     "mixtral": ("Mixtral", _HEADS | {"num_local_experts": 5}),
     "qwen3-moe": (
         "Qwen3Moe",
@@ -121,6 +135,13 @@ FIRST = {
     "qwen2": "weight-stationary-2d",
     "qwen3": "replicated",
     "gemma": "replicated",
+    "gemma2": "weight-stationary-2d",
+    "gemma3": "replicated",
+    "olmo2": "megatron-1d",
+    "olmo3": "replicated",
+    "smollm3": "replicated",
+    "olmoe": "replicated",
+    "cohere2": "replicated",
     "mixtral": "replicated",
     "qwen3-moe": "replicated",
     "gptj": "replicated",

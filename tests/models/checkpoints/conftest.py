@@ -96,7 +96,8 @@ def reference(transformers, tmp_path_factory):
         model = getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}Config")(**entries)).eval()
         with torch.no_grad():
             for path, value in model.named_parameters():
-                one = 1.0 if kind != "Gemma" and path.endswith(("norm.weight", "ln_1.weight", "ln_f.weight")) else 0.0
+                norm = path.endswith(("norm.weight", "ln_1.weight", "ln_f.weight"))
+                one = 1.0 if norm and not kind.startswith("Gemma") else 0.0
                 value.copy_(one + 0.25 * torch.randn_like(value))
         directory = tmp_path_factory.mktemp(name)
         model.save_pretrained(directory)

@@ -56,9 +56,10 @@ def test_every_field_of_a_model_is_read_or_fixed_or_free(family):
     if "moe.experts" in family.options:
         named = ("experts", "k", "router", "every", "offset", "shared", "renormalize")
         wanted |= {f"moe.{name}" for name in named}
-    rope = {"rope_base", "rope_scaling", "rotary_size"}
+    wanted -= {"sliding_window", "layer_kinds"}  # which `Window` describes, or a family's agreement
+    rope = {"rope_base", "rope_scaling", "rotary_size"} | ({"local_rope_base"} if family.local_rope_base else set())
     together = family.agreement.fields if family.agreement else ()
-    known = {*family.options, *family.fixed, *family.derived, *together} - {"moe"}
+    known = {*family.options, *family.fixed, *family.derived, *together} - {"moe", "layer_kinds"}
     assert known | rope == wanted
 
 
@@ -335,9 +336,13 @@ def test_the_longest_text_is_read_under_all_its_names(read):
     assert read(gptj | {"rotary_dim": 4, "max_position_embeddings": 66}).context_length == 66
 
 
-def test_a_saved_model_promises_no_more_than_its_sliding_window(read):
+def test_a_model_with_a_window_is_written_as_one_of_a_family_that_has_windows(read):
     config = dataclasses.replace(read(LLAMA), sliding_window=100)
-    assert written(expressing(config), config, 4096, "bfloat16")["max_position_embeddings"] == 100
+    family = expressing(config)
+    assert (family.title, written(family, config, 4096, "bfloat16")["sliding_window"]) == ("Mistral", 100)
+    config = dataclasses.replace(config, sliding_window=None, layer_kinds=("full", "unrotated"))
+    entries = written(expressing(config), config, 4096, "bfloat16")
+    assert (expressing(config).title, entries["no_rope_layers"]) == ("SmolLM 3", [1, 0])
 
 
 def test_rope_scaling_counts_before_rope_parameters_as_in_transformers(read):

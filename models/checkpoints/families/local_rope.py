@@ -1,0 +1,85 @@
+"""The entries of config.json about a rotary embedding of sliding layers that differs from that of the others."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ...config import ModelConfig
+from .entries import in_json, is_number
+from .family import Family
+from .window import FULL, SLIDING
+
+ENTRIES = ("rope_local_base_freq",)
+"""The entries that `read_local_rope` reads, besides those of `rope.ENTRIES`."""
+
+
+def read_local_rope(
+    family: Family, json: Mapping[str, Any], faults: list[str]
+) -> tuple[Mapping[str, Any], float | None]:
+    """Separate the rotary embedding of sliding layers from that of the others.
+
+    In files of transformers 5, `rope_parameters` has a table for each kind of layer; in older ones
+    `rope_local_base_freq` is the base of the sliding layers, and `rope_theta` and `rope_scaling` are of the others.
+
+    Returns:
+        The entries with those of the other layers in the places where `read_rope` finds them, and the base of the
+        sliding layers; None if the family makes no difference, or on a fault.
+    """
+    if family.local_rope_base is None:
+        return json, None
+    given, scaling = json.get("rope_parameters") or {}, json.get("rope_scaling") or {}
+    for name, table in (("rope_parameters", given), ("rope_scaling", scaling)):
+        if not isinstance(table, dict):
+            faults.append(f"{name} is {in_json(table)}; it must be a table of entries, or null.")
+            return json, None
+    tables = {kind: given.get(kind) or {} for kind in (FULL, SLIDING)}
+    if unknown := [key for key in given if key not in tables]:
+        faults.append(f"rope_parameters has {', '.join(unknown)}; its tables are {FULL} and {SLIDING}.")
+    for kind, table in tables.items():
+        if not isinstance(table, dict):
+            faults.append(f"rope_parameters of {kind} is {in_json(table)}; it must be a table of entries, or null.")
+            return json, None
+    local = tables[SLIDING]
+    if local.get("rope_type", "default") != "default" or {*local} - {"rope_type", "rope_theta"}:
+        faults.append(f"rope_parameters of {SLIDING} is {in_json(local)}; only a rope_theta is supported there.")
+    base = local.get("rope_theta", json.get("rope_local_base_freq", family.local_rope_base))
+    if not is_number(base) or base <= 0:
+        name = "rope_local_base_freq" if "rope_theta" not in local else f"rope_theta of {SLIDING}"
+        faults.append(f"{name} is {in_json(base)}; it must be a positive number.")
+        return json, None
+    rest = {key: value for key, value in json.items() if key not in ("rope_parameters", "rope_scaling")}
+    return rest | {"rope_parameters": tables[FULL] | scaling}, float(base)
+
+
+def local_fields(base: float | None, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the field `local_rope_base`: None where no layer slides, or where all are rotated alike.
+
+    Args:
+        base: of the sliding layers.
+        fields: the others of the model, `rope_base`, `rope_scaling` and `sliding_window` among them.
+    """
+    if base is None:
+        return {}
+    alike = base == fields["rope_base"] and fields["rope_scaling"] is None
+    return {"local_rope_base": None if alike or fields["sliding_window"] is None else base}
+
+
+def write_local_rope(family: Family, config: ModelConfig) -> dict[str, Any]:
+    """Return the entry with the base of a model's sliding layers, as every version of transformers reads it."""
+    if family.local_rope_base is None:
+        return {}
+    base = config.rope_base if config.local_rope_base is None else config.local_rope_base
+    if family.local_rope_base == family.rope_base:  # OLMo 3 has no name of its own for it
+        return {"rope_parameters": {SLIDING: {"rope_type": "default", "rope_theta": base}}}
+    return {"rope_local_base_freq": base}
+
+
+def local_rope_reasons(family: Family, config: ModelConfig) -> list[str]:
+    """Return the reasons why a family cannot express the rotary embedding of a model's sliding layers."""
+    slides = any(config.layer_kind(number) == "sliding" for number in range(config.layers))
+    if family.local_rope_base is None or not slides or config.local_rope_base is not None:
+        return []
+    if config.rope_scaling is None:
+        return []
+    return ["rope_scaling is set for sliding layers too, and it stretches those of full attention alone"]
