@@ -15,7 +15,7 @@ from .finetuning.config import LoraConfig
 from .tensors import Tensor, tensor_sizes, tensors
 
 BLOCKS = ("serial", "parallel")
-POSITIONS = ("rotary", "relative", "sinusoidal", "none")
+POSITIONS = ("rotary", "relative", "sinusoidal", "learned", "none")
 NORMS = ("rms", "layer")
 NORM_PLACES = ("before", "after", "both")
 LAYER_KINDS = ("full", "sliding", "unrotated")
@@ -122,7 +122,8 @@ class ModelConfig:
     """Bound c of the logits, which become c · tanh(logit / c) (Gemma 2); None for no bound."""
     positions: str = "rotary"
     """rotary; relative: a bias of the scores for the distance of query and key, in buckets, shared by all blocks of a
-    stack (T5); sinusoidal: added to the embedded tokens (Transformer); or none."""
+    stack (T5); sinusoidal, or learned: vectors that are added to the embedded tokens (Transformer, GPT-2), the latter
+    one for each of `context_length` positions; or none."""
     relative_buckets: int = 32
     """Number of buckets of distances."""
     relative_distance: int = 128
@@ -401,6 +402,8 @@ class ModelConfig:
         }
         if self.positions == "relative":
             sizes["R"] = self.relative_buckets
+        if self.positions == "learned":
+            sizes["P"] = self.context_length or 0
         if self.moe:
             sizes |= {"X": self.moe.experts, "G": self.moe.groups or batch}
         return sizes
@@ -500,6 +503,8 @@ def _position_faults(config: ModelConfig):
             if getattr(config, name) != getattr(ModelConfig, name):
                 fact = f"{name} is {getattr(config, name)}, and positions are {config.positions}"
                 yield f'{fact}; set positions = "{kind}"'
+    if config.positions == "learned" and config.context_length is None:
+        yield "positions are learned, one vector for each; set context_length"
     if config.positions == "sinusoidal" and config.embed % 2:
         yield f"embed is {config.embed}; sinusoidal positions have pairs of a sine and a cosine, so it must be even"
 
@@ -520,6 +525,8 @@ def _encoder_faults(config: ModelConfig):
     for name in ("sliding_window", "score_softcap"):
         if getattr(config, name) is not None:
             yield f"{name} is {getattr(config, name)}, which attention of an encoder–decoder does not have"
+    if config.positions == "learned":
+        yield "positions are learned, which an encoder–decoder does not have; relative, sinusoidal and rotary are"
     if config.layer_kinds or config.sinks or config.norms != "before":
         yield "layer_kinds, sinks and norms are set for a decoder alone; leave them out of an encoder–decoder"
 

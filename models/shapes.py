@@ -23,7 +23,7 @@ from .transformer import Transformer
 from .vectors import shared_sizes, wide_sizes
 
 WIDE = (
-    "norm", "norm_bias", "q_norm", "k_norm", "q_norm_all", "k_norm_all", "sinks", "b_q", "b_k", "b_v", "b_o", "b_in",
+    "norm", "norm_bias", "q_norm", "k_norm", "q_norm_all", "k_norm_all", "sinks", "positions", "b_q", "b_k", "b_v", "b_o", "b_in",
     "b_gate", "b_out", "bias", "relative", "router", "router_noise", "shared_bias",
 )  # fmt: skip
 """Names of the parameters that are always float32: norms, biases, scales, routers and tables of relative positions."""

@@ -69,6 +69,8 @@ def tensors(config: ModelConfig) -> Iterator[Tensor]:
     sizes = tensor_sizes(config)
     # Rows of unit length; the look-up multiplies by √E (Vaswani et al. 2017, section 3.4).
     yield Tensor("embedding.table", "embedding.table", scaled("E", sizes))
+    if config.positions == "learned":
+        yield Tensor("embedding.positions", "embedding.positions", scaled("E", sizes))
     if config.encoder_layers:
         yield from _stack(config, "encoder.", config.encoder_layers, sizes)
         yield Tensor("encoder.output.norm", "output.norm", ones)

@@ -269,8 +269,8 @@ class Embedding(Layer):
 
         Args:
             tokens: [B, L], placed as `embedding.tokens`.
-            positions: [L] or [B, L], placed as `batch_spec`: of the tokens, for sinusoidal positions; None for their
-                order.
+            positions: [L] or [B, L], placed as `batch_spec`: of the tokens, if the model adds positions; None for
+                their order.
         """
         equation, options = self.at.equation(f"tokens, table -> {stream_line(self.config)}"), {}
         if self.parameter("scale") is not None:
@@ -278,11 +278,24 @@ class Embedding(Layer):
             scales = moved(self.vector("scale"), self.at.spec("output.bias"), along_rows)
             options = {"scales": scales, "dtype": self.dtype}
         x = embed(tokens, self.matrix("table"), equation, **options) * self.factor  # [B, L] -> [B, L, E]
-        if self.config.positions != "sinusoidal":
+        if self.config.positions not in ("sinusoidal", "learned"):
             return x
         positions = np.arange(tokens.shape[1]) if positions is None else positions
         batch = self.at.spec("tokens").with_axes("L", ())
+        if self.config.positions == "learned":
+            return x + self.learned(positions, tokens.shape, batch).astype(x.dtype)
         return x + sinusoids(self.config, positions, batch, equation.outputs[0]).astype(x.dtype)
+
+    def learned(self, positions: np.ndarray | jax.Array, shape: tuple[int, ...], batch: Spec) -> jax.Array:
+        """Return the vectors [B, L, E] of positions, placed as the residual stream; they are those of `__call__`."""
+        if shape[1] > (most := self.config.context_length or 0):
+            raise ValueError(f"a sequence has {shape[1]} tokens, and this model has {most} learned positions.")
+        if isinstance(positions, np.ndarray):
+            positions = jnp.broadcast_to(jnp.asarray(positions, jnp.int32), shape)
+            batch = Spec(batch.dims, ((), ()))
+        placed = moved(positions, batch, self.at.spec("tokens"))
+        line = f"tokens, positions -> {stream_line(self.config)}"
+        return embed(placed, self.matrix("positions"), self.at.equation(line))  # [B, L] -> [B, L, E]
 
 
 def in_encoder(layout: Layout, segments: jax.Array | None) -> jax.Array | None:

@@ -228,6 +228,8 @@ def written(family: Family, config: ModelConfig, length: int, dtype: str) -> dic
     json |= write_window(family.window, config) | ({family.output_dropout[0]: 0.0} if family.output_dropout else {})
     if family.logit_scale is not None:
         json["logit_scale"] = 1.0
+    if not family.has_encoder:  # the default of some families is a token that a smaller vocabulary does not have
+        json["pad_token_id"] = None
     return json
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,6 +30,9 @@ class Cache:
     rows have room for T tokens each. Heads come before tokens: in the other order, if a device has several heads, the
     compiler for TPUs copies every layer before it multiplies.
 
+    A sliding layer keeps the last tokens only, as many as its window: T is then the length of a ring, in which a token
+    at position p is at p modulo T.
+
     Attributes:
         keys: rotated keys, one [N, B, K, T, D] for each block of the pattern.
         values: values, with the same shapes.
@@ -53,8 +57,8 @@ class Cache:
 
     @property
     def room(self) -> int:
-        """T, the number of tokens that a row has room for."""
-        return self.keys[0].shape[3]
+        """T of the layers that keep most: the tokens that a row has room for, unless all layers are sliding."""
+        return max(keys.shape[3] for keys in self.keys)
 
 
 def cache_spec(layout: Layout, line: str = SELF) -> Spec:
@@ -110,15 +114,21 @@ def abstract_cache(
 
     def of(line: str, length: int) -> Cache:
         spec, sizes = cache_spec(layout, line), wide_sizes(config, layout, batch, length)
-        shape = tuple(sizes[dim] for dim in spec.dims)
-        spec.check(shape, dict(mesh.shape))
+        parts = math.prod(mesh.shape[axis] for axis in spec.axes_of("T"))
+        shapes = []
+        for place in range(config.pattern):
+            window = config.window_of(config.layer_kind(place)) if line == SELF else None
+            kept = length if window is None else min(length, -(-window // parts) * parts)
+            shapes.append(tuple((sizes | {"T": kept})[dim] for dim in spec.dims))
+            spec.check(shapes[-1], dict(mesh.shape))
 
-        def tensors(spec: Spec, shape: tuple[int, ...], dtype: Any) -> tuple[Any, ...]:
+        def tensors(spec: Spec, dtype: Any) -> tuple[Any, ...]:
             where = NamedSharding(mesh, stacked(spec).partition_spec())
-            return (jax.ShapeDtypeStruct((repeats, *shape), dtype, sharding=where),) * config.pattern
+            each = ((repeats, *shape[: len(spec.dims)]) for shape in shapes)
+            return tuple(jax.ShapeDtypeStruct(shape, dtype, sharding=where) for shape in each)
 
-        held = tensors(spec, shape, jnp.int8 if int8 else jnp.dtype(dtype))
-        scaled = tensors(spec.without("D"), shape[:3], jnp.float32) if int8 else None
+        held = tensors(spec, jnp.int8 if int8 else jnp.dtype(dtype))
+        scaled = tensors(spec.without("D"), jnp.float32) if int8 else None
         lengths: Any = abstract_whole(mesh, (batch,), jnp.int32)
         return Cache(held, held, scaled, scaled, lengths)
 

@@ -178,10 +178,15 @@ def _attention(
     rows, cached = batch / over(cache.axes_of("B")), sizes["T"] / over(cache.axes_of("T"))
     kept = sizes["K"] / over(cache.axes_of("K"))
     read = length / over(query.axes_of("L"))
-    operations = 4 * rows * read * heads * (cached + length) * config.head_size
     kind = jax.numpy.dtype(kept_as)
-    moved = 2 * rows * cached * kept * (config.head_size * kind.itemsize + 4 * (kind == jax.numpy.int8))
-    return config.layers * max(operations / chip.flops(str(dtype)), moved / chip.hbm_bandwidth)
+    seconds = 0.0
+    for number in range(config.layers):
+        window = config.window_of(config.layer_kind(number)) or room
+        seen = min(cached, window / over(cache.axes_of("T")))
+        operations = 4 * rows * read * heads * (seen + min(length, window)) * config.head_size
+        moved = 2 * rows * seen * kept * (config.head_size * kind.itemsize + 4 * (kind == jax.numpy.int8))
+        seconds += max(operations / chip.flops(str(dtype)), moved / chip.hbm_bandwidth)
+    return seconds
 
 
 def serving_layouts(

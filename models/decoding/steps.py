@@ -162,7 +162,7 @@ def _read(
     layout, length = model.layout, tokens.shape[1]
     whole = Spec(("B", "L"), ((), ()))
     positions = None
-    if model.config.positions == "sinusoidal":
+    if model.config.positions in ("sinusoidal", "learned"):
         positions = cache.lengths[:, None] + jnp.arange(length, dtype=jnp.int32)[None]
         positions = moved(positions, whole, batch_spec(layout))
     with part(layout, "embedding"):

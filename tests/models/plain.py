@@ -12,13 +12,18 @@ def logits(config, values, tokens):
 def forward(config, values, tokens):
     """Logits [B, L, V], and the rotated keys and the values of all layers, [N, B, L, K, D] each."""
     x = values["embedding.table"][tokens] * (config.embed**0.5 if config.scale_embedding else 1.0)
+    if config.positions == "learned":
+        x = x + values["embedding.positions"][None, : tokens.shape[1]]
     heads = []
     for layer in range(config.layers):
-        weights = {k.removeprefix("blocks.0."): v[layer] for k, v in values.items() if k.startswith("blocks.0.")}
-        x = _block(config, weights, x, heads)
+        place = f"blocks.{layer % config.pattern}."
+        at = layer // config.pattern
+        weights = {k.removeprefix(place): v[at] for k, v in values.items() if k.startswith(place)}
+        x = _block(config, weights, x, heads, config.layer_kind(layer))
     keys, held = map(jnp.stack, zip(*heads))
     table = values["embedding.table" if config.tied else "output.table"]
-    return _norm(config, x, values, "output.norm") @ table.T + _bias(values, "output.bias"), keys, held
+    found = _norm(config, x, values, "output.norm") @ table.T + _bias(values, "output.bias")
+    return _capped(found, config.logit_softcap), keys, held
 
 
 def loss(config, values, tokens):
@@ -27,12 +32,20 @@ def loss(config, values, tokens):
     return -jnp.mean(jnp.take_along_axis(chosen, tokens[:, 1:, None], axis=-1))
 
 
-def _block(config, w, x, heads):
+def _block(config, w, x, heads, kind):
     if config.block == "parallel":
         y = _norm(config, x, w, "norm")
-        return x + _attention(config, w, y, heads) + _feed_forward(config, w, y)
-    x = x + _attention(config, w, _norm(config, x, w, "attention.norm"), heads)
-    return x + _feed_forward(config, w, _norm(config, x, w, "ffn.norm"))
+        return x + _attention(config, w, y, heads, kind) + _feed_forward(config, w, y)
+    y = _norm(config, x, w, "attention.norm") if config.norms != "after" else x
+    y = _attention(config, w, y, heads, kind)
+    x = x + (_norm(config, y, w, "attention.norm_after") if config.norms != "before" else y)
+    y = _norm(config, x, w, "ffn.norm") if config.norms != "after" else x
+    y = _feed_forward(config, w, y)
+    return x + (_norm(config, y, w, "ffn.norm_after") if config.norms != "before" else y)
+
+
+def _capped(x, bound):
+    return x if bound is None else bound * jnp.tanh(x / bound)
 
 
 def _bias(w, name):
@@ -49,24 +62,41 @@ def _unit(config, x):
     return x / jnp.sqrt(jnp.mean(x**2, axis=-1, keepdims=True) + config.norm_epsilon)
 
 
-def _attention(config, w, y, heads):
+def _attention(config, w, y, heads, kind):
     q, k, v = (
         jnp.einsum("BLE,EHD->BLHD", y, w[f"attention.w_{name}"]) + _bias(w, f"attention.b_{name}") for name in "qkv"
     )
-    if config.qk_norm:
+    if config.qk_norm == "head":
         q, k = (_unit(config, t) * w[f"attention.{name}_norm"][None, None, None] for t, name in ((q, "q"), (k, "k")))
-    q, k = _rotate(config, q), _rotate(config, k)
+    if config.qk_norm == "all":
+        over = [
+            (t, t.reshape(*t.shape[:2], -1), w[f"attention.{name}_norm"].reshape(-1))
+            for t, name in ((q, "q"), (k, "k"))
+        ]
+        q, k = ((_unit(config, wide) * scale[None, None]).reshape(t.shape) for t, wide, scale in over)
+    if config.positions == "rotary" and kind != "unrotated":
+        q, k = _rotate(config, q, kind), _rotate(config, k, kind)
     heads.append((k, v))
     k, v = (jnp.repeat(t, config.heads // config.kv_heads, axis=2) for t in (k, v))
-    scores = jnp.einsum("BLHD,BTHD->BHLT", q, k) / config.head_size**0.5
-    scores = jnp.where(jnp.tri(q.shape[1], dtype=bool)[None, None], scores, -jnp.inf)
-    out = jnp.einsum("BHLT,BTHD,HDE->BLE", jax.nn.softmax(scores), v, w["attention.w_o"])
+    scale = config.head_size**-0.5 if config.attention_scale is None else config.attention_scale
+    scores = _capped(jnp.einsum("BLHD,BTHD->BHLT", q, k) * scale, config.score_softcap)
+    seen = jnp.tri(q.shape[1], dtype=bool)
+    if kind == "sliding":
+        seen &= ~jnp.tri(q.shape[1], k=-config.sliding_window, dtype=bool)
+    scores = jnp.where(seen[None, None], scores, -jnp.inf)
+    if config.sinks:
+        sinks = jnp.broadcast_to(w["attention.sinks"][None, :, None, None], (*scores.shape[:3], 1))
+        shares = jax.nn.softmax(jnp.concatenate([scores, sinks], axis=-1))[..., :-1]
+    else:
+        shares = jax.nn.softmax(scores)
+    out = jnp.einsum("BHLT,BTHD,HDE->BLE", shares, v, w["attention.w_o"])
     return out + _bias(w, "attention.b_o")
 
 
-def _rotate(config, x):
+def _rotate(config, x, kind):
     half = (config.rotary_size or config.head_size) // 2
-    angle = jnp.arange(x.shape[1])[:, None] / config.rope_base ** (jnp.arange(half)[None] / half)
+    base = config.rope_base if kind != "sliding" or config.local_rope_base is None else config.local_rope_base
+    angle = jnp.arange(x.shape[1])[:, None] / base ** (jnp.arange(half)[None] / half)
     turn = jnp.exp(1j * angle)[None, :, None]
     whole, rest = x[..., : 2 * half], x[..., 2 * half :]
     if config.rotary_pairs == "neighbours":

@@ -29,6 +29,18 @@ FAMILIES = {
         "qkv_bias": True, "out_bias": True, "ffn_bias": True, "activation": "geglu", "norm": "layer",
         "output_bias": True, "qk_norm": True,
     },
+    "olmo2": {"norms": "after", "qk_norm": "all", "kv_heads": 4, "tied": False, "scale_embedding": False},
+    "gemma3": {
+        "norms": "both", "qk_norm": "head", "layers": 2, "layer_kinds": ("sliding", "full"), "sliding_window": 5,
+        "local_rope_base": 100.0, "rope_base": 5000.0, "score_softcap": 1.5, "logit_softcap": 2.0, "kv_heads": 2,
+    },
+    "unrotated": {
+        "layers": 2, "layer_kinds": ("unrotated", "full"), "sinks": True, "attention_scale": 0.4, "norms": "after",
+    },
+    "gpt2": {
+        "positions": "learned", "context_length": 40, "norm": "layer", "norm_bias": True, "activation": "gelu",
+        "ffn_bias": True, "qkv_bias": True, "out_bias": True, "scale_embedding": False,
+    },
     "exact": {"activation": "gelu_exact", "norm": "layer", "rotary_pairs": "neighbours", "block": "parallel"},
 }  # fmt: skip
 CASES = [
@@ -41,6 +53,13 @@ MORE = [
     ("qwen2", "weight-stationary-1d", "blocking", "auto"),
     ("every bias", "megatron-1d", "xla", "explicit"),
     ("exact", "weight-gathered-xyz", "xla", "auto"),
+    ("olmo2", "megatron-1d", "blocking", "explicit"),
+    ("gpt2", "weight-stationary-2d", "blocking", "explicit"),
+    ("gpt2", "context-parallel", "xla", "auto"),
+    ("olmo2", "weight-gathered-xy", "xla", "auto"),
+    ("gemma3", "weight-stationary-2d", "blocking", "explicit"),
+    ("gemma3", "context-parallel", "looped", "explicit"),
+    ("unrotated", "zero-3", "blocking", "auto"),
 ]
 CASES += [pytest.param(*case, marks=pytest.mark.slow) for case in MORE]
 
@@ -48,7 +67,7 @@ CASES += [pytest.param(*case, marks=pytest.mark.slow) for case in MORE]
 @pytest.mark.turns(1)
 @pytest.mark.parametrize(("family", "preset", "lowering", "kind"), CASES)
 def test_loss_and_gradients_are_those_of_plain_code(config, make_mesh, tokens, family, preset, lowering, kind):
-    settings, layout = config(layers=1, **FAMILIES[family]), Layout.load(preset)
+    settings, layout = config(**({"layers": 1} | FAMILIES[family])), Layout.load(preset)
     mesh = make_mesh(layout.mesh_for(8, settings.sizes(8, 16)), kind)
     model = models.build(settings, layout, mesh, jax.random.key(0))
     values = models.arrays(model)

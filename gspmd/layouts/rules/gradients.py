@@ -28,6 +28,7 @@ WEIGHTS = {
 #: For parameters outside einsums, the activations over whose rows the gradient is summed; of two, over one or both.
 ROWS = {
     "embedding.table": ("embedding.tokens", "attention.residual"),
+    "embedding.positions": ("embedding.tokens", "attention.residual"),
     "attention.norm": ("attention.residual",),
     "attention.norm_bias": ("attention.residual",),
     "attention.b_q": ("attention.query",),

@@ -20,7 +20,7 @@ Text = str | tuple[str, ...]
 DIMENSIONS = {
     "B": "batch", "L": "length", "E": "embed", "F": "feed-forward", "H": "query heads", "K": "key/value heads",
     "D": "head size", "V": "vocabulary", "T": "key/value length", "X": "experts", "C": "capacity", "G": "token groups",
-    "N": "layers of one kind, in a stack", "R": "buckets of relative positions",
+    "N": "layers of one kind, in a stack", "R": "buckets of relative positions", "P": "learned positions",
 }  # fmt: skip
 
 #: The sections that describe a part of the model, in the order of the forward pass.
@@ -121,6 +121,7 @@ _ALL = (
         optional=True,
     ),
     _parameter("embedding.table", "VE", "The embedding table."),
+    _parameter("embedding.positions", "PE", "Vectors of learned positions.", default="embedding.table"),
     _activation("embedding.tokens", "BL", "Token ids."),
     _activation("attention.residual", "BLE", "The residual stream around attention."),
     _parameter("attention.norm", "E", "Scale of the norm before attention, and of one after it."),
@@ -341,7 +342,14 @@ def keys_of_override(section: str) -> dict[str, Key]:
     if section == "cache":
         return CACHE
     if section == ENCODER:  # it attends to no memory, and both stacks have one table and the decoder's logits
-        shared = ("embedding.table", "output.table", "output.logits", "output.bias", "output.in_via")
+        shared = (
+            "embedding.table",
+            "embedding.positions",
+            "output.table",
+            "output.logits",
+            "output.bias",
+            "output.in_via",
+        )
         return {name: key for name, key in KEYS.items() if key.section != "cross" and name not in shared}
     if section in ("gradients", "optimizer"):
         return {name: key for name, key in KEYS.items() if key.kind == "parameter"}
