@@ -39,6 +39,20 @@ class Past(Protocol):
         The options are those of `gspmd.ops.cached_attention`.
         """
 
+    @property
+    def fresh(self) -> bool:
+        """Whether no token is cached, so that the new ones attend to one another alone."""
+
+    def keep(self, latent: jax.Array) -> jax.Array:
+        """Store the latents [B, L, Z] of the new tokens, and return them as they are kept."""
+
+    def attend_latents(self, q: jax.Array, latent: jax.Array, query_spec: Spec, key_spec: Spec, **options: Any):
+        """Attend with queries [B, L, H, Z] to the cached latents and to those of the new tokens [B, L, Z].
+
+        Returns:
+            [B, L, H, Z], the mixed latents with their rotated keys. The options are those of `attend`.
+        """
+
     def attend_source(self, q: jax.Array, query_spec: Spec, key_spec: Spec, **options: Any) -> jax.Array:
         """Attend with queries to the keys and values of an encoded source, which stay as they are."""
 

@@ -18,6 +18,7 @@ from .config import ModelConfig
 from .context import Context
 from .experts import Experts
 from .feed_forward import FeedForward
+from .latent import LatentAttention
 from .layer import Layer
 from .placement import moved
 
@@ -31,7 +32,8 @@ class Block(nnx.Module):
 
     def __init__(self, config: ModelConfig, layout: Layout, weights: Mapping[str, Any], dtype: Any, kind: str):
         self.residuals = (layout.spec("attention.residual"), layout.spec("ffn.residual"))
-        self.attention = Attention(config, layout, weights["attention"], dtype, kind)
+        attention = Attention if config.latent is None else LatentAttention
+        self.attention = attention(config, layout, weights["attention"], dtype, kind)
         self.cross = CrossAttention(config, layout, weights["cross"], dtype) if "cross" in weights else None
         self.layout, (self.ffn, self.moe) = layout, _feed_forward(config, layout, weights, dtype)
 

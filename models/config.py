@@ -54,6 +54,25 @@ class RopeScaling:
 
 
 @dataclass(frozen=True)
+class LatentConfig:
+    """Multi-head latent attention: keys and values of all heads come from one latent vector of each token.
+
+    A cache keeps that vector, and one rotated key that all heads share: rank + rotary numbers for each token.
+
+    Source: DeepSeek-AI 2024, *DeepSeek-V2* (arXiv 2405.04434), section 2.1.
+    """
+
+    rank: int = 512
+    """Width of the latent of keys and values."""
+    query_rank: int = 0
+    """Width of the latent of queries; 0 for queries straight from the residual stream."""
+    rotary: int = 64
+    """Elements of a query that are rotated by position, its last ones, and width of the rotated key."""
+    values: int = 128
+    """Width of a head's values."""
+
+
+@dataclass(frozen=True)
 class ModelConfig:
     """Configure a transformer, a decoder alone or an encoder–decoder; by default a small decoder on bytes.
 
@@ -84,6 +103,9 @@ class ModelConfig:
     """Key/value heads: `heads` for multi-head, 1 for multiquery, in between for grouped-query attention."""
     head_size: int = 16
     """Width of one head."""
+    latent: LatentConfig | None = None
+    """Multi-head latent attention of `heads` heads, with queries of `head_size`; None for keys and values straight from
+    the residual stream."""
     qkv_bias: bool = False
     """Whether queries, keys and values have biases."""
     out_bias: bool = False
@@ -225,6 +247,8 @@ class ModelConfig:
         """Return the model with the rotary embedding of its layers of this kind; None if they have none."""
         if self.positions != "rotary" or kind == "unrotated":
             return None
+        if self.latent is not None:  # the rotated part of a head is a tensor of its own
+            return replace(self, latent=None, head_size=self.latent.rotary, rotary_size=0)
         if kind != "sliding" or self.local_rope_base is None:
             return self
         return replace(self, rope_base=self.local_rope_base, rope_scaling=None, local_rope_base=None)
@@ -312,7 +336,7 @@ class ModelConfig:
         Differs: norms, biases and an untied input table are not counted, since no matrix product uses them.
         """
         of_target = self._flops_of_matrices[1]
-        scores = 12 * self.heads * self.head_size
+        scores = 6 * self.heads * (self.head_size + (self.latent.values if self.latent else self.head_size))
         reach = (self.window_of(self.layer_kind(number)) or length for number in range(self.layers))
         of_target += scores * sum(min(each, length) for each in reach)
         if not self.encoder_layers:
@@ -402,6 +426,8 @@ class ModelConfig:
         }
         if self.positions == "relative":
             sizes["R"] = self.relative_buckets
+        if self.latent:
+            sizes |= {"Z": self.latent.rank + self.latent.rotary, "U": self.latent.query_rank}
         if self.positions == "learned":
             sizes["P"] = self.context_length or 0
         if self.moe:
@@ -457,6 +483,7 @@ def _faults(config: ModelConfig):
     if config.encoder_layers and not config.stacked:
         yield "stacked is off, and encoder_layers is set; blocks of an encoder–decoder are stacked"
     yield from _kind_faults(config)
+    yield from _latent_faults(config)
     for name in ("layers", "encoder_layers"):
         if config.moe and config.moe.every > 0 and getattr(config, name) % config.moe.every:
             yield f"{name} is {getattr(config, name)}, which moe.every ({config.moe.every}) does not divide"
@@ -487,6 +514,27 @@ def _kind_faults(config: ModelConfig):
         yield f"layer_kinds has 'unrotated', and positions are {config.positions}; write 'full'"
     if config.norms != "before" and config.block != "serial":
         yield f"norms are {config.norms!r}, and the block is parallel, with one norm before it"
+
+
+def _latent_faults(config: ModelConfig):
+    latent = config.latent
+    if latent is None:
+        return
+    for name in ("rank", "rotary", "values"):
+        if getattr(latent, name) < 1:
+            yield f"latent.{name} is {getattr(latent, name)}; it must be at least 1"
+    if latent.query_rank < 0:
+        yield f"latent.query_rank is {latent.query_rank}; it must not be negative"
+    if latent.rotary % 2 or not latent.rotary < config.head_size:
+        yield f"latent.rotary is {latent.rotary}; it must be even, and less than head_size ({config.head_size})"
+    if config.kv_heads != config.heads:
+        yield f"kv_heads is {config.kv_heads}, and latent attention has keys for each of {config.heads} heads; set both"
+    unread = {"qkv_bias": False, "out_bias": False, "qk_norm": "none", "rotary_size": 0, "sinks": False,
+              "sliding_window": None, "layer_kinds": (), "positions": "rotary", "block": "serial", "int8": False,
+              "encoder_layers": 0}  # fmt: skip
+    for name, only in unread.items():
+        if getattr(config, name) != only:
+            yield f"{name} is {getattr(config, name)!r}, and latent attention is there for {only!r} only"
 
 
 def _position_faults(config: ModelConfig):
@@ -536,6 +584,8 @@ def _has(config: ModelConfig, key: str) -> bool:
     section, name = key.split(".")
     if name.endswith("gate") and not config.gated:
         return False
+    if section == "attention" and config.latent is not None:
+        return name == "w_o" or (name == "w_q" and not config.latent.query_rank)
     shared = config.moe is not None and config.moe.shared > 0
     return {
         "attention": True,

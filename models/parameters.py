@@ -169,7 +169,8 @@ def _rows(
 
     def row(tensor: Tensor, path: str, key: str, begin: Initialiser) -> tuple[str, ParameterRow]:
         dims, shared = dims_of(key), key in SHARED
-        of, padded = shared_sizes(config, wide) if shared else wide, padded_dimensions(config, layout, shared=shared)
+        of = shared_sizes(config, wide) if shared else tensor.within(wide)
+        padded = padded_dimensions(config, layout, shared=shared)
         spec = _spec(lambda key: spec_of(encoder if tensor.in_encoder else layout, key), key)
         shape, padding = tuple(of[d] for d in dims), tuple(map(padded.get, dims))
         if tensor.layers:

@@ -18,13 +18,14 @@ from gspmd.layouts.rules.keys import ENCODER
 from .config import ModelConfig
 from .parameters import ParameterRow, check_placed, parameters
 from .placement import batch_spec
-from .tensors import SHARED
+from .tensors import SHARED, latent_sizes
 from .transformer import Transformer
 from .vectors import shared_sizes, wide_sizes
 
 WIDE = (
-    "norm", "norm_bias", "q_norm", "k_norm", "q_norm_all", "k_norm_all", "sinks", "positions", "b_q", "b_k", "b_v", "b_o", "b_in",
-    "b_gate", "b_out", "bias", "relative", "router", "router_noise", "shared_bias",
+    "norm", "norm_bias", "q_norm", "k_norm", "q_norm_all", "k_norm_all", "sinks", "positions", "latent_norm",
+    "q_latent_norm", "b_q", "b_k", "b_v", "b_o", "b_in", "b_gate", "b_out", "bias", "relative", "router",
+    "router_noise", "shared_bias",
 )  # fmt: skip
 """Names of the parameters that are always float32: norms, biases, scales, routers and tables of relative positions."""
 
@@ -127,7 +128,7 @@ def _placed_activations(
     for key in keys:
         spec = Spec.parse(layout[key])
         local = sizes | {"L": tokens} if key == "moe.groups" else sizes
-        local = shared_sizes(config, sizes) if key in SHARED else local
+        local = shared_sizes(config, sizes) if key in SHARED else latent_sizes(config, key, local)
         table[key] = spec, tuple(local[dim] for dim in spec.dims)
     return table
 
@@ -138,7 +139,12 @@ def stored_dtype(row: ParameterRow, stored: Any) -> Any:
 
 
 def _keys(config: ModelConfig) -> Iterator[str]:
-    yield from ("embedding.tokens", "attention.residual", "attention.query", "attention.key")
+    yield from ("embedding.tokens", "attention.residual", "attention.query")
+    if config.latent is None:
+        yield "attention.key"
+    else:
+        yield from ("attention.latent_query",) * (config.latent.query_rank > 0)
+        yield "attention.latent"
     if config.encoder_layers:
         yield from ("cross.memory", "cross.query", "cross.key")
     yield "ffn.residual"

@@ -6,18 +6,37 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from gspmd.layouts.initial import Constant, Initialiser, Normal
 from gspmd.layouts.rules.keys import dims_of
 
-ModelConfig = Any
+ModelConfig = LatentConfig = Any
 """A `gspmd_models.ModelConfig`, which counts its parameters by these tensors, so that it imports this module."""
 
 SHARED = ("moe.shared_in", "moe.shared_gate", "moe.shared_hidden", "moe.shared_bias", "moe.shared_out")
 """The layout's keys of shared experts, whose F is their total width."""
+
+
+def latent_sizes(config: ModelConfig, key: str, sizes: Mapping[str, int]) -> Mapping[str, int]:
+    """Return the sizes of a tensor's dimensions, where those of multi-head latent attention have several of one letter.
+
+    Z is what a token keeps, the latent and its rotated key; weights and norm of the latent have its rank alone. D is
+    the width of a head of queries; keys of the latent lack the rotated part, and values have a width of their own.
+    """
+    latent = config.latent
+    if latent is None or not key.startswith("attention."):
+        return sizes
+    name = key.removeprefix("attention.")
+    of = {"Z": latent.rank} if name in ("latent_norm", "w_k_up", "w_v_up") else {}
+    if name in ("w_v_up", "w_o"):
+        of["D"] = latent.values
+    elif name == "w_k_up":
+        of["D"] = config.head_size - latent.rotary
+    return {**sizes, **of}
 
 
 @dataclass(frozen=True)
@@ -29,12 +48,14 @@ class Tensor:
         key: its line in a layout, such as `ffn.w_in`.
         initialise: a function from a random key and a shape to float32 values.
         layers: layers stacked in a leading N; 0 for a parameter that is not stacked.
+        within: a function from the sizes of `tensor_sizes` to those of this tensor (`latent_sizes`).
     """
 
     path: str
     key: str
     initialise: Initialiser
     layers: int = 0
+    within: Callable[[Mapping[str, int]], Mapping[str, int]] = lambda sizes: sizes
 
     @property
     def is_matrix(self) -> bool:
@@ -50,7 +71,7 @@ class Tensor:
 
     def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
         """Return its shape for the sizes of `tensor_sizes`, with N first if layers are stacked."""
-        of = {**sizes, "F": sizes["F"] * sizes["shared"]} if self.key in SHARED else sizes
+        of = {**sizes, "F": sizes["F"] * sizes["shared"]} if self.key in SHARED else self.within(sizes)
         return (*((self.layers,) if self.layers else ()), *(of[dim] for dim in dims_of(self.key)))
 
     def size(self, sizes: Mapping[str, int]) -> int:
@@ -97,7 +118,8 @@ def _stack(
         yield Tensor(f"{prefix}relative", "attention.relative", scaled("E", sizes))
     for place in range(config.period):
         for path, key, begin in _block(config, place, layers, sizes, cross=cross):
-            yield Tensor(f"{prefix}blocks.{place}.{path}", key, begin, layers // config.period)
+            within = partial(latent_sizes, config, key)
+            yield Tensor(f"{prefix}blocks.{place}.{path}", key, begin, layers // config.period, within)
 
 
 def _block(
@@ -143,6 +165,9 @@ def _block(
 def _attention(
     config: ModelConfig, section: str, layers: int, sizes: Mapping[str, int]
 ) -> Iterator[tuple[str, str, Initialiser]]:
+    if config.latent is not None:
+        yield from _latent_attention(config, config.latent, layers, sizes)
+        return
     for name in "qkv":
         yield f"{section}.w_{name}", f"{section}.w_{name}", scaled("E", sizes)
         if config.qkv_bias:
@@ -154,6 +179,23 @@ def _attention(
     yield f"{section}.w_o", f"{section}.w_o", scaled("HD", sizes, depth=layers)
     if config.out_bias:
         yield f"{section}.b_o", f"{section}.b_o", zeros
+
+
+def _latent_attention(
+    config: ModelConfig, latent: LatentConfig, layers: int, sizes: Mapping[str, int]
+) -> Iterator[tuple[str, str, Initialiser]]:
+    if latent.query_rank:
+        yield "attention.w_q_down", "attention.w_q_down", scaled("E", sizes)
+        yield "attention.q_latent_norm", "attention.q_latent_norm", ones
+        yield "attention.w_q_up", "attention.w_q_up", scaled("U", sizes)
+    else:
+        yield "attention.w_q", "attention.w_q", scaled("E", sizes)
+    yield "attention.w_k_down", "attention.w_k_down", scaled("E", sizes)
+    yield "attention.latent_norm", "attention.latent_norm", ones
+    of_rank = latent_sizes(config, "attention.w_v_up", sizes)
+    for name in ("w_k_up", "w_v_up"):
+        yield f"attention.{name}", f"attention.{name}", scaled("Z", of_rank)
+    yield "attention.w_o", "attention.w_o", scaled("HD", of_rank, depth=layers)
 
 
 def _norms(config: ModelConfig, path: str, section: str) -> Iterator[tuple[str, str, Initialiser]]:

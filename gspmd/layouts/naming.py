@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from gspmd.annotate import LayoutError, PlanError, Spec, SpecError
 from gspmd.annotate.equation import Equation, Via, parse_equation, parse_via
 from gspmd.annotate.errors import shown
-from gspmd.layouts.rules.keys import KEYS, UnresolvedError
+from gspmd.layouts.rules.keys import KEYS, UnresolvedError, dims_of
 from gspmd.planner.unknown import unknowns_in
 
 LookUp = Callable[[str], str | None]
@@ -131,9 +131,12 @@ def _section(key: str) -> str:
 def _via(key: str, look_up: LookUp) -> Via | None:
     """Return the via that the layout writes for a weight, or for the weight of its section whose spec is its default.
 
-    A default in another section is met by another activation, so that its via is for other dimensions.
+    A default in another section is met by another activation, so that its via is for other dimensions; so is that of a
+    default with other dimensions.
     """
-    for each in (key, KEYS[key].default if key in KEYS else None):
+    default = KEYS[key].default if key in KEYS else None
+    alike = default is not None and (_section(default) != _section(key) or dims_of(default) == dims_of(key))
+    for each in (key, default if alike else None):
         if each is None or (_section(each) != _section(key) and via_of(each) != via_of(key)):
             continue
         try:

@@ -35,7 +35,8 @@ class Cache:
 
     Attributes:
         keys: rotated keys, one [N, B, K, T, D] for each block of the pattern.
-        values: values, with the same shapes.
+        values: values, with the same shapes; None for latent attention, whose keys [N, B, 1, T, Z] are the latents and
+            rotated keys of all heads.
         key_scales: scales of an int8 cache, one float32 [N, B, K, T] for each block of the pattern; otherwise None.
         value_scales: scales of the values, likewise.
         lengths: [B] int32, the number of each row's tokens that are in the cache.
@@ -44,7 +45,7 @@ class Cache:
     """
 
     keys: tuple[jax.Array, ...]
-    values: tuple[jax.Array, ...]
+    values: tuple[jax.Array, ...] | None
     key_scales: tuple[jax.Array, ...] | None
     value_scales: tuple[jax.Array, ...] | None
     lengths: jax.Array
@@ -61,10 +62,17 @@ class Cache:
         return max(keys.shape[3] for keys in self.keys)
 
 
-def cache_spec(layout: Layout, line: str = SELF) -> Spec:
-    """Return the spec [B, K, T, D] of one layer's keys and values: that of `Layout.cache`, which is written BTKD."""
+def cache_spec(layout: Layout, line: str = SELF, *, latent: bool = False) -> Spec:
+    """Return the spec [B, K, T, D] of one layer's keys and values: that of `Layout.cache`, which is written BTKD.
+
+    Args:
+        layout: the layout that places the cache.
+        line: of a text's own tokens, or of its encoded source.
+        latent: whether it holds latents, which all heads share: K is 1 and unsharded.
+    """
     held, dims = Spec.parse(layout.cache(line)), ("B", "K", "T", "D")
-    return Spec(dims, tuple(map(held.axes_of, dims)))
+    spec = Spec(dims, tuple(map(held.axes_of, dims)))
+    return spec.with_axes("K", ()) if latent else spec
 
 
 def stacked(spec: Spec) -> Spec:
@@ -113,7 +121,10 @@ def abstract_cache(
     repeats = config.layers // config.pattern
 
     def of(line: str, length: int) -> Cache:
-        spec, sizes = cache_spec(layout, line), wide_sizes(config, layout, batch, length)
+        spec = cache_spec(layout, line, latent=config.latent is not None)
+        sizes = wide_sizes(config, layout, batch, length)
+        if config.latent is not None:
+            sizes |= {"K": 1, "D": sizes["Z"]}
         parts = math.prod(mesh.shape[axis] for axis in spec.axes_of("T"))
         shapes = []
         for place in range(config.pattern):
@@ -130,6 +141,8 @@ def abstract_cache(
         held = tensors(spec, jnp.int8 if int8 else jnp.dtype(dtype))
         scaled = tensors(spec.without("D"), jnp.float32) if int8 else None
         lengths: Any = abstract_whole(mesh, (batch,), jnp.int32)
+        if config.latent is not None:
+            return Cache(held, None, scaled, None, lengths)
         return Cache(held, held, scaled, scaled, lengths)
 
     return replace(of(SELF, length), source=of(CROSS, source_length) if source_length else None)

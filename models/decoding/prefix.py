@@ -98,7 +98,7 @@ def on_rows(
         body: from the piece of an array [N, B, ...] and of the sources to a new piece; kept, not made for a call.
         line: the line that places it.
     """
-    held = cache_spec(layout, line)
+    held = cache_spec(layout, line, latent=cache.values is None)
     rows = Spec(("B",), (held.axes_of("B"),))
 
     def made(array: jax.Array) -> jax.Array:

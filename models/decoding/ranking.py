@@ -183,8 +183,10 @@ def _attention(
     for number in range(config.layers):
         window = config.window_of(config.layer_kind(number)) or room
         seen = min(cached, window / over(cache.axes_of("T")))
-        operations = 4 * rows * read * heads * (seen + min(length, window)) * config.head_size
-        moved = 2 * rows * seen * kept * (config.head_size * kind.itemsize + 4 * (kind == jax.numpy.int8))
+        each = 2 * config.head_size if config.latent is None else 2 * sizes["Z"]  # of a key and a value
+        arrays, size = (2 * kept, config.head_size) if config.latent is None else (1, sizes["Z"])
+        operations = 2 * rows * read * heads * (seen + min(length, window)) * each
+        moved = arrays * rows * seen * (size * kind.itemsize + 4 * (kind == jax.numpy.int8))
         seconds += max(operations / chip.flops(str(dtype)), moved / chip.hbm_bandwidth)
     return seconds
 

@@ -203,6 +203,8 @@ def _read(
             each.append(made)
         new = jax.tree.map(lambda *rows: jnp.stack(rows), *each)
     key, added = layout.spec("attention.key"), length if counts is None else counts
+    if model.config.latent is not None:
+        key = key.with_axes(key.dims[2], ())  # one key for all heads
     with jax.named_scope("cache"):
         keys, values, key_scales, value_scales = (
             held and tuple(_written(array, each[which], chunk, key) for array, each in zip(held, new))
@@ -250,7 +252,8 @@ class Chunk:
         found = dict(zip(wanted, jax.lax.optimization_barrier(made)))
         rotated = [(kind, rotary) for kind in config.kinds if (rotary := config.rotary_of(kind)) is not None]
         angles = {(kind, axes): found[rotary, axes] for kind, rotary in rotated for axes in places}
-        return cls(lengths, cache_spec(layout), cache_spec(layout, CROSS), angles)
+        held = cache_spec(layout, latent=config.latent is not None)
+        return cls(lengths, held, cache_spec(layout, CROSS), angles)
 
 
 class LayerCache:
@@ -303,6 +306,34 @@ class LayerCache:
         return ops.cached_attention(
             q, k, v, cached_k, cached_v, query_spec, key_spec, self.chunk.spec, lengths=self.chunk.lengths,
             **scales, **options,
+        )  # fmt: skip
+
+    @property
+    def fresh(self) -> bool:
+        """Whether no token is cached, so that the new ones attend to one another alone."""
+        return self.chunk.fresh
+
+    def keep(self, latent: jax.Array) -> jax.Array:
+        """Store the latents [B, L, Z] of the new tokens, and return them as they are kept, in their own dtype."""
+        each = latent[:, :, None]  # [B, L, 1, Z]
+        if self.scales[0] is None:
+            self.new = each.astype(self.held[0].dtype), None, None, None
+            return self.new[0][:, :, 0].astype(latent.dtype)
+        whole, scales = ops.quantize_heads(each)
+        self.new = whole, None, scales, None
+        return (whole * scales[..., None])[:, :, 0].astype(latent.dtype)
+
+    def attend_latents(
+        self, q: jax.Array, latent: jax.Array, query_spec: Spec, key_spec: Spec, **options: Any
+    ) -> jax.Array:
+        """Attend with queries [B, L, H, Z] to the cached latents and, causally, to those of the chunk [B, L, Z]."""
+        if self.scales[0] is not None:
+            options |= {"key_scales": self.scales[0], "value_scales": self.scales[0]}
+        each = latent[:, :, None]
+        # A latent is the key and the value of all heads; it is read once.
+        return ops.cached_attention(
+            q, each, each, self.held[0], self.held[0], query_spec, key_spec, self.chunk.spec,
+            lengths=self.chunk.lengths, **options,
         )  # fmt: skip
 
     def attend_source(self, q: jax.Array, query_spec: Spec, key_spec: Spec, **options: Any) -> jax.Array:

@@ -39,6 +39,8 @@ ROWS = {
     "attention.q_norm_all": ("attention.query",),
     "attention.k_norm_all": ("attention.key",),
     "attention.sinks": ("attention.query",),
+    "attention.q_latent_norm": ("attention.latent_query",),
+    "attention.latent_norm": ("attention.latent",),
     "attention.b_o": ("attention.residual",),
     "attention.relative": ("attention.query",),
     "cross.norm": ("attention.residual",),

@@ -20,7 +20,8 @@ Text = str | tuple[str, ...]
 DIMENSIONS = {
     "B": "batch", "L": "length", "E": "embed", "F": "feed-forward", "H": "query heads", "K": "key/value heads",
     "D": "head size", "V": "vocabulary", "T": "key/value length", "X": "experts", "C": "capacity", "G": "token groups",
-    "N": "layers of one kind, in a stack", "R": "buckets of relative positions", "P": "learned positions",
+    "N": "layers of one kind, in a stack", "R": "buckets of relative positions",
+    "P": "learned positions", "Z": "latent of keys and values, with the rotated key", "U": "latent of queries",
 }  # fmt: skip
 
 #: The sections that describe a part of the model, in the order of the forward pass.
@@ -143,6 +144,28 @@ _ALL = (
         default="attention.query",
     ),
     _parameter("attention.k_norm_all", "KD", "Scale of the norm of all heads' keys together.", default="attention.key"),
+    _parameter("attention.w_q_down", "EU", "Projection to the latent of queries.", default="attention.w_q"),
+    _activation("attention.latent_query", "BLU", "The latent of queries.", default="attention.query", local="U"),
+    _parameter("attention.q_latent_norm", "U", "Scale of its norm.", default="attention.latent_query"),
+    _parameter("attention.w_q_up", "UHD", "Query projection of this latent.", default="attention.w_q"),
+    _parameter("attention.w_k_down", "EZ", "Projection to latent and rotated key.", default="attention.w_k"),
+    _activation(
+        "attention.latent",
+        "BLZ",
+        "The latent of keys and values, and the rotated key.",
+        default="attention.key",
+        local="Z",
+    ),
+    _parameter("attention.latent_norm", "Z", "Scale of the latent's norm.", default="attention.latent"),
+    _parameter("attention.w_k_up", "ZHD", "Keys of the latent.", default="attention.w_q"),
+    _parameter("attention.w_v_up", "ZHD", "Values of the latent.", default="attention.w_k_up"),
+    _activation(
+        "attention.absorbed",
+        "BLHZ",
+        "Queries of the cached latents, and the latents that they mix.",
+        default="attention.query",
+        local="Z",
+    ),
     _parameter(
         "attention.sinks", "H", "Logit of every query head that no value belongs to.", default="attention.query"
     ),
@@ -308,6 +331,8 @@ ALWAYS = tuple(
 ALIKE = (
     ("attention.residual", "ffn.residual", "BLE"),
     ("attention.query", "attention.key", "B"),
+    ("attention.latent", "attention.key", "BL"),
+    ("attention.absorbed", "attention.query", "BLH"),
     ("cross.query", "cross.key", "B"),
     ("moe.groups", "moe.dispatched", "G"),
 )

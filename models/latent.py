@@ -1,0 +1,134 @@
+"""Multi-head latent attention: keys and values of all heads from one latent of each token."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+import gspmd
+from gspmd.annotate import Spec
+from gspmd.annotate.equation import Equation
+from gspmd.ops import attention
+
+from .attention import Attention, Past
+from .context import Context
+from .placement import moved
+from .rotary import rotate
+from .vectors import masked
+
+
+class LatentAttention(Attention):
+    """Self-attention whose keys and values are products of a latent [B, L, Z] of each token.
+
+    Z is the latent's rank and the width of one rotated key, which all heads share. A query's first elements meet the
+    keys of the latent, and its last ones the rotated key. In training and in reading the first chunk of a prompt, keys
+    and values of all heads are computed. With a cache they are not: w_k_up is multiplied into the queries, and w_v_up
+    into the mixed latents, so that attention reads the cached latents alone: Z numbers of a token for all heads.
+
+    Source: DeepSeek-AI 2024, *DeepSeek-V2* (arXiv 2405.04434), section 2.1.
+    """
+
+    def attend(self, where: str, y: jax.Array, context: Context, past: Past | None = None) -> jax.Array:
+        """Attend with a normed input [B, L, E]; input and output are placed as the line `where`."""
+        config, at = self.config, self.at
+        assert config.latent is not None
+        rank = config.latent.rank
+        q, latent = self.projected(where, y)  # [B, L, E] -> [B, L, H, D] and [B, L, Z]
+        # The latent is normalised, and the shared key beside it rotated: [B, L, Z] -> [B, L, Z].
+        normed = at.rms_norm("latent, latent_norm", latent[..., :rank], self.vector("latent_norm"), **self.epsilon)
+        q, turned = self.turned(q, latent[:, :, None, rank:], context, past)
+        latent = jnp.concatenate([normed, turned[:, :, 0]], axis=-1)
+        if past is not None:
+            latent = past.keep(latent)
+        if past is not None and not past.fresh:
+            mixed = self.absorbed(q, latent, context, past)
+        else:
+            mixed = self.expanded(q, latent, context, in_order=past is not None)
+        mixed = masked(mixed, self.padded, "H", at.spec("query"))
+        out = f"query, w_o -> {where}"  # [B, L, H, D] -> [B, L, E]
+        added = self.adapted(out, at.einsum(out, mixed, self.matrix("w_o")), mixed)
+        return checkpoint_name(added, "attention.added")
+
+    @property
+    def epsilon(self) -> dict[str, float]:
+        """The option of norms."""
+        return {"epsilon": self.config.norm_epsilon}
+
+    def projected(self, where: str, y: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Return queries [B, L, H, D], perhaps by way of their own latent [B, L, U], and latents [B, L, Z] of y."""
+        assert self.config.latent is not None
+        if not self.config.latent.query_rank:
+            into = f"{where}, (w_q, w_k_down) -> (query, latent)"
+            q, latent = self.at.einsum(into, y, self.matrices("w_q", "w_k_down"))
+            q = self.adapted(f"{where}, w_q -> query", q, y)
+        else:
+            into = f"{where}, (w_q_down, w_k_down) -> (latent_query, latent)"
+            down, latent = self.at.einsum(into, y, self.matrices("w_q_down", "w_k_down"))
+            down = self.at.rms_norm("latent_query, q_latent_norm", down, self.vector("q_latent_norm"), **self.epsilon)
+            q = self.at.einsum("latent_query, w_q_up -> query", down, self.matrix("w_q_up"))
+        return checkpoint_name(q, "attention.query"), checkpoint_name(latent, "attention.key")
+
+    def turned(self, q: jax.Array, key: jax.Array, context: Context, past: Past | None) -> tuple[jax.Array, jax.Array]:
+        """Rotate the last elements of queries [B, L, H, D], and the shared key [B, L, 1, D]."""
+        assert self.rotary is not None
+        first = q.shape[3] - key.shape[3]
+        plain, last = q[..., :first], q[..., first:]
+        if past is None:
+            last, key = self.rotated(self.rotary, last, key, context)
+        else:
+            specs = self.at.spec("query"), self.at.spec("key")
+            last, key = (rotate(x, self.rotary, past.angles(spec, self.kind)) for x, spec in zip((last, key), specs))
+        return jnp.concatenate([plain, last], axis=-1), key
+
+    def expanded(self, q: jax.Array, latent: jax.Array, context: Context, *, in_order: bool) -> jax.Array:
+        """Attend with the keys and values of all heads; return [B, L, H, D] with D of the values.
+
+        Args:
+            q: [B, L, H, D], rotated.
+            latent: [B, L, Z].
+            context: of the step.
+            in_order: whether tokens are in the order of the text, as in a prompt, and not in that of a ring: then the
+                keys of a sequence that is sharded along L are gathered.
+        """
+        assert self.config.latent is not None
+        query, of_latent, rank = self.at.spec("query"), self.at.spec("latent"), self.config.latent.rank
+        keys = query.with_axes("L", ()) if in_order else query
+        # [B, L, Z] -> [B, L, H, D], twice, and the shared key for every head, whose gradient is a sum over the heads
+        k, v = (
+            gspmd.einsum(Equation.product(of_latent, self.at.spec(name), keys), latent[..., :rank], self.matrix(name))
+            for name in ("w_k_up", "w_v_up")
+        )
+        shared = Spec(("B", "L", "D"), (*of_latent.axes[:2], ()))
+        beside = Spec(shared.dims, (*keys.axes[:2], ()))
+        each, ones = Spec(("H",), (keys.axes[2],)), jnp.ones(q.shape[2], latent.dtype)
+        ones = moved(ones, Spec(("H",), ((),)), each)
+        turned = gspmd.einsum(Equation.product(beside, each, keys), moved(latent[..., rank:], shared, beside), ones)
+        k = jnp.concatenate([k, turned], axis=-1)
+        how: dict[str, Any] = self.scores(context)
+        if context.segments and not in_order:
+            how["segments"] = context.segments
+        width, values = max(q.shape[3], v.shape[3]), v.shape[3]
+        q, k, v = (jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, width - x.shape[3]))) for x in (q, k, v))
+        mixed = attention(q, k, v, query, keys.rename({"H": "K"}), causal=context.causal, **how)
+        return mixed[..., :values]
+
+    def absorbed(self, q: jax.Array, latent: jax.Array, context: Context, past: Past) -> jax.Array:
+        """Attend to cached latents; arguments and result are those of `expanded`."""
+        assert self.config.latent is not None
+        rank, first = self.config.latent.rank, q.shape[3] - self.config.latent.rotary
+        # [B, L, H, D] -> [B, L, H, Z]
+        there = self.at.einsum("query, w_k_up -> absorbed", q[..., :first], self.matrix("w_k_up"))
+        there = jnp.concatenate([there, q[..., first:]], axis=-1)
+        query = self.at.spec("absorbed").rename({"Z": "D"})
+        key = self.at.spec("key")
+        mixed = past.attend_latents(there, latent, query, key.with_axes(key.dims[2], ()), **self.scores(context))
+        # [B, L, H, Z] -> [B, L, H, D]
+        return self.at.einsum("absorbed, w_v_up -> query", mixed[..., :rank], self.matrix("w_v_up"))
+
+    def scores(self, context: Context) -> dict[str, Any]:
+        """Return the arguments of `gspmd.ops.attention`, with the scale of a whole query."""
+        scale = self.config.head_size**-0.5 if self.config.attention_scale is None else self.config.attention_scale
+        return super().scores(context) | {"scale": scale}
