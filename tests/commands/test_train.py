@@ -91,11 +91,6 @@ def test_a_run_at_longer_sequences_writes_as_long_texts(files):
     ("changes", "flags", "words"),
     [
         (
-            {"sliding_window": 64},
-            {},
-            "a sequence has 256 tokens, and attention of this model looks back over the last 64",
-        ),
-        (
             {"context_length": 64},
             {"length": 16},
             "make a text of .*, but the model was made for at most 64.*--sample-bytes",

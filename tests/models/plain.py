@@ -62,7 +62,31 @@ def _unit(config, x):
     return x / jnp.sqrt(jnp.mean(x**2, axis=-1, keepdims=True) + config.norm_epsilon)
 
 
+def _latent_attention(config, w, y, heads):
+    rank, rotary = config.latent.rank, config.rotary_of("full")
+    if config.latent.query_rank:
+        down = _unit(config, y @ w["attention.w_q_down"]) * _bias(w, "attention.q_latent_norm")
+        q = jnp.einsum("BLU,UHD->BLHD", down, w["attention.w_q_up"])
+    else:
+        q = jnp.einsum("BLE,EHD->BLHD", y, w["attention.w_q"])
+    both = y @ w["attention.w_k_down"]
+    latent = _unit(config, both[..., :rank]) * _bias(w, "attention.latent_norm")
+    shared = _rotate(rotary, both[..., None, rank:], "full")
+    heads.append((jnp.concatenate([latent[:, :, None], shared], axis=-1),) * 2)
+    first = config.head_size - config.latent.rotary
+    q = jnp.concatenate([q[..., :first], _rotate(rotary, q[..., first:], "full")], axis=-1)
+    k = jnp.einsum("BLZ,ZHD->BLHD", latent, w["attention.w_k_up"])
+    k = jnp.concatenate([k, jnp.broadcast_to(shared, (*k.shape[:3], shared.shape[3]))], axis=-1)
+    v = jnp.einsum("BLZ,ZHD->BLHD", latent, w["attention.w_v_up"])
+    scale = config.head_size**-0.5 if config.attention_scale is None else config.attention_scale
+    scores = jnp.einsum("BLHD,BTHD->BHLT", q, k) * scale
+    scores = jnp.where(jnp.tri(q.shape[1], dtype=bool)[None, None], scores, -jnp.inf)
+    return jnp.einsum("BHLT,BTHD,HDE->BLE", jax.nn.softmax(scores), v, w["attention.w_o"])
+
+
 def _attention(config, w, y, heads, kind):
+    if config.latent is not None:
+        return _latent_attention(config, w, y, heads)
     q, k, v = (
         jnp.einsum("BLE,EHD->BLHD", y, w[f"attention.w_{name}"]) + _bias(w, f"attention.b_{name}") for name in "qkv"
     )

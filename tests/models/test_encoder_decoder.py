@@ -402,7 +402,10 @@ def test_activations_of_both_stacks():
 @pytest.mark.parametrize(
     ("settings", "fault"),
     [
-        ({"positions": "relativ"}, "it must be one of rotary, relative, sinusoidal, none. Did you mean 'relative'?"),
+        (
+            {"positions": "relativ"},
+            "it must be one of rotary, relative, sinusoidal, learned, none. Did you mean 'relative'?",
+        ),
         ({"relative_buckets": 8}, 'relative_buckets is 8, and positions are rotary; set positions = "relative"'),
         ({"encoder_layers": 2, "block": "parallel"}, "block is parallel, and cross-attention has a norm of its own"),
         ({"encoder_layers": 2, "qk_norm": True}, "qk_norm is set, and cross-attention has no norms of heads"),

@@ -9,7 +9,7 @@ import gspmd
 import gspmd_models as models
 from gspmd.layouts import Layout
 from gspmd.layouts.rules.alternatives import singles
-from gspmd_models.config import RopeScaling
+from gspmd_models.config import LatentConfig, RopeScaling
 from gspmd_models.rotary import angles_at, rotate
 from tests.models import plain
 from tests.models.conftest import put
@@ -37,6 +37,8 @@ FAMILIES = {
     "unrotated": {
         "layers": 2, "layer_kinds": ("unrotated", "full"), "sinks": True, "attention_scale": 0.4, "norms": "after",
     },
+    "latent": {"head_size": 10, "latent": LatentConfig(rank=6, query_rank=5, rotary=4, values=7), "tied": False},
+    "latent of keys": {"head_size": 8, "latent": LatentConfig(rank=12, rotary=2, values=9), "attention_scale": 0.5},
     "gpt2": {
         "positions": "learned", "context_length": 40, "norm": "layer", "norm_bias": True, "activation": "gelu",
         "ffn_bias": True, "qkv_bias": True, "out_bias": True, "scale_embedding": False,
@@ -53,6 +55,10 @@ MORE = [
     ("qwen2", "weight-stationary-1d", "blocking", "auto"),
     ("every bias", "megatron-1d", "xla", "explicit"),
     ("exact", "weight-gathered-xyz", "xla", "auto"),
+    ("latent", "weight-stationary-2d", "blocking", "explicit"),
+    ("latent", "context-parallel", "xla", "auto"),
+    ("latent of keys", "megatron-sequence", "looped", "explicit"),
+    ("latent of keys", "weight-gathered-xyz", "xla", "explicit"),
     ("olmo2", "megatron-1d", "blocking", "explicit"),
     ("gpt2", "weight-stationary-2d", "blocking", "explicit"),
     ("gpt2", "context-parallel", "xla", "auto"),

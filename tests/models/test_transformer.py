@@ -24,21 +24,6 @@ VARIANTS = [
 ]
 
 
-@pytest.mark.parametrize("block", ["serial", "parallel"])
-def test_a_sequence_longer_than_the_sliding_window_is_refused(config, make_mesh, block):
-    layout, mesh = Layout.load("replicated"), make_mesh({"x": 1, "y": 1, "z": 1})
-    model = models.abstract(config(sliding_window=8, block=block), layout, mesh)
-
-    def run(length: int) -> None:
-        ids = models.abstract_tokens(layout, mesh, 2, length)
-        jax.eval_shape(lambda values, ids: models.with_arrays(model, values)(ids), models.arrays(model), ids)
-
-    with jax.set_mesh(mesh):
-        run(8)
-        with pytest.raises(ValueError, match="a sequence has 9 tokens, and attention of this model looks back over"):
-            run(9)
-
-
 @pytest.mark.turns(1)
 @pytest.mark.parametrize(("changes", "preset", "lowering", "kind"), VARIANTS)
 def test_loss_and_gradients_are_those_of_plain_code(

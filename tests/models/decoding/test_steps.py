@@ -6,7 +6,7 @@ A case is one program: it reads prompts whole, reads them again in chunks, and g
 import functools
 import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ from gspmd.annotate import LayoutError
 from gspmd.layouts import Layout
 from gspmd.layouts.layout import presets
 from gspmd.moe import MoEConfig
+from gspmd_models.config import LatentConfig
 from gspmd_models.decoding import abstract_cache, cache_spec, decode_step, for_serving, phases, prefill_step, served
 from gspmd_models.parameters import pad, parameters
 from tests.conftest import AXIS_TYPES
@@ -87,7 +88,8 @@ def gathered(cache, layout):
     """Keys and values [N, B, T, K, D], those of the layers' period after one another."""
     places = len(cache.keys)
     order = [0, *(1 + cache_spec(layout).dims.index(dim) for dim in "BTKD")]
-    for held, scales in ((cache.keys, cache.key_scales), (cache.values, cache.value_scales)):
+    values = cache.values or cache.keys, cache.value_scales or cache.key_scales  # a latent is both
+    for held, scales in ((cache.keys, cache.key_scales), values):
         whole = [np.asarray(each) for each in held]
         if scales:
             whole = [each * np.asarray(of)[..., None] for each, of in zip(whole, scales)]
@@ -182,6 +184,7 @@ def check(case, config, make_mesh, tolerance=1e-5, *, int8=False):
     return both, cache
 
 
+LATENT = LatentConfig(rank=6, query_rank=5, rotary=4, values=7)
 HEADS = {"whole": 8, "grouped": 4, "multiquery": 1}
 ATTENTION = {
     "heads": {"query": "BLH_xyzD", "key": ["BLK_xyzD", "BLK_xyD", "BLK_xD", "BLKD"]},
@@ -260,6 +263,20 @@ DIAGONAL = [
         changes={"padding.K": 4, "ffn.residual": "B_xL_yzE", "attention.residual": "B_xL_yzE"},
     ),
     Case({"kv_heads": 2}, "megatron-1d", chunk=3, mesh={"x": 2, "y": 2, "z": 2}),
+    Case({"head_size": 16, "latent": LATENT}, "weight-stationary-2d", chunk=3),
+    Case(
+        {"heads": 6, "kv_heads": 6, "head_size": 10, "latent": replace(LATENT, query_rank=0), "attention_scale": 0.4},
+        "megatron-1d", lowering="xla", mesh={"x": 2, "y": 4, "z": 1}, changes={"padding.H": 4},
+    ),
+    Case(
+        {"head_size": 16, "latent": LATENT, "norms": "both", "logit_softcap": 3.0}, "weight-stationary-1d",
+        "weight-gathered-x", mesh={"x": 2, "y": 2, "z": 2}, changes={"cache.attention.key": "B_xT_yzKD"},
+    ),
+    Case(
+        {"qk_norm": "all", "norms": "after", "kv_heads": 2, "layer_kinds": ("full", "unrotated"), "logit_softcap": 2.0},
+        "megatron-1d", mesh={"x": 2, "y": 2, "z": 2},
+    ),
+    Case({"positions": "learned", "context_length": 32, "norm": "layer"}, "weight-gathered-xy"),
     pytest.param(
         Case({"heads": 6, "kv_heads": 3}, "megatron-1d", mesh={"x": 2, "y": 2, "z": 1}, axis_type="auto"),
         marks=pytest.mark.slow,
