@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from functools import partial
 from math import ceil, isqrt
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from gspmd.ops._attention.online import Attended, attend
+from gspmd.ops._attention.online import Attended, attend, sink_gradient, sink_statistics, ungroup
 from gspmd.ops._attention.terms import Terms, biases, table_gradient
 
 LARGEST = 2**25
@@ -42,21 +43,31 @@ class Blocks:
         fitting = min(max(fitting // query_block, 1), rows)
         return cls(max(n for n in range(1, fitting + 1) if rows % n == 0), query_block, key_block)
 
-    def starts(self, rows: int, queries: int, keys: int, causal: bool) -> np.ndarray:
+    def starts(self, rows: int, queries: int, keys: int, causal: bool, window: int | None = None) -> np.ndarray:
         """Return [n, 4] starts of blocks: row, query, key, and the first key that no earlier block has.
 
-        Keys come innermost. `causal` leaves out blocks whose keys all come after their queries.
+        Keys come innermost. `causal` leaves out blocks whose keys all come after their queries; `window`, too, those
+        before the window of all their queries. But queries that see nothing have a block.
         """
         return np.array(
             [
                 (row, query, min(key, keys - self.keys), key)
                 for row in range(0, rows, self.rows)
-                for query in range(0, queries, self.queries)
-                for key in range(0, keys, self.keys)
-                if not (causal and key >= query + self.queries)
+                for query in np.arange(0, queries, self.queries)
+                for key in range(
+                    self.first_key(query, keys, window),
+                    min(keys, query + self.queries) if causal else keys,
+                    self.keys,
+                )
             ],
             np.int32,
-        )
+        ).reshape(-1, 4)
+
+    def first_key(self, query: jax.Array | np.integer, keys: int, window: int | None) -> Any:
+        """Return the start of the first block of keys of the block of queries that begins at `query`."""
+        if window is None:
+            return 0
+        return ((query - window + 1) // self.keys).clip(0, (keys - 1) // self.keys) * self.keys
 
 
 def _even(size: int, most: int, multiple: int) -> int:
@@ -73,75 +84,96 @@ class Form:
     scale: float
     causal: bool
 
+    def starts(self, q: jax.Array, k: jax.Array, terms: Terms) -> np.ndarray:
+        """Return the starts of the blocks of queries [B, K, Q, L, D] and keys [B, T, K, D] that some query sees."""
+        causal = self.causal and terms.ahead is None
+        return self.blocks.starts(q.shape[0], q.shape[3], k.shape[1], causal, self.window(terms))
 
-def attended(form: Form, q, k, v, terms: Terms, dtype, scales=()) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def window(self, terms: Terms) -> int | None:
+        """Return the window by which blocks are left out; None if places in the array do not say which."""
+        # Positions of causal attention differ by at least as much as places in the array, in zigzag order too.
+        return terms.limits.window if self.causal and terms.ahead is None else None
+
+
+def attended(form: Form, q, k, v, terms: Terms, dtype, scales=(), sinks=None) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return output [B, K, Q, L, D], largest logit and denominator [B, K, Q, L] of queries, block by block.
 
     Args:
         form: sizes of blocks, scale of the logits, and whether query i attends to keys j ≤ i + terms.ahead alone.
         q: [B, K, Q, L, D]; L is a multiple of the blocks' length.
         k, v: [B, T, K, D] of any dtype.
-        terms: which keys are seen, and a bias.
+        terms: which keys are seen, and biases.
         dtype: the dtype of the output.
         scales: the scales of keys and of values, [B, T, K], or empty.
+        sinks: [H], a logit more for each head, which has no value; None for none.
     """
-    blocks, shape = form.blocks, q.shape
+    blocks, shape, window = form.blocks, q.shape, form.window(terms)
     block = (blocks.rows, *shape[1:3], blocks.queries)
 
     def step(carry, at):
         state, out, top, total = carry
-        first = at[2] == 0
+        first = at[3] == blocks.first_key(at[1], k.shape[1], window)
         state = Attended(*(jnp.where(first, start, x) for start, x in zip(nothing, state)))
-        q_block, k_block, v_block, *more = _cut(form, at, q, k, v, *scales)
+        q_block, k_block, v_block, *of_scales = _cut(form, at, q, k, v, *scales)
         part = _terms(form, at, terms)
         visible, again = _seen(form, at, part), _again(form, at, k.shape[1])
-        bias = None if part.bias is None else part.bias.logits(k.shape[2])
-        state = state.merge(attend(q_block, k_block, v_block, visible, form.scale, *more, again=again, bias=bias))
+        more = {"again": again, "bias": part.added(part.chosen(), k.shape[2]), "limits": part.limits}
+        state = state.merge(attend(q_block, k_block, v_block, visible, form.scale, *of_scales, **more))
         begin = (at[0], 0, 0, at[1])
         out = jax.lax.dynamic_update_slice(out, state.output(dtype), (*begin, 0))
         top, total = (jax.lax.dynamic_update_slice(x, y, begin) for x, y in ((top, state.top), (total, state.total)))
         return (state, out, top, total), None
 
-    nothing = Attended(jnp.full(block, -jnp.inf), jnp.zeros(block), jnp.zeros((*block, shape[4])))
+    begun = (jnp.full(block, -jnp.inf), jnp.zeros(block)) if sinks is None else _sinks(sinks, block)
+    nothing = Attended(*begun, jnp.zeros((*block, shape[4])))
     results = jnp.zeros(shape, dtype), jnp.zeros(shape[:4]), jnp.zeros(shape[:4])
-    starts = blocks.starts(shape[0], shape[3], k.shape[1], form.causal and terms.ahead is None)
-    return jax.lax.scan(step, (nothing, *results), starts)[0][1:]
+    return jax.lax.scan(step, (nothing, *results), form.starts(q, k, terms))[0][1:]
+
+
+def _sinks(sinks: jax.Array, shape: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
+    """Return largest logit and denominator [B, K, Q, L] of sinks [H] alone."""
+    return sink_statistics(sinks.reshape(*shape[1:3], 1), shape)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
-def attention_in_blocks(form: Form, q, k, v, terms: Terms) -> jax.Array:
+def attention_in_blocks(form: Form, q, k, v, terms: Terms, sinks: jax.Array | None) -> jax.Array:
     """Return softmax attention [B, K, Q, L, D]. Neither it nor its gradient has all logits in memory at once."""
-    return attended(form, q, k, v, terms, q.dtype)[0]
+    return attended(form, q, k, v, terms, q.dtype, sinks=sinks)[0]
 
 
 @attention_in_blocks.defjvp
 def _linearised(form: Form, primals, tangents):
-    q, k, v, terms = primals
-    out, top, total = attended(form, q, k, v, terms, q.dtype)
-    kept, tree = jax.tree.flatten((q, k, v, terms, out, top, total))
-    moving = tangents[:3] if terms.bias is None else (*tangents[:3], tangents[3].bias.table)
+    q, k, v, terms, sinks = primals
+    out, top, total = attended(form, q, k, v, terms, q.dtype, sinks=sinks)
+    kept, tree = jax.tree.flatten((q, k, v, terms, sinks, out, top, total))
+    moving = *tangents[:3], *tangents[3].table, *(() if sinks is None else (tangents[4],))
     return out, _tangent.bind(*kept, *moving, form=form, tree=tree, batches=())
 
 
-def _forward(form: Form, kept, d_q, d_k, d_v, d_table=None):
+def _forward(form: Form, kept, d_q, d_k, d_v, *learned):
     """Return the tangent of the output; the probabilities of each block are computed again from its logits."""
-    q, k, v, terms, out, top, total = kept
+    q, k, v, terms, sinks, out, top, total = kept
+    d_table, d_sinks = learned[: len(terms.table)], learned[len(terms.table) :]
 
     def step(sums, at):
         d_out, mean = sums
         q_block, k_block, v_block, d_k_block, d_v_block = _cut(form, at, q, k, v, d_k, d_v)
-        weights, chosen = _weights(form, at, q_block, k_block, k.shape[1], terms, top, total)
+        weights, capped, chosen = _weights(form, at, q_block, k_block, k.shape[1], terms, top, total)
         slope = _product("bkqld,btkd->bkqlt", _queries(form, at, d_q), k_block)
         slope = weights * (slope + _product("bkqld,btkd->bkqlt", q_block, d_k_block)) * form.scale
+        slope = terms.limits.uncapped_gradient(slope, capped)
         if chosen is not None:
-            slope += weights * biases(chosen, d_table, k.shape[2])
+            slope += weights * biases(chosen, *d_table, k.shape[2])
         part = _product("bkqlt,btkd->bkqld", slope.astype(q.dtype), v_block)
         part += _product("bkqlt,btkd->bkqld", weights.astype(q.dtype), d_v_block)
         begin = (at[0], 0, 0, at[1])
         return (_add(d_out, part, (*begin, 0)), _add(mean, jnp.sum(slope, axis=-1), begin)), None
 
-    starts = form.blocks.starts(q.shape[0], q.shape[3], k.shape[1], form.causal and terms.ahead is None)
-    (d_out, mean), _ = jax.lax.scan(step, (jnp.zeros(q.shape, jnp.float32), jnp.zeros(q.shape[:4])), starts)
+    starts, mean = form.starts(q, k, terms), jnp.zeros(q.shape[:4])
+    if d_sinks:
+        of_sink, weight = (x.reshape(1, *q.shape[1:3], 1) for x in (*d_sinks, sinks))
+        mean += of_sink * jnp.exp(weight - top) / total
+    (d_out, mean), _ = jax.lax.scan(step, (jnp.zeros(q.shape, jnp.float32), mean), starts)
     return (d_out - mean[..., None] * out.astype(jnp.float32)).astype(q.dtype)
 
 
@@ -163,20 +195,19 @@ def gradients(form: Form, kept, g) -> tuple[jax.Array, ...]:
         d_q, d_k, d_v, *of_bias = sums
         q_block, k_block, v_block = _cut(form, at, q, k, v)
         g_block, mean_block = (_queries(form, at, x) for x in (g, mean))
-        weights, chosen = _weights(form, at, q_block, k_block, k.shape[1], terms, top, total)
+        weights, capped, chosen = _weights(form, at, q_block, k_block, k.shape[1], terms, top, total)
         slope = weights * (_product("bkqld,btkd->bkqlt", g_block, v_block) - mean_block[..., None])
         if chosen is not None:
             of_bias = [of_bias[0] + table_gradient(chosen, slope)]
-        slope = slope * form.scale
+        slope = terms.limits.uncapped_gradient(slope, capped) * form.scale
         weights, slope = weights.astype(g.dtype), slope.astype(q.dtype)
         d_q = _add(d_q, _product("bkqlt,btkd->bkqld", slope, k_block), (at[0], 0, 0, at[1], 0))
         d_k = _add(d_k, _product("bkqlt,bkqld->btkd", slope, q_block), (at[0], at[2], 0, 0))
         d_v = _add(d_v, _product("bkqlt,bkqld->btkd", weights, g_block), (at[0], at[2], 0, 0))
         return (d_q, d_k, d_v, *of_bias), None
 
-    starts = form.blocks.starts(q.shape[0], q.shape[3], k.shape[1], form.causal and terms.ahead is None)
-    of_bias = () if terms.bias is None else (terms.bias.table,)
-    return jax.lax.scan(step, tuple(jnp.zeros(x.shape, jnp.float32) for x in (q, k, v, *of_bias)), starts)[0]
+    sums = tuple(jnp.zeros(x.shape, jnp.float32) for x in (q, k, v, *terms.table))
+    return jax.lax.scan(step, sums, form.starts(q, k, terms))[0]
 
 
 # JAX would transpose `_forward` with the probabilities of all blocks in memory, so it is a primitive whose transpose is
@@ -200,10 +231,13 @@ def _transpose(g, *operands, form: Form, tree, batches):
     count = tree.num_leaves
 
     def transposed(g, *kept):
-        q, k, v, terms, *rest = jax.tree.unflatten(tree, kept)
-        of_bias = () if terms.bias is None else (terms.bias.table,)
-        found = gradients(form, (q, k, v, terms, *rest), g)
-        return tuple(total.astype(x.dtype) for total, x in zip(found, (q, k, v, *of_bias)))
+        q, k, v, terms, sinks, out, top, total = jax.tree.unflatten(tree, kept)
+        found = gradients(form, (q, k, v, terms, out, top, total), g)
+        moving = q, k, v, *terms.table
+        if sinks is not None:
+            given = sinks, *(ungroup(x) for x in (top + jnp.log(total), out, g))
+            found, moving = (*found, sink_gradient(*given)), (*moving, sinks)
+        return tuple(total.astype(x.dtype) for total, x in zip(found, moving, strict=True))
 
     for dims in batches:
         transposed = jax.vmap(transposed, in_axes=(0, *dims[:count]))
@@ -243,20 +277,20 @@ def _weights(form: Form, at, q_block, k_block, keys: int, terms: Terms, top, tot
     """Compute the probabilities of a block again; unseen keys drop out before exp, which is infinite for some.
 
     Returns:
-        The probabilities, and the chosen buckets of the bias, or None without one.
+        The probabilities; the scaled and capped products; and the chosen buckets of the bias, or None without one.
     """
-    logits, part = _product("bkqld,btkd->bkqlt", q_block, k_block) * form.scale, _terms(form, at, terms)
-    chosen = None
-    if part.bias is not None:
-        chosen = part.bias.chosen()
-        logits += biases(chosen, part.bias.table, k_block.shape[2])
+    part = _terms(form, at, terms)
+    capped = part.limits.capped(_product("bkqld,btkd->bkqlt", q_block, k_block) * form.scale)
+    chosen = part.chosen()
+    added = part.added(chosen, k_block.shape[2])
+    logits = capped if added is None else capped + added
     visible, again = _seen(form, at, part), _again(form, at, keys)
     if visible is not None:
         logits = jnp.where(visible, logits, -jnp.inf)
     if again is not None:
         logits = jnp.where(again, -jnp.inf, logits)
     top, total = (_queries(form, at, x)[..., None] for x in (top, total))
-    return jnp.exp(logits - top) / total, chosen
+    return jnp.exp(logits - top) / total, capped, chosen
 
 
 _product = partial(jnp.einsum, preferred_element_type=jnp.float32)

@@ -14,18 +14,28 @@ from gspmd.lowerings.program import Context, context, run
 from gspmd.lowerings.xla.constrained import left_to_compiler
 from gspmd.ops._attention.placement import by_position
 from gspmd.ops.interface.operands import array
+from gspmd.ops.interface.options import flag
 from gspmd.ops.interface.planned_op import Chains, fault, planned_op, read, shard_index, steps_of
 from gspmd.planner.steps import Step
 from gspmd.planner.unknown import UnknownMove, UnknownMoves, UnknownStep, is_unknown
 
 
 def write_cache(
-    cache: jax.Array, new: jax.Array, cache_spec: str | Spec, key_spec: str | Spec, *, lengths: jax.Array
+    cache: jax.Array,
+    new: jax.Array,
+    cache_spec: str | Spec,
+    key_spec: str | Spec,
+    *,
+    lengths: jax.Array,
+    counts: jax.Array | None = None,
+    ring: bool = False,
 ) -> jax.Array:
     """Write the keys or values of new tokens into a cache, of all layers at once, each row at its own position.
 
-    Row b gets `new` at positions lengths[b] ... lengths[b] + L - 1; positions below 0 and from T on are dropped. The
-    new keys are moved to the cache, and the cache stays. It is written in place if its memory is donated.
+    Row b gets `new` at positions lengths[b] ... lengths[b] + L - 1; positions below 0 and from T on are dropped. With
+    `ring` position p is in slot p mod T, so that a new key replaces the one T positions before it, and of more than T
+    new keys the last T stay. The new keys are moved to the cache, and the cache stays. It is written in place if its
+    memory is donated.
 
     Args:
         cache: [N, B, K, T, D] of N layers, or scales [N, B, K, T]; the dimensions after N may have any order.
@@ -34,6 +44,10 @@ def write_cache(
             scales. The letters of batch, heads and head size are those of `key_spec`.
         key_spec: the spec of `new` without N: `"BLK_xD"`, in the order batch, length, heads, head size.
         lengths: [B] integers, replicated: the number of tokens of each row that are cached already.
+        counts: [B] integers, replicated: the number of new tokens of each row that are real; the rest, at the end, is
+            not written. All when None. Padding does no harm in a plain cache, where the next tokens replace it; in a
+            ring it would replace tokens that are still attended to.
+        ring: whether the cache is a ring, which `cached_attention` reads with a window; `lengths` may exceed T.
 
     Returns:
         The cache, placed as before.
@@ -53,8 +67,9 @@ def write_cache(
     ctx = context()
     doing = f"cannot write '{key_spec}' to the cache '{cache_spec}'"
     cache, new = array(doing, "cache", cache, "real numbers"), array(doing, "new", new, "real numbers")
-    lengths = array(doing, "lengths", lengths, "integers").astype(jnp.int32)
-    specs = []
+    of_rows = [("lengths", lengths)] + ([] if counts is None else [("counts", counts)])
+    numbers = [array(doing, name, x, "integers").astype(jnp.int32) for name, x in of_rows]
+    ring, specs = flag(doing, "ring", ring), []
     for name, spec, x in (("cache", Spec.parse(cache_spec), cache), ("new", Spec.parse(key_spec), new)):
         if x.ndim < 3 or x.ndim != 1 + len(spec.dims):
             remedy = "Pass all layers, [N, B, K, T, D], or scales [N, B, K, T]; the spec leaves out N."
@@ -70,19 +85,21 @@ def write_cache(
         (0, new.shape[1] != rows, f"{new.shape[1]} new rows, and {rows} cached."),
         (1, new.shape[3:] != heads, f"new heads are {new.shape[3:]}, and cached {heads}."),
         (1, new.dtype != cache.dtype, f"the new keys are {new.dtype}, and the cache is {cache.dtype}: cast them."),
-        (0, lengths.shape != (rows,), f"lengths have shape {lengths.shape}, not one number per row."),
+        *(
+            (0, x.shape != (rows,), f"{name} have shape {x.shape}, not one number per row.")
+            for (name, _), x in zip(of_rows, numbers)
+        ),
     )
     faults = [fault(key, key.dims[at], fact) for at, wrong, fact in checks if wrong]
     if faults:
         raise report(SpecError, doing, faults) from None
     layers = next(letter for letter in "NSPQUWZ" if letter not in held.dims + key.dims)
     held, key = (Spec((layers, *spec.dims), ((), *spec.axes)) for spec in (held, key))
-    form = _CacheWrite(held, key, (0, *(1 + at for at in order)))
+    form = _CacheWrite(held, key, (0, *(1 + at for at in order)), ring, len(numbers))
     if ctx.compiler_chooses:
-        ins = (form.cache, form.new, Spec(("B",), ((),)))
-        f = partial(_scattered, form.order)
-        return left_to_compiler(ctx, f, ins, form.cache, cache, new, lengths, name=form.name)
-    return _planned(form, ctx, cache, new, lengths)
+        f = partial(_scattered, form)
+        return left_to_compiler(ctx, f, form.inputs, form.cache, cache, new, *numbers, name=form.name)
+    return _planned(form, ctx, cache, new, *numbers)
 
 
 def quantize_heads(x: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -119,16 +136,22 @@ class _CacheWrite:
     new: Spec
     order: tuple[int, ...]
     """Positions of layers, batch, length, heads and head size in the cache."""
+    ring: bool
+    numbers: int
+    """How many numbers there are for each row: its length and, if not all new tokens are real, their count."""
+
+    @property
+    def inputs(self) -> tuple[Spec, ...]:
+        return (self.cache, self.new, *(Spec(("B",), ((),)),) * self.numbers)
 
     @property
     def name(self) -> str:
         return f"cache {self.cache}, {self.new}"
 
 
-def _forward(form: _CacheWrite, ctx: Context, cache: jax.Array, new: jax.Array, lengths: jax.Array):
-    steps, body = _value(form, new.shape, new.dtype.itemsize, ctx)
-    ins = (form.cache, form.new, Spec(("B",), ((),)))
-    return run(ctx, form.name, steps, body, ins, form.cache, cache, new, lengths), None
+def _forward(form: _CacheWrite, ctx: Context, cache: jax.Array, new: jax.Array, *numbers: jax.Array):
+    steps, body = _value(form, cache.shape, new.shape, new.dtype.itemsize, ctx)
+    return run(ctx, form.name, steps, body, form.inputs, form.cache, cache, new, *numbers), None
 
 
 def _refuse(form: _CacheWrite, ctx: Context, residuals, g):
@@ -138,22 +161,27 @@ def _refuse(form: _CacheWrite, ctx: Context, residuals, g):
     )
 
 
-_CALLED = {"new": "new keys", "lengths": "lengths"}
+_CALLED = {"new": "new keys", "lengths": "lengths", "counts": "counts"}
 """The names that plans use for the tensors that move."""
 
 _planned = planned_op(_forward, _refuse, lambda form: form.name)
 
 
 @lru_cache(maxsize=1024)
-def _value(form: _CacheWrite, shape: tuple[int, ...], width: int, ctx: Context):
+def _value(form: _CacheWrite, cached: tuple[int, ...], shape: tuple[int, ...], width: int, ctx: Context):
     held, order = form.cache.without_trivial(ctx.mesh), form.order
-    parts = held.axes[order[2]]
+    parts, slots, length = held.axes[order[2]], cached[order[2]], shape[2]
     chains = Chains(ctx.mesh, **_chains_of(form, shape, width, ctx))
 
-    def body(cache, new, lengths):
-        new, lengths = chains.send("new", new), chains.send("lengths", lengths)
-        new = new.transpose(np.argsort(order))
-        return _written(cache, new, lengths - shard_index(parts) * cache.shape[order[2]], *order[1:3])
+    def body(cache, new, *numbers):
+        new = chains.send("new", new).transpose(np.argsort(order))
+        numbers = [chains.send(name, x) for name, x in zip(_NUMBERS, numbers)]
+        first, real = _first_slots(form, slots, length, *numbers)
+        here = first - shard_index(parts) * cache.shape[order[2]]
+        cache = _written(cache, new, here, real, *order[1:3])
+        if form.ring and length > 1:  # the keys that begin again at the first slot
+            cache = _written(cache, new, here - slots, real, *order[1:3])
+        return cache
 
     return chains.steps, body
 
@@ -163,10 +191,8 @@ def _chains_of(form: _CacheWrite, shape: tuple[int, ...], width: int, ctx: Conte
     if not is_unknown(ctx.mesh):
         return {name: steps_of(each, ctx, _CALLED[name]) for name, each in _moves(form, shape, width, ctx).items()}
     asked = replace(form, new=Spec(form.new.dims, ((),) * len(form.new.dims))), shape, width, ctx
-    marks = {
-        "new": UnknownMoves(_moves, asked, "new", before=form.new),
-        "lengths": UnknownMoves(_moves, asked, "lengths"),
-    }
+    marks = {"new": UnknownMoves(_moves, asked, "new", before=form.new)}
+    marks |= {name: UnknownMoves(_moves, asked, name) for name in _NUMBERS[: form.numbers]}
     return {name: (UnknownStep.of(mark, form.new, form.new),) for name, mark in marks.items()}
 
 
@@ -174,20 +200,40 @@ def _moves(form: _CacheWrite, shape: tuple[int, ...], width: int, ctx: Context) 
     held, rows = form.cache.without_trivial(ctx.mesh), Spec(("B",), ((),))
     layers, batch, _, *rest = (held.axes[at] for at in form.order)
     there = Spec(form.new.dims, (layers, batch, (), *rest))
-    return {
-        "new": UnknownMove((form.new,), there, shape, width),
-        "lengths": UnknownMove((rows,), Spec(("B",), (batch,)), shape[1:2], 4),
-    }
+    of_rows = UnknownMove((rows,), Spec(("B",), (batch,)), shape[1:2], 4)
+    return {"new": UnknownMove((form.new,), there, shape, width)} | dict.fromkeys(_NUMBERS[: form.numbers], of_rows)
 
 
-def _written(cache: jax.Array, new: jax.Array, lengths: jax.Array, batch: int, along: int) -> jax.Array:
+_NUMBERS = "lengths", "counts"
+
+
+def _first_slots(
+    form: _CacheWrite, slots: int, length: int, lengths: jax.Array, counts: jax.Array | None = None
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    """Return the slot of the first new token of each row, and the first and the end of the tokens to be written.
+
+    In a ring the tokens to be written, at most as many as slots, begin in [0, slots) and may end beyond; tokens before
+    them have no slot.
+    """
+    end = jnp.full_like(lengths, length) if counts is None else jnp.clip(counts, 0, length)
+    if not form.ring:
+        return lengths, (jnp.zeros_like(end), end)
+    begin = jnp.maximum(end - slots, 0)
+    return (lengths + begin) % max(slots, 1) - begin, (begin, end)
+
+
+def _written(
+    cache: jax.Array, new: jax.Array, first: jax.Array, real: tuple[jax.Array, jax.Array], batch: int, along: int
+) -> jax.Array:
     """Write the new keys that belong to this part of the cache, in place; the others belong to other parts.
 
     Args:
         cache, new: arrays with the same dimensions in the same order.
-        lengths: [B], the position in this part at which each row continues; of any sign and size.
+        first: [B], the slot in this part of the first new key of each row; of any sign and size.
+        real: [B] and [B], the first and the end of the new keys of each row that are written.
         batch, along: the numbers of the dimensions of rows and of length.
     """
+    begins, ends = real
     room, length = cache.shape[along], new.shape[along]
     if not new.size or not room:
         return cache
@@ -197,36 +243,40 @@ def _written(cache: jax.Array, new: jax.Array, lengths: jax.Array, batch: int, a
 
     if length == 1 and cache.dtype.itemsize == 1:
         # libtpu 0.0.42 copies an int8 cache that is read where it is written, so rows of other parts are left out
-        inside = (lengths >= 0) & (lengths < room)
+        inside = (first >= 0) & (first < room) & (begins < ends)
         rows = jnp.argsort(~inside).astype(jnp.int32)
 
         def put(n, cache):
             mine = jax.lax.dynamic_slice_in_dim(new, rows[n], 1, axis=batch)
-            return jax.lax.dynamic_update_slice(cache, mine, begin(rows[n], lengths[rows[n]]))
+            return jax.lax.dynamic_update_slice(cache, mine, begin(rows[n], first[rows[n]]))
 
         return jax.lax.fori_loop(0, jnp.sum(inside, dtype=jnp.int32), put, cache)
     window = min(length, room)
     size = tuple({batch: 1, along: window}.get(at, n) for at, n in enumerate(cache.shape))
 
     def write(row, cache):
-        first = lengths[row]
-        start = jnp.clip(first, 0, room - window)
+        start = jnp.clip(first[row], 0, room - window)
         # the window may have to begin before or after the new keys: its other positions keep their values
-        at = start - first + jnp.arange(window)
+        at = start - first[row] + jnp.arange(window)
         old = jax.lax.dynamic_slice(cache, begin(row, start), size)
         mine = jax.lax.dynamic_slice_in_dim(new, row, 1, axis=batch)
         mine = jnp.take(mine, jnp.clip(at, 0, length - 1), axis=along)
-        inside = ((at >= 0) & (at < length)).reshape(-1, *(1,) * (cache.ndim - 1 - along))
+        inside = ((at >= begins[row]) & (at < ends[row])).reshape(-1, *(1,) * (cache.ndim - 1 - along))
         return jax.lax.dynamic_update_slice(cache, jnp.where(inside, mine, old), begin(row, start))
 
     return jax.lax.fori_loop(0, cache.shape[batch], write, cache)
 
 
-def _scattered(order: tuple[int, ...], cache: jax.Array, new: jax.Array, lengths: jax.Array) -> jax.Array:
+def _scattered(form: _CacheWrite, cache: jax.Array, new: jax.Array, *numbers: jax.Array) -> jax.Array:
     """Plain code for the compiler to partition: it would gather a cache indexed row by row, but not for a scatter."""
-    layers, rows, length = (jax.lax.broadcasted_iota(jnp.int32, new.shape[:3], at) for at in range(3))
-    at = lengths[None, :, None] + length
-    at = jnp.where(at < 0, cache.shape[order[2]], at)  # negative positions would count from the end
+    order, slots = form.order, cache.shape[form.order[2]]
+    layers, rows, token = (jax.lax.broadcasted_iota(jnp.int32, new.shape[:3], at) for at in range(3))
+    first, (begin, end) = jax.tree.map(lambda x: x[None, :, None], _first_slots(form, slots, new.shape[2], *numbers))
+    at = first + token
+    if form.ring:
+        at = at % max(slots, 1)
+    # negative positions would count from the end
+    at = jnp.where((at < 0) | (token < begin) | (token >= end), slots, at)
     indices = dict(zip(order, (layers, rows, at)))
     where = tuple(indices.get(dim, slice(None)) for dim in range(cache.ndim))
     # indexed dimensions come first, then the others as the cache has them

@@ -17,10 +17,10 @@ from gspmd.ops._attention.kernels import splash
 from gspmd.ops._attention.local import ALONE, Shards, local_attended
 from gspmd.ops._attention.online import Attended
 from gspmd.ops._attention.placement import CachePlacement, by_position, placement
-from gspmd.ops._attention.terms import Bias, Terms, by_heads, positions, read_bias
+from gspmd.ops._attention.terms import Extras, Given, Terms, by_heads, positions, read_bias, read_limits, read_of_heads
 from gspmd.ops.interface.operands import array
 from gspmd.ops.interface.options import number
-from gspmd.ops.interface.planned_op import FLOAT32, Chains, fault, float32, planned_op, read, shard_index, steps_of
+from gspmd.ops.interface.planned_op import FLOAT32, Chains, fault, planned_op, read, shard_index, steps_of
 from gspmd.planner.steps import Step
 from gspmd.planner.unknown import UnknownMove, UnknownMoves, UnknownStep, is_unknown
 
@@ -42,6 +42,10 @@ def cached_attention(
     bias: jax.Array | None = None,
     bias_spec: str | Spec | None = None,
     buckets: Buckets | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: jax.Array | None = None,
+    sinks_spec: str | Spec | None = None,
 ) -> jax.Array:
     """Attend to the cached keys of each row and, causally, to the keys of the new tokens themselves.
 
@@ -70,12 +74,17 @@ def cached_attention(
             scale logits and probabilities, and the cache is never widened in memory.
         bias, bias_spec, buckets: T5's relative position bias, as in `attention`. Query i and new key i of row b are at
             position lengths[b] + i, cached key t is at t.
+        window: the number of keys that a query sees, itself included, as in `attention`. The cache is then a ring: the
+            key at position p is in slot p mod T, as `write_cache(..., ring=True)` writes it, and `lengths` may exceed
+            T, which is at least window - 1. A cache with room for all positions is the same with and without a ring.
+        softcap, sinks, sinks_spec: a cap of the logits, and a logit more of each head, as in `attention`.
 
     Returns:
         [B, L, H, D] in q's dtype; logits and softmax are float32. A query of a row without any key gets 0.
 
     Raises:
-        SpecError: a spec does not fit its array or the mesh, or the shapes do not agree.
+        SpecError: a spec does not fit its array or the mesh, the shapes do not agree, the cache is shorter than the
+            window needs, or there is a window and no new key.
         PlanError: D is sharded; or the result is differentiated, which only lowering "xla" can do.
 
     Example:
@@ -112,15 +121,24 @@ def cached_attention(
         key = Spec(key.dims, ((),) * len(key.dims))
     held, quantized = read(doing, cache_spec, cache[0], ctx), key_scales is not None
     order = _check(doing, (query, key, held), quantized, q, new, *cache, lengths=lengths)
-    table = read_bias(doing, bias, bias_spec, buckets, query, q.shape[2], ctx)
+    table, of_table, buckets = read_bias(doing, bias, bias_spec, buckets, query, q.shape[2], ctx) or (None, None, None)
+    sinks, of_sinks = read_of_heads(doing, "sinks", sinks, sinks_spec, query, q.shape[2], ctx) or (None, None)
+    limits = read_limits(doing, bool(new), window, softcap)
+    if limits.window is not None and cache[0].shape[order[1]] < limits.window - 1:
+        fact = (
+            f"the cache has room for {cache[0].shape[order[1]]} keys, and queries see {limits.window - 1} before them."
+        )
+        remedy = f"Give it {limits.window - 1} slots or more."
+        raise report(SpecError, doing, [fault(held, held.dims[order[1]], fact, remedy)]) from None
     scales_order = [held.without(held.dims[order[3]]).dims.index(held.dims[at]) for at in order[:3]]
     # Nothing is copied in memory: products read their operands in any order.
     cache = [x.transpose(order if x.ndim == 4 else scales_order) for x in cache]
     ordered = Spec(tuple(held.dims[at] for at in order), tuple(held.axes[at] for at in order))
     name = f"cached attention {query}, {held}"
-    form = _CachedAttention(query, key, ordered, scale, quantized, name, bool(new), *(table[1:] if table else ()))
-    operands = q, *new, *cache, *(table[:1] if table else ()), lengths
-    if ctx.compiler_chooses and not (form.bias is not None and form.bias.reduced):
+    extras = Extras(bias=of_table, sinks=of_sinks, buckets=buckets, limits=limits)
+    form = _CachedAttention(query, key, ordered, scale, quantized, name, bool(new), extras)
+    operands = q, *new, *cache, *Given(bias=table, sinks=sinks).operands, lengths
+    if ctx.compiler_chooses and not extras.keeps_partial_sums:
         at = placement(form.query, form.key, form.cache, q.shape, cache[0].shape[2], ctx.mesh)
         f = partial(_whole, form, at, ctx.mesh)
         return left_to_compiler(ctx, f, form.inputs, form.query, *operands, name=form.name)
@@ -146,8 +164,7 @@ class _CachedAttention:
     name: str
     has_new: bool
     """Whether the new tokens have keys of their own."""
-    bias: Spec | None = None
-    buckets: Buckets | None = None
+    extras: Extras
 
     @property
     def scales(self) -> Spec:
@@ -156,8 +173,8 @@ class _CachedAttention:
     @property
     def names(self) -> tuple[str, ...]:
         """The names of the operands, in order."""
-        new, bias = ("key", "value") * self.has_new, () if self.bias is None else ("bias",)
-        return ("query", *new, *_CACHED[: 4 if self.quantized else 2], *bias, "lengths")
+        new = ("key", "value") * self.has_new
+        return ("query", *new, *_CACHED[: 4 if self.quantized else 2], *self.extras.of_heads, "lengths")
 
     @property
     def inputs(self) -> tuple[Spec, ...]:
@@ -165,37 +182,43 @@ class _CachedAttention:
             "query": self.query,
             "key": self.key,
             "value": self.key,
-            "bias": self.bias,
             "lengths": Spec(("B",), ((),)),
         }
         of |= dict(zip(_CACHED, (self.cache, self.cache, self.scales, self.scales)))
-        return tuple(spec for name in self.names if (spec := of[name]) is not None)
+        of |= {name: each.spec for name, each in self.extras.of_heads.items()}
+        return tuple(of[name] for name in self.names)
 
     def placement(self, shapes: "_Shapes", ctx: Context) -> CachePlacement:
         """Return the specs while a device attends to its part of the cache."""
         key_heads = shapes[self.names.index("cached keys")][0][2]
         return placement(self.query, self.key, self.cache, shapes[0][0], key_heads, ctx.mesh)
 
-    def terms(self, table: Sequence[jax.Array], queries: jax.Array, keys: jax.Array) -> Terms:
-        """Return the terms of queries [B, L] and keys [1, T] at these positions."""
-        return Terms(bias=Bias(float32(table[0]), queries, keys, self.buckets)) if table and self.buckets else Terms()
-
     def attend_cached(
-        self, q, cache: Sequence[jax.Array], lengths, table, queries, keys, shards: Shards = ALONE
+        self, q, cache: Sequence[jax.Array], given: Given, lengths, queries, first, total: int, shards: Shards = ALONE
     ) -> Attended:
         """Attend with queries [B, L, H, D] to cached keys, and return [B, L, H] and [B, L, H, D].
 
         Args:
             q: the queries.
             cache: keys and values [B, T, K, D], and their scales if there are any.
-            lengths: [B], the number of these cached keys to attend to; of any sign and size.
-            table: the bias [R, H], or nothing.
-            queries, keys: [B, L] and [1, T], the positions of queries and of cached keys.
+            given: the operands of each head.
+            lengths: [B], the number of tokens of each row before the first query.
+            queries: [B, L], the positions of the queries.
+            first: the slot of the first of these cached keys.
+            total: the number of slots of the whole cache.
             shards: the shards of the cached keys, for arrays of all devices.
         """
         k, v, *scales = cache
-        held = jax.lax.broadcasted_iota(jnp.int32, k.shape[:2], 1) < lengths[:, None]
-        terms = self.terms(table, queries, keys)._replace(seen=held)
+        slots, limits, ended = positions(k.shape[1], first), self.extras.limits, lengths[:, None]
+        if limits.window is None:
+            keys, held = slots, slots < ended
+        else:  # a slot of a ring has the last token that was written there
+            keys = ended - 1 - (ended - 1 - slots) % total
+            held = keys >= 0
+        extras = self.extras
+        if q.shape[1] == 1 and limits.window is not None:  # then the window is as simple as a mask of keys
+            held, extras = held & (keys > queries - limits.window), replace(extras, limits=replace(limits, window=None))
+        terms = extras.terms(given._replace(mask=held), queries, keys, None)
         return local_attended(q, k, v, terms, False, self.scale_of(q), *scales, shards=shards)
 
     def attend_new(self, q, k, v, terms: Terms, shards: Shards | None = None) -> Attended:
@@ -295,22 +318,26 @@ def _value(form: _CachedAttention, shapes: _Shapes, ctx: Context):
 
     def body(*operands):
         given = {name: chains.send(name, x) for name, x in zip(form.names, operands)}
-        q, lengths, table = given["query"], given["lengths"], [given[name] for name in ("bias",) if name in given]
+        q, lengths = given["query"], given["lengths"]
+        of_heads = Given(**{name: given[name] for name in form.extras.of_heads})
         new, cache = ([given[name] for name in names if name in given] for names in (("key", "value"), _CACHED))
         new, cache = at.share.pick(*new), at.share.pick(*cache)
         part = shard_index(parts)
         first, first_cached = shard_index(at.query.axes[1]) * q.shape[1], part * cache[0].shape[1]
         queries = positions(q.shape[1], first)
-        places = lengths[:, None] + queries, positions(cache[0].shape[1], first_cached)
-        found = form.attend_cached(q, cache, lengths - first_cached, table, *places)
+        total = shapes[form.names.index("cached keys")][0][1]
+        found = form.attend_cached(q, cache, of_heads, lengths, lengths[:, None] + queries, first_cached, total)
         if new:
             first_new = shard_index(at.key.axes[1]) * new[0].shape[1]
             # if neither queries nor new keys are sharded, later keys can be left out
             ahead = first - first_new if at.query.axes[1] or at.key.axes[1] else None
             # replicated on every part, each new key counts once
             counted = jnp.broadcast_to(part == 0, new[0].shape[:2]) if parts and not at.key.axes[1] else None
-            terms = form.terms(table, queries, positions(new[0].shape[1], first_new))
-            found = found.merge(form.attend_new(q, *new, terms._replace(seen=counted, ahead=ahead)))
+            terms = form.extras.terms(
+                of_heads._replace(mask=counted), queries, positions(new[0].shape[1], first_new), ahead
+            )
+            found = found.merge(form.attend_new(q, *new, terms))
+        found = found.with_sinks(of_heads.sinks, part == 0)
         if in_parts:
             total, values = found.relative_to(chains.send("maximum", found.top, reduce="max"))
             found = found._replace(total=chains.send("total", total), values=values)
@@ -323,11 +350,14 @@ def _chains_of(form: _CachedAttention, shapes: _Shapes, ctx: Context) -> dict[st
     """Return the steps of everything that moves, by name."""
     if not is_unknown(ctx.mesh):
         return {name: steps_of(each, ctx, _CALLED.get(name, name)) for name, each in _moves(form, shapes, ctx).items()}
-    # The moves to the cache are not known either. They do not depend on the sources of new keys and bias.
-    bias = None if form.bias is None else Spec(form.bias.dims, ((), ()))
-    asked = replace(form, key=Spec(form.key.dims, ((),) * 4), bias=bias), shapes, ctx
+    # The moves to the cache are not known either. They do not depend on the sources of new keys and operands of heads.
+    of_heads = form.extras.of_heads
+    bare = {
+        name: replace(each, spec=Spec(each.spec.dims, ((),) * len(each.spec.dims))) for name, each in of_heads.items()
+    }
+    asked = replace(form, key=Spec(form.key.dims, ((),) * 4), extras=replace(form.extras, **bare)), shapes, ctx
     names = (*form.names, *_COMBINED)
-    comes = {"key": form.key, "value": form.key, "bias": form.bias}
+    comes = {"key": form.key, "value": form.key} | {name: each.spec for name, each in of_heads.items()}
     marks = {name: UnknownMoves(_moves, asked, name, before=comes.get(name)) for name in names}
     return {name: (UnknownStep.of(mark, form.query, form.query),) for name, mark in marks.items()}
 
@@ -340,8 +370,7 @@ def _moves(form: _CachedAttention, shapes: _Shapes, ctx: Context) -> dict[str, U
     scales = at.cache.without(at.cache.dims[3])
     there = {"query": at.query, "key": at.key, "value": at.key, "lengths": Spec(("B",), (at.query.axes[0],))}
     there |= dict(zip(_CACHED, (at.cache, at.cache, scales, scales)))
-    if form.bias is not None:
-        there["bias"] = by_heads(form.bias, at.query)
+    there |= {name: by_heads(each.spec, at.query) for name, each in form.extras.of_heads.items()}
     queries, width = shapes[0]
     rows, split = queries[:3], per_query.with_partial(parts)
     return {
@@ -363,14 +392,16 @@ def _whole(form: _CachedAttention, at: CachePlacement, mesh: Mapping[str, int], 
         return jax.lax.with_sharding_constraint(x, spec.partition_spec())
 
     given = dict(zip(form.names, operands))
-    q, lengths, table = placed(given["query"], at.query), given["lengths"], [given[n] for n in ("bias",) if n in given]
+    q, lengths = placed(given["query"], at.query), given["lengths"]
+    of_heads = Given(**{name: given[name] for name in form.extras.of_heads})
     cache = [given[name] for name in _CACHED if name in given]
     queries = positions(q.shape[1])
-    places = lengths[:, None] + queries, positions(cache[0].shape[1])
-    found = form.attend_cached(q, cache, lengths, table, *places, shards(at.cache))
+    total = cache[0].shape[1]
+    found = form.attend_cached(q, cache, of_heads, lengths, lengths[:, None] + queries, 0, total, shards(at.cache))
     if form.has_new:
         k, v = (placed(given[name], at.key) for name in ("key", "value"))
-        terms = form.terms(table, queries, positions(k.shape[1]))
+        terms = form.extras.terms(of_heads, queries, positions(k.shape[1]), None)
         found = found.merge(form.attend_new(q, k, v, terms, shards(at.key)))
+    found = found.with_sinks(of_heads.sinks)
     # the result is constrained too: jax 0.10.2 miscompiles it if it is moved right after the product
     return placed(found.output(q.dtype), at.query)

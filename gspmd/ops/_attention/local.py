@@ -25,32 +25,41 @@ def local_attention(
     causal: bool,
     scale: float | None,
     shards: Shards = ALONE,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
     """Softmax attention of queries [B, L, H, D] to keys [B, T, K, D].
 
     If a device has more than 2**25 logits, they are never in memory at once. A GPU then runs cuDNN's fused attention,
     if it takes the arrays: float16 or bfloat16, a head size that 8 divides, up to 128, no mask except `causal`, no
-    bias. Everything else attends in blocks, including TPUs if their own kernels, which are tried first, do not fit.
+    bias, soft cap or sinks. Everything else attends in blocks, including TPUs if their own kernels, which are tried
+    first, do not fit.
 
     Args:
         q, k, v: arrays of one device, or of all devices for the compiler to partition.
-        terms: which keys are seen, and a bias.
+        terms: which keys are seen, a soft cap, and biases.
         causal: whether query i attends only to keys j ≤ i + terms.ahead.
         scale: the factor of the logits; 1/sqrt(D) when None.
         shards: the shards of arrays of all devices.
+        sinks: [H], a logit more for each head, which has no value; None for none.
     """
     blocks = _blocks(q, k.shape[1], shards, terms)
     if blocks is None:
-        return _plain(q, k, v, terms, causal, scale)
-    if terms.is_plain and not (causal and terms.ahead is not None) and _fits_cudnn(q, k):
+        return _plain(q, k, v, terms, causal, scale, sinks)
+    if terms.is_plain and sinks is None and not (causal and terms.ahead is not None) and _fits_cudnn(q, k):
         return jax.nn.dot_product_attention(q, k, v, scale=scale, is_causal=causal, implementation="cudnn")
     form = Form(blocks, q.shape[3] ** -0.5 if scale is None else scale, causal)
     terms = terms.with_more_queries(-q.shape[1] % blocks.queries)
-    found = attention_in_blocks(form, _padded(group(q, k.shape[2]), blocks), k, v, terms)
+    found = attention_in_blocks(form, _padded(group(q, k.shape[2]), blocks), k, v, terms, sinks)
     return ungroup(found[:, :, :, : q.shape[1]])
 
 
-def _plain(q, k, v, terms: Terms, causal, scale) -> jax.Array:
+def _plain(q, k, v, terms: Terms, causal, scale, sinks) -> jax.Array:
+    dtype = q.dtype
+    if in_force.is_host() and dtype == jnp.float16:  # XLA has no such product for CPUs
+        q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
+    if sinks is not None or terms.limits.softcap is not None:  # which JAX's function has not
+        found = _attended(q, k, v, terms, causal, q.shape[3] ** -0.5 if scale is None else scale)
+        return found.with_sinks(sinks).output(dtype)
     visible, ahead = terms.visible(), terms.ahead
     mask = None if visible is None else visible[:, None]
     if causal and (mask is not None or ahead is not None):
@@ -58,11 +67,8 @@ def _plain(q, k, v, terms: Terms, causal, scale) -> jax.Array:
         rows = (0 if ahead is None else ahead) + jax.lax.broadcasted_iota(jnp.int32, (1, 1, q.shape[1], k.shape[1]), 2)
         past = rows >= jax.lax.broadcasted_iota(jnp.int32, rows.shape, 3)
         mask, causal = past if mask is None else mask & past, False
-    dtype = q.dtype
-    if in_force.is_host() and dtype == jnp.float16:  # XLA has no such product for CPUs
-        q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
-    bias = terms.bias
-    added = None if bias is None else bias.logits(1)[:, 0]
+    added = terms.added(terms.chosen(), 1)
+    added = None if added is None else added[:, 0]
     found = jax.nn.dot_product_attention(q, k, v, added, mask, scale=scale, is_causal=causal).astype(dtype)
     if mask is None:
         return found
@@ -88,33 +94,34 @@ def local_attended(
     """
     blocks = _blocks(q, k.shape[1], shards, terms)
     if q.shape[1] == 1 < k.shape[1] and not causal and in_force.is_tpu():
-        simple = terms.segments is None and terms.bias is None
+        simple = terms.segments is None and terms.limits.window is None and not terms.adds
         if shards == ALONE and blocks is None and simple and suits(q.shape[2], k.shape[2], bool(scales)):
-            return attend_together(q, k, v, terms.seen, scale, *scales)
+            return attend_together(q, k, v, terms.seen, scale, *scales, limits=terms.limits)
         if q.shape[2] == k.shape[2]:
             # The TPU compiler computes a product with one row by elementwise code, which takes twice as long as reading
             # the cache: 232 µs a layer instead of 104 with two rows (libtpu 0.0.42, v4: 64 rows, 2048 keys of 128).
             two = jnp.pad(q, ((0, 0), (0, 1), (0, 0), (0, 0)))
             found = local_attended(two, k, v, terms.with_more_queries(1), causal, scale, *scales, shards=shards)
             return Attended(*(x[:, :1] for x in found))
-    grouped = group(q, k.shape[2])
     if blocks is None:
-        visible = terms.visible()
-        visible = None if visible is None else visible[:, None, None]
-        if causal:
-            rows, columns = (
-                jax.lax.broadcasted_iota(jnp.int32, (1, 1, 1, q.shape[1], k.shape[1]), at) for at in (3, 4)
-            )
-            past = rows + (0 if terms.ahead is None else terms.ahead) >= columns
-            visible = past if visible is None else visible & past
-        bias = None if terms.bias is None else terms.bias.logits(k.shape[2])
-        key_scales, value_scales = scales or (None, None)
-        return attend(grouped, k, v, visible, scale, key_scales, value_scales, bias=bias).by_query()
+        return _attended(q, k, v, terms, causal, scale, *scales)
     form = Form(blocks, scale, causal)
     terms = terms.with_more_queries(-q.shape[1] % blocks.queries)
-    found = attended(form, _padded(grouped, blocks), k, v, terms, jnp.float32, scales)
+    found = attended(form, _padded(group(q, k.shape[2]), blocks), k, v, terms, jnp.float32, scales)
     output, top, total = (x[:, :, :, : q.shape[1]] for x in found)
     return Attended(top, total, output * total[..., None]).by_query()
+
+
+def _attended(q, k, v, terms: Terms, causal: bool, scale: float, *scales: jax.Array) -> Attended:
+    """`local_attended` with all logits in memory at once."""
+    visible = terms.visible()
+    visible = None if visible is None else visible[:, None, None]
+    if causal:
+        rows, columns = (jax.lax.broadcasted_iota(jnp.int32, (1, 1, 1, q.shape[1], k.shape[1]), at) for at in (3, 4))
+        past = rows + (0 if terms.ahead is None else terms.ahead) >= columns
+        visible = past if visible is None else visible & past
+    more = {"bias": terms.added(terms.chosen(), k.shape[2]), "limits": terms.limits}
+    return attend(group(q, k.shape[2]), k, v, visible, scale, *scales, **more).by_query()
 
 
 def local_gradients(
@@ -139,8 +146,7 @@ def local_gradients(
         g: [B, L, H, D] the cotangent of `out`.
     """
     if not (q.size and k.size):
-        of_bias = () if terms.bias is None else (terms.bias.table,)
-        return tuple(jnp.zeros(x.shape, jnp.float32) for x in (q, k, v, *of_bias))
+        return tuple(jnp.zeros(x.shape, jnp.float32) for x in (q, k, v, *terms.table))
     blocks = _blocks(q, k.shape[1], ALONE, terms) or Blocks(q.shape[0], q.shape[1], k.shape[1])
     length, (q, out, normaliser, g) = (
         q.shape[1],

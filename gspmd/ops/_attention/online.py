@@ -5,6 +5,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from gspmd.ops._attention.terms import UNLIMITED, Limits
+
 LOW = -0.7 * float(jnp.finfo(jnp.float32).max)
 """The logit of a key that is not seen: finite, so that the difference of two is not NaN."""
 
@@ -30,6 +32,18 @@ class Attended(NamedTuple):
         mine, theirs = self.relative_to(top), other.relative_to(top)
         return Attended(top, mine[0] + theirs[0], mine[1] + theirs[1])
 
+    def with_sinks(self, sinks: jax.Array | None, counted: jax.Array | bool = True) -> "Attended":
+        """Return the result, as [B, L, H], with a logit [H] more for each head that has no value.
+
+        Args:
+            sinks: the logits; None for none.
+            counted: whether they count here. Where keys come in parts, they count in one.
+        """
+        if sinks is None:
+            return self
+        shape = self.top.shape
+        return self.merge(Attended(*sink_statistics(sinks, shape, counted), jnp.zeros((*shape, 1))))
+
     def by_query(self) -> "Attended":
         """Return the same as [B, L, H] and [B, L, H, D]."""
         return Attended(*(ungroup(x) for x in self))
@@ -38,6 +52,27 @@ class Attended(NamedTuple):
         """Return the weighted mean of the values; 0 for a query that has seen nothing."""
         mean = self.values / self.total[..., None]
         return jnp.where(self.top[..., None] == LOW, 0.0, mean).astype(dtype)
+
+
+def sink_statistics(
+    sinks: jax.Array, shape: tuple[int, ...], counted: jax.Array | bool = True
+) -> tuple[jax.Array, jax.Array]:
+    """Return largest logit and denominator of sinks alone, broadcast from sinks [..., H] to `shape`."""
+    sinks = jnp.broadcast_to(sinks.astype(jnp.float32), shape)
+    top = jax.lax.stop_gradient(jnp.maximum(sinks, LOW))  # finite, whatever a sink is
+    return top, jnp.exp(sinks - top) * counted
+
+
+def sink_gradient(sinks: jax.Array, normaliser: jax.Array, out: jax.Array, g: jax.Array) -> jax.Array:
+    """Return the gradient [H] of sinks, of which a query's probability for its sink takes that of all its values.
+
+    Args:
+        sinks: [H].
+        normaliser: [B, L, H] the logarithm of the sum of exponentials of all logits, with that of the sink.
+        out, g: [B, L, H, D] the output, and its cotangent.
+    """
+    mean = jnp.sum(g.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
+    return -jnp.sum(jnp.exp(sinks.astype(jnp.float32)[None, None] - normaliser) * mean, axis=(0, 1))
 
 
 def attend(
@@ -50,6 +85,7 @@ def attend(
     value_scales: jax.Array | None = None,
     again: jax.Array | None = None,
     bias: jax.Array | None = None,
+    limits: Limits = UNLIMITED,
 ) -> Attended:
     """Attend to one part of the keys.
 
@@ -61,11 +97,13 @@ def attend(
         key_scales, value_scales: [B, T, K] float32 of quantized keys and values: they scale logits and probabilities,
             which are fewer than the keys.
         again: booleans like `seen`: the keys that another part has counted already, some but not all.
-        bias: float32 that broadcasts to [B, K, Q, L, T] and is added to the scaled logits.
+        bias: float32 that broadcasts to [B, K, Q, L, T] and is added to the scaled and capped logits.
+        limits: the soft cap of the scaled logits; windows are among `seen`.
     """
     logits = jnp.einsum("bkqld,btkd->bkqlt", q, k.astype(q.dtype), preferred_element_type=jnp.float32) * scale
     if key_scales is not None:
         logits *= _along_keys(key_scales)
+    logits = limits.capped(logits)
     if bias is not None:
         logits += bias
     if seen is not None:

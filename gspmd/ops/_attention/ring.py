@@ -27,7 +27,7 @@ from gspmd.lowerings.xla.constrained import left_to_compiler
 from gspmd.ops._attention.circulation import Gathered, RingOfChunks, is_looped
 from gspmd.ops._attention.heads import Share
 from gspmd.ops._attention.local import MIXED, local_attended, local_attention, local_gradients
-from gspmd.ops._attention.online import Attended
+from gspmd.ops._attention.online import Attended, sink_gradient
 from gspmd.ops._attention.terms import Extras, Terms, positions
 from gspmd.ops._attention.zigzag import ZigzagPairs, in_order, zigzag
 from gspmd.ops.interface.planned_op import Chains, fault, planned_op
@@ -105,10 +105,11 @@ def _whole(cut: _Cut, parts: tuple[int, ...], q, k, v, *more) -> jax.Array:
     rows, length, heads, _ = parts
     order = (lambda x: in_order(x, length)) if cut.causal else (lambda x: x)
     given = cut.extras.named(more)
-    terms = given.terms(positions(q.shape[1]), positions(k.shape[1]), None, cut.extras.buckets)
-    terms = terms._replace(bias=None).on(order, order)._replace(bias=terms.bias)  # positions are those of the text
+    terms = cut.extras.terms(given, positions(q.shape[1]), positions(k.shape[1]), None)
+    # positions are those of the text already
+    terms = terms._replace(positions=None).on(order, order)._replace(positions=terms.positions)
     q, k, v = terms.cleared(*map(order, (q, k, v)))
-    y = terms.real(local_attention(q, k, v, terms, cut.causal, cut.scale, (rows, heads, length, 1)))
+    y = terms.real(local_attention(q, k, v, terms, cut.causal, cut.scale, (rows, heads, length, 1), given.sinks))
     return zigzag(y, length) if cut.causal else y
 
 
@@ -125,15 +126,15 @@ def _backward(cut: _Cut, ctx: Context, kept, g):
     ins = (cut.query, cut.query, cut.statistic, *cut.inputs)
     outs = (cut.query, cut.key, cut.key, *cut.extras.gradients)
     name = f"gradient of {cut.name}"
-    d_q, d_k, d_v, *d_bias = run(ctx, name, steps, body, ins, outs, g, y, normaliser, q, k, v, *more)
-    return d_q, d_k, d_v, *cut.extras.cotangents(more, *d_bias)
+    d_q, d_k, d_v, *learned = run(ctx, name, steps, body, ins, outs, g, y, normaliser, q, k, v, *more)
+    return d_q, d_k, d_v, *cut.extras.cotangents(more, *learned)
 
 
 _attend = planned_op(_forward, _backward, lambda cut: cut.name)
 
 
 class _Chains:
-    """The chains of steps that bring keys, values, mask, segments and bias to a device, and gradients back."""
+    """The chains of steps that bring keys, values and optional operands to a device, and gradients back."""
 
     def __init__(self, cut: _Cut, q_shape: tuple[int, ...], shape: tuple[int, ...], dtype: str, ctx: Context):
         sizes, used, parts = dict(zip(cut.key.dims, shape)), cut.used, cut.key.axes[1]
@@ -175,7 +176,7 @@ def _value(cut: _Cut, q_shape: tuple[int, ...], shape: tuple[int, ...], dtype: s
         k, v = chains.send("key", k), chains.send("value", v)
         circulation = planned.carrier(chains, cut.key.axes[1], ("keys", "values"))
         here = circulation.device(0)
-        terms_of = _terms(cut, chains, circulation, q.shape[1], k.shape[1], more)
+        sinks, terms_of = _terms(cut, chains, circulation, q.shape[1], k.shape[1], more)
         terms = terms_of(here)
         q, k, v = terms.cleared(q, *cut.share.pick(k, v))
 
@@ -189,7 +190,7 @@ def _value(cut: _Cut, q_shape: tuple[int, ...], shape: tuple[int, ...], dtype: s
 
         # in zigzag order too, a device's own chunk is causal in its stored order
         own = local_attended(q, k, v, terms, cut.causal, cut.scale)
-        found = circulation.visit(visit, own, (k, v))
+        found = circulation.visit(visit, own, (k, v)).with_sinks(sinks)
         return found.output(q.dtype), found.top + jnp.log(found.total)
 
     return chains.steps, body
@@ -204,10 +205,11 @@ def _gradient(cut: _Cut, q_shape: tuple[int, ...], shape: tuple[int, ...], dtype
         k, v = chains.send("key", k), chains.send("value", v)
         circulation = planned.carrier(chains, cut.key.axes[1], ("keys", "values"))
         here = circulation.device(0)
-        terms_of = _terms(cut, chains, circulation, q.shape[1], k.shape[1], more)
+        sinks, terms_of = _terms(cut, chains, circulation, q.shape[1], k.shape[1], more)
         terms = terms_of(here)
         (q, k, v), clear = jax.vjp(lambda q, k, v: terms.cleared(q, *cut.share.pick(k, v)), q, k, v)
         kept = y, normaliser, terms.real(g)
+        of_sinks = () if sinks is None else (sink_gradient(sinks, normaliser, y, kept[2]),)
 
         def visit(state: tuple[jax.Array, ...], there: jax.Array, k: jax.Array, v: jax.Array):
             terms = terms_of(there)
@@ -225,7 +227,7 @@ def _gradient(cut: _Cut, q_shape: tuple[int, ...], shape: tuple[int, ...], dtype
         state, d_k, d_v = circulation.visit_and_return(visit, (d_q, *d_table), (k, v), (d_k, d_v), gradients)
         d_q, d_k, d_v = clear((state[0].astype(q.dtype), d_k, d_v))
         d_k, d_v = chains.send("d_key", d_k), chains.send("d_value", d_v)
-        return d_q, d_k, d_v, *(chains.send("d_bias", x) for x in state[1:])
+        return d_q, d_k, d_v, *cut.extras.send_back(chains, (*state[1:], *of_sinks))
 
     return chains.steps, body
 
@@ -236,8 +238,8 @@ def _sum(state: tuple[jax.Array, ...], more: tuple[jax.Array, ...]) -> tuple[jax
 
 def _terms(
     cut: _Cut, chains: Chains, circulation: Gathered, queries: int, keys: int, more: Sequence[jax.Array]
-) -> Callable[[jax.Array | int], Terms]:
-    """Return a function from a device to the terms of this device's queries and that device's chunk of keys.
+) -> tuple[jax.Array | None, Callable[[jax.Array | int], Terms]]:
+    """Return the sinks, and a function from a device to the terms of this device's queries and that device's chunk.
 
     Mask and segments of all keys are gathered at once, since they are small. `queries` and `keys` are one device's.
     """
@@ -259,9 +261,9 @@ def _terms(
             for x in (given.mask, given.of_keys)
         )
         here = given._replace(mask=mask, of_keys=of_keys)
-        return here.terms(place(circulation.device(0), queries), place(device, keys), None, cut.extras.buckets)
+        return cut.extras.terms(here, place(circulation.device(0), queries), place(device, keys), None)
 
-    return terms_of
+    return given.sinks, terms_of
 
 
 def _in_halves(half: ZigzagPairs, terms: Terms, rows: int) -> Terms:

@@ -1,4 +1,4 @@
-"""The terms of attention besides its products: padding, segments, causality, and a bias by distance."""
+"""The terms of attention besides its products: padding, segments, causality, windows, soft caps, biases and sinks."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -7,11 +7,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from gspmd.annotate.errors import SpecError, report
+from gspmd.annotate.errors import SpecError, report, shown
 from gspmd.annotate.spec import Spec
+from gspmd.annotate.validation import whole
 from gspmd.lowerings.program import Context
 from gspmd.ops._attention.buckets import Buckets
 from gspmd.ops.interface.operands import array
+from gspmd.ops.interface.options import number
 from gspmd.ops.interface.planned_op import FLOAT32, Chains, fault, float32, read, sizes_of
 from gspmd.planner.graph.resharding import move
 from gspmd.planner.steps import Step
@@ -24,23 +26,14 @@ class Bias(NamedTuple):
 
     table: jax.Array
     """[R, H] float32, for the query heads of the logits."""
-    queries: jax.Array
-    """[B, L] int32 positions in the text; [1, L] if all rows have the same."""
-    keys: jax.Array
-    """[B, T] or [1, T] int32 positions in the text."""
     buckets: Buckets
 
-    def chosen(self) -> jax.Array:
+    def chosen(self, relative: jax.Array) -> jax.Array:
         """Return float32 [B, L, T, R], or with one row for all: 1 at the bucket of each query and key, else 0.
 
         Products with it replace a lookup and, in the gradient, a scatter, which matrix units do much faster.
         """
-        relative = self.keys[:, None, :] - self.queries[:, :, None]
         return jax.nn.one_hot(self.buckets.of(relative), self.buckets.count, dtype=jnp.float32)
-
-    def logits(self, key_heads: int) -> jax.Array:
-        """Return what is added to the logits [B, K, Q, L, T], or with one row for all."""
-        return biases(self.chosen(), self.table, key_heads)
 
 
 def biases(chosen: jax.Array, table: jax.Array, key_heads: int) -> jax.Array:
@@ -57,8 +50,30 @@ def table_gradient(chosen: jax.Array, slope: jax.Array) -> jax.Array:
     return found.reshape(found.shape[0], found.shape[1] * found.shape[2])
 
 
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class Limits:
+    """The window of keys that a query sees, and the soft cap of its logits, as far as they have any."""
+
+    window: int | None = None
+    """A query at position p attends only to keys at positions above p - window."""
+    softcap: float | None = None
+    """Scaled products s become softcap · tanh(s / softcap)."""
+
+    def capped(self, logits: jax.Array) -> jax.Array:
+        """Return scaled products after the soft cap."""
+        return logits if self.softcap is None else self.softcap * jnp.tanh(logits / self.softcap)
+
+    def uncapped_gradient(self, slope: jax.Array, capped: jax.Array) -> jax.Array:
+        """Return the gradient, or the tangent, across the soft cap, whose result is `capped`."""
+        return slope if self.softcap is None else slope * (1 - jnp.square(capped / self.softcap))
+
+
+UNLIMITED = Limits()
+
+
 class Terms(NamedTuple):
-    """The mask and the bias of the logits of some queries and keys."""
+    """The mask of the logits of some queries and keys, their soft cap, and what is added to them."""
 
     seen: jax.Array | None = None
     """[B, T] booleans: the keys that are not padding."""
@@ -66,34 +81,77 @@ class Terms(NamedTuple):
     """int32 scalar, for causal attention: the position of the first query minus that of the first key; None for 0."""
     segments: tuple[jax.Array, jax.Array] | None = None
     """[B, L] and [B, T] int32: a query attends to the keys of its own segment, and to none of segment 0."""
+    positions: tuple[jax.Array, jax.Array] | None = None
+    """[B, L] and [B, T] int32 positions in the text, or [1, L] and [1, T]; given if anything below depends on them."""
     bias: Bias | None = None
+    slopes: jax.Array | None = None
+    """[H] float32: the number for each head that multiplies the position of a key minus that of its query."""
+    limits: Limits = UNLIMITED
 
     def on(self, queries: Callable[[jax.Array], jax.Array], keys: Callable[[jax.Array], jax.Array]) -> "Terms":
         """Return the terms of other queries and keys, by a function of [B, L] and one of [B, T]."""
-        segments, bias = self.segments, self.bias
+        segments, places = self.segments, self.positions
         return self._replace(
             seen=None if self.seen is None else keys(self.seen),
             segments=None if segments is None else (queries(segments[0]), keys(segments[1])),
-            bias=None if bias is None else bias._replace(queries=queries(bias.queries), keys=keys(bias.keys)),
+            positions=None if places is None else (queries(places[0]), keys(places[1])),
         )
 
     def with_more_queries(self, count: int) -> "Terms":
         """Return the terms with some queries at the end whose results are dropped."""
         return self.on(lambda x: jnp.pad(x, ((0, 0), (0, count))), lambda x: x) if count else self
 
+    @property
+    def relative(self) -> jax.Array:
+        """The position of each key minus that of each query, [B, L, T], or with one row for all."""
+        assert self.positions is not None, "positions are given with everything that depends on them"
+        queries, keys = self.positions
+        return keys[:, None, :] - queries[:, :, None]
+
     def visible(self) -> jax.Array | None:
-        """Return which keys have the segment of a query and are no padding; broadcasts to [B, L, T], None for all."""
+        """Return which keys are no padding, in the segment of a query and in its window, causality aside.
+
+        Returns:
+            Booleans that broadcast to [B, L, T]; None for all.
+        """
         seen = None if self.seen is None else self.seen[:, None, :]
+        if self.limits.window is not None:
+            near = self.relative > -self.limits.window
+            seen = near if seen is None else near & seen
         if self.segments is None:
             return seen
         of_query, of_key = self.segments[0][:, :, None], self.segments[1][:, None, :]
         alike = (of_query == of_key) & (of_key != 0)
         return alike if seen is None else alike & seen
 
+    def chosen(self) -> jax.Array | None:
+        """Return the chosen buckets of the bias; None without one."""
+        return None if self.bias is None else self.bias.chosen(self.relative)
+
+    def added(self, chosen: jax.Array | None, key_heads: int) -> jax.Array | None:
+        """Return what is added to the capped logits [B, K, Q, L, T], or with one row for all; None for nothing."""
+        found = None
+        if chosen is not None and self.bias is not None:
+            found = biases(chosen, self.bias.table, key_heads)
+        if self.slopes is not None:
+            sloped = self.slopes.reshape(1, key_heads, -1, 1, 1) * self.relative[:, None, None].astype(jnp.float32)
+            found = sloped if found is None else found + sloped
+        return found
+
+    @property
+    def adds(self) -> bool:
+        """Whether anything is added to the logits."""
+        return self.bias is not None or self.slopes is not None
+
     @property
     def is_plain(self) -> bool:
         """Whether only causality decides which keys are seen, and the logits are products alone."""
-        return self.seen is None and self.segments is None and self.bias is None
+        return self.seen is None and self.segments is None and not self.adds and self.limits == UNLIMITED
+
+    @property
+    def table(self) -> tuple[jax.Array, ...]:
+        """The table of the bias; empty without one."""
+        return () if self.bias is None else (self.bias.table,)
 
     def cleared(self, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Return queries [B, L, H, D], keys and values [B, T, K, D] with 0 for padding, whatever stands there.
@@ -124,6 +182,8 @@ class Given(NamedTuple):
     of_queries: jax.Array | None = None
     of_keys: jax.Array | None = None
     bias: jax.Array | None = None
+    sinks: jax.Array | None = None
+    slopes: jax.Array | None = None
     offset: jax.Array | None = None
 
     @property
@@ -132,38 +192,64 @@ class Given(NamedTuple):
         return tuple(x for x in self if x is not None)
 
     @property
-    def table(self) -> tuple[jax.Array, ...]:
-        """The bias; empty without one."""
-        return () if self.bias is None else (self.bias,)
+    def learned(self) -> tuple[jax.Array, ...]:
+        """The bias and the sinks, which have gradients, as far as they are given."""
+        return tuple(x for x in (self.bias, self.sinks) if x is not None)
 
-    def with_table(self, table: Sequence[jax.Array]) -> "Given":
-        """Return the same with another `table`."""
-        return self._replace(bias=table[0]) if table else self
+    def with_learned(self, arrays: Sequence[jax.Array]) -> "Given":
+        """Return the same with other `learned` arrays."""
+        rest = iter(arrays)
+        return self._replace(**{name: next(rest) for name in _LEARNED if getattr(self, name) is not None})
 
-    def terms(self, queries: jax.Array, keys: jax.Array, ahead: jax.Array | None, buckets: Buckets | None) -> Terms:
-        """Return the terms of queries and keys at the positions [1, L] and [1, T]."""
-        segments = None if self.of_queries is None or self.of_keys is None else (self.of_queries, self.of_keys)
-        bias = None if self.bias is None or buckets is None else Bias(float32(self.bias), queries, keys, buckets)
-        return Terms(None if self.mask is None else self.mask.astype(bool), ahead, segments, bias)
+
+_LEARNED = "bias", "sinks"
+OF_HEADS = "bias", "sinks", "slopes"
+"""The optional operands that have numbers for each query head."""
+
+
+@dataclass(frozen=True)
+class OfHeads:
+    """The spec of an operand that has numbers for each query head, and the bytes of an element."""
+
+    spec: Spec
+    bytes: int = FLOAT32
 
 
 @dataclass(frozen=True)
 class Extras:
-    """The optional operands that are given, and the bias's spec and buckets."""
+    """The optional operands that are given, the specs of those with numbers for each head, and the options."""
 
     masked: bool = False
     segmented: bool = False
     shifted: bool = False
-    bias: Spec | None = None
+    bias: OfHeads | None = None
+    sinks: OfHeads | None = None
+    slopes: OfHeads | None = None
     buckets: Buckets | None = None
-    bias_bytes: int = FLOAT32
-    """The bytes of an element of the bias."""
+    limits: Limits = UNLIMITED
     alike: bool = False
     """Whether queries and keys have the same segments, so that each query attends at least to its own key."""
 
     @property
     def _given(self) -> tuple[bool, ...]:
-        return self.masked, self.segmented, self.segmented, self.bias is not None, self.shifted
+        of_heads = (each is not None for each in (self.bias, self.sinks, self.slopes))
+        return self.masked, self.segmented, self.segmented, *of_heads, self.shifted
+
+    @property
+    def of_heads(self) -> dict[str, OfHeads]:
+        """The operands with numbers for each head that are given, by name."""
+        found = {"bias": self.bias, "sinks": self.sinks, "slopes": self.slopes}
+        return {name: each for name, each in found.items() if each is not None}
+
+    @property
+    def learned(self) -> dict[str, OfHeads]:
+        """Those of them that have gradients."""
+        return {name: each for name, each in self.of_heads.items() if name in _LEARNED}
+
+    @property
+    def keeps_partial_sums(self) -> bool:
+        """Whether some gradient stays a partial sum, for which annotations cannot ask a compiler."""
+        return any(each.spec.reduced for each in self.learned.values())
 
     def named(self, operands: Sequence[jax.Array]) -> Given:
         """Return `Given.operands` by name; what is not given is None."""
@@ -173,49 +259,118 @@ class Extras:
     def specs(self, query: Spec, key: Spec) -> tuple[Spec, ...]:
         """Return the spec of each operand, in order."""
         queries, keys = (Spec(spec.dims[:2], spec.axes[:2]) for spec in (query, key))
-        of_each = (keys, queries, keys, self.bias, Spec((), ()))
+        of_heads = (None if each is None else each.spec for each in (self.bias, self.sinks, self.slopes))
+        of_each = (keys, queries, keys, *of_heads, Spec((), ()))
         return tuple(spec for spec, given in zip(of_each, self._given) if given and spec is not None)
 
     @property
     def gradients(self) -> tuple[Spec, ...]:
-        """The spec of the bias's gradient; empty without a bias."""
-        return () if self.bias is None else (self.bias.cotangent,)
+        """The specs of the gradients of bias and sinks, as far as they are given."""
+        return tuple(each.spec.cotangent for each in self.learned.values())
 
     def bring(self, query: Spec, heads: int, ctx: Context) -> dict[str, tuple[Step, ...]]:
-        """Return the chain that brings the bias to the query heads; empty without a bias."""
-        if self.bias is None:
-            return {}
-        used, sizes = by_heads(self.bias, query), sizes_of(self.bias, (self.count, heads))
-        return {"bias": move(self.bias, used, sizes, ctx.mesh, self.bias_bytes, ctx.chip, "bias")}
+        """Return the chains that bring the operands with numbers for each head to the query heads."""
+        return {
+            name: move(
+                each.spec, by_heads(each.spec, query), self._sizes(each, heads), ctx.mesh, each.bytes, ctx.chip, name
+            )
+            for name, each in self.of_heads.items()
+        }
 
     def back(self, query: Spec, heads: int, ctx: Context) -> dict[str, tuple[Step, ...]]:
-        """Return the chain of the bias's gradient, of which each device has the sum over its own rows and queries."""
-        if self.bias is None:
-            return {}
-        made = by_heads(self.bias, query).with_partial((*query.axes[0], *query.axes[1]))
-        sizes, name = sizes_of(self.bias, (self.count, heads)), "gradient of bias"
-        return {"d_bias": move(made, self.bias.cotangent, sizes, ctx.mesh, FLOAT32, ctx.chip, name)}
+        """Return the chains of their gradients, of which each device has the sums over its own rows and queries."""
+        found = {}
+        for name, each in self.learned.items():
+            made = by_heads(each.spec, query).with_partial((*query.axes[0], *query.axes[1]))
+            sizes, of = self._sizes(each, heads), f"gradient of {name}"
+            found[f"d_{name}"] = move(made, each.spec.cotangent, sizes, ctx.mesh, FLOAT32, ctx.chip, of)
+        return found
 
     def sent(self, chains: Chains, operands: Sequence[jax.Array]) -> Given:
-        """Return the operands by name after the chain of `bring`, inside a shard_map."""
+        """Return the operands by name after the chains of `bring`, inside a shard_map."""
         given = self.named(operands)
-        return given.with_table([chains.send("bias", x) for x in given.table])
+        return given._replace(**{name: chains.send(name, getattr(given, name)) for name in self.of_heads})
 
-    def cotangents(self, operands: Sequence[jax.Array], *d_bias: jax.Array) -> tuple[jax.Array | None, ...]:
-        """Return the cotangent of each operand, None for all but the bias."""
+    def send_back(self, chains: Chains, gradients: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+        """Return the gradients of bias and sinks after the chains of `back`, inside a shard_map."""
+        return tuple(chains.send(f"d_{name}", x) for name, x in zip(self.learned, gradients, strict=True))
+
+    def cotangents(self, operands: Sequence[jax.Array], *gradients: jax.Array) -> tuple[jax.Array | None, ...]:
+        """Return the cotangent of each operand, None for all but bias and sinks."""
         given = self.named(operands)
-        found = {"bias": d_bias[0].astype(given.table[0].dtype)} if d_bias else {}
+        found = dict(zip(self.learned, (d.astype(x.dtype) for d, x in zip(gradients, given.learned, strict=True))))
         return tuple(found.get(name) for name, x in given._asdict().items() if x is not None)
 
-    @property
-    def count(self) -> int:
-        """The number of buckets."""
-        return 0 if self.buckets is None else self.buckets.count
+    def terms(self, given: Given, queries: jax.Array, keys: jax.Array, ahead: jax.Array | None) -> Terms:
+        """Return the terms of queries and keys at the positions [1, L] and [1, T], or with a row for each of B."""
+        segments = None if given.of_queries is None or given.of_keys is None else (given.of_queries, given.of_keys)
+        bias = None if given.bias is None or self.buckets is None else Bias(float32(given.bias), self.buckets)
+        slopes, limits = None if given.slopes is None else float32(given.slopes), self.limits
+        placed = bias is not None or slopes is not None or limits.window is not None
+        seen = None if given.mask is None else given.mask.astype(bool)
+        return Terms(seen, ahead, segments, (queries, keys) if placed else None, bias, slopes, limits)
+
+    def _sizes(self, each: OfHeads, heads: int) -> dict[str, int]:
+        count = 0 if self.buckets is None else self.buckets.count
+        return sizes_of(each.spec, (count, heads)[-len(each.spec.dims) :])
 
 
-def by_heads(bias: Spec, query: Spec) -> Spec:
-    """Return the spec of a bias with the mesh axes of the query heads."""
-    return Spec(bias.dims, ((), query.axes[2]))
+def by_heads(spec: Spec, query: Spec) -> Spec:
+    """Return the spec of numbers for each query head, H last, with the mesh axes of the query heads."""
+    return Spec(spec.dims, (*((),) * (len(spec.dims) - 1), query.axes[2]))
+
+
+def read_limits(doing: str, causal: bool, window: Any, softcap: Any) -> Limits:
+    """Return the window and the soft cap.
+
+    Raises:
+        SpecError: the window is no whole number above 0, or attention is not causal; or the soft cap is no positive
+            number.
+    """
+    if window is not None:
+        size = whole(window)
+        if size is None or not 1 <= size < 2**31:
+            remedy = "It is the number of keys that a query sees, itself included: pass a whole number, 1 or more."
+            raise SpecError(f"{doing}: window is {shown(window)}.\n  {remedy}")
+        if not causal:
+            raise SpecError(
+                f"{doing}: a window is that of keys before a query, and attention is not causal.\n"
+                "  Leave window out, or attend causally."
+            )
+        window = size
+    if softcap is not None:
+        softcap = number(doing, "softcap", softcap)
+        if softcap <= 0:
+            raise SpecError(f"{doing}: softcap is {softcap}.\n  Pass a number above 0, or None for no cap.")
+    return Limits(window, softcap)
+
+
+def read_of_heads(
+    doing: str, name: str, x: Any, spec: str | Spec | None, query: Spec, heads: int, ctx: Context
+) -> tuple[jax.Array, OfHeads] | None:
+    """Return an array with one number for each query head, `sinks` or `slopes`, and its spec; None without one.
+
+    Raises:
+        SpecError: one of array and spec is missing, the spec does not fit the array, or there is not one number for
+            each query head.
+    """
+    if x is None and spec is None:
+        return None
+    if x is None or spec is None:
+        missing = name if x is None else f"{name}_spec"
+        raise SpecError(f"{doing}: {missing} is missing.\n  {name} and {name}_spec are given together.")
+    head = query.dims[2]
+    x = array(doing, name, x, "real numbers")
+    found = read(doing, spec, x, ctx, weight=name in _LEARNED)
+    if found.dims != (head,):
+        raise SpecError(
+            f"{doing}: '{found}' is not the spec of {name}, one number for each query head.\n"
+            f"  Write it '{head}', with the mesh axes that hold it."
+        )
+    if x.shape != (heads,):
+        fact = f"{name} have size {x.shape[0]}, not {heads}, the number of query heads."
+        raise report(SpecError, doing, [fault(found, head, fact)]) from None
+    return x, OfHeads(found, x.dtype.itemsize)
 
 
 def read_segments(doing: str, segments: Any, query: Spec, key: Spec, q: jax.Array, k: jax.Array) -> Sequence[jax.Array]:
@@ -243,7 +398,7 @@ def read_segments(doing: str, segments: Any, query: Spec, key: Spec, q: jax.Arra
 
 def read_bias(
     doing: str, bias: Any, bias_spec: str | Spec | None, buckets: Buckets | None, query: Spec, heads: int, ctx: Context
-) -> tuple[jax.Array, Spec, Buckets] | None:
+) -> tuple[jax.Array, OfHeads, Buckets] | None:
     """Return the table of a bias, its spec and its buckets; None if none of them is given.
 
     Raises:
@@ -277,7 +432,7 @@ def read_bias(
     ]
     if faults:
         raise report(SpecError, doing, faults) from None
-    return table, spec, buckets
+    return table, OfHeads(spec, table.dtype.itemsize), buckets
 
 
 def positions(length: int, first: jax.Array | int = 0) -> jax.Array:

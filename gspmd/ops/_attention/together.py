@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from gspmd.ops._attention.online import LOW, Attended
+from gspmd.ops._attention.terms import UNLIMITED, Limits
 
 TILE = 8
 """The number of rows that the matrix unit returns at a time."""
@@ -26,6 +27,8 @@ def attend_together(
     scale: float,
     key_scales: jax.Array | None = None,
     value_scales: jax.Array | None = None,
+    *,
+    limits: Limits = UNLIMITED,
 ) -> Attended:
     """Attend with one query of each head, as [B, 1, H].
 
@@ -40,6 +43,7 @@ def attend_together(
         q: [B, 1, H, D].
         k, v, scale, key_scales, value_scales: the arguments of `attend`.
         seen: [B, T] booleans; None for all.
+        limits: the soft cap of the scaled logits.
     """
     rows, _, heads, size = q.shape
     key_heads = k.shape[2]
@@ -49,6 +53,7 @@ def attend_together(
     logits = jnp.einsum("bhkd,btkd->bht", apart, k.astype(q.dtype), preferred_element_type=jnp.float32) * scale
     if key_scales is not None:
         logits *= key_scales.transpose(0, 2, 1)
+    logits = limits.capped(logits)
     if seen is not None:
         logits = jnp.where(seen[:, None], logits, LOW)
     top = jnp.max(logits, axis=-1, initial=LOW)

@@ -17,10 +17,19 @@ from gspmd.ops._attention.buckets import Buckets
 from gspmd.ops._attention.heads import Share, placed
 from gspmd.ops._attention.kernels import splash
 from gspmd.ops._attention.local import ALONE, MIXED, Shards, local_attention
-from gspmd.ops._attention.terms import Extras, Given, Terms, positions, read_bias, read_segments
+from gspmd.ops._attention.terms import (
+    Extras,
+    Given,
+    Terms,
+    positions,
+    read_bias,
+    read_limits,
+    read_of_heads,
+    read_segments,
+)
 from gspmd.ops.interface.operands import array
 from gspmd.ops.interface.options import flag, number
-from gspmd.ops.interface.planned_op import FLOAT32, Chains, fault, float32, planned_op, read, shard_index, sizes_of
+from gspmd.ops.interface.planned_op import Chains, fault, float32, planned_op, read, shard_index, sizes_of
 from gspmd.planner.graph.resharding import move
 from gspmd.planner.steps import Step
 from gspmd.planner.unknown import UnknownStep, UnknownSteps, is_unknown
@@ -41,6 +50,10 @@ def attention(
     bias: jax.Array | None = None,
     bias_spec: str | Spec | None = None,
     buckets: Buckets | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: jax.Array | None = None,
+    sinks_spec: str | Spec | None = None,
 ) -> jax.Array:
     """Scaled dot-product attention: softmax(scale · q·kᵀ + bias + mask) · v, heads in groups that share a key head.
 
@@ -77,13 +90,21 @@ def attention(
             gradient is summed over the axes of B and L, or stays a partial sum over those that are `reduced`:
             `"RH_yz reduced-x"`.
         buckets: the buckets of relative positions, as many as R.
+        window: the number of keys that a query sees, itself included: a query at position p of a row attends only to
+            keys at positions j > p - window. None for all; only with `causal`.
+        softcap: logits become softcap · tanh(scale · q·k / softcap), before bias and mask, as in Gemma 2.
+        sinks: [H] a learned logit of each query head that is added to the softmax's denominator and has no value, as in
+            gpt-oss: p_j = exp(l_j) / (Σ exp(l_j) + exp(sink)).
+        sinks_spec: the spec of `sinks`, `"H_yz"`. They are moved, and their gradient is summed or stays a partial sum,
+            as for `bias`.
 
     Returns:
         [B, L, H, D] in q's dtype; logits, biases and softmax are float32. A query that may attend to nothing,
         such as one of padding on the left or of segment 0, gets 0.
 
     Raises:
-        SpecError: a spec does not fit its array or the mesh, or the shapes do not agree.
+        SpecError: a spec does not fit its array or the mesh, the shapes do not agree, or there is a window and
+            attention is not causal.
         PlanError: by the specs of batch or heads a device lacks keys that it needs; or keys are sharded along the
             sequence, and `offset` is given or zigzag order does not divide the length.
 
@@ -98,7 +119,8 @@ def attention(
     Source: Vaswani et al. 2017 (arXiv 1706.03762), section 3.2.1; Shazeer 2019 (arXiv 1911.02150) and Ainslie et al.
         2023 (arXiv 2305.13245) for shared key heads; Pope et al. 2022 (arXiv 2211.05102), section 3.3, for the layouts;
         Liu et al. 2023 (arXiv 2310.01889) for the ring; Raffel et al. 2020 (arXiv 1910.10683), section 2.1, for the
-        bias.
+        bias; Beltagy et al. 2020 (arXiv 2004.05150), section 3.1, for the window; Gemma Team 2024 (arXiv 2408.00118),
+        section 2, for the soft cap; OpenAI 2025 (arXiv 2508.10925), section 2.2, for the sinks.
     Differs: forward-mode differentiation works under lowering "xla" only.
     """
     ctx = context()
@@ -110,13 +132,20 @@ def attention(
     _check_shapes(doing, query, key, q, k, v, mask)
     of_queries, of_keys = (None, None) if segments is None else read_segments(doing, segments, query, key, q, k)
     table, of_table, buckets = read_bias(doing, bias, bias_spec, buckets, query, q.shape[2], ctx) or (None, None, None)
+    sinks, of_sinks = read_of_heads(doing, "sinks", sinks, sinks_spec, query, q.shape[2], ctx) or (None, None)
     shifted = not (isinstance(offset, int) and offset == 0)
-    bias_bytes = FLOAT32 if table is None else table.dtype.itemsize
-    alike = segments is not None and segments[0] is segments[1]
-    extras = Extras(mask is not None, segments is not None, shifted, of_table, buckets, bias_bytes, alike)
-    more = Given(mask, of_queries, of_keys, table, _position(doing, offset) if shifted else None).operands
-    # annotations cannot ask a compiler for a partial sum
-    compiler_chooses = ctx.compiler_chooses and not (of_table is not None and of_table.reduced)
+    extras = Extras(
+        masked=mask is not None,
+        segmented=segments is not None,
+        shifted=shifted,
+        bias=of_table,
+        sinks=of_sinks,
+        buckets=buckets,
+        limits=read_limits(doing, causal, window, softcap),
+        alike=segments is not None and segments[0] is segments[1],
+    )
+    more = Given(mask, of_queries, of_keys, table, sinks, offset=_position(doing, offset) if shifted else None).operands
+    compiler_chooses = ctx.compiler_chooses and not extras.keeps_partial_sums
     if key.without_trivial(ctx.mesh).axes[1]:
         from gspmd.ops._attention import ring  # imported here, since most attention does not need it
 
@@ -202,8 +231,8 @@ def _attend(extras: Extras, causal: bool, scale: float | None, shards: Shards, q
     starts = [start for start in (first, given.offset) if start is not None]
     ahead = jnp.asarray(sum(starts), jnp.int32) if starts else None
     queries = positions(q.shape[1], 0 if ahead is None else ahead)
-    terms = given.terms(queries, positions(k.shape[1]), ahead, extras.buckets)
-    return terms.real(local_attention(*terms.cleared(q, k, v), terms, causal, scale, shards))
+    terms = extras.terms(given, queries, positions(k.shape[1]), ahead)
+    return terms.real(local_attention(*terms.cleared(q, k, v), terms, causal, scale, shards, given.sinks))
 
 
 def _check_shapes(doing: str, query: Spec, key: Spec, q, k, v, mask) -> None:
@@ -246,8 +275,8 @@ def _backward(core: _Core, ctx: Context, residuals, g: jax.Array):
     ins = (core.query, core.query, core.key, core.key, *of_kept, *core.extras.specs(core.query, core.key))
     outs = (core.query, core.key, core.key, *core.extras.gradients)
     name = f"gradient of attention {core.query}, {core.key}"
-    d_q, d_k, d_v, *d_bias = run(ctx, name, steps, body, ins, outs, g, q, k, v, *kept, *more)
-    return d_q, d_k, d_v, *core.extras.cotangents(more, *d_bias)
+    d_q, d_k, d_v, *learned = run(ctx, name, steps, body, ins, outs, g, q, k, v, *kept, *more)
+    return d_q, d_k, d_v, *core.extras.cotangents(more, *learned)
 
 
 _core = planned_op(_forward, _backward, lambda core: f"attention {core.query}, {core.key}")
@@ -287,14 +316,14 @@ def _gradient(core: _Core, heads: int, shape: tuple[int, ...], width: int, ctx: 
             terms, of_tokens = core.kernel_terms(more)
             picked, unpick = jax.vjp(lambda q, k, v: terms.cleared(q, *core.share.pick(k, v)), q, k, v)
             given = *picked, of_tokens, out, normaliser, terms.real(g)
-            (d_q, d_k, d_v), d_bias = unpick(splash.gradients(core.scale_of(q), *given)), ()
+            (d_q, d_k, d_v), learned = unpick(splash.gradients(core.scale_of(q), *given)), ()
         else:
             given = core.extras.sent(chains, more)
-            attend = lambda q, k, v, *table: core.attend(q, k, v, *given.with_table(table).operands)  # noqa: E731
-            _, transpose = jax.vjp(attend, q, k, v, *map(float32, given.table))
-            d_q, d_k, d_v, *d_bias = transpose(g)
+            attend = lambda q, k, v, *learned: core.attend(q, k, v, *given.with_learned(learned).operands)  # noqa: E731
+            _, transpose = jax.vjp(attend, q, k, v, *map(float32, given.learned))
+            d_q, d_k, d_v, *learned = transpose(g)
         d_k, d_v = chains.send("d_key", d_k), chains.send("d_value", d_v)
-        return d_q, d_k, d_v, *(chains.send("d_bias", x) for x in d_bias)
+        return d_q, d_k, d_v, *core.extras.send_back(chains, learned)
 
     return chains.steps, body
 

@@ -1,0 +1,194 @@
+"""Windows, soft caps and sinks, alone and together, in every placement, whole and in blocks."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import gspmd
+from gspmd.ops import attention
+from gspmd.ops._attention.blocks import Blocks
+from tests.ops.test_attention_segments import CUBE, ROW, arrays, order_of, segments
+from tests.references.attention import written_out
+
+RNG = np.random.default_rng(0)
+CASES = {
+    # query heads, key heads, queries, keys, mesh, query spec, key spec, spec of the sinks
+    "rows and heads": (6, 3, 10, 10, {"x": 2, "y": 3}, "B_xLH_yD", "B_xTK_yD", "H_y"),
+    "sinks elsewhere": (8, 2, 8, 8, {"x": 4, "y": 2}, "B_yLH_xD", "B_yTKD", "H_y"),
+    "queries split along the sequence": (4, 2, 8, 8, CUBE, "B_zL_xH_yD", "B_zTK_yD", "H_y"),
+    "a ring": (3, 3, 16, 16, ROW, "BL_xHD", "BT_xKD", "H"),
+    "a ring of two key heads": (8, 2, 16, 16, {"x": 2, "y": 4}, "BL_xH_yD", "BT_xKD", "H_y"),
+}
+TERMS = [
+    {"window": 3}, {"softcap": 0.7}, {"sinks": True}, {"window": 1, "sinks": True}, {"window": 5, "softcap": 1.5},
+    {"window": 4, "softcap": 0.7, "sinks": True},
+]  # fmt: skip
+WITH = ["", "mask", "segments", "offset"]
+LOWERINGS = ["blocking", "xla", "looped", "auto"]
+DRAWS = 60
+
+
+def draw(seed):
+    """A placement, a lowering and terms, so that any two of them meet soon."""
+    rng = np.random.default_rng(seed)
+    case, lowering = list(CASES)[seed % 5], LOWERINGS[seed // 5 % 4] if seed < 20 else str(rng.choice(LOWERINGS))
+    terms = dict(TERMS[seed % 6])
+    more = str(rng.choice(WITH[:3] if "ring" in case else WITH))
+    return case, lowering, terms, more
+
+
+def check(seed, axis_type, check_form):
+    case, lowering, terms, more = draw(seed)
+    heads, key_heads, queries, keys, mesh, query, key, of_sinks = CASES[case]
+    order = order_of(mesh, query, key, keys, True)
+    at = [np.arange(n) if order is None else order for n in (queries, keys)]
+    given, specs, options, names = [*arrays(heads, key_heads, queries, keys)], [query, key, key], {}, []
+    if terms.pop("sinks", False):
+        given.append(2 * RNG.normal(size=heads).astype(np.float32))
+        specs.append(of_sinks)
+        names, options = ["sinks"], {"sinks_spec": of_sinks}
+    wrt = tuple(range(len(given)))
+    first, second = (str(gspmd.Spec(s.dims[:2], s.axes[:2])) for s in map(gspmd.Spec.parse, (query, key)))
+    if more == "mask":
+        given.append(RNG.random((4, keys)) < 0.7)
+        specs, names = [*specs, second], [*names, "mask"]
+    elif more == "segments":
+        given += [x[:, where] for x, where in zip(segments(queries, keys), at)]
+        specs, names = [*specs, first, second], [*names, "first", "second"]
+    elif more == "offset":
+        options["offset"], at[0] = -1 if seed % 2 else 2, at[0] + (-1 if seed % 2 else 2)
+
+    def named(arrays):
+        found = dict(zip(names, arrays))
+        if "first" in found:
+            found["segments"] = found.pop("first"), found.pop("second")
+        return found
+
+    return check_form(
+        lambda q, k, v, *more: attention(q, k, v, query, key, **named(more), **terms, **options),
+        lambda q, k, v, *more: written_out(q, k, v, at=at, **named(more), **terms),
+        given, specs, query, mesh=mesh, axis_type=axis_type, lowering=lowering, wrt=wrt,
+    )  # fmt: skip
+
+
+@pytest.mark.turns(4)
+@pytest.mark.parametrize("seed", range(DRAWS))
+def test_value_and_gradients(seed, axis_type, check_form):
+    check(seed, axis_type, check_form)
+
+
+@pytest.mark.turns(3)
+@pytest.mark.parametrize("seed", range(DRAWS, 2 * DRAWS))
+def test_in_blocks(seed, axis_type, check_form, tiny_blocks):
+    check(seed, axis_type, check_form)
+
+
+def test_a_query_that_sees_nothing_gives_nothing_to_its_sink(make_mesh):
+    """Half a probability is that of the sink; where no key is seen, output and all gradients are 0."""
+    q, v = np.zeros((1, 3, 2, 2), np.float32), np.ones((1, 3, 2, 2), np.float32)
+    mask, sinks = np.array([[False, True, True]]), np.log([1.0, 3.0]).astype(np.float32)
+    with jax.set_mesh(make_mesh({"x": 1}, "auto")):
+        attend = lambda sinks, mask: attention(q, v, v, "BLHD", "BTKD", mask=mask, sinks=sinks, sinks_spec="H")  # noqa: E731
+        np.testing.assert_allclose(attend(sinks, mask)[0, :, :, 0], [[0, 0], [1 / 2, 1 / 4], [2 / 3, 2 / 5]], rtol=1e-6)
+        slope = jax.grad(lambda sinks: attend(sinks, mask & False).sum())(sinks)
+        np.testing.assert_array_equal(slope, [0, 0])
+        none = attend(np.full(2, -np.inf, np.float32), mask)
+    np.testing.assert_allclose(none[0, :, :, 0], [[0, 0], [1, 1], [1, 1]], rtol=1e-6)
+
+
+@pytest.mark.parametrize(("causal", "window"), [(True, 5), (True, 1), (True, 40), (True, None), (False, None)])
+def test_blocks_that_no_query_sees_are_left_out(causal, window):
+    """Every pair that is seen is in exactly one block, and every block has one, or is the only one of its queries."""
+    for rows, queries, keys, block in ((2, 24, 24, (1, 4, 6)), (1, 24, 10, (1, 8, 4)), (1, 21, 21, (1, 7, 5))):
+        blocks, count = Blocks(*block), np.zeros((rows, queries, keys), int)
+        starts = blocks.starts(rows, queries, keys, causal, window)
+        relative = np.arange(keys)[None] - np.arange(queries)[:, None]
+        seen = np.ones_like(relative, bool) if not causal else relative <= 0
+        seen = seen if window is None else seen & (relative > -window)
+        for row, query, key, new in starts:
+            here = slice(row, row + block[0]), slice(query, query + block[1]), slice(max(key, new), key + block[2])
+            count[here] += 1
+            others = (starts[:, 0] == row) & (starts[:, 1] == query)
+            assert (new == blocks.first_key(query, keys, window)) == (new == starts[others, 3].min())
+            assert seen[here[1:]].any() or others.sum() == 1
+        assert count.max() == 1
+        assert (count == 1)[:, seen].all()
+
+
+def test_a_window_leaves_out_products(make_mesh):
+    """Of 16 by 16 blocks of 2,048, a window of 2,048 leaves 31 of the 136 that causality leaves."""
+    q = jax.ShapeDtypeStruct((1, 32768, 2, 8), jnp.bfloat16)
+
+    def trips(**more):
+        with jax.set_mesh(make_mesh({"x": 1}, "auto")):
+            jaxpr = jax.make_jaxpr(lambda q, k, v: attention(q, k, v, "BLHD", "BTKD", **more))(q, q, q)
+        return max(map(int, re.findall(r"length=(\d+)", str(jaxpr))))
+
+    assert (trips(), trips(window=2048)) == (136, 31)
+
+
+@pytest.mark.slow
+def test_higher_derivatives_and_vmap_in_blocks(tiny_blocks, make_mesh):
+    given = [np.stack([x, 2 * x]) for x in (*arrays(2, 1, 7, 7), RNG.normal(size=2).astype(np.float32))]
+    options = {"window": 3, "softcap": 0.7}
+
+    def slopes(f):
+        inner = jax.grad(lambda *a: jnp.sum(jnp.sin(f(*a))), argnums=(0, 3))
+        return jax.jit(jax.vmap(jax.grad(lambda *a: sum(jnp.sum(jnp.cos(x)) for x in inner(*a)), argnums=(0, 1, 2, 3))))
+
+    want = slopes(lambda q, k, v, sinks: written_out(q, k, v, sinks=sinks, **options))(*given)
+    with jax.set_mesh(make_mesh({"x": 1}, "auto")), gspmd.lowering("xla"):
+        attend = lambda q, k, v, s: attention(q, k, v, "BLHD", "BTKD", sinks=s, sinks_spec="H", **options)  # noqa: E731
+        got = slopes(attend)(*given)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-4), got, want)
+
+
+@pytest.mark.parametrize("in_blocks", [False, True])
+def test_forward_mode(in_blocks, make_mesh, request):
+    if in_blocks:
+        request.getfixturevalue("tiny_blocks")
+    given = (*arrays(4, 2, 9, 9), RNG.normal(size=4).astype(np.float32))
+    moving, options = (*arrays(4, 2, 9, 9), RNG.normal(size=4).astype(np.float32)), {"window": 4, "softcap": 0.9}
+    want = jax.jvp(lambda q, k, v, sinks: written_out(q, k, v, sinks=sinks, **options), given, moving)
+    with jax.set_mesh(make_mesh({"x": 2, "y": 2}, "auto")), gspmd.lowering("xla"):
+        attend = lambda q, k, v, s: attention(q, k, v, "B_xLH_yD", "B_xTK_yD", sinks=s, sinks_spec="H_y", **options)  # noqa: E731
+        got = jax.jit(lambda *both: jax.jvp(attend, *both))(given, moving)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5), got, want)
+
+
+def test_reduced_sinks_keep_their_gradient_a_partial_sum(make_mesh, place):
+    mesh, given = make_mesh({"x": 2, "y": 2}), arrays(4, 2, 8, 8)
+    sinks = RNG.normal(size=4).astype(np.float32)
+    want = jax.grad(lambda s: written_out(*given, sinks=s).sum())(sinks)
+    with jax.set_mesh(mesh):
+        q, k, v = (place(mesh, x, spec) for x, spec in zip(given, ("B_xLH_yD", "B_xTK_yD", "B_xTK_yD")))
+        for lowering in ("blocking", "xla"):
+            with gspmd.lowering(lowering):
+                spec = gspmd.Spec.parse("H_y reduced-x").partition_spec()
+                placed = jax.device_put(sinks, jax.NamedSharding(mesh, spec))
+                specs = {"query_spec": "B_xLH_yD", "key_spec": "B_xTK_yD", "sinks_spec": "H_y reduced-x"}
+                got = jax.jit(jax.grad(lambda s, specs=specs: attention(q, k, v, sinks=s, **specs).sum()))(placed)
+            assert jax.typeof(got).sharding.spec.unreduced == {"x"}
+            np.testing.assert_allclose(gspmd.reshard(got, "H_y partialsum-x -> H_y"), want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"window": 0}, "window is 0.\n  It is the number of keys that a query sees, itself included: pass a whole"),
+        ({"window": 2.5}, "window is 2.5."),
+        ({"window": 4, "causal": False}, "attention is not causal.\n  Leave window out, or attend causally."),
+        ({"softcap": -1.0}, "softcap is -1.0.\n  Pass a number above 0, or None for no cap."),
+        ({"sinks": np.ones(4)}, "sinks_spec is missing.\n  sinks and sinks_spec are given together."),
+        ({"sinks_spec": "H"}, "sinks is missing."),
+        ({"sinks": np.ones(3), "sinks_spec": "H"}, "sinks have size 3, not 4, the number of query heads."),
+        ({"sinks": np.ones(4), "sinks_spec": "K"}, "'K' is not the spec of sinks, one number for each query head."),
+        ({"sinks": np.ones((4, 1)), "sinks_spec": "HD"}, "'HD' is not the spec of sinks"),
+    ],
+)
+def test_refuses_what_does_not_fit(given, message, make_mesh):
+    with jax.set_mesh(make_mesh({"x": 2}, "auto")), pytest.raises(gspmd.SpecError, match=re.escape(message)):
+        attention(*arrays(4, 2, 8, 8), "B_xLHD", "B_xTKD", **given)
