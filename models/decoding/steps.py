@@ -171,7 +171,7 @@ def _read(
     if counts is not None and model.config.moe:
         real = jnp.arange(length)[None] < counts[:, None]
         context = replace(context, real=moved(real, whole, tokens_spec(layout)))
-    chunk = replace(Chunk.at(cache.lengths, length, model), fresh=fresh)
+    chunk = replace(Chunk.at(cache.lengths, length, model), counts=counts, fresh=fresh)
     definition, weights = model.stacked()
     read = cache.source
 
@@ -207,17 +207,25 @@ def _read(
         key = key.with_axes(key.dims[2], ())  # one key for all heads
     with jax.named_scope("cache"):
         keys, values, key_scales, value_scales = (
-            held and tuple(_written(array, each[which], chunk, key) for array, each in zip(held, new))
+            held
+            and tuple(
+                _written(array, each[which], chunk, key, ring) for array, each, ring in zip(held, new, chunk.rings)
+            )
             for which, held in enumerate(cache.layers)
         )
     return x, Cache(keys, values, key_scales, value_scales, cache.lengths + added, cache.source)
 
 
-def _written(array: jax.Array, new: jax.Array, chunk: Chunk, key: Spec) -> jax.Array:
-    """Return keys, values or scales of all layers with the new ones appended to each row."""
+def _written(array: jax.Array, new: jax.Array, chunk: Chunk, key: Spec, ring: bool) -> jax.Array:
+    """Return keys, values or scales of all layers with the new ones appended to each row.
+
+    What stands beyond a row's real tokens is overwritten by the next ones. In a ring it would replace tokens that are
+    still attended to, so there it is not written.
+    """
     narrow = array.ndim == 4  # scales, which lack dimension D
     specs = (spec.without(spec.dims[3]) if narrow else spec for spec in (chunk.spec, key))
-    return ops.write_cache(array, new, *specs, lengths=chunk.lengths)
+    real: dict[str, Any] = {"ring": True, "counts": chunk.counts} if ring else {}
+    return ops.write_cache(array, new, *specs, lengths=chunk.lengths, **real)
 
 
 @dataclass(frozen=True)
@@ -230,6 +238,8 @@ class Chunk:
         source_spec: spec of the cache of one layer of encoded sources.
         angles: `angles_at` the positions of the chunk's tokens, by the kind of a layer and the mesh axes that shard
             their B and L; empty unless queries and keys are rotated.
+        rings: for each block of the pattern, whether its cache is a ring, as that of a sliding layer is.
+        counts: [B] int32, number of real tokens of each row; None for all.
         fresh: whether the cache holds no tokens yet.
     """
 
@@ -237,6 +247,8 @@ class Chunk:
     spec: Spec
     source_spec: Spec
     angles: Mapping[tuple[str, tuple[tuple[str, ...], ...]], Angles]
+    rings: tuple[bool, ...]
+    counts: jax.Array | None = None
     fresh: bool = False
 
     @classmethod
@@ -253,7 +265,8 @@ class Chunk:
         rotated = [(kind, rotary) for kind in config.kinds if (rotary := config.rotary_of(kind)) is not None]
         angles = {(kind, axes): found[rotary, axes] for kind, rotary in rotated for axes in places}
         held = cache_spec(layout, latent=config.latent is not None)
-        return cls(lengths, held, cache_spec(layout, CROSS), angles)
+        rings = tuple(config.layer_kind(place) == "sliding" for place in range(config.pattern))
+        return cls(lengths, held, cache_spec(layout, CROSS), angles, rings)
 
 
 class LayerCache:
