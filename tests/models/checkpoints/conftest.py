@@ -93,7 +93,8 @@ def reference(transformers, tmp_path_factory):
 
         kind, entries = CASES[name]
         torch.manual_seed(0)
-        model = getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}Config")(**entries)).eval()
+        theirs = getattr(transformers, f"{kind}ForCausalLM")
+        model = theirs(theirs.config_class(**entries)).eval()
         with torch.no_grad():
             for path, value in model.named_parameters():
                 norm = path.endswith(("norm.weight", "ln_1.weight", "ln_f.weight"))
