@@ -351,7 +351,7 @@ class ModelConfig:
 
 def _of_experts(tensor: Tensor) -> bool:
     """Return whether each expert has such a parameter; a router has only an output for each."""
-    return "X" in dims_of(tensor.key) and not tensor.key.startswith("moe.router")
+    return "X" in dims_of(tensor.key) and not tensor.key.startswith(("moe.router", "moe.choice_bias"))
 
 
 _WIDTHS = ("kv_heads", "head_size", "feed_forward")

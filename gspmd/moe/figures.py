@@ -7,7 +7,7 @@ from gspmd.annotate import Spec
 from gspmd.annotate.equation import Equation, Via
 from gspmd.moe.config import ROUTERS, MoEConfig
 from gspmd.moe.places import GroupedSpecs
-from gspmd.moe.routers.routing import Routing, every_token, finite, per_expert
+from gspmd.moe.routers.routing import Routing, every_token, finite, log_scores, per_expert
 from gspmd.ops._einsum import einsum
 
 _SUMS = ("dropped", "entropy", "confidence")  # summed over tokens
@@ -21,7 +21,8 @@ def summarize(routing: Routing, logits: jax.Array, config: MoEConfig, mask: jax.
     choices of each expert.
     """
     real = every_token(logits, mask)
-    log_p = jax.nn.log_softmax(jax.lax.stop_gradient(finite(logits[..., : config.experts])), axis=-1)
+    scores = log_scores(finite(logits[..., : config.experts]), config)
+    log_p = jax.nn.log_softmax(jax.lax.stop_gradient(scores), axis=-1)
     p = jnp.exp(log_p)
     per_token = jnp.stack([_dropped(routing, config), -jnp.sum(p * log_p, axis=-1), jnp.max(p, axis=-1)], axis=-1)
     sums = jnp.sum(jnp.where(real[..., None], per_token, 0), axis=1)
