@@ -78,7 +78,8 @@ def expert_layer(
         The weighted auxiliary loss, a float32 scalar, the mean over the groups with a real token.
         Statistics of the real tokens: "load" [X], the share of choices sent to each expert; "dropped", the share of
         choices without a slot (in expert choice, of tokens that no expert took); and, averaged over tokens, "entropy"
-        of the router's probabilities in nats, and "confidence", the largest probability.
+        of the router's probabilities in nats, and "confidence", the largest probability. With `bias_rate` also "sent"
+        [X], the number of choices sent to each expert.
 
     Raises:
         LayoutError: the layout shards a group or its slots over several devices, or moves rows of dropless twice.
@@ -112,7 +113,7 @@ def expert_layer(
         y = (by_rows if config.dispatch == "dropless" else by_slots)(x, routing, experts, places)
     else:
         y = jnp.zeros_like(x)  # factor 0: no token has an expert, and nothing is sent
-    return y, *figures(summary, places, padded=mask is not None)
+    return y, *figures(summary, places, config, padded=mask is not None)
 
 
 _OF_ROUTER = ("router", "router_noise", "router_bias", "choice_bias")
