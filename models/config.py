@@ -89,7 +89,7 @@ class ModelConfig:
     feed_forward: int = 256
     """Width of the feed-forward layer, or of one expert."""
     activation: str = "swiglu"
-    """swiglu or geglu (two weights in), gelu (its tanh form), gelu_exact or relu."""
+    """swiglu, swiglu_clamped (gpt-oss) or geglu (two weights in), gelu (its tanh form), gelu_exact, relu or silu."""
     ffn_bias: bool = False
     """Whether the matrices of feed-forward layers, and of experts, have biases."""
     block: str = "serial"

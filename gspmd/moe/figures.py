@@ -37,7 +37,7 @@ def figures(
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Reduce the summaries of all groups to the mean loss and the statistics, by one sum over the axes of G.
 
-    If training changes the bias of the choice, the statistics have "sent" [X] too, the number of choices of each expert.
+    If training changes the bias of the choice, the statistics also have "sent" [X], the choices of each expert.
     """
     spec = places.per_group("S")
     # The via makes each device sum its groups first, so that the all-reduce does not grow with the number of groups.

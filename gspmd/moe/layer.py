@@ -71,7 +71,7 @@ def expert_layer(
         key: the random key of training's draws: jitter of the router's input, second experts, expert dropout.
         train: True for the capacity and the draws of training, False for those of evaluation.
         mask: [G, L] bool, False for padding, sharded like the tokens; None if every token is real.
-        activation: "swiglu", "geglu", "gelu", "gelu_exact" or "relu".
+        activation: a name of `ACTIVATIONS` in `gspmd.moe.experts.activation`, such as "swiglu" or "gelu".
 
     Returns:
         The answers [G, L, E], sharded like x; 0 for a token that no expert took.

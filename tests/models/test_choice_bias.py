@@ -128,5 +128,6 @@ def test_stages_refuse_a_bias_that_is_not_trained():
         trained_paths(CONFIG, layout)
     assert str(error.value) == (
         "cannot train this model:\n"
-        "  the stages of a pipeline train all parameters, and moe.choice_bias is not trained; leave it, or the stages, out."
+        "  the stages of a pipeline train all parameters, and moe.choice_bias is not trained; leave it, or the stages,"
+        " out."
     )

@@ -29,6 +29,8 @@ FAMILIES = {
         "qkv_bias": True, "out_bias": True, "ffn_bias": True, "activation": "geglu", "norm": "layer",
         "output_bias": True, "qk_norm": True,
     },
+    "clamped": {"activation": "swiglu_clamped", "ffn_bias": True, "qkv_bias": True, "out_bias": True},
+    "plain silu": {"activation": "silu"},
     "exact": {"activation": "gelu_exact", "norm": "layer", "rotary_pairs": "neighbours", "block": "parallel"},
 }  # fmt: skip
 CASES = [
@@ -41,6 +43,8 @@ MORE = [
     ("qwen2", "weight-stationary-1d", "blocking", "auto"),
     ("every bias", "megatron-1d", "xla", "explicit"),
     ("exact", "weight-gathered-xyz", "xla", "auto"),
+    ("clamped", "megatron-1d", "looped", "explicit"),
+    ("plain silu", "weight-stationary-2d", "blocking", "explicit"),
 ]
 CASES += [pytest.param(*case, marks=pytest.mark.slow) for case in MORE]
 

@@ -153,7 +153,11 @@ def on_one_device(config: MoEConfig, activation: str = "swiglu", biased: bool = 
         bias = {name: w[f"b_{name}"][None, :, None] if biased else 0 for name in ("in", "gate", "out")}
         up = jnp.einsum("GXCE,XEF->GXCF", slots, w["w_in"]) + bias["in"]
         gate = jnp.einsum("GXCE,XEF->GXCF", slots, w["w_gate"]) + bias["gate"]
-        h = jax.nn.silu(gate) * up if activation == "swiglu" else getattr(jax.nn, activation)(up)
+        if activation == "swiglu_clamped":
+            bounded = jnp.clip(gate, max=7)
+            h = bounded * jax.nn.sigmoid(1.702 * bounded) * (1 + jnp.clip(up, -7, 7))
+        else:
+            h = jax.nn.silu(gate) * up if activation == "swiglu" else getattr(jax.nn, activation)(up)
         y = combine(jnp.einsum("GXCF,XFE->GXCE", h, w["w_out"]) + bias["out"], routing)
         loss = jnp.mean(sum(routing.losses.values()))
         sent = jnp.stack([jnp.sum((routing.expert == e) & mask[..., None]) for e in range(X)])

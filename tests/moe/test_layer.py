@@ -59,8 +59,8 @@ OF_MODELS = [
     ("experts x zero", "auto", "xla", "DeepSeek-V3", "dropless", "swiglu", ""),
     ("2d", "explicit", "looped", "DeepSeek-V3", "onehot", "swiglu", ""),
     ("experts x model", "explicit", "looped", "DeepSeek-V2", "dropless", "swiglu", ""),
-    ("2d", "auto", "blocking", "gpt-oss", "sort", "swiglu", "biases"),
-    ("experts x data", "explicit", "xla", "gpt-oss", "dropless", "swiglu", "biases"),
+    ("2d", "auto", "blocking", "gpt-oss", "sort", "swiglu_clamped", "biases"),
+    ("experts x data", "explicit", "xla", "gpt-oss", "dropless", "swiglu_clamped", "biases"),
     ("data", "explicit", "blocking", "Llama 4", "dropless", "swiglu", ""),
     ("one axis", "auto", "looped", "Llama 4", "onehot", "swiglu", "biases"),
 ]
