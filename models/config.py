@@ -126,7 +126,7 @@ class ModelConfig:
     feed_forward: int = 256
     """Width of the feed-forward layer, or of one expert."""
     activation: str = "swiglu"
-    """swiglu or geglu (two weights in), gelu (its tanh form), gelu_exact or relu."""
+    """swiglu, swiglu_clamped (gpt-oss) or geglu (two weights in), gelu (its tanh form), gelu_exact, relu or silu."""
     ffn_bias: bool = False
     """Whether the matrices of feed-forward layers, and of experts, have biases."""
     norms: str = "before"
@@ -437,7 +437,7 @@ class ModelConfig:
 
 def _of_experts(tensor: Tensor) -> bool:
     """Return whether each expert has such a parameter; a router has only an output for each."""
-    return "X" in dims_of(tensor.key) and not tensor.key.startswith("moe.router")
+    return "X" in dims_of(tensor.key) and not tensor.key.startswith(("moe.router", "moe.choice_bias"))
 
 
 _WIDTHS = ("kv_heads", "head_size", "feed_forward")

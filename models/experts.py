@@ -23,7 +23,9 @@ from .placement import moved
 from .vectors import masked, padded_dimensions
 
 MATRICES = ("w_in", "w_gate", "w_out")
-VECTORS = ("router", "router_noise", "b_in", "b_gate", "b_out", "s_in", "s_gate", "s_out")
+VECTORS = (
+    "router", "router_noise", "router_bias", "choice_bias", "b_in", "b_gate", "b_out", "s_in", "s_gate", "s_out",
+)  # fmt: skip
 
 
 class Experts(Layer):

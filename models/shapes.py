@@ -25,7 +25,7 @@ from .vectors import shared_sizes, wide_sizes
 WIDE = (
     "norm", "norm_bias", "q_norm", "k_norm", "q_norm_all", "k_norm_all", "sinks", "positions", "latent_norm",
     "q_latent_norm", "b_q", "b_k", "b_v", "b_o", "b_in", "b_gate", "b_out", "bias", "relative", "router",
-    "router_noise", "shared_bias",
+    "router_noise", "router_bias", "choice_bias", "shared_bias",
 )  # fmt: skip
 """Names of the parameters that are always float32: norms, biases, scales, routers and tables of relative positions."""
 

@@ -24,10 +24,10 @@ from gspmd.training.state import TrainState
 from gspmd.training.step import Step, Update, building
 
 from .config import ModelConfig
-from .finetuning.freezing import trained_paths
+from .finetuning.freezing import CHOICE_BIAS, balanced_paths, trained_paths
 from .objective import loss, only_within, predicted
 from .parameters import gradient_specs, optimizer_specs, parameters, stages_axes
-from .placement import batch_spec
+from .placement import batch_spec, moved
 from .shapes import WIDE
 from .stages import check_rounds, check_splits, for_stages
 from .transformer import Transformer, arrays, with_arrays
@@ -138,6 +138,35 @@ class Language:
         value, figures = loss(model, _tokens(tokens), key=key, **how)
         return value, figures if predicted is None else figures | {"predicted": predicted}
 
+    def adjusted(
+        self,
+        layout: Layout,
+        still: Parameters,
+        figures: Mapping[str, jax.Array],
+        parts: int,
+        frozen: Sequence[str] = (),
+    ) -> tuple[Parameters, Mapping[str, jax.Array]]:
+        """Change the biases of the choice of experts: bias_i + rate · sign(mean load - load_i), in every layer.
+
+        A load is the number of choices of an expert in the whole batch, counted before capacity.
+
+        Source: Wang et al. 2024, Auxiliary-Loss-Free Load Balancing (arXiv 2408.15664), algorithm 1; DeepSeek-V3
+            (arXiv 2412.19437), section 2.1.2.
+        """
+        figures = dict(figures)
+        if (mean := figures.pop("sent", None)) is None:
+            return still, figures
+        sent = jnp.round(mean * parts)  # so that numbers of choices are exact, and equal ones equal
+        assert self.config.moe is not None
+        way = jnp.sign(jnp.sum(sent, axis=-1, keepdims=True) - self.config.moe.experts * sent)
+        rows, ways = parameters(self.config, layout), self._by_bias(layout, way)
+        after = {}
+        for path in balanced_paths(self.config, layout, frozen):
+            spec = rows[path].spec
+            new = still[path] + self.config.moe.bias_rate * moved(ways[path], Spec(spec.dims, ((), ())), spec)
+            after[path] = jax.lax.select(figures["non_finite"] == 0, new, still[path])
+        return {**still, **after}, figures
+
     def cross_entropy(self, layout: Layout, params: Mapping[str, Any], tokens: Batch, microbatches: int) -> jax.Array:
         """Return the mean next-token cross-entropy of an evaluation."""
 
@@ -160,6 +189,19 @@ class Language:
 
     def _placed(self, layout: Layout, params: Mapping[str, Any]) -> Transformer:
         return Transformer(self.config, layout, nested(params), self.dtype)
+
+    def _by_bias(self, layout: Layout, way: jax.Array) -> dict[str, jax.Array]:
+        """Split rows [layers with experts, X], of the encoder and then of the decoder, by paths of biases [N, X]."""
+        paths = {path: row.shape[0] for path, row in parameters(self.config, layout).items() if row.key == CHOICE_BIAS}
+        found, begin = {}, 0
+        for in_encoder in (True, False):
+            of_stack = [path for path in paths if path.startswith("encoder.") == in_encoder]
+            if of_stack:
+                count, places = paths[of_stack[0]], len(of_stack)
+                rows = way[begin : begin + count * places].reshape(count, places, -1)
+                found |= {path: rows[:, place] for place, path in enumerate(of_stack)}
+                begin += count * places
+        return found
 
     @property
     def _masked(self) -> dict[str, Any]:

@@ -143,6 +143,9 @@ def _block(
         yield "moe.router", "moe.router", begin
         if experts.noisy:
             yield "moe.router_noise", "moe.router_noise", zeros
+        for name in ("router_bias", "choice_bias"):
+            if getattr(experts, name):
+                yield f"moe.{name}", f"moe.{name}", zeros
     for name in ("w_in", "w_gate") if config.gated else ("w_in",):
         yield f"{section}.{name}", f"{section}.{name}", scaled("E", sizes)
     biases = [name for name in ("b_in", "b_gate") if config.ffn_bias and (config.gated or name == "b_in")]

@@ -43,7 +43,7 @@ def show_run(console: Console, settings: Any, arrangements: Sequence[Arrangement
     subject = own.trainable(settings)
     trained, rows = subject.trained(layout, training.frozen), subject.rows(layout)
     if len(trained) < len(rows):
-        lines["trained"] = f"{sum(math.prod(rows[path].shape) for path in trained):,} parameters, the others frozen"
+        lines["trained"] = f"{sum(math.prod(rows[path].shape) for path in trained):,} parameters, the others not"
     if layout.chosen:
         lines["alternatives"] = "; ".join(layout.chosen)
     if layout.padding:

@@ -22,6 +22,7 @@ class Kind:
         z_weight: its paper's weight of the z-loss.
         by_experts: whether experts choose tokens, instead of tokens choosing experts.
         noisy: whether a second matrix gives the width of the noise on the logits.
+        scored: whether scores, groups of experts, the bias of the choice and the gates' factor can be set.
     """
 
     choices: int | None
@@ -29,6 +30,7 @@ class Kind:
     z_weight: float = 0.0
     by_experts: bool = False
     noisy: bool = False
+    scored: bool = False
 
 
 ROUTERS = {
@@ -36,9 +38,10 @@ ROUTERS = {
     "gshard": Kind(2),
     "switch": Kind(1, jitter=1e-2),
     "st-moe": Kind(2, z_weight=1e-3),
-    "top-k": Kind(None),
+    "top-k": Kind(None, scored=True),
     "expert-choice": Kind(None, by_experts=True),
 }
+SCORES = ("softmax", "sigmoid")
 SLOT_FORMS = ("sort", "onehot")
 DISPATCHES = (*SLOT_FORMS, "dropless")
 
@@ -60,6 +63,16 @@ class MoEConfig:
             "st-moe" (Zoph et al. 2022), "top-k" (as Mixtral's), or "expert-choice" (Zhou et al. 2022).
         k: choices per token for noisy-top-k and top-k; None means 2. In other routers it is fixed.
         renormalize: whether top-k's gates are divided by their sum, as in Mixtral; False keeps probabilities.
+        scores: "softmax" of all logits, or "sigmoid" of each (DeepSeek-V3), from which top-k chooses and takes gates.
+        expert_groups: number of groups of consecutive experts; top-k chooses a token's experts from the best few.
+        kept_groups: number of groups that each token chooses from; None for all.
+        group_best: number of a group's best experts whose scores, added, are the group's: 2 in DeepSeek-V3, 1 in V2.
+        choice_bias: whether top-k chooses by score plus a bias of each expert, which no gate has and no loss trains.
+        bias_rate: change of that bias after every training step: up for experts with fewer choices than the mean, and
+            down for those with more (Wang et al. 2024); 0 leaves it.
+        gate_factor: factor of top-k's gates.
+        gate_inputs: whether the gate multiplies the expert's input, instead of its output (Llama 4); for k = 1.
+        router_bias: whether the router's logits have a bias, which is trained (gpt-oss).
         priority: whether slots go to the most confident tokens first (Riquelme et al. 2021), instead of in order.
         capacity_factor: slots per routed choice in training; with 0 no expert takes any token.
         evaluation_capacity_factor: slots per routed choice in evaluation.
@@ -94,6 +107,15 @@ class MoEConfig:
     router: str = "switch"
     k: int | None = None
     renormalize: bool = True
+    scores: str = "softmax"
+    expert_groups: int = 1
+    kept_groups: int | None = None
+    group_best: int = 2
+    choice_bias: bool = False
+    bias_rate: float = 0.0
+    gate_factor: float = 1.0
+    gate_inputs: bool = False
+    router_bias: bool = False
     priority: bool = False
     capacity_factor: float = 1.25
     evaluation_capacity_factor: float = 2.0
@@ -137,6 +159,11 @@ class MoEConfig:
         return ROUTERS[self.router].noisy
 
     @property
+    def chosen_groups(self) -> int:
+        """Number of groups of experts that a token chooses from."""
+        return self.expert_groups if self.kept_groups is None else self.kept_groups
+
+    @property
     def jitter_width(self) -> float:
         """Half-width of the uniform factor around 1 on the router's input in training."""
         return ROUTERS[self.router].jitter if self.jitter is None else self.jitter
@@ -173,22 +200,23 @@ class MoEConfig:
         return 1 if kind.by_experts else kind.choices or self.k or 2
 
 
-_MAY_BE_NONE = ("offset", "groups", "k", "z_weight", "jitter")
+_MAY_BE_NONE = ("offset", "groups", "k", "z_weight", "jitter", "kept_groups")
 
 
 def _number_faults(config: MoEConfig) -> Iterator[str]:
-    for name, least in (("experts", 1), ("every", 1), ("offset", 0), ("groups", 1), ("k", 1), ("shared", 0)):
+    for name, least in (("experts", 1), ("every", 1), ("offset", 0), ("groups", 1), ("k", 1), ("shared", 0),
+                        ("expert_groups", 1), ("kept_groups", 1), ("group_best", 1)):  # fmt: skip
         value = getattr(config, name)
         if not _fits(name, value, Integral, partial(le, least)):
             yield f"{name} is {shown(value)}; it must be a whole number, at least {least}."
     if isinstance(config.offset, int) and isinstance(config.every, int) and config.offset >= config.every > 0:
         yield f"offset is {config.offset}; it must be less than every, {config.every}."
     for name in ("capacity_factor", "evaluation_capacity_factor", "importance_weight", "load_weight", "aux_weight",
-                 "z_weight", "router_scale"):  # fmt: skip
+                 "z_weight", "router_scale", "bias_rate", "gate_factor"):  # fmt: skip
         value = getattr(config, name)
         if not _fits(name, value, Real, lambda value: math.isfinite(value) and value >= 0):
             yield f"{name} is {shown(value)}; it must be a number that is not negative."
-    for name in ("renormalize", "priority"):
+    for name in ("renormalize", "priority", "choice_bias", "gate_inputs", "router_bias"):
         if not isinstance(getattr(config, name), bool):
             yield f"{name} is {shown(getattr(config, name))}; it must be True or False."
     for name in ("jitter", "dropout"):
@@ -204,7 +232,7 @@ def _fits(name: str, value: object, kind: type, holds: Callable[[Any], bool]) ->
 
 
 def _name_faults(config: MoEConfig) -> Iterator[str]:
-    for name, known in (("dispatch", DISPATCHES), ("router", ROUTERS)):
+    for name, known in (("dispatch", DISPATCHES), ("router", ROUTERS), ("scores", SCORES)):
         value = getattr(config, name)
         if not isinstance(value, str) or value not in known:
             hint = suggestion(value, known) if isinstance(value, str) else ""
@@ -219,7 +247,41 @@ def _name_faults(config: MoEConfig) -> Iterator[str]:
         yield f"k is {shown(config.k)}, but router {name} {fixed}; leave k out, or take router top-k."
     if config.renormalize is False and name != "top-k":
         yield f"renormalize is false, but that is a setting of router top-k, not of {name}; take router top-k."
+    yield from _score_faults(config, kind)
     if kind.by_experts and config.priority is True:
         yield f"priority orders tokens that wait for slots, and in router {name} no token waits; leave it out."
     if kind.by_experts and config.dispatch == "dropless":
         yield f"router {name} fills the slots of every expert, and dropless has no slots; take dispatch sort."
+
+
+def _score_faults(config: MoEConfig, kind: Kind) -> Iterator[str]:
+    """Yield the faults of the settings of scored routers."""
+    if not kind.scored:
+        for name in (
+            "scores",
+            "expert_groups",
+            "kept_groups",
+            "choice_bias",
+            "bias_rate",
+            "gate_factor",
+            "gate_inputs",
+        ):
+            if getattr(config, name) != getattr(MoEConfig, name):
+                fact = f"{name} is {shown(getattr(config, name))}, but that is a setting of router top-k"
+                yield f"{fact}, not of {config.router}; take router top-k."
+        return
+    if any(_number_faults(config)):
+        return
+    groups, each, kept = config.expert_groups, config.experts // config.expert_groups, config.chosen_groups
+    if config.experts % groups:
+        yield f"expert_groups is {groups}, which does not divide experts, {config.experts}."
+    elif kept > groups:
+        yield f"kept_groups is {kept}, but expert_groups is {groups}."
+    elif groups > 1 and config.group_best > each:
+        yield f"group_best is {config.group_best}, but a group has {each} of the {config.experts} experts."
+    elif kept * each < config.choices:
+        yield f"{kept} groups of {each} experts have fewer than the {config.choices} that a token is sent to."
+    if config.bias_rate and not config.choice_bias:
+        yield f"bias_rate is {config.bias_rate}, and there is no bias to change; set choice_bias."
+    if config.gate_inputs and config.choices != 1:
+        yield f"gate_inputs gives the input of a token one gate, and it has {config.choices} choices; set k to 1."

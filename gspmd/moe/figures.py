@@ -7,7 +7,7 @@ from gspmd.annotate import Spec
 from gspmd.annotate.equation import Equation, Via
 from gspmd.moe.config import ROUTERS, MoEConfig
 from gspmd.moe.places import GroupedSpecs
-from gspmd.moe.routers.routing import Routing, every_token, finite, per_expert
+from gspmd.moe.routers.routing import Routing, every_token, finite, log_scores, per_expert
 from gspmd.ops._einsum import einsum
 
 _SUMS = ("dropped", "entropy", "confidence")  # summed over tokens
@@ -21,7 +21,8 @@ def summarize(routing: Routing, logits: jax.Array, config: MoEConfig, mask: jax.
     choices of each expert.
     """
     real = every_token(logits, mask)
-    log_p = jax.nn.log_softmax(jax.lax.stop_gradient(finite(logits[..., : config.experts])), axis=-1)
+    scores = log_scores(finite(logits[..., : config.experts]), config)
+    log_p = jax.nn.log_softmax(jax.lax.stop_gradient(scores), axis=-1)
     p = jnp.exp(log_p)
     per_token = jnp.stack([_dropped(routing, config), -jnp.sum(p * log_p, axis=-1), jnp.max(p, axis=-1)], axis=-1)
     sums = jnp.sum(jnp.where(real[..., None], per_token, 0), axis=1)
@@ -31,14 +32,20 @@ def summarize(routing: Routing, logits: jax.Array, config: MoEConfig, mask: jax.
     return jnp.concatenate([ahead, sums, _sent(routing, config)], axis=1)
 
 
-def figures(summary: jax.Array, places: GroupedSpecs, *, padded: bool) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Reduce the summaries of all groups to the mean loss and the statistics, by one sum over the axes of G."""
+def figures(
+    summary: jax.Array, places: GroupedSpecs, config: MoEConfig, *, padded: bool
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Reduce the summaries of all groups to the mean loss and the statistics, by one sum over the axes of G.
+
+    If training changes the bias of the choice, the statistics also have "sent" [X], the choices of each expert.
+    """
     spec = places.per_group("S")
     # The via makes each device sum its groups first, so that the all-reduce does not grow with the number of groups.
     total = einsum(Equation.move(spec, Spec(("S",), ((),))), summary, via=Via.of(spec))
     loss, groups, tokens, sums, sent = total[0], total[1], total[2], total[3:6], total[6:]
     stats = {"load": sent / jnp.maximum(1, jnp.sum(sent))}
     stats |= dict(zip(_SUMS, sums / jnp.maximum(1, tokens)))
+    stats |= {"sent": sent} if config.bias_rate else {}
     # Without padding the divisor is static, so rematerialization in a backward pass needs no second all-reduce.
     real_groups = jnp.maximum(1, groups) if padded else summary.shape[0]
     return loss / real_groups, jax.tree.map(jax.lax.stop_gradient, stats)
@@ -46,7 +53,8 @@ def figures(summary: jax.Array, places: GroupedSpecs, *, padded: bool) -> tuple[
 
 def no_figures(config: MoEConfig) -> dict[str, jax.Array]:
     """Return the statistics of a layer without tokens: all 0."""
-    return {"load": jnp.zeros(config.experts), **{name: jnp.float32(0) for name in _SUMS}}
+    of_experts = ("load", *["sent"] * bool(config.bias_rate))
+    return {**dict.fromkeys(of_experts, jnp.zeros(config.experts)), **dict.fromkeys(_SUMS, jnp.float32(0))}
 
 
 def _sent(routing: Routing, config: MoEConfig) -> jax.Array:

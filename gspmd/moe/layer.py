@@ -1,6 +1,7 @@
 """The expert layer: route, dispatch, all-to-all to the experts, compute, all-to-all back, combine."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -11,6 +12,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from gspmd.annotate.equation import Equation
 from gspmd.annotate.errors import PlanError, SpecError
+from gspmd.annotate.spec import Spec
 from gspmd.layouts import Section
 from gspmd.layouts.rules.keys import dims_of
 from gspmd.layouts.section import SectionSpecs
@@ -24,7 +26,8 @@ from gspmd.moe.places import GroupedSpecs, places_of
 from gspmd.moe.routers.routing import Routing
 from gspmd.moe.routers.switch import jittered
 from gspmd.moe.routers.table import named
-from gspmd.ops._einsum import einsum
+from gspmd.ops._bias import add_bias
+from gspmd.ops._einsum import einsum, reshard
 
 
 def expert_layer(
@@ -56,24 +59,27 @@ def expert_layer(
         x: [G, L, E], sharded as `layout.groups`: G groups of L tokens, each on one device. Tokens and the experts'
             weights are cast to their joint dtype, in which slots are sent too.
         weights: "router" [E, X], float32; "w_in" [X, E, F], "w_out" [X, F, E], and "w_gate" [X, E, F] for a gated
-            activation; "router_noise" [E, X], float32, for noisy-top-k. With biases of the products also "b_in" [X, F],
+            activation; "router_noise" [E, X], float32, for noisy-top-k; "router_bias" and "choice_bias" [X], float32,
+            if the config has them. With biases of the products also "b_in" [X, F],
             "b_out" [X, E], and "b_gate" [X, F]; an answer has its bias times its gate. The experts' weights may be
             int8, with float32 scales of their products: "s_in" [X, F], "s_out" [X, E], and "s_gate" [X, F]. They are
             moved as int8, cast to the tokens' dtype for the products, and have no gradient.
         layout: the moe section of a layout: .router, .groups, .dispatched, .expert_input, .w_in, .w_gate, .hidden,
-            .w_out, with biases or int8 weights .b_in and .b_out, and optionally .router_noise, .in_via, .out_via.
+            .w_out, with biases or int8 weights .b_in and .b_out, with .router_bias and .choice_bias if the config has
+            them, and optionally .router_noise, .in_via, .out_via.
         config: the settings of the block, such as router, capacity and form of dispatch.
         key: the random key of training's draws: jitter of the router's input, second experts, expert dropout.
         train: True for the capacity and the draws of training, False for those of evaluation.
         mask: [G, L] bool, False for padding, sharded like the tokens; None if every token is real.
-        activation: "swiglu", "geglu", "gelu", "gelu_exact" or "relu".
+        activation: a name of `ACTIVATIONS` in `gspmd.moe.experts.activation`, such as "swiglu" or "gelu".
 
     Returns:
         The answers [G, L, E], sharded like x; 0 for a token that no expert took.
         The weighted auxiliary loss, a float32 scalar, the mean over the groups with a real token.
         Statistics of the real tokens: "load" [X], the share of choices sent to each expert; "dropped", the share of
         choices without a slot (in expert choice, of tokens that no expert took); and, averaged over tokens, "entropy"
-        of the router's probabilities in nats, and "confidence", the largest probability.
+        of the router's probabilities in nats, and "confidence", the largest probability. With `bias_rate` also "sent"
+        [X], the number of choices sent to each expert.
 
     Raises:
         LayoutError: the layout shards a group or its slots over several devices, or moves rows of dropless twice.
@@ -95,22 +101,28 @@ def expert_layer(
     if not x.size:
         return jnp.zeros_like(x), jnp.float32(0), no_figures(config)
     logits = checkpoint_name(_logits(x, weights, places, specs, config, jitter_key), "moe.logits")
-    routing, summary = _route(logits, config, places, route_key, mask)
+    bias = _choice_bias(weights, specs) if config.choice_bias else None
+    routing, summary = _route(logits, config, places, route_key, mask, bias)
     dropped = train and config.dropout > 0
     dropout_key = jax.random.fold_in(key, 2) if dropped and key is not None else None
     experts = LayerExperts(weights, specs, config, activation, dropout_key)
+    if config.gate_inputs:  # of the only choice; its answer is then taken as it is
+        x = (x.astype(jnp.float32) * routing.gate).astype(x.dtype)
+        routing = replace(routing, gate=routing.kept.astype(jnp.float32))
     if config.capacity(x.shape[1]):
         y = (by_rows if config.dispatch == "dropless" else by_slots)(x, routing, experts, places)
     else:
         y = jnp.zeros_like(x)  # factor 0: no token has an expert, and nothing is sent
-    return y, *figures(summary, places, padded=mask is not None)
+    return y, *figures(summary, places, config, padded=mask is not None)
 
 
-_DIMS = {name: dims_of(f"moe.{name}") for name in ("router", "router_noise", "w_in", "w_gate", "w_out")}
+_OF_ROUTER = ("router", "router_noise", "router_bias", "choice_bias")
+_DIMS = {name: dims_of(f"moe.{name}") for name in (*_OF_ROUTER, "w_in", "w_gate", "w_out")}
 _DIMS |= {f"{kind}_{name}": dims_of("moe.b_in") for kind in "bs" for name in ("in", "gate")}
 _DIMS |= {f"{kind}_out": dims_of("moe.b_out") for kind in "bs"}
 _KEYS = ("router", "groups", "dispatched", "expert_input", "w_in", "hidden", "w_out")
 _DOING = "run experts"
+_WHOLE = Spec(("X",), ((),))
 
 
 def _checked(x, weights, layout, config, key, mask, activation):
@@ -119,7 +131,10 @@ def _checked(x, weights, layout, config, key, mask, activation):
     inputs.choice(_DOING, "activation", activation, ACTIVATIONS)
     inputs.prng_key(_DOING, key)
     beside = isinstance(weights, Mapping) and any(name.startswith(("b_", "s_")) for name in weights)
-    inputs.attributes(_DOING, layout, (*_KEYS, *["w_gate"] * (activation in GATED), *["b_in", "b_out"] * beside))
+    of_router = [name for name in ("router_bias", "choice_bias") if getattr(config, name)]
+    inputs.attributes(
+        _DOING, layout, (*_KEYS, *of_router, *["w_gate"] * (activation in GATED), *["b_in", "b_out"] * beside)
+    )
     x = inputs.array(_DOING, "x", x, "GLE", real=True)
     if not x.shape[0]:
         raise SpecError(f"cannot run experts: x {x.shape} has no groups.\n  Pass at least one group G of tokens.")
@@ -140,7 +155,8 @@ def _weights(
     scales = [f"s_{end}" for end in ends] if quantized else []
     biased = isinstance(weights, Mapping) and any(f"b_{end}" in weights for end in ends)
     biases = [f"b_{end}" for end in ends] if biased else []
-    needed = ["router", *["router_noise"] * config.noisy, *matrices, *scales, *biases]
+    of_router = ["router", *["router_noise"] * config.noisy, *["router_bias"] * config.router_bias]
+    needed = [*of_router, *["choice_bias"] * config.choice_bias, *matrices, *scales, *biases]
     missing = [name for name in needed if not isinstance(weights, Mapping) or name not in weights]
     if missing:
         more = " in int8" * quantized + " with biases" * biased
@@ -193,21 +209,39 @@ def _logits(
     x, highest, logits = jittered(x, factor), jax.lax.Precision.HIGHEST, places.per_group("LX")
     weight = weights["router"].astype(jnp.float32)
     if not config.noisy:
-        return einsum(Equation.product(places.groups, specs.router, logits), x, weight, precision=highest)
+        plain = einsum(Equation.product(places.groups, specs.router, logits), x, weight, precision=highest)
+        return _with_bias(plain, weights, logits, specs)
     noise = getattr(specs, "router_noise", specs.router)
     equation = Equation.product(places.groups, (specs.router, noise), (logits, logits))
     both = einsum(equation, x, (weight, weights["router_noise"].astype(jnp.float32)), precision=highest)
-    return jnp.concatenate(both, axis=-1)
+    return jnp.concatenate([_with_bias(both[0], weights, logits, specs), both[1]], axis=-1)
 
 
-def _route(logits: jax.Array, config: MoEConfig, places: GroupedSpecs, key, mask) -> tuple[Routing, jax.Array]:
+def _with_bias(logits: jax.Array, weights, placed: Spec, specs: SectionSpecs) -> jax.Array:
+    """Add the bias of the router, if it has one."""
+    if "router_bias" not in weights:
+        return logits
+    return add_bias(logits, weights["router_bias"].astype(jnp.float32), placed, specs.router_bias)
+
+
+def _choice_bias(weights, specs: SectionSpecs) -> jax.Array:
+    """Return the bias of the choice of experts, whole on every device."""
+    bias = jax.lax.stop_gradient(weights["choice_bias"].astype(jnp.float32))
+    return reshard(bias, Equation.move(specs.choice_bias, _WHOLE))
+
+
+def _route(logits: jax.Array, config: MoEConfig, places: GroupedSpecs, key, mask, bias) -> tuple[Routing, jax.Array]:
     """Return the routing, and the summary of each group (see `figures.summarize`)."""
     draws = named(config).draw(key, (*logits.shape[:2], config.experts), out_sharding=places.random())
     extra = [x for x in (draws, mask) if x is not None]
+    ins = [places.per_group("LX"[: x.ndim - 1]) for x in extra]
+    if bias is not None:  # as integers, which have no gradient: that of a replicated array would have to be summed
+        extra.append(jax.lax.bitcast_convert_type(bias, jnp.int32))
+        ins.append(_WHOLE)
     choices = places.per_group("LK")
-    body = _router_body(config, draws is not None, mask is not None)
+    body = _router_body(config, draws is not None, mask is not None, bias is not None)
     # R is X, or 2X with the logits of noise; draws are [G, L] or [G, L, X].
-    ins = (places.per_group("LR"), *(places.per_group("LX"[: x.ndim - 1]) for x in extra))
+    ins = (places.per_group("LR"), *ins)
     outs = (choices, choices, choices, choices, places.per_group("S"))
     name = f"{config.router} router {places.per_group('LX')}"
     expert, slot, gate, kept, summary = run_local(name, body, ins, outs, logits, *extra)
@@ -215,11 +249,12 @@ def _route(logits: jax.Array, config: MoEConfig, places: GroupedSpecs, key, mask
 
 
 @lru_cache
-def _router_body(config: MoEConfig, drawn: bool, masked: bool):
+def _router_body(config: MoEConfig, drawn: bool, masked: bool, biased: bool):
     def body(logits, *extra):
         extra = iter(extra)
         draws, mask = (next(extra) if drawn else None), (next(extra) if masked else None)
-        routing = named(config).assign(logits, config, draws, mask)
+        bias = jax.lax.bitcast_convert_type(next(extra), jnp.float32) if biased else None
+        routing = named(config).assign(logits, config, draws, mask, bias)
         return routing.expert, routing.slot, routing.gate, routing.kept, summarize(routing, logits, config, mask)
 
     return body

@@ -37,7 +37,7 @@ class LayerExperts:
             and their biases, if they have some.
         specs: the specs of a layout's moe section.
         config: the config of the layer.
-        activation: "swiglu", "geglu", "gelu", "gelu_exact" or "relu".
+        activation: a name of `ACTIVATIONS` in `gspmd.moe.experts.activation`, such as "swiglu" or "gelu".
         key: the random key of expert dropout; None for no dropout.
     """
 

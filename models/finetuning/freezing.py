@@ -1,14 +1,21 @@
-"""The parameters that are trained: all that no pattern freezes, or only the adapters if there are any."""
+"""The parameters that are trained: all that no pattern freezes, or only the adapters if there are any.
+
+Biases of the choice of experts are not trained: no loss depends on them. Steps change them by the experts' loads.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from gspmd.layouts import Layout
 from gspmd.training.model.trainable import trained_paths as of_patterns
+from gspmd.training.toml import ConfigError
 
 from ..config import ModelConfig
-from ..parameters import parameters, stages_axes
+from ..parameters import ParameterRow, parameters, stages_axes
+
+CHOICE_BIAS = "moe.choice_bias"
+"""The line of the biases of the choice of experts."""
 
 
 def trained_paths(config: ModelConfig, layout: Layout, frozen: Sequence[str] = ()) -> tuple[str, ...]:
@@ -21,16 +28,39 @@ def trained_paths(config: ModelConfig, layout: Layout, frozen: Sequence[str] = (
 
     Raises:
         ConfigError: a pattern matches no parameter, nothing is left to train, or the layout splits the layers into
-            stages, which always train all parameters.
+            stages, which always train all parameters; biases of the choice of experts are none of them.
 
     Example:
         >>> from gspmd.layouts import Layout
         >>> trained_paths(ModelConfig(), Layout.load("replicated"), frozen=("blocks.*", "embedding.*"))
         ('output.norm',)
     """
-    rows = parameters(config, layout)
-    keys = {path: f"{row.key}{path[-2:]}" if path.endswith(("_a", "_b")) else row.key for path, row in rows.items()}
-    still: set[str] = set()
+    rows, stages = parameters(config, layout), bool(stages_axes(layout))
+    still = {path for path, row in rows.items() if row.key == CHOICE_BIAS}
+    if still and stages:
+        fault = (
+            "the stages of a pipeline train all parameters, and moe.choice_bias is not trained; leave it, or the stages"
+        )
+        raise ConfigError("cannot train this model:", [f"{fault}, out."])
     if config.lora:
         still = {path for path in rows if f"{path[:-2]}" not in rows or not path.endswith(("_a", "_b"))}
-    return of_patterns(keys, frozen, still, stages=bool(stages_axes(layout)))
+    return of_patterns(_keys(rows), frozen, still, stages=stages)
+
+
+def balanced_paths(config: ModelConfig, layout: Layout, frozen: Sequence[str] = ()) -> tuple[str, ...]:
+    """Return the paths of the biases of the choice that training steps change, in the order of `parameters`.
+
+    There are none without `moe.bias_rate`, with adapters, and among what patterns freeze.
+
+    Args:
+        config, layout, frozen: as of `trained_paths`.
+    """
+    if config.lora or not (config.moe and config.moe.bias_rate):
+        return ()
+    rows = parameters(config, layout)
+    return tuple(path for path in of_patterns(_keys(rows), frozen) if rows[path].key == CHOICE_BIAS)
+
+
+def _keys(rows: Mapping[str, ParameterRow]) -> dict[str, str]:
+    """Return the line of every parameter; that of an adapter ends in `_a` or `_b`."""
+    return {path: f"{row.key}{path[-2:]}" if path.endswith(("_a", "_b")) else row.key for path, row in rows.items()}

@@ -137,11 +137,14 @@ def _feed_forward(config, w, y):
     h = y @ w["ffn.w_in"] + _bias(w, "ffn.b_in")
     functions = {
         "swiglu": jax.nn.silu,
+        "swiglu_clamped": lambda h: jnp.minimum(h, 7) * jax.nn.sigmoid(1.702 * jnp.minimum(h, 7)),
         "geglu": jax.nn.gelu,
         "gelu": jax.nn.gelu,
         "gelu_exact": lambda h: h * jax.scipy.stats.norm.cdf(h),
         "relu": jax.nn.relu,
+        "silu": jax.nn.silu,
     }
     function = functions[config.activation]
+    h = jnp.clip(h, -7, 7) + 1 if config.activation == "swiglu_clamped" else h
     h = h * function(y @ w["ffn.w_gate"] + _bias(w, "ffn.b_gate")) if config.gated else function(h)
     return h @ w["ffn.w_out"] + _bias(w, "ffn.b_out")

@@ -16,7 +16,7 @@ def test_every_fault_of_a_model_stands_in_one_error():
     assert str(error.value) == (
         "this model cannot be built:\n"
         "  embed is 0; it must be at least 1\n"
-        "  activation is 'tanh'; it must be one of swiglu, geglu, gelu, gelu_exact, relu\n"
+        "  activation is 'tanh'; it must be one of swiglu, swiglu_clamped, geglu, gelu, gelu_exact, relu, silu\n"
         "  block is 'sideways'; it must be one of serial, parallel\n"
         "  norm_epsilon is 0.0; it must be positive\n"
         "  head_size is 7; rotary position embedding turns pairs, so it must be even\n"

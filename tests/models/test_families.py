@@ -43,6 +43,8 @@ FAMILIES = {
         "positions": "learned", "context_length": 40, "norm": "layer", "norm_bias": True, "activation": "gelu",
         "ffn_bias": True, "qkv_bias": True, "out_bias": True, "scale_embedding": False,
     },
+    "clamped": {"activation": "swiglu_clamped", "ffn_bias": True, "qkv_bias": True, "out_bias": True},
+    "plain silu": {"activation": "silu"},
     "exact": {"activation": "gelu_exact", "norm": "layer", "rotary_pairs": "neighbours", "block": "parallel"},
 }  # fmt: skip
 CASES = [
@@ -66,6 +68,8 @@ MORE = [
     ("gemma3", "weight-stationary-2d", "blocking", "explicit"),
     ("gemma3", "context-parallel", "looped", "explicit"),
     ("unrotated", "zero-3", "blocking", "auto"),
+    ("clamped", "megatron-1d", "looped", "explicit"),
+    ("plain silu", "weight-stationary-2d", "blocking", "explicit"),
 ]
 CASES += [pytest.param(*case, marks=pytest.mark.slow) for case in MORE]
 

@@ -102,14 +102,35 @@ def st_moe(logits, real, capacity, alpha, order=None):
     return answer
 
 
-def top_k(logits, real, capacity, alpha, k, renormalize, order=None):
-    """Mixtral, arXiv 2401.04088, section 2.1: softmax of the k best logits; or the probabilities of all of them."""
-    answer, gates = Answer([top(row, k) for row in logits], [{} for _ in logits]), []
-    for row, picks in zip(logits, answer.choices):
-        gates.append(softmax([row[e] for e in picks]) if renormalize else [softmax(row)[e] for e in picks])
+def top_k(logits, logs, real, capacity, config, bias=None, order=None):
+    """Mixtral, arXiv 2401.04088, section 2.1: softmax of the k best logits; or the probabilities of all of them.
+
+    With sigmoid scores, groups or a bias, DeepSeek-V3, arXiv 2412.19437, equations 12 to 16; of groups by their best
+    expert, DeepSeek-V2, arXiv 2405.04434, section 2.2.2. `logs` are the logarithms of sigmoid scores, or the logits.
+    """
+    answer, gates = Answer([], [{} for _ in logits]), []
+    for row, log_row in zip(logits, logs):
+        scores = [math.exp(v) for v in log_row] if config.scores == "sigmoid" else softmax(row)
+        values = list(row) if bias is None else [s + float(b) for s, b in zip(scores, bias)]  # logits rank as scores
+        size = config.experts // config.expert_groups
+        groups = [range(at, at + size) for at in range(0, config.experts, size)]
+        of_groups = [sum(values[e] for e in [group[i] for i in top([values[e] for e in group], config.group_best)])
+                     for group in groups]  # fmt: skip
+        kept = {e for at in top(of_groups, config.chosen_groups) for e in groups[at]}
+        picks = []
+        for _ in range(config.choices):
+            picks.append(best(values, [e for e in range(config.experts) if e in picks or e not in kept]))
+        gate = softmax([log_row[e] for e in picks]) if config.renormalize else [scores[e] for e in picks]
+        answer.choices.append(picks)
+        gates.append([config.gate_factor * g for g in gate])
     _first_come(answer, gates, real, capacity, order)
-    answer.losses["aux"] = alpha * balance(logits, real, answer.choices, k)
+    answer.losses["aux"] = config.aux_weight * balance(logs, real, answer.choices, config.choices)
     return answer
+
+
+def log_sigmoid(value):
+    """log(1 / (1 + exp(-value)))"""
+    return min(value, 0.0) - math.log1p(math.exp(-abs(value)))
 
 
 def noisy_top_k(logits, raw, real, capacity, k, noise=None, priority=False):
@@ -193,7 +214,7 @@ def _first_come(answer, gates, real, capacity, order):
             count[expert] = slot + 1
 
 
-def routed(config, logits, real, random=None):
+def routed(config, logits, real, random=None, bias=None):
     """The answer of the config's router for one group, its losses weighted.
 
     Args:
@@ -201,10 +222,13 @@ def routed(config, logits, real, random=None):
         logits: [L, X]; for noisy-top-k [L, X] or [L, 2X].
         real: [L].
         random: what the router drew: [L] for gshard, [L, X] for noisy-top-k; None in evaluation.
+        bias: [X], of the choice of top-k; None for none.
     """
     experts, capacity = config.experts, config.capacity(len(logits))
     clean, raw = logits[:, :experts], logits[:, experts:]
-    order = surest_first(clean) if config.priority else None
+    logs = np.maximum(clean, -1e15)  # a bias may choose experts of -inf
+    logs = [[log_sigmoid(float(v)) for v in row] for row in logs] if config.scores == "sigmoid" else logs
+    order = surest_first(logs) if config.priority else None
     if config.router == "switch":
         answer = switch(clean, real, capacity, config.aux_weight, order)
     elif config.router == "gshard":
@@ -213,7 +237,7 @@ def routed(config, logits, real, random=None):
     elif config.router == "st-moe":
         answer = st_moe(clean, real, capacity, config.aux_weight, order)
     elif config.router == "top-k":
-        answer = top_k(clean, real, capacity, config.aux_weight, config.choices, config.renormalize, order)
+        answer = top_k(clean, logs, real, capacity, config, bias, order)
     elif config.router == "noisy-top-k":
         raw = raw if raw.shape[-1] else np.zeros_like(clean)
         answer = noisy_top_k(clean, raw, real, capacity, config.choices, random, config.priority)

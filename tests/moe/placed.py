@@ -47,6 +47,7 @@ def specs(equation: str, hidden: str, w_in: str, w_out: str, *, router: str = "E
     groups = dispatched.replace("XCE", "LE")
     named = {"router": router, "groups": groups, "dispatched": dispatched, "expert_input": there}
     biases = {f"b_{to}": str(Spec.parse(spec).without("G", "C")) for to, spec in (("in", hidden), ("out", there))}
+    biases |= {f"{kind}_bias": str(Spec.parse(router).without("E")) for kind in ("router", "choice")}
     return {**named, "w_in": w_in, "w_gate": w_in, "hidden": hidden, "w_out": w_out, **biases, **more}
 
 
@@ -111,13 +112,19 @@ TWO_DIMENSIONAL = Placed(
 )  # its gathers and scatters are those of a dense layer
 
 
-def inputs(biased: bool = False) -> tuple[np.ndarray, dict[str, np.ndarray], np.ndarray]:
-    """Tokens [G, L, E], all weights, with or without biases, and the mask of real tokens [G, L]."""
+def inputs(
+    biased: bool = False, config: MoEConfig | None = None
+) -> tuple[np.ndarray, dict[str, np.ndarray], np.ndarray]:
+    """Tokens [G, L, E], all weights, with or without biases, and the mask of real tokens [G, L].
+
+    The biases of a router are there if the config has them.
+    """
     draw = np.random.default_rng(0)
     shapes = {"router": (E, X), "w_in": (X, E, F), "w_gate": (X, E, F), "w_out": (X, F, E)}
     weights = {name: (draw.standard_normal(shape) / 3).astype(np.float32) for name, shape in shapes.items()}
     x, mask = draw.standard_normal((G, L, E)).astype(np.float32), draw.random((G, L)) < 0.8
     shapes = {"b_in": (X, F), "b_gate": (X, F), "b_out": (X, E)} if biased else {}
+    shapes |= {name: (X,) for name in ("router_bias", "choice_bias") if config and getattr(config, name)}
     return x, weights | {name: draw.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}, mask
 
 
@@ -131,24 +138,33 @@ def on_one_device(config: MoEConfig, activation: str = "swiglu", biased: bool = 
     """The layer from its pure parts, as a reader would write it without a mesh; dropless as slots for everything."""
     if config.dispatch == "dropless":
         config = replace(config, dispatch="sort", capacity_factor=float(X))
-    (x, weights, mask), key = inputs(biased), jax.random.key(5)
+    (x, weights, mask), key = inputs(biased, config), jax.random.key(5)
 
     def objective(x, w):
         jitter_key, route_key = jax.random.split(key)
         width = config.jitter_width
         jittered = x * jax.random.uniform(jitter_key, x.shape, jnp.float32, 1 - width, 1 + width) if width else x
         logits = jnp.einsum("GLE,EX->GLX", jittered, w["router"])
-        routing = route(logits, config, key=route_key, mask=mask)
+        logits = logits + w["router_bias"][None, None] if config.router_bias else logits
+        routing = route(logits, config, key=route_key, mask=mask, bias=w.get("choice_bias"))
+        if config.gate_inputs:
+            x, routing = x * routing.gate, replace(routing, gate=routing.kept.astype(jnp.float32))
         slots = dispatch(x, routing, X, config.capacity(L))
         bias = {name: w[f"b_{name}"][None, :, None] if biased else 0 for name in ("in", "gate", "out")}
         up = jnp.einsum("GXCE,XEF->GXCF", slots, w["w_in"]) + bias["in"]
         gate = jnp.einsum("GXCE,XEF->GXCF", slots, w["w_gate"]) + bias["gate"]
-        h = jax.nn.silu(gate) * up if activation == "swiglu" else getattr(jax.nn, activation)(up)
+        if activation == "swiglu_clamped":
+            bounded = jnp.clip(gate, max=7)
+            h = bounded * jax.nn.sigmoid(1.702 * bounded) * (1 + jnp.clip(up, -7, 7))
+        else:
+            h = jax.nn.silu(gate) * up if activation == "swiglu" else getattr(jax.nn, activation)(up)
         y = combine(jnp.einsum("GXCF,XFE->GXCE", h, w["w_out"]) + bias["out"], routing)
         loss = jnp.mean(sum(routing.losses.values()))
         sent = jnp.stack([jnp.sum((routing.expert == e) & mask[..., None]) for e in range(X)])
         dropped = jnp.sum(routing.slot >= config.capacity(L)) / jnp.sum(sent)
         p = jax.nn.softmax(logits)
+        if config.scores == "sigmoid":
+            p = jax.nn.sigmoid(logits) / jnp.sum(jax.nn.sigmoid(logits), axis=-1, keepdims=True)
         entropy = jnp.mean(-jnp.sum(p * jnp.log(p), axis=-1), where=mask)
         sure = jnp.mean(jnp.max(p, axis=-1), where=mask)
         stats = {"load": sent / jnp.sum(sent), "dropped": dropped, "entropy": entropy, "confidence": sure}
@@ -157,9 +173,11 @@ def on_one_device(config: MoEConfig, activation: str = "swiglu", biased: bool = 
     return jax.tree.map(np.asarray, jax.jit(jax.value_and_grad(objective, (0, 1), has_aux=True))(x, weights))
 
 
-def arrays(layout: Placed, biased: bool = False) -> tuple[jax.Array, dict[str, jax.Array], jax.Array]:
+def arrays(
+    layout: Placed, biased: bool = False, config: MoEConfig | None = None
+) -> tuple[jax.Array, dict[str, jax.Array], jax.Array]:
     """The inputs, placed on the current mesh."""
-    x, weights, mask = inputs(biased)
+    x, weights, mask = inputs(biased, config)
     lines = {name: name for name in weights} | {"b_gate": "b_in"}
     placed = {name: gspmd.annotate(w, layout.specs[lines[name]]) for name, w in weights.items()}
     spec = gspmd.Spec.parse(layout.specs["groups"])

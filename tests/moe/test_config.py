@@ -83,3 +83,34 @@ def test_settings_that_would_do_nothing_are_refused():
     )
     with pytest.raises(ValueError, match="k is 2, but router switch sends a token to 1; leave k out"):
         MoEConfig(k=2)
+    with pytest.raises(ValueError) as error:
+        MoEConfig(scores="sigmoid", kept_groups=1, choice_bias=True, bias_rate=0.1, gate_inputs=True)
+    assert str(error.value) == (
+        "a mixture of experts cannot be built from these settings\n"
+        "  scores is 'sigmoid', but that is a setting of router top-k, not of switch; take router top-k.\n"
+        "  kept_groups is 1, but that is a setting of router top-k, not of switch; take router top-k.\n"
+        "  choice_bias is True, but that is a setting of router top-k, not of switch; take router top-k.\n"
+        "  bias_rate is 0.1, but that is a setting of router top-k, not of switch; take router top-k.\n"
+        "  gate_inputs is True, but that is a setting of router top-k, not of switch; take router top-k."
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "fault"),
+    [
+        ({"scores": "tanh"}, "scores is 'tanh'. Choose from softmax, sigmoid."),
+        ({"expert_groups": 3}, "expert_groups is 3, which does not divide experts, 8."),
+        ({"expert_groups": 2, "kept_groups": 3}, "kept_groups is 3, but expert_groups is 2."),
+        ({"expert_groups": 8, "kept_groups": 4}, "group_best is 2, but a group has 1 of the 8 experts."),
+        (
+            {"expert_groups": 4, "kept_groups": 1, "k": 3},
+            "1 groups of 2 experts have fewer than the 3 that a token is sent to.",
+        ),
+        ({"bias_rate": 0.1}, "bias_rate is 0.1, and there is no bias to change; set choice_bias."),
+        ({"gate_inputs": True}, "gate_inputs gives the input of a token one gate, and it has 2 choices; set k to 1."),
+    ],
+)
+def test_settings_of_scores_that_do_not_fit(settings, fault):
+    with pytest.raises(ValueError) as error:
+        MoEConfig(router="top-k", **settings)
+    assert str(error.value) == f"a mixture of experts cannot be built from these settings\n  {fault}"

@@ -24,7 +24,7 @@ by_router = pytest.mark.parametrize("router", ROUTERS)
 def _figures(logits, config, mask=None):
     routing = route(logits, config, mask=mask)
     summary = summarize(routing, logits, config, mask)
-    return figures(summary, WHOLE, padded=mask is not None)
+    return figures(summary, WHOLE, config, padded=mask is not None)
 
 
 @by_router

@@ -46,10 +46,37 @@ PRODUCT = [
 ]
 
 
+#: Routers of open models, by the settings of top-k.
+MODELS = {
+    "DeepSeek-V3": {"k": 3, "scores": "sigmoid", "expert_groups": 4, "kept_groups": 2, "choice_bias": True,
+                    "gate_factor": 2.5},
+    "DeepSeek-V2": {"k": 2, "expert_groups": 4, "kept_groups": 2, "group_best": 1, "renormalize": False},
+    "gpt-oss": {"k": 4, "router_bias": True},
+    "Llama 4": {"k": 1, "scores": "sigmoid", "renormalize": False, "gate_inputs": True},
+}  # fmt: skip
+OF_MODELS = [
+    ("two axes", "explicit", "blocking", "DeepSeek-V3", "sort", "swiglu", ""),
+    ("experts x zero", "auto", "xla", "DeepSeek-V3", "dropless", "swiglu", ""),
+    ("2d", "explicit", "looped", "DeepSeek-V3", "onehot", "swiglu", ""),
+    ("experts x model", "explicit", "looped", "DeepSeek-V2", "dropless", "swiglu", ""),
+    ("2d", "auto", "blocking", "gpt-oss", "sort", "swiglu_clamped", "biases"),
+    ("experts x data", "explicit", "xla", "gpt-oss", "dropless", "swiglu_clamped", "biases"),
+    ("data", "explicit", "blocking", "Llama 4", "dropless", "swiglu", ""),
+    ("one axis", "auto", "looped", "Llama 4", "onehot", "swiglu", "biases"),
+]
+PRODUCT += [
+    (layout, ("explicit", "auto")[(at + turn + number) % 2], lowering, model, form, "swiglu", "biases" * (number % 2))
+    for at, layout in enumerate(ALL)
+    for turn, lowering in enumerate(("blocking", "looped", "xla"))
+    for number, (model, form) in enumerate(zip(MODELS, ("sort", "dropless", "onehot", "dropless")))
+]
+
+
 def _check(make_mesh, layout, axes, lowering, router, form, activation, biases):
-    config = MoEConfig(experts=X, router=router, dispatch=form)
+    settings = {"router": "top-k", **MODELS[router]} if router in MODELS else {"router": router}
+    config = MoEConfig(experts=X, dispatch=form, **settings)
     with jax.set_mesh(make_mesh(ALL[layout].mesh, axes)), gspmd.lowering(lowering):
-        found = placed.program(ALL[layout], config, activation)(*placed.arrays(ALL[layout], bool(biases)))
+        found = placed.program(ALL[layout], config, activation)(*placed.arrays(ALL[layout], bool(biases), config))
     wanted = placed.on_one_device(config, activation, bool(biases))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), found, wanted)
 
@@ -57,6 +84,12 @@ def _check(make_mesh, layout, axes, lowering, router, form, activation, biases):
 @pytest.mark.turns(1)
 @pytest.mark.parametrize("case", CASES, ids=" ".join)
 def test_a_layout_never_changes_a_result(case, make_mesh):
+    _check(make_mesh, *case)
+
+
+@pytest.mark.turns(3)
+@pytest.mark.parametrize("case", OF_MODELS, ids=" ".join)
+def test_a_layout_never_changes_a_router_of_an_open_model(case, make_mesh):
     _check(make_mesh, *case)
 
 

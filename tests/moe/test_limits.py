@@ -117,8 +117,8 @@ def test_weights_that_are_missing_are_named():
     with pytest.raises(ValueError) as error:
         layer(activation="tanh")
     assert (
-        str(error.value)
-        == "cannot run experts: activation is 'tanh'.\n  Choose from swiglu, geglu, gelu, gelu_exact, relu."
+        str(error.value) == "cannot run experts: activation is 'tanh'.\n  Choose from swiglu, swiglu_clamped, geglu, "
+        "gelu, gelu_exact, relu, silu."
     )
 
 

@@ -1,5 +1,6 @@
 """Routers against the papers' transcriptions: assignments identical, gates and losses to 1e-6."""
 
+from dataclasses import replace
 from inspect import signature
 
 import jax
@@ -31,10 +32,19 @@ VARIANTS = {
     "priority, switch": {"router": "switch", "priority": True},
     "priority, gshard": {"router": "gshard", "priority": True},
     "priority, noisy": {"router": "noisy-top-k", "priority": True},
+    "sigmoid": {"router": "top-k", "scores": "sigmoid", "k": 3},
+    "sigmoid of one": {"router": "top-k", "scores": "sigmoid", "k": 1, "renormalize": False},
+    "sigmoid, groups by their best": {"router": "top-k", "scores": "sigmoid", "expert_groups": 2, "kept_groups": 1,
+                                      "group_best": 1, "gate_factor": 0.5},
+    "groups by their best": {"router": "top-k", "k": 3, "expert_groups": 4, "kept_groups": 2, "group_best": 1,
+                             "renormalize": False, "gate_factor": 16.0, "priority": True},
+    "bias": {"router": "top-k", "choice_bias": True},
+    "sigmoid, groups, bias": {"router": "top-k", "k": 3, "scores": "sigmoid", "expert_groups": 4, "kept_groups": 2,
+                              "choice_bias": True, "gate_factor": 2.5, "z_weight": 0.1},
     "no capacity": {"router": "top-k", "dispatch": "dropless"},
     "no slots": {"router": "top-k", "capacity_factor": 0.0},
     "no slots for experts that choose": {"router": "expert-choice", "capacity_factor": 0.0},
-}
+}  # fmt: skip
 by_variant = pytest.mark.parametrize("changes", VARIANTS.values(), ids=list(VARIANTS))
 
 
@@ -62,8 +72,9 @@ def _inputs(case, config, key):
 def _check(case, config, key=None):
     """A routing against the transcription's answer for each group."""
     logits, draws = _inputs(case, config, key)
-    answers = [papers.routed(config, *group) for group in zip(logits, _real(case), draws)]
-    routing = route(logits, config, key=key, mask=case.mask)
+    bias = np.random.default_rng(4).standard_normal(config.experts).astype(np.float32) if config.choice_bias else None
+    answers = [papers.routed(config, *group, bias) for group in zip(logits, _real(case), draws)]
+    routing = route(logits, config, key=key, mask=case.mask, bias=bias)
     expert, slot, gate, kept = (np.asarray(a) for a in (routing.expert, routing.slot, routing.gate, routing.kept))
     wanted = np.zeros(gate.shape)
     for group, answer in enumerate(answers):
@@ -186,6 +197,62 @@ def test_gradient_is_always_finite(case, router):
     assert np.isfinite(gradient).all()
 
 
+#: Scores of DeepSeek-V3's router for four groups of two experts.
+SCORES = np.float32([0.9, 0.1, 0.6, 0.5, 0.55, 0.5, 0.2, 0.1])
+V3 = MoEConfig(experts=8, router="top-k", scores="sigmoid", expert_groups=4, kept_groups=2, gate_factor=2.5)
+
+
+def _of_scores(config, **more):
+    return route(np.log(SCORES / (1 - SCORES))[None, None], config, **more)
+
+
+def test_groups_are_scored_by_the_sum_of_their_two_best():
+    routing = _of_scores(V3)
+    assert routing.expert[0, 0].tolist() == [2, 4]  # the best of all experts, 0, is in neither of the best groups
+    np.testing.assert_allclose(routing.gate[0, 0], [1.304, 1.196], atol=5e-4)
+    assert _of_scores(replace(V3, expert_groups=1, kept_groups=None)).expert[0, 0].tolist() == [0, 2]
+    assert _of_scores(replace(V3, group_best=1)).expert[0, 0].tolist() == [0, 2]
+
+
+def test_experts_of_other_groups_are_not_chosen_however_low_the_biases():
+    routing = _of_scores(replace(V3, choice_bias=True), bias=np.full(8, -5, np.float32))
+    assert routing.expert[0, 0].tolist() == [2, 4]
+    np.testing.assert_allclose(routing.gate[0, 0], [1.304, 1.196], atol=5e-4)
+
+
+@pytest.mark.parametrize("order", [[-17, -18, -19, -20], [-20, -17, -19, -18]])
+@pytest.mark.parametrize("groups", [1, 2])
+def test_a_bias_that_swamps_the_scores_hides_none(order, groups):
+    config = MoEConfig(experts=4, router="top-k", scores="sigmoid", choice_bias=True, expert_groups=groups)
+    routing = route(np.float32(order)[None, None], config, bias=np.full(4, 12, np.float32))
+    assert routing.expert[0, 0].tolist() == [order.index(-17), order.index(-18)]
+    np.testing.assert_allclose(routing.gate[0, 0], [0.731, 0.269], atol=5e-4)
+
+
+def test_equal_sums_go_to_the_lowest_index():
+    config = replace(V3, choice_bias=True, k=3)
+    routing = route(jnp.zeros((1, 1, 8)), config, bias=jnp.zeros(8))
+    assert routing.expert[0, 0].tolist() == [0, 1, 2]
+    routing = route(jnp.zeros((1, 1, 8)), config, bias=jnp.float32([0, 0, 0, 0.25, 0, 0, 0.25, 0]))
+    assert routing.expert[0, 0].tolist() == [3, 6, 2]
+
+
+def test_a_bias_of_the_choice_is_given_if_the_config_has_it():
+    with pytest.raises(ValueError) as error:
+        _of_scores(replace(V3, choice_bias=True))
+    assert str(error.value) == (
+        "cannot route without a bias of the choice: the config has one.\n  Pass bias, [X] = (8,)."
+    )
+    with pytest.raises(ValueError) as error:
+        _of_scores(V3, bias=np.zeros(8))
+    assert str(error.value) == (
+        "cannot route with a bias of the choice: the config has none.\n"
+        "  Set choice_bias, or leave out bias, [X] = (8,)."
+    )
+    with pytest.raises(ValueError, match=r"bias is \[X\] = \(8,\); found \(3,\)"):
+        _of_scores(replace(V3, choice_bias=True), bias=np.zeros(3))
+
+
 def test_second_expert_is_drawn_in_proportion():
     logits = np.tile(np.float32([1.0, 0.0, -9.0, -9.0]), (1, 20000, 1))
     config = MoEConfig(experts=4, router="gshard", capacity_factor=4.0)
@@ -235,7 +302,7 @@ def test_more_choices_than_one_word_sorts():
 def test_every_router_of_a_config_is_one():
     assert set(BY_NAME) == set(ROUTERS)
     for each in BY_NAME.values():
-        assert list(signature(each).parameters) == ["logits", "config", "key", "mask"]
+        assert list(signature(each).parameters) == ["logits", "config", "key", "mask", "bias"]
 
 
 def test_a_router_refuses_the_config_of_another():

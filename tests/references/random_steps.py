@@ -145,7 +145,8 @@ def _model(
     model: dict[str, object] = {
         "vocabulary": 256, "embed": 4 * devices, "heads": heads, "kv_heads": d.one((heads, heads, heads // 2, 1)),
         "head_size": d.one((4, 8)), "feed_forward": 4 * devices, "remat": d.one(REMATS),
-        "activation": d.one(("swiglu", "geglu", "gelu", "relu")), "block": d.one(("serial", "serial", "parallel")),
+        "activation": d.one(("swiglu", "swiglu_clamped", "geglu", "gelu", "relu", "silu")),
+        "block": d.one(("serial", "serial", "parallel")),
         "tied": d.happens(0.5), "qk_norm": d.happens(0.2), "moe": None,
     }  # fmt: skip
     if whole % 3 == 0:

@@ -239,6 +239,13 @@ _ALL = (
     _via("ffn.out_via", "ffn.hidden", "ffn.w_out", "Where hidden and w_out meet."),
     _parameter("moe.router", "EX", "The router's matrix."),
     _parameter("moe.router_noise", "EX", "The matrix of noisy-top-k's noise widths.", default="moe.router"),
+    _parameter("moe.router_bias", "X", "Bias of the router's logits.", default="moe.router"),
+    _parameter(
+        "moe.choice_bias",
+        "X",
+        "Bias of the scores by which experts are chosen, which has no gradient.",
+        default="moe.router",
+    ),
     _activation("moe.groups", "GLE", "The residual in token groups, each group whole on a device.", local="LE"),
     _activation(
         "moe.dispatched", "GXCE", "Tokens in the capacity slots of their group, before they are sent.", local="XCE"

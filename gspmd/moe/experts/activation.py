@@ -4,7 +4,10 @@ from collections.abc import Callable
 from functools import update_wrapper
 
 import jax
+import jax.numpy as jnp
 from jax import lax
+
+_LIMIT = 7.0
 
 
 def keeping_inputs(function: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
@@ -45,6 +48,22 @@ def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
     return jax.nn.silu(gate) * up
 
 
+def swiglu_clamped(gate: jax.Array, up: jax.Array) -> jax.Array:
+    """Gate elementwise with clamped inputs: g · sigmoid(1.702 g) · (u + 1), for arrays of the same shape.
+
+    g is min(gate, 7), and u is up within [-7, 7].
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> [round(float(x), 2) for x in swiglu_clamped(jnp.array([7.0, 70.0]), jnp.array([-1.0, 70.0]))]
+        [0.0, 56.0]
+
+    Source: gpt-oss, arXiv 2508.10925, §2.2, and its public code (`swiglu`).
+    """
+    gate, up = jnp.minimum(gate, _LIMIT), jnp.clip(up, -_LIMIT, _LIMIT)
+    return gate * jax.nn.sigmoid(1.702 * gate) * (up + 1)
+
+
 def geglu(gate: jax.Array, up: jax.Array) -> jax.Array:
     """Gate elementwise: gelu(gate) · up, with gelu in its tanh form, for arrays of the same shape.
 
@@ -63,11 +82,11 @@ def gelu_exact(x: jax.Array) -> jax.Array:
     return jax.nn.gelu(x, approximate=False)
 
 
-GATED: dict[str, Callable[..., jax.Array]] = {"swiglu": swiglu, "geglu": geglu}
+GATED: dict[str, Callable[..., jax.Array]] = {"swiglu": swiglu, "swiglu_clamped": swiglu_clamped, "geglu": geglu}
 """Gated activation functions by name: they take two arrays, the gate first."""
 
 PLAIN: dict[str, Callable[..., jax.Array]] = {
-    **GATED, "gelu": jax.nn.gelu, "gelu_exact": gelu_exact, "relu": jax.nn.relu
+    **GATED, "gelu": jax.nn.gelu, "gelu_exact": gelu_exact, "relu": jax.nn.relu, "silu": jax.nn.silu
 }  # fmt: skip
 """Activation functions by name, for dense layers."""
 

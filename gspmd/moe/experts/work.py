@@ -46,7 +46,7 @@ class ExpertWork:
         hidden: the spec of the hidden activations.
         w_in, w_out: the specs of the weights, the gate's first.
         in_via, out_via: the vias of the layout; None if it has none.
-        activation: "swiglu", "geglu", "gelu", "gelu_exact" or "relu".
+        activation: a name of `ACTIVATIONS` in `gspmd.moe.experts.activation`, such as "swiglu" or "gelu".
         sizes: the sizes of G, X, C, E and F; C is the capacity, or the rows of a buffer.
         dtype: the dtype of slots.
         weight_dtype: the dtype of the weights: that of slots, or int8.

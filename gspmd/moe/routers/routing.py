@@ -34,7 +34,7 @@ class Routing:
     capacity: int | None = field(default=None, metadata={"static": True})
 
 
-def top_choices(logits: jax.Array, count: int) -> jax.Array:
+def top_choices(logits: jax.Array, count: int, rest: jax.Array | None = None) -> jax.Array:
     """Return the indices of the `count` largest logits, largest first, ties to the lowest index.
 
     Logits are ranked instead of their softmax: the order is the same, without ties due to rounding.
@@ -42,6 +42,7 @@ def top_choices(logits: jax.Array, count: int) -> jax.Array:
     Args:
         logits: [..., X].
         count: number of choices, k ≤ X.
+        rest: [..., X], finite, by which equal ones are ranked: the rounding error of a sum. None for none.
 
     Returns:
         [..., k] int32.
@@ -50,9 +51,29 @@ def top_choices(logits: jax.Array, count: int) -> jax.Array:
     left = jnp.maximum(logits, jnp.finfo(logits.dtype).min)
     picks = []
     for _ in range(count):
-        picks.append(jnp.argmax(left, axis=-1).astype(jnp.int32))
+        pick = jnp.argmax(left, axis=-1) if rest is None else _first_largest(left, rest)
+        picks.append(pick.astype(jnp.int32))
         left = jnp.where(jax.nn.one_hot(picks[-1], logits.shape[-1], dtype=bool), -jnp.inf, left)
     return jnp.stack(picks, axis=-1)
+
+
+def _first_largest(values: jax.Array, rest: jax.Array) -> jax.Array:
+    """Return the index of the largest value, among equal ones that of the largest rest: [..., X] to [...].
+
+    It is one reduction. If a maximum were compared with the values in another loop, a compiler might compute these
+    again there, by another exponential for vectors, and find none that is equal.
+    """
+
+    def better(one, other):
+        (value, extra, at), (value_2, extra_2, at_2) = one, other
+        equal = value_2 == value
+        first = (extra_2 > extra) | ((extra_2 == extra) & (at_2 < at))
+        return tuple(jax.lax.select((value_2 > value) | (equal & first), b, a) for a, b in zip(one, other))
+
+    index = jax.lax.broadcasted_iota(jnp.int32, values.shape, values.ndim - 1)
+    least = (jnp.float32(-jnp.inf), jnp.float32(-jnp.inf), jnp.int32(values.shape[-1] - 1))
+    operands = (*jax.lax.stop_gradient((values, rest)), index)
+    return jax.lax.reduce(operands, least, better, (values.ndim - 1,))[2]
 
 
 def chosen(values: jax.Array, expert: jax.Array) -> jax.Array:
@@ -73,6 +94,29 @@ def best_pair(logits: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     gates, expert = jax.nn.softmax(logits, axis=-1), top_choices(logits, 2)
     pair = chosen(gates, expert)
     return gates, expert, pair / jnp.sum(pair, axis=-1, keepdims=True)
+
+
+def exact_sum(x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return the rounded sum of two arrays, and its rounding error: together they are x + y exactly.
+
+    Example:
+        >>> total, error = exact_sum(jnp.float32(12.0), jnp.float32(1e-8))
+        >>> float(total), round(float(error), 10)
+        (12.0, 1e-08)
+
+    Source: Knuth, *The Art of Computer Programming*, volume 2, §4.2.2, theorem B.
+    """
+    total = x + y
+    of_y = total - x
+    return total, (x - (total - of_y)) + (y - of_y)
+
+
+def log_scores(logits: jax.Array, config: MoEConfig) -> jax.Array:
+    """Return the logarithm of the scores of all experts, whose softmax are the scores divided by their sum.
+
+    It is log(sigmoid(logit)), or for a softmax, up to a constant, the logit itself.
+    """
+    return jax.nn.log_sigmoid(logits) if config.scores == "sigmoid" else logits
 
 
 def per_expert(values: jax.Array, expert: jax.Array, experts: int) -> jax.Array:
@@ -100,7 +144,7 @@ def assigned(
     Args:
         expert: [G, L, k] int32.
         gate: [G, L, k] float32, the weight if the choice gets a slot.
-        logits: [G, L, X] float32; the largest one is a token's confidence.
+        logits: [G, L, X] float32, or `log_scores`; the largest one is a token's confidence.
         config: the settings; its capacity and priority are used.
         mask: [G, L] bool, real tokens.
         losses: a mapping from name to [G] float32, the losses of the routing.

@@ -10,11 +10,11 @@ import jax.numpy as jnp
 
 from gspmd.annotate.errors import PlanError, SpecError
 from gspmd.moe import inputs
-from gspmd.moe.config import MoEConfig
+from gspmd.moe.config import ROUTERS, MoEConfig
 from gspmd.moe.routers.losses import z_loss
 from gspmd.moe.routers.routing import Routing, every_token, finite
 
-Rule = Callable[[jax.Array, MoEConfig, jax.Array | None, jax.Array], Routing]
+Rule = Callable[..., Routing]
 Numbers = Callable[..., jax.Array]
 
 
@@ -26,7 +26,8 @@ class Router:
 
     Args:
         rule: a function from finite float32 logits [G, L, X], the config, the random numbers or None, and the mask
-            [G, L] of real tokens, to a Routing. It must route groups independently, and draw nothing itself.
+            [G, L] of real tokens, to a Routing. It must route groups independently, and draw nothing itself. If the
+            router is `scored` (`gspmd.moe.config.Kind`), it also takes the bias [X] of the choice, or None.
         name: the router's name in a config.
         numbers: a function from a key, the shape [G, L, X] and `out_sharding` to the random numbers of the rule, [G, L]
             or [G, L, X]; None if the rule takes none.
@@ -52,14 +53,21 @@ class Router:
         self.__signature__ = signature(self.__call__)  # not the rule's, which update_wrapper set
 
     def __call__(
-        self, logits: jax.Array, config: MoEConfig, *, key: jax.Array | None = None, mask: jax.Array | None = None
+        self,
+        logits: jax.Array,
+        config: MoEConfig,
+        *,
+        key: jax.Array | None = None,
+        mask: jax.Array | None = None,
+        bias: jax.Array | None = None,
     ) -> Routing:
         """Route the tokens of each group; see the docstring of the rule."""
         inputs.settings("route", config)
         inputs.prng_key("route", key)
         logits = inputs.array("route", "logits", logits, "GLX")
         mask = None if mask is None else inputs.array("route", "mask", mask, "GL")
-        return self._route(logits, config, key=key, mask=mask)
+        bias = None if bias is None else inputs.array("route", "bias", bias, "X", real=True)
+        return self._route(logits, config, key=key, mask=mask, bias=bias)
 
     def draw(self, key: jax.Array | None, shape: tuple[int, ...], *, out_sharding=None) -> jax.Array | None:
         """Draw the random numbers for logits of `shape` [G, L, X]; None without a key or if the rule takes none."""
@@ -67,29 +75,43 @@ class Router:
             return None
         return self._numbers(key, shape, out_sharding=out_sharding)
 
-    def assign(self, logits: jax.Array, config: MoEConfig, draws: jax.Array | None, mask: jax.Array | None) -> Routing:
+    def assign(
+        self,
+        logits: jax.Array,
+        config: MoEConfig,
+        draws: jax.Array | None,
+        mask: jax.Array | None,
+        bias: jax.Array | None = None,
+    ) -> Routing:
         """Route the tokens of each group, independently of other groups, with given random numbers.
 
         Raises:
-            PlanError: the config names another router.
-            SpecError: the shape of logits or mask does not fit the config.
+            PlanError: the config names another router, or has a bias of the choice that is not given, or the reverse.
+            SpecError: the shape of logits, mask or bias does not fit the config.
         """
-        self._check(logits, config, mask)
+        self._check(logits, config, mask, bias)
         padded, logits, mask = mask is not None, finite(logits), every_token(logits, mask)
         if padded:  # NaN in padding would make gradients NaN, because 0 · NaN is NaN
             logits = jnp.where(mask[..., None] | ~jnp.isnan(logits), logits, 0)
-        routing, weight = self._rule(logits, config, draws, mask), config.z_coefficient
+        if ROUTERS[self.name].scored:
+            bias = None if bias is None else jax.lax.stop_gradient(bias.astype(jnp.float32))
+            routing = self._rule(logits, config, draws, mask, bias)
+        else:
+            routing = self._rule(logits, config, draws, mask)
+        weight = config.z_coefficient
         routing = replace(routing, experts=config.experts, capacity=config.capacity(logits.shape[1]))
         if not weight:
             return routing
         z = weight * z_loss(logits[..., : config.experts], mask)
         return replace(routing, losses=routing.losses | {"z": z})
 
-    def _draw_and_assign(self, logits, config, key, mask):
+    def _draw_and_assign(self, logits, config, key, mask, bias):
         draws = self.draw(key, (*logits.shape[:2], config.experts))
-        return self.assign(logits, config, draws, mask)
+        return self.assign(logits, config, draws, mask, bias)
 
-    def _check(self, logits: jax.Array, config: MoEConfig, mask: jax.Array | None) -> None:
+    def _check(
+        self, logits: jax.Array, config: MoEConfig, mask: jax.Array | None, bias: jax.Array | None = None
+    ) -> None:
         if config.router != self.name:
             raise PlanError(
                 f"cannot route: this is router {self.name}, and the config's is {config.router}.\n"
@@ -104,6 +126,14 @@ class Router:
                 f"cannot route: a mask of logits {logits.shape} is {logits.shape[:2]}; found {mask.shape}.\n"
                 "  Pass a mask that says for every token whether it is real."
             )
+        if (bias is not None) != config.choice_bias:
+            fact, remedy = ("has one", "Pass") if config.choice_bias else ("has none", "Set choice_bias, or leave out")
+            raise PlanError(
+                f"cannot route {'without' if bias is None else 'with'} a bias of the choice: the config {fact}.\n"
+                f"  {remedy} bias, [X] = {(config.experts,)}."
+            )
+        if bias is not None and bias.shape != (config.experts,):
+            raise SpecError(f"cannot route: bias is [X] = {(config.experts,)}; found {bias.shape}.")
 
 
 def router(name: str, numbers: Numbers | None = None) -> Callable[[Rule], Router]:

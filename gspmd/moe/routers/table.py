@@ -18,7 +18,12 @@ def named(config: MoEConfig) -> Router:
 
 
 def route(
-    logits: jax.Array, config: MoEConfig, *, key: jax.Array | None = None, mask: jax.Array | None = None
+    logits: jax.Array,
+    config: MoEConfig,
+    *,
+    key: jax.Array | None = None,
+    mask: jax.Array | None = None,
+    bias: jax.Array | None = None,
 ) -> Routing:
     """Route the tokens of each group by the router that the config names.
 
@@ -27,13 +32,14 @@ def route(
         config: names the router; see `route` in its module, such as `gspmd.moe.routers.switch.route`.
         key: the random key of routers that draw in training; None draws nothing.
         mask: [G, L] bool, False for padding; None if every token is real.
+        bias: [X] float32, added to the scores by which experts are chosen, if the config has `choice_bias`.
 
     Returns:
         Routing of arrays [G, L, k].
 
     Raises:
-        PlanError: `config` is not a MoEConfig, or `key` is not a random key.
-        SpecError: the shape of logits or mask does not fit the config.
+        PlanError: `config` is not a MoEConfig, `key` is not a random key, or a bias is missing or not used.
+        SpecError: the shape of logits, mask or bias does not fit the config.
 
     Example:
         >>> import jax.numpy as jnp
@@ -41,4 +47,4 @@ def route(
         (2, 8, 2)
     """
     inputs.settings("route", config)
-    return named(config)(logits, config, key=key, mask=mask)
+    return named(config)(logits, config, key=key, mask=mask, bias=bias)

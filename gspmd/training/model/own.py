@@ -179,6 +179,17 @@ class Own:
         """Return the loss of a training step, and its figures."""
         return self._loss(layout, params, tokens, key, train=True)
 
+    def adjusted(
+        self,
+        layout: Layout,
+        still: Mapping[str, jax.Array],
+        figures: Figures,
+        parts: int,
+        frozen: Sequence[str] = (),
+    ) -> tuple[Mapping[str, jax.Array], Figures]:
+        """Return both as they are: what is not trained stays as it is."""
+        return still, figures
+
     def cross_entropy(self, layout: Layout, params: Mapping[str, Any], tokens: Batch, microbatches: int) -> jax.Array:
         """Return the mean cross-entropy of an evaluation."""
         return self._loss(layout, params, tokens, None, train=False)[1]["cross_entropy"]

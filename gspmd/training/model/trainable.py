@@ -92,6 +92,24 @@ class Trainable(Protocol):
     ) -> tuple[jax.Array, Figures]:
         """Return the loss of a training step, and its figures; `predicted` is that of the whole batch."""
 
+    def adjusted(
+        self,
+        layout: Layout,
+        still: Mapping[str, jax.Array],
+        figures: Figures,
+        parts: int,
+        frozen: Sequence[str] = (),
+    ) -> tuple[Mapping[str, jax.Array], Figures]:
+        """Return what a step makes of the parameters that are not trained, and the figures that it reports.
+
+        Args:
+            layout: where they lie.
+            still: the parameters that are not trained, before the step.
+            figures: those of the step, means over its parts; nothing may change if `non_finite` is 1.
+            parts: into how many parts the step cut its batch (`cut`).
+            frozen: patterns of parameters that stay as they are.
+        """
+
     def cross_entropy(self, layout: Layout, params: Mapping[str, Any], tokens: Batch, microbatches: int) -> jax.Array:
         """Return the mean cross-entropy of an evaluation."""
 

@@ -12,7 +12,7 @@ from ...config import ModelConfig
 from .entries import in_json, is_whole
 from .family import Agreement, Family, Option, Stored
 from .parallel import GELU
-from .serial import FIXED, without
+from .serial import FIXED, ROUTED, without
 
 #: Attention of as many key/value heads as query heads.
 _ALL_HEADS = lambda fields: fields["heads"]  # noqa: E731
@@ -159,7 +159,7 @@ NLLB_MOE = Family(
     model_type="nllb-moe",
     options={**M2M_100.options, "moe.experts": Option("num_experts", 128)},
     derived={**M2M_100.derived, "moe.offset": lambda fields: fields["moe.every"] - 1},  # the last block of each period
-    fixed=without(M2M_100.fixed, "moe") | {"moe.router": "top-k", "moe.k": 2, "moe.renormalize": True, "moe.shared": 0},
+    fixed=without(M2M_100.fixed, "moe") | ROUTED | {"moe.router": "top-k", "moe.k": 2, "moe.renormalize": True},
     tensors={
         "embedding.table": Stored("model.shared.weight", "VE"),
         **_m2m_stack("encoder.", "encoder"),
@@ -386,7 +386,7 @@ SWITCH = Family(
         "kv_heads": _ALL_HEADS,
         "moe.offset": lambda fields: min(1, fields["moe.every"] - 1),  # the second block of each period
     },
-    fixed=without(_T5_FIXED, "moe") | {"moe.router": "switch", "moe.k": None, "moe.renormalize": True, "moe.shared": 0},
+    fixed=without(_T5_FIXED, "moe") | ROUTED | {"moe.router": "switch", "moe.k": None, "moe.renormalize": True},
     tensors=_t5_tensors("mlp") | _experts("encoder.", "encoder", 1) | _experts("", "decoder", 2),
     inactive={"router_bias": (False,), "router_type": ("tokens_masked",), "is_gated_act": (False,)},
     ignored_entries=(

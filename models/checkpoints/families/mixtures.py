@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from .family import Family, Option, Stored
-from .serial import ATTENTION, ENDS, FIXED, LAYER, OPTIONS, QWEN3, kv_heads, without
+from .serial import ATTENTION, ENDS, FIXED, LAYER, OPTIONS, QWEN3, ROUTED, kv_heads, without
 from .window import Window
 
-EXPERTS = without(FIXED, "moe") | {"moe.router": "top-k", "moe.every": 1, "moe.offset": 0, "moe.shared": 0}
+EXPERTS = without(FIXED, "moe") | ROUTED | {"moe.router": "top-k", "moe.every": 1, "moe.offset": 0}
 
 MIXTRAL = Family(
     title="Mixtral",

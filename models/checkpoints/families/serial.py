@@ -66,6 +66,17 @@ FIXED = {
     "moe": None,
 }
 
+#: Fields of experts that are the same in all families, except where a family says otherwise.
+ROUTED = {
+    "moe.shared": 0,
+    "moe.scores": "softmax",
+    "moe.expert_groups": 1,
+    "moe.choice_bias": False,
+    "moe.gate_factor": 1.0,
+    "moe.gate_inputs": False,
+    "moe.router_bias": False,
+}
+
 ATTENTION = {
     "attention.norm": Stored(f"{LAYER}.input_layernorm.weight", "E"),
     "attention.w_q": Stored(f"{LAYER}.self_attn.q_proj.weight", "(HD)E"),

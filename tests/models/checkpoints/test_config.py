@@ -54,7 +54,10 @@ def test_what_is_written_is_read_as_the_same_model(name, read, tmp_path):
 def test_every_field_of_a_model_is_read_or_fixed_or_free(family):
     wanted = {field.name for field in dataclasses.fields(ModelConfig)} - {*FREE, "moe"}
     if "moe.experts" in family.options:
-        named = ("experts", "k", "router", "every", "offset", "shared", "renormalize")
+        named = (
+            "experts", "k", "router", "every", "offset", "shared", "renormalize", "scores", "expert_groups",
+            "choice_bias", "gate_factor", "gate_inputs", "router_bias",
+        )  # fmt: skip
         wanted |= {f"moe.{name}" for name in named}
     wanted -= {"sliding_window", "layer_kinds"}  # which `Window` describes, or a family's agreement
     rope = {"rope_base", "rope_scaling", "rotary_size"} | ({"local_rope_base"} if family.local_rope_base else set())

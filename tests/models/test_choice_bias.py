@@ -1,0 +1,133 @@
+"""The bias of the choice of experts: after every step it follows the loads, and nothing else changes it."""
+
+from dataclasses import replace
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import gspmd_models as models
+from gspmd.layouts import Layout
+from gspmd.moe import MoEConfig
+from gspmd.training import ConfigError, OptimizerConfig, jit_step
+from gspmd_models import step
+from gspmd_models.finetuning.config import LoraConfig
+from gspmd_models.finetuning.freezing import balanced_paths, trained_paths
+from tests.conftest import AXIS_TYPES
+
+RATE, STEPS, BATCH, LENGTH = 0.01, 4, 16, 8
+OPTIMIZER = OptimizerConfig(learning_rate=1e-2, weight_decay=0.5, clip=0.1)
+V3 = MoEConfig(experts=8, router="top-k", k=3, scores="sigmoid", expert_groups=4, kept_groups=3, choice_bias=True,
+               bias_rate=RATE, dispatch="dropless", shared=1, router_scale=4.0)  # fmt: skip
+CONFIG = models.ModelConfig(
+    vocabulary=64, embed=16, layers=4, heads=8, kv_heads=8, head_size=2, feed_forward=32, moe=V3, remat="none"
+)
+PATH = "blocks.1.moe.choice_bias"
+
+
+def run(
+    config,
+    name,
+    kind="explicit",
+    microbatches=1,
+    frozen=(),
+    spoiled=False,
+    moved=None,
+    optimizer=OPTIMIZER,
+    seeds=tuple(range(STEPS)),
+):
+    """Biases [steps, N, X], and the figures of every step."""
+    layout = Layout.load(name).override(moved or {})
+    sizes = layout.mesh_for(1 if name == "replicated" else 8)
+    devices, types = jax.devices()[: np.prod([*sizes.values()])], (AXIS_TYPES[kind],) * len(sizes)
+    mesh = jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=types, devices=devices)
+    placed = jax.NamedSharding(mesh, models.batch_spec(layout).partition_spec())
+    biases, found = [], []
+    with jax.set_mesh(mesh):
+        model = models.build(config, layout, mesh, jax.random.key(0))
+        state = step.initial_state(model, optimizer, STEPS, mesh, frozen=frozen)
+        if spoiled:
+            table = state.params["embedding.table"]
+            state = replace(state, params={**state.params, "embedding.table": table * jnp.nan})
+        update = jit_step(step.training_step(model, optimizer, STEPS, microbatches, frozen=frozen), state)
+        for number in seeds:
+            ids = np.random.default_rng(number).integers(0, 64, (BATCH, LENGTH + 1)).astype(np.int32)
+            state, figures = update(state, jax.device_put(ids, placed), jax.random.key(1))
+            biases.append(np.asarray(state.params[PATH]))
+            found.append(jax.tree.map(np.asarray, figures))
+    assert not any(
+        "choice_bias" in jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(state.optimizer)
+    )
+    return np.array(biases), found
+
+
+@cache
+def alone():
+    return run(CONFIG, "replicated")
+
+
+def test_the_bias_rises_for_experts_below_the_mean_load_and_falls_for_those_above():
+    biases, figures = alone()
+    wanted = np.zeros((2, 8), np.float32)
+    for found, each in zip(biases, figures):
+        # Loads are shares here, and the counts whole numbers, which the shares give back.
+        counts = np.round(each["load"] * 3 * BATCH * LENGTH)
+        wanted = wanted + np.float32(RATE) * np.sign(counts.mean(axis=-1, keepdims=True) - counts).astype(np.float32)
+        np.testing.assert_array_equal(found, wanted)
+    assert "sent" not in figures[0]
+    assert len(np.unique(wanted)) > 3  # the experts were not balanced
+
+
+@pytest.mark.turns(2)
+@pytest.mark.parametrize(
+    ("name", "kind", "microbatches", "moved"),
+    [
+        ("gshard", "explicit", 1, {}),
+        ("zero-2", "explicit", 2, {}),
+        ("switch-expert-model", "auto", 1, {"moe.choice_bias": "X_x"}),
+        ("replicated", "explicit", 4, {}),
+    ],
+)
+def test_the_bias_is_the_same_on_every_mesh(name, kind, microbatches, moved):
+    biases, figures = run(CONFIG, name, kind, microbatches, moved=moved)
+    wanted, of_one = alone()
+    np.testing.assert_allclose([each["loss"] for each in figures], [each["loss"] for each in of_one], rtol=1e-4)
+    np.testing.assert_array_equal(biases, wanted)
+
+
+@pytest.mark.slow
+def test_the_bias_alone_balances_the_experts():
+    """The other parameters hardly move, and there is no loss of balance that would move them."""
+    config = replace(CONFIG, moe=replace(V3, bias_rate=0.01, aux_weight=0.0))
+    _, figures = run(config, "replicated", optimizer=OptimizerConfig(learning_rate=1e-9), seeds=(0,) * 30)
+    first, last = (np.ptp(each["load"], axis=-1).max() for each in (figures[0], figures[-1]))
+    assert last < first / 2
+
+
+def test_a_step_that_is_skipped_leaves_the_bias():
+    biases, figures = run(CONFIG, "replicated", spoiled=True)
+    assert figures[0]["non_finite"] == 1
+    assert not biases.any()
+
+
+def test_no_optimizer_trains_the_bias():
+    layout = Layout.load("replicated")
+    assert balanced_paths(CONFIG, layout) == (PATH,)
+    assert PATH not in trained_paths(CONFIG, layout)
+    assert balanced_paths(CONFIG, layout, ("moe.choice_bias",)) == ()
+    assert balanced_paths(replace(CONFIG, moe=replace(V3, bias_rate=0.0)), layout) == ()
+    lora = LoraConfig(rank=2, targets=("attention.w_q",))
+    assert balanced_paths(replace(CONFIG, lora=lora), layout) == ()
+
+
+def test_stages_refuse_a_bias_that_is_not_trained():
+    layout = Layout.load("gshard").override({"pipeline.layers": "N_p"})
+    with pytest.raises(ConfigError) as error:
+        trained_paths(CONFIG, layout)
+    assert str(error.value) == (
+        "cannot train this model:\n"
+        "  the stages of a pipeline train all parameters, and moe.choice_bias is not trained; leave it, or the stages,"
+        " out."
+    )
