@@ -110,7 +110,7 @@ class Attention(Layer):
             of_query, of_key = context.angles
             return rotate(q, self.config, of_query), rotate(k, self.config, of_key)
         order = zigzag_positions(q.shape[1], ring_size(key)) if context.causal else np.arange(q.shape[1])
-        angles = cos_sin(order, turns(self.config))
+        angles = cos_sin(order, turns(self.config, q.shape[1]))
         if query.axes_of("L") != key.axes_of("L"):
             # Without `_along`, compilers merge the tables of queries and keys into one constant, shard its L as that of
             # the queries, and gather it for the keys.

@@ -66,8 +66,11 @@ def context_of(
     angles = None
     if config.positions == "rotary":
         positions = in_both(layout, zigzag(positions_in(segments), ring), query, key)
-        of_query = angles_at(positions[0], config)
-        of_key = of_query if positions[1] is positions[0] else angles_at(positions[1], config)
+        lengths: tuple[jax.Array | None, jax.Array | None] = None, None
+        if config.rope_scaling and config.rope_scaling.by_length:
+            lengths = in_both(layout, zigzag(lengths_in(segments), ring), query, key)
+        of_query = angles_at(positions[0], config, lengths[0])
+        of_key = of_query if positions[1] is positions[0] else angles_at(positions[1], config, lengths[1])
         # Without the barrier, compilers may move these operations back into the loop over layers.
         angles = jax.lax.optimization_barrier((of_query, of_key))
     real = moved(segments > 0, batch_spec(layout), tokens_spec(layout)) if config.moe else None
@@ -160,6 +163,16 @@ def positions_in(segments: jax.Array) -> jax.Array:
     at = jnp.arange(segments.shape[1], dtype=jnp.int32)[None]
     begins = jnp.concatenate([jnp.ones_like(segments[:, :1]), (segments[:, 1:] != segments[:, :-1])], axis=1)
     return at - jax.lax.cummax(jnp.where(begins > 0, at, 0), axis=1)
+
+
+def lengths_in(segments: jax.Array) -> jax.Array:
+    """Return the number of tokens of every token's segment, from segments [B, L].
+
+    Example:
+        >>> lengths_in(jnp.array([[1, 1, 2, 2, 2, 0]]))[0].tolist()
+        [2, 2, 3, 3, 3, 1]
+    """
+    return positions_in(segments) + jnp.flip(positions_in(jnp.flip(segments, axis=1)), axis=1) + 1
 
 
 def token_positions(layout: Layout, length: int, segments: jax.Array | None) -> np.ndarray | jax.Array:

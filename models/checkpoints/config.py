@@ -219,7 +219,7 @@ def written(family: Family, config: ModelConfig, length: int, dtype: str) -> dic
     json |= family.agreement.write(config) if family.agreement else {}
     # Attention here has no sliding window, so it computes what the model was made for only up to that length.
     length = min(length, config.sliding_window or length)
-    json |= write_rope(family, config) | dict.fromkeys(family.length[:1], length) | {"torch_dtype": dtype}
+    json |= dict.fromkeys(family.length[:1], length) | write_rope(family, config) | {"torch_dtype": dtype}
     json |= write_window(family.window) | ({family.output_dropout[0]: 0.0} if family.output_dropout else {})
     if family.logit_scale is not None:
         json["logit_scale"] = 1.0

@@ -171,7 +171,7 @@ def _read(
     if counts is not None and model.config.moe:
         real = jnp.arange(length)[None] < counts[:, None]
         context = replace(context, real=moved(real, whole, tokens_spec(layout)))
-    chunk = replace(Chunk.at(cache.lengths, length, model), fresh=fresh)
+    chunk = replace(Chunk.at(cache, length, model), fresh=fresh)
     definition, weights = model.stacked()
     read = cache.source
 
@@ -208,7 +208,7 @@ def _read(
             held and tuple(_written(array, each[which], chunk, key) for array, each in zip(held, new))
             for which, held in enumerate(cache.layers)
         )
-    return x, Cache(keys, values, key_scales, value_scales, cache.lengths + added, cache.source)
+    return x, Cache(keys, values, key_scales, value_scales, cache.lengths + added, cache.source, cache.totals)
 
 
 def _written(array: jax.Array, new: jax.Array, chunk: Chunk, key: Spec) -> jax.Array:
@@ -238,14 +238,17 @@ class Chunk:
     fresh: bool = False
 
     @classmethod
-    def at(cls, lengths: jax.Array, length: int, model: Transformer) -> Chunk:
-        """Describe the next `length` tokens of rows with `lengths`; angles are computed once, not in every layer."""
-        layout = model.layout
+    def at(cls, cache: Cache, length: int, model: Transformer) -> Chunk:
+        """Describe the next `length` tokens of a cache's rows; angles are computed once, not in every layer."""
+        layout, lengths = model.layout, cache.lengths
         positions = lengths[:, None] + jnp.arange(length, dtype=jnp.int32)[None]
+        totals = None if cache.totals is None else jnp.broadcast_to(cache.totals[:, None], positions.shape)
         whole, placed = Spec(("B", "L"), ((), ())), {}
         for key in ("attention.query", "attention.key") if model.config.positions == "rotary" else ():
             axes = layout.spec(key).axes[:2]
-            placed[axes] = angles_at(moved(positions, whole, Spec(("B", "L"), axes)), model.config)
+            of_rows = Spec(("B", "L"), axes)
+            lengths_of = None if totals is None else moved(totals, whole, of_rows)
+            placed[axes] = angles_at(moved(positions, whole, of_rows), model.config, lengths_of)
         # Without the barrier, the TPU compiler moves these few operations back into the loop over layers.
         return cls(lengths, cache_spec(layout), cache_spec(layout, CROSS), jax.lax.optimization_barrier(placed))
 

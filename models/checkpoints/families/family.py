@@ -93,6 +93,10 @@ class Family:
         inactive: maps an entry to the values with which it has no effect, its default first; others are refused.
         ignored_entries: entries that have no effect in this family, whatever their value.
         rope_base: default of rope_theta; None if it cannot be set.
+        rope_types: maps the names of scalings of the rotary embedding to kinds of `RopeScaling`; empty if the family
+            has all of them, under their own names.
+        original_length: default of original_max_position_embeddings, where it stands beside the table of the scaling,
+            and wins over the one in it; None if there is no default.
         partial_rotary: default of partial_rotary_factor; None if it cannot be set.
         window: the entries that describe a sliding window; None if the family has no such layers.
         logit_scale: default of the factor of the logits; None if the family has no such factor.
@@ -117,6 +121,8 @@ class Family:
     inactive: Mapping[str, tuple] = field(default_factory=dict)
     ignored_entries: tuple[str, ...] = ()
     rope_base: float | None = 10000.0
+    rope_types: Mapping[str, str] = field(default_factory=dict)
+    original_length: int | None = None
     partial_rotary: float | None = None
     window: Window | None = None
     logit_scale: float | None = None
