@@ -183,7 +183,7 @@ def _fixed_by_length(config: ModelConfig, scaling: RopeScaling, lengths: jax.Arr
         return both[0], both[1]
     grown = scaling.factor * (jnp.maximum(lengths, original).astype(jnp.float32) / original - 1) + 1
     exponents = _exponents(config).astype(np.float32)[None, None, None]
-    plain = turns(config, original).per_position.astype(np.float32)[None, None, None]
+    plain = jnp.asarray(turns(config, original).per_position, jnp.float32)[None, None, None]
     scaled: jax.Array = plain * jnp.exp(exponents * jnp.log(grown)) * 2.0**32
     high = scaled.astype(jnp.uint32)
     return high, ((scaled - high.astype(jnp.float32)) * 2.0**12).astype(jnp.uint32)

@@ -47,7 +47,11 @@ class Stored:
 
     Attributes:
         name: the tensor's name; {N} is the number of the layer and {X} that of the expert.
-        dims: its dimensions, in the parameter's letters; those in parentheses are merged into one, as in "(HD)E".
+        dims: its dimensions, in the parameter's letters; those in parentheses are merged into one, as in "(HD)E". If
+            the tensor holds several parameters, bars separate them where they follow each other: "(HD|KD|KD)E" has all
+            queries, then all keys, then all values; "(K(QD|D|D))E" for each key head its Q queries, the key and the
+            value; "E(F(1|1))" two matrices whose columns alternate.
+        part: the number of the parameter among these.
         offset: the constant that the model adds to it: 1 for norms that scale by 1 + w.
         gated: its name in a feed-forward layer with a gate, if that differs.
     """
@@ -56,6 +60,17 @@ class Stored:
     dims: str
     offset: float = 0.0
     gated: str = ""
+    part: int = 0
+
+
+def fused(name: str, dims: str, *paths: str) -> dict[str, Stored]:
+    """Return the rows of the parameters that one tensor holds, in its order.
+
+    Example:
+        >>> fused("mlp.gate_up_proj", "(F|F)E", "ffn.w_gate", "ffn.w_in")["ffn.w_in"].part
+        1
+    """
+    return {path: Stored(name, dims, part=part) for part, path in enumerate(paths)}
 
 
 @dataclass(frozen=True)
