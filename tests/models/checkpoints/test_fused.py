@@ -67,6 +67,7 @@ def fused_llama(monkeypatch, tmp_path):
 CASES = [
     ("replicated", {}, {"H": 6, "K": 3, "D": 2, "E": 10, "F": 7}),
     ("weight-stationary-2d", {}, {"H": 8, "K": 2, "D": 4, "E": 24, "F": 32}),
+    ("weight-stationary-2d", {}, {"H": 12, "K": 3, "D": 4, "E": 16, "F": 32}),  # devices begin within a group of heads
     ("weight-stationary-2d", {"H": 12, "F": 48}, {"H": 9, "K": 3, "D": 12, "E": 16, "F": 36}),
     ("megatron-1d", {"K": 4, "F": 4}, {"H": 6, "K": 3, "D": 4, "E": 16, "F": 22}),
     ("megatron-1d", {"K": 4}, {"H": 3, "K": 3, "D": 6, "E": 8, "F": 24}),
