@@ -147,7 +147,7 @@ class Attention(Layer):
             of_query, of_key = context.angles[rotary]
             return rotate(q, rotary, of_query), rotate(k, rotary, of_key)
         order = zigzag_positions(q.shape[1], ring_size(key)) if context.causal else np.arange(q.shape[1])
-        angles = cos_sin(order, turns(rotary))
+        angles = cos_sin(order, turns(rotary, q.shape[1]))
         if query.axes_of("L") != key.axes_of("L"):
             # Without `_along`, compilers merge the tables of queries and keys into one constant, shard its L as that of
             # the queries, and gather it for the keys.

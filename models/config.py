@@ -12,6 +12,7 @@ from gspmd.moe.config import MoEConfig
 from gspmd.moe.experts.activation import GATED, PLAIN
 
 from .finetuning.config import LoraConfig
+from .rope_scaling import RopeScaling
 from .tensors import Tensor, tensor_sizes, tensors
 
 BLOCKS = ("serial", "parallel")
@@ -24,33 +25,6 @@ HEAD_NORMS: tuple[HeadNorm, ...] = get_args(HeadNorm)
 PAIRS = ("halves", "neighbours")
 Remat = Literal["none", "full", "dots-except-hidden", "dots", "selective"]
 REMATS: tuple[Remat, ...] = get_args(Remat)
-
-
-@dataclass(frozen=True)
-class RopeScaling:
-    """Stretch the long wavelengths of the rotary position embedding, for sequences longer than those first trained on.
-
-    Wavelengths above original_length / low_frequency are multiplied by `factor`. Those below original_length /
-    high_frequency are unchanged. Between the two the frequency is interpolated.
-
-    Source: the reference code of Llama 3.1 (`apply_scaling`), and `rope_type = "llama3"` of transformers.
-    """
-
-    factor: float = 8.0
-    """Factor by which long wavelengths are multiplied."""
-    low_frequency: float = 1.0
-    """Turns within the original length below which a wavelength is multiplied by the full factor."""
-    high_frequency: float = 4.0
-    """Turns within the original length above which a wavelength is unchanged."""
-    original_length: int = 8192
-    """Length of the sequences first trained on."""
-
-    def __post_init__(self) -> None:
-        if not (self.factor > 0 and 0 < self.low_frequency < self.high_frequency and self.original_length > 0):
-            raise ValueError(
-                f"cannot scale rotary wavelengths with {self}: factor and original_length must be positive, and "
-                "low_frequency positive and below high_frequency"
-            )
 
 
 @dataclass(frozen=True)
@@ -157,7 +131,7 @@ class ModelConfig:
     rope_base: float = 10000.0
     """Base of the rotary position embedding's wavelengths."""
     rope_scaling: RopeScaling | None = None
-    """Stretching of long wavelengths (Llama 3.1); None for none."""
+    """Stretching of wavelengths, for texts longer than those first trained on; None for none."""
     local_rope_base: float | None = None
     """Base of the rotary position embedding in sliding layers, whose wavelengths are not stretched (Gemma 3); None if
     they are rotated as all others."""
@@ -258,6 +232,11 @@ class ModelConfig:
         """The distinct models of `rotary_of`, for all kinds of layers."""
         found = dict.fromkeys(map(self.rotary_of, self.kinds))
         return tuple(each for each in found if each is not None)
+
+    @property
+    def by_length(self) -> bool:
+        """Whether the rotary embedding of a text depends on its length."""
+        return self.positions == "rotary" and self.rope_scaling is not None and self.rope_scaling.by_length
 
     @property
     def has_dense_layers(self) -> bool:
@@ -488,6 +467,7 @@ def _faults(config: ModelConfig):
         if config.moe and config.moe.every > 0 and getattr(config, name) % config.moe.every:
             yield f"{name} is {getattr(config, name)}, which moe.every ({config.moe.every}) does not divide"
     yield from _position_faults(config)
+    yield from _scaling_faults(config)
     yield from _encoder_faults(config)
 
 
@@ -555,6 +535,18 @@ def _position_faults(config: ModelConfig):
         yield "positions are learned, one vector for each; set context_length"
     if config.positions == "sinusoidal" and config.embed % 2:
         yield f"embed is {config.embed}; sinusoidal positions have pairs of a sine and a cosine, so it must be even"
+
+
+def _scaling_faults(config: ModelConfig):
+    scaling = config.rope_scaling
+    if scaling is None:
+        return
+    pairs = len(scaling.short_factors)
+    if scaling.kind == "longrope" and pairs != config.rotary // 2:
+        fact = f"rope_scaling has {pairs} short_factors and long_factors"
+        yield f"{fact}, and a head {config.rotary // 2} pairs that are rotated; give one for each pair"
+    if scaling.kind == "dynamic" and config.rotary <= 2:
+        yield "rope_scaling is dynamic, and a head has only one pair that is rotated, whose wavelength it never changes"
 
 
 def _encoder_faults(config: ModelConfig):

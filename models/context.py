@@ -68,10 +68,13 @@ def context_of(
     angles = None
     if rotaries := config.rotaries:
         positions = in_both(layout, zigzag(positions_in(segments), ring), query, key)
+        lengths: tuple[jax.Array | None, jax.Array | None] = None, None
+        if any(rotary.by_length for rotary in rotaries):
+            lengths = in_both(layout, zigzag(lengths_in(segments), ring), query, key)
 
         def of_both(rotary: ModelConfig) -> tuple[Angles, Angles]:
-            of_query = angles_at(positions[0], rotary)
-            return of_query, of_query if positions[1] is positions[0] else angles_at(positions[1], rotary)
+            of_query = angles_at(positions[0], rotary, lengths[0])
+            return of_query, of_query if positions[1] is positions[0] else angles_at(positions[1], rotary, lengths[1])
 
         # Without the barrier, compilers may move these operations back into the loop over layers.
         placed_angles = jax.lax.optimization_barrier([of_both(rotary) for rotary in rotaries])
@@ -166,6 +169,16 @@ def positions_in(segments: jax.Array) -> jax.Array:
     at = jnp.arange(segments.shape[1], dtype=jnp.int32)[None]
     begins = jnp.concatenate([jnp.ones_like(segments[:, :1]), (segments[:, 1:] != segments[:, :-1])], axis=1)
     return at - jax.lax.cummax(jnp.where(begins > 0, at, 0), axis=1)
+
+
+def lengths_in(segments: jax.Array) -> jax.Array:
+    """Return the number of tokens of every token's segment, from segments [B, L].
+
+    Example:
+        >>> lengths_in(jnp.array([[1, 1, 2, 2, 2, 0]]))[0].tolist()
+        [2, 2, 3, 3, 3, 1]
+    """
+    return positions_in(segments) + jnp.flip(positions_in(jnp.flip(segments, axis=1)), axis=1) + 1
 
 
 def token_positions(layout: Layout, length: int, segments: jax.Array | None) -> np.ndarray | jax.Array:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import math
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from .config import ModelConfig
+from .rope_scaling import RopeScaling
 
 Angles = tuple[jax.Array, jax.Array]
-"""Cosine and sine of the angles by which pairs of a head's elements are rotated, [B, L, 1, R/2] float32."""
+"""Cosine and sine of the angles by which pairs of a head's elements are rotated, times the scaling's factor: [B, L, 1,
+R/2] float32."""
 
 LONGEST = 2**20
 """The number of positions, 0 to `LONGEST` - 1, at which `angles_at` is exact."""
@@ -22,11 +27,13 @@ def rotate(
 
     The first R = `config.rotary` elements of a head are rotated, in pairs (x[i], x[i + R/2]) or (x[2i], x[2i + 1]) as
     `config.rotary_pairs` says. Elementwise over batch, length and heads, which may be sharded; head size must not be.
+    With `rope_scaling`, angles and the factor of cosines and sines are those of `turns`.
 
     Args:
         x: [B, L, H, D].
         config: `rotary`, `rotary_pairs`, `rope_base` and `rope_scaling`.
-        angles: `angles_at` positions [B, L] that are placed as B and L of x; None for positions 0 to L - 1.
+        angles: `angles_at` positions [B, L] that are placed as B and L of x; None for positions 0 to L - 1 of a text of
+            L tokens.
 
     Returns:
         [B, L, H, D] in x's dtype; computed in float32.
@@ -40,7 +47,7 @@ def rotate(
     Differs: pairs take one element from each half of the head by default, a permutation of the head's elements.
     """
     size = config.rotary
-    cos, sin = cos_sin(np.arange(x.shape[1]), turns(config)) if angles is None else angles
+    cos, sin = cos_sin(np.arange(x.shape[1]), turns(config, x.shape[1])) if angles is None else angles
     wide = x[..., :size].astype(jnp.float32)
     if config.rotary_pairs == "neighbours":
         first, second = wide[..., 0::2], wide[..., 1::2]
@@ -54,34 +61,129 @@ def rotate(
     return rotated if size == x.shape[-1] else jnp.concatenate([rotated, x[..., size:]], axis=-1)
 
 
-def turns(config: ModelConfig) -> np.ndarray:
-    """Return the turns per position of every pair, [R/2] float64."""
-    size, scaling = config.rotary, config.rope_scaling
-    turns = config.rope_base ** (-np.arange(0, size, 2) / size) / (2 * np.pi)
+class Turns(NamedTuple):
+    """The rotation of every pair of a head's elements.
+
+    Attributes:
+        per_position: turns per position, [R/2] float64.
+        factor: factor of cosines and sines.
+    """
+
+    per_position: np.ndarray
+    factor: float = 1.0
+
+
+def turns(config: ModelConfig, length: int | None = None) -> Turns:
+    """Return the turns of every pair.
+
+    Args:
+        config: `rotary`, `rope_base` and `rope_scaling`.
+        length: tokens of the text; it may be left out if the scaling does not depend on it (`RopeScaling.by_length`).
+    """
+    scaling = config.rope_scaling
+    plain = config.rope_base ** (-np.arange(0, config.rotary, 2) / config.rotary) / (2 * np.pi)
     if scaling is None:
-        return turns
-    # the unscaled share of a frequency: 0 below low_frequency turns of the original length, 1 above high_frequency
+        return Turns(plain)
+    assert length is not None or not scaling.by_length, f"{scaling.kind} scaling needs the length of the text"
+    if scaling.kind == "linear":
+        found = plain / scaling.factor
+    elif scaling.kind == "dynamic":
+        assert length is not None
+        grown = scaling.factor * (max(length, scaling.original_length) / scaling.original_length - 1) + 1
+        found = plain * grown ** _exponents(config)
+    elif scaling.kind == "longrope":
+        assert length is not None
+        found = plain / (scaling.long_factors if length > scaling.original_length else scaling.short_factors)
+    else:
+        unscaled = (_unscaled_llama3 if scaling.kind == "llama3" else _unscaled_yarn)(config, scaling, plain)
+        found = plain * (unscaled + (1 - unscaled) / scaling.factor)
+    return Turns(found, scaling.cosine_factor)
+
+
+def _exponents(config: ModelConfig) -> np.ndarray:
+    """Return the powers [R/2] of the growth of a text by which dynamic scaling multiplies the turns.
+
+    The base is multiplied by the growth to the power of R / (R - 2), so that the first pair keeps its turns, and the
+    last one has as many fewer as the text grows.
+    """
+    return -np.arange(0, config.rotary, 2) / (config.rotary - 2)
+
+
+def _unscaled_llama3(config: ModelConfig, scaling: RopeScaling, plain: np.ndarray) -> np.ndarray:
+    """Return the unscaled share of each frequency: 0 below low_frequency turns of the original length, 1 above high."""
     low, high = scaling.low_frequency, scaling.high_frequency
-    kept = np.clip((turns * scaling.original_length - low) / (high - low), 0.0, 1.0)
-    return turns * (kept + (1.0 - kept) / scaling.factor)
+    assert high is not None
+    return np.clip((plain * scaling.original_length - low) / (high - low), 0.0, 1.0)
 
 
-def cos_sin(positions: np.ndarray, turns: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return cosine and sine [1, L, 1, R/2] of the angles of constant positions [L]."""
-    angles = (2 * np.pi * positions[:, None] * turns)[None, :, None, :]
-    return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+def _unscaled_yarn(config: ModelConfig, scaling: RopeScaling, plain: np.ndarray) -> np.ndarray:
+    """Return the unscaled share of each frequency: 1 up to the pair of high_frequency, 0 from that of low_frequency."""
+    assert scaling.high_frequency is not None
+    first, last = (
+        # the number of the pair, not rounded, that makes so many turns within the original length
+        config.rotary * math.log(scaling.original_length / (2 * math.pi * frequency)) / (2 * math.log(config.rope_base))
+        for frequency in (scaling.high_frequency, scaling.low_frequency)
+    )
+    if scaling.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, config.rotary - 1)
+    if first == last:
+        last += 0.001
+    return 1 - np.clip((np.arange(config.rotary // 2) - first) / (last - first), 0.0, 1.0)
 
 
-def angles_at(positions: jax.Array, config: ModelConfig) -> Angles:
+def cos_sin(positions: np.ndarray, turns: Turns) -> tuple[np.ndarray, np.ndarray]:
+    """Return cosine and sine [1, L, 1, R/2] of the angles of constant positions [L], times the factor of the turns."""
+    angles = (2 * np.pi * positions[:, None] * turns.per_position)[None, :, None, :]
+    return (turns.factor * np.cos(angles)).astype(np.float32), (turns.factor * np.sin(angles)).astype(np.float32)
+
+
+def angles_at(positions: jax.Array, config: ModelConfig, lengths: jax.Array | None = None) -> Angles:
     """Return cosine and sine [B, L, 1, R/2] of `rotate`'s angles at positions [B, L], each below `LONGEST`.
 
     They are the same in every layer. Float32 has few digits after the point for an angle of a hundred thousand radians.
     So turns are integers in units of 2^-44, whose products with a position wrap around at complete turns: the angle is
-    exact to 2^-24 turns.
+    exact to 2^-24 turns. (Those of dynamic scaling depend on the text, and are computed in float32 first.)
+
+    Args:
+        positions: [B, L], integers.
+        config: as of `turns`.
+        lengths: [B, L], the tokens of the text of each position, placed as the positions; needed if the scaling depends
+            on it (`RopeScaling.by_length`).
     """
-    fixed = np.round(turns(config) * 2**44).astype(np.int64)
-    high, low = (fixed >> 12).astype(np.uint32), (fixed & 0xFFF).astype(np.uint32)
+    scaling = config.rope_scaling
     at = positions.astype(jnp.uint32)[..., None, None]
-    part = at * high[None, None, None] + ((at * low[None, None, None]) >> 12)
+    if scaling is None or not scaling.by_length:
+        high, low = (part[None, None, None] for part in _fixed(turns(config).per_position))
+    else:
+        assert lengths is not None, f"{scaling.kind} scaling needs the lengths of texts"
+        high, low = _fixed_by_length(config, scaling, lengths[..., None, None])
+    part = at * high + ((at * low) >> 12)
     angles = jax.lax.bitcast_convert_type(part, jnp.int32).astype(jnp.float32) * np.float32(2 * np.pi / 2**32)
-    return jnp.cos(angles), jnp.sin(angles)
+    if scaling is None or scaling.cosine_factor == 1:
+        return jnp.cos(angles), jnp.sin(angles)
+    factor = np.float32(scaling.cosine_factor)
+    return factor * jnp.cos(angles), factor * jnp.sin(angles)
+
+
+def _fixed(turns: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return turns in units of 2^-44 as the upper 32 bits, and the lower 12."""
+    fixed = np.round(turns * 2**44).astype(np.int64)
+    return (fixed >> 12).astype(np.uint32), (fixed & 0xFFF).astype(np.uint32)
+
+
+def _fixed_by_length(config: ModelConfig, scaling: RopeScaling, lengths: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return `_fixed` of the turns [B, L, 1, R/2] in texts of lengths [B, L, 1, 1]."""
+    original = scaling.original_length
+    if scaling.kind == "longrope":
+        short, long = (_fixed(turns(config, length).per_position) for length in (original, original + 1))
+        # A sum that wraps around in place of jnp.where, which refuses operands of different shardings.
+        is_long = (lengths > original).astype(jnp.uint32)
+        both = [a[None, None, None] + is_long * (b - a)[None, None, None] for a, b in zip(short, long)]
+        return both[0], both[1]
+    grown = scaling.factor * (jnp.maximum(lengths, original).astype(jnp.float32) / original - 1) + 1
+    exponents = _exponents(config).astype(np.float32)[None, None, None]
+    plain = jnp.asarray(turns(config, original).per_position, jnp.float32)[None, None, None]
+    scaled: jax.Array = plain * jnp.exp(exponents * jnp.log(grown)) * 2.0**32
+    high = scaled.astype(jnp.uint32)
+    return high, ((scaled - high.astype(jnp.float32)) * 2.0**12).astype(jnp.uint32)

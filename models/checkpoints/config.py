@@ -223,9 +223,9 @@ def written(family: Family, config: ModelConfig, length: int, dtype: str) -> dic
         json[option.keys[0]] = value
     json |= {key: values[0] for key, values in {**STACKS[family.has_encoder], **family.inactive}.items()}
     json |= family.agreement.write(config) if family.agreement else {}
-    json |= write_rope(family, config) | write_local_rope(family, config)
-    json |= dict.fromkeys(family.length[:1], length) | {"torch_dtype": dtype}
-    json |= write_window(family.window, config) | ({family.output_dropout[0]: 0.0} if family.output_dropout else {})
+    json |= dict.fromkeys(family.length[:1], length) | write_rope(family, config) | write_local_rope(family, config)
+    json |= write_window(family.window, config) | {"torch_dtype": dtype}
+    json |= {family.output_dropout[0]: 0.0} if family.output_dropout else {}
     if family.logit_scale is not None:
         json["logit_scale"] = 1.0
     if not family.has_encoder:  # the default of some families is a token that a smaller vocabulary does not have

@@ -15,6 +15,8 @@ import numpy as np
 
 from gspmd import reading
 
+from .form import Form
+
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 #: The dtypes of weights that are read, as the format names them.
@@ -123,14 +125,14 @@ class Files:
                 for size in (min(piece, left - done) for done in range(0, left, piece))
             )
 
-    def read_into(self, out: np.ndarray, name: str, sizes: Sequence[int], region: Sequence[slice]) -> int:
-        """Read a region of a tensor, cast to the dtype of `out`.
+    def read_into(self, out: np.ndarray, name: str, form: Form, region: Sequence[slice]) -> int:
+        """Read a region of a parameter, cast to the dtype of `out`.
 
         Args:
-            out: the destination, of the region's shape.
+            out: the destination, of the region's shape, but for dimensions that are merged into one.
             name: the tensor.
-            sizes: the shape to view it in, such as (heads, head size, embed) for (heads · head size, embed).
-            region: one slice for each dimension of `sizes`.
+            form: the place of the parameter in it, such as (heads, head size, embed) of (heads · head size, embed).
+            region: one slice for each dimension of `form.split`.
 
         Returns:
             The number of bytes read.
@@ -143,16 +145,17 @@ class Files:
             with tensor.path.open("rb") as file:
                 self._maps[tensor.path] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         mapped = self._maps[tensor.path]
-        view = np.frombuffer(mapped, dtype, math.prod(sizes), tensor.start).reshape(sizes)
+        stored = np.frombuffer(mapped, dtype, math.prod(form.shape), tensor.start)
+        piece = form.view(stored)[tuple(region)].reshape(out.shape)
         if out.dtype == dtype:  # as integers, which numpy copies without holding the GIL
             bits = f"u{dtype.itemsize}"
-            np.copyto(out.view(bits), view[tuple(region)].view(bits))
+            np.copyto(out.view(bits), piece.view(bits))
         else:
-            np.copyto(out, view[tuple(region)], casting="unsafe")
+            np.copyto(out, piece, casting="unsafe")
         # The pages stay in the page cache, but no longer count as this process's memory.
         first = tensor.start // mmap.PAGESIZE * mmap.PAGESIZE
         if hasattr(mapped, "madvise"):
-            mapped.madvise(mmap.MADV_DONTNEED, first, tensor.start + view.nbytes - first)
+            mapped.madvise(mmap.MADV_DONTNEED, first, tensor.start + stored.nbytes - first)
         return out.size * dtype.itemsize
 
     def _files(self, doing: str) -> dict[Path, list[str] | None]:

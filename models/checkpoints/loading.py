@@ -114,7 +114,7 @@ def load(
             doing = f"cannot load {checkpoint.family.architecture} from {str(files.directory)!r}:"
             raise CheckpointError(doing, reader.faults())
         report = LoadReport(
-            tensors=sum(1 for source in table.values() for _ in source.names()),
+            tensors=len({name for source in table.values() for name in source.names()}),
             bytes_read=reader.bytes,
             file_bytes=files.bytes,
             host_bytes=reader.most,
@@ -130,7 +130,7 @@ def _check(checkpoint: Described, config: ModelConfig, table: dict[str, Paramete
     Raises:
         CheckpointError: tensors are missing, unexpected, misshapen or of an unsupported dtype.
     """
-    wanted = {name: source.shape for source in table.values() for name in source.names()}
+    wanted = {name: source.form.shape for source in table.values() for name in source.names()}
     faults = list(_tensor_faults(wanted, files))
     family, own = checkpoint.family, checkpoint.family.tensors["embedding.table"].name
     faults += [
@@ -197,7 +197,7 @@ class _ShardReader:
             for place, region in source.pieces(index, numbers):
                 out = shard[place].transpose(source.order)
                 with np.errstate(over="ignore", invalid="ignore"):  # reported below, with the tensor's name
-                    count += self.files.read_into(out, source.name(numbers), source.split, region)
+                    count += self.files.read_into(out, source.name(numbers), source.form, region)
                 if not all_finite(shard[place]):
                     self._note(source, numbers, region, dtype)
                 if source.factor != 1.0 or source.stored.offset:
@@ -211,7 +211,7 @@ class _ShardReader:
         """Record how many values of a region are not finite, and the largest finite one, which may overflow `dtype`."""
         name = source.name(numbers)
         stored = np.empty([part.stop - part.start for part in region], self.files.dtype(name))
-        self.files.read_into(stored, name, source.split, region)
+        self.files.read_into(stored, name, source.form, region)
         finite = np.isfinite(stored.astype(np.float32))
         largest = float(np.abs(stored[finite].astype(np.float32)).max(initial=0.0))
         count, beyond, _ = self.faulty.get(name, (0, 0.0, dtype))

@@ -123,16 +123,20 @@ def _write_tensors(
 
     `copies` are further names of the embedding table, each of which is written as a tensor of its own.
     """
-    every = [(path, numbers, source.name(numbers)) for path, source in table.items() for numbers in source.counts()]
-    every += [("embedding.table", (), name) for name in copies]
-    files: list[list[tuple[str, tuple[int, ...], str]]] = [[]]
+    every: dict[str, list[tuple[str, tuple[int, ...]]]] = {}  # a tensor may have parts of several parameters
+    for path, source in table.items():
+        for numbers in source.counts():
+            every.setdefault(source.name(numbers), []).append((path, numbers))
+    every |= {name: [("embedding.table", ())] for name in copies}
+    shapes = {name: table[parts[0][0]].form.shape for name, parts in every.items()}
+    files: list[list[str]] = [[]]
     size = total = 0
-    for each in every:
-        count = math.prod(table[each[0]].shape) * dtype.itemsize
+    for name, shape in shapes.items():
+        count = math.prod(shape) * dtype.itemsize
         if files[-1] and size + count > most:
             files.append([])
             size = 0
-        files[-1].append(each)
+        files[-1].append(name)
         size, total = size + count, total + count
     places: dict[str, str] = {}
     faults: list[str] = []
@@ -140,17 +144,19 @@ def _write_tensors(
         file = WHOLE if len(files) == 1 else f"model-{number:05}-of-{len(files):05}.safetensors"
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         start = 0
-        for path, _, name in tensors:
-            shape = table[path].shape
-            end = start + math.prod(shape) * dtype.itemsize
-            header[name] = {"dtype": kind, "shape": shape, "data_offsets": (start, end)}
+        for name in tensors:
+            end = start + math.prod(shapes[name]) * dtype.itemsize
+            header[name] = {"dtype": kind, "shape": shapes[name], "data_offsets": (start, end)}
             start, places[name] = end, file
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)  # so that the tensors are aligned
         with (folder / file).open("wb") as out:
             out.write(len(text).to_bytes(8, "little") + text)
-            for path, numbers, name in tensors:
-                tensor, largest, count = _tensor(table[path], numbers, _distinct(values[path]), dtype)
+            for name in tensors:
+                tensor, largest, count = np.empty(shapes[name], dtype), 0.0, 0
+                for path, numbers in every[name]:
+                    found = _fill(tensor, table[path], numbers, _distinct(values[path]))
+                    largest, count = max(largest, found[0]), count + found[1]
                 out.write(tensor.view(np.uint8).data)
                 limit = float(jnp.finfo(dtype).max)
                 if largest:
@@ -168,16 +174,17 @@ def _write_tensors(
     return faults
 
 
-def _tensor(
-    source: ParameterSource, numbers: tuple[int, ...], shards: list[Any], dtype: np.dtype
-) -> tuple[np.ndarray, float, int]:
-    """Assemble one tensor of the checkpoint on the host from the shards that hold parts of it.
+def _fill(
+    tensor: np.ndarray, source: ParameterSource, numbers: tuple[int, ...], shards: list[Any]
+) -> tuple[float, int]:
+    """Write a parameter into its part of a tensor of the checkpoint, from the shards that hold pieces of it.
 
     Returns:
-        The tensor, the largest magnitude that overflowed in its dtype (0 if none did), and the number of values that
-        are not finite in the model.
+        The largest magnitude that overflowed in the tensor's dtype (0 if none did), and the number of values that are
+        not finite in the model.
     """
-    out, beyond, count = np.empty(source.split, dtype), 0.0, 0
+    out, beyond, count = source.form.view(tensor), 0.0, 0
+    assert np.shares_memory(out, tensor) or not out.size
     for shard in shards:
         if numbers not in source.counts(shard.index):
             continue
@@ -190,12 +197,13 @@ def _tensor(
             if source.factor != 1.0 or source.stored.offset:
                 part = part.astype(np.float32) / source.factor - source.stored.offset
             with np.errstate(over="ignore", invalid="ignore"):
-                out[region] = part.astype(dtype)
+                out[region] = part.astype(tensor.dtype).reshape(out[region].shape)
             if not all_finite(out[region]):
+                part = part.reshape(out[region].shape)
                 finite = np.isfinite(part)
                 beyond = max(beyond, float(np.abs(part[finite & np.isinf(out[region])]).max(initial=0.0)))
                 count += int((~finite).sum())
-    return out, beyond, count
+    return beyond, count
 
 
 def _distinct(value: jax.Array) -> list[Any]:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import product
 
@@ -14,8 +13,10 @@ from gspmd.layouts.rules.sizes import Padded
 
 from ..config import ModelConfig
 from ..parameters import ParameterRow, parameters
+from ..tensors import tensor_sizes
 from .config import Described
 from .families import Stored
+from .form import Form
 
 Place = tuple[int | slice, ...]
 Region = tuple[slice, ...]
@@ -23,7 +24,7 @@ Region = tuple[slice, ...]
 
 @dataclass(frozen=True)
 class ParameterSource:
-    """A parameter and its tensors: a single one, one per layer, or one per expert of every layer.
+    """A parameter and its tensors: a single one, one per layer, or one per expert of every layer; or its part of them.
 
     Attributes:
         row: the parameter, whose shape may be padded.
@@ -31,6 +32,7 @@ class ParameterSource:
         factor: the parameter is factor · (tensor + offset).
         place: its place in the period of blocks, if it belongs to a block.
         period: blocks of a period; each is a layer of the checkpoint.
+        sizes: of the dimensions of all parameters, without padding, among them Q, the query heads of a key/value head.
     """
 
     row: ParameterRow
@@ -38,27 +40,13 @@ class ParameterSource:
     factor: float
     place: int = 0
     period: int = 1
+    sizes: Mapping[str, int] = field(default_factory=dict)
 
     @cached_property
-    def sizes(self) -> dict[str, int]:
-        """Return the sizes of the parameter's dimensions, without padding."""
-        return dict(zip(self.row.spec.dims, self.row.real_shape))
-
-    @cached_property
-    def dims(self) -> tuple[str, ...]:
-        """Return the dimensions of a tensor, in its order, before merging."""
-        return tuple(self.stored.dims.replace("(", "").replace(")", ""))
-
-    @cached_property
-    def split(self) -> tuple[int, ...]:
-        """Return the sizes of `dims`."""
-        return tuple(self.sizes[dim] for dim in self.dims)
-
-    @cached_property
-    def shape(self) -> tuple[int, ...]:
-        """Return the shape of a tensor, with the dimensions in parentheses merged."""
-        groups = re.findall(r"\((\w+)\)|(\w)", self.stored.dims)
-        return tuple(math.prod(self.sizes[dim] for dim in merged or single) for merged, single in groups)
+    def form(self) -> Form:
+        """Return the place of the parameter in a tensor."""
+        own = dict(zip(self.row.spec.dims, self.row.real_shape))
+        return Form.of(self.stored.dims, self.stored.part, {**self.sizes, **own})
 
     @cached_property
     def counted(self) -> tuple[str, ...]:
@@ -69,7 +57,7 @@ class ParameterSource:
     def order(self) -> tuple[int, ...]:
         """Return the permutation from the parameter's dimensions, without the counted ones, to those of a tensor."""
         own = [dim for dim in self.row.spec.dims if dim not in self.counted]
-        return tuple(own.index(dim) for dim in self.dims)
+        return tuple(own.index("H" if dim == "Q" else dim) for dim in self.form.dims if dim in own or dim == "Q")
 
     def name(self, numbers: tuple[int, ...]) -> str:
         """Return the name of the tensor at these indices of the counted dimensions."""
@@ -83,10 +71,11 @@ class ParameterSource:
     def counts(self, index: tuple[slice, ...] | None = None) -> list[tuple[int, ...]]:
         """Return the indices of the tensors that a shard has parts of; those of all tensors if no shard is given."""
         parts = dict(zip(self.row.spec.dims, index or [slice(None)] * len(self.row.shape)))
-        return list(product(*(range(*parts[dim].indices(self.sizes[dim])) for dim in self.counted)))
+        real = dict(zip(self.row.spec.dims, self.row.real_shape))
+        return list(product(*(range(*parts[dim].indices(real[dim])) for dim in self.counted)))
 
     def pieces(self, index: tuple[slice, ...], numbers: tuple[int, ...]) -> Iterator[tuple[Place, Region]]:
-        """Cut a shard's part of a tensor into pieces: one, or several if there is padding between them.
+        """Cut a shard's part of a tensor into pieces: one, or several if there is padding or other heads between them.
 
         Args:
             index: the shard, one slice for each dimension of the parameter.
@@ -94,18 +83,21 @@ class ParameterSource:
 
         Yields:
             The position of a piece in the shard, in the order of the parameter's dimensions, with integers for the
-            counted ones; and its region of the tensor, in the order of `dims`.
+            counted ones; and its region of the parameter in the tensor, in the order of `form.dims`.
         """
         at = dict(zip(self.counted, numbers))
-        runs: list[list[tuple[int | slice, slice]]] = []
+        runs: list[list[tuple[int | slice, dict[str, slice]]]] = []
         for dim, part, padded, size in zip(self.row.spec.dims, index, self.row.padding, self.row.shape):
             if dim in at:
-                runs.append([(at[dim] - part.indices(size)[0], slice(at[dim], at[dim] + 1))])
+                runs.append([(at[dim] - part.indices(size)[0], {})])
+            elif dim == "H" and "Q" in self.form.dims:
+                of_heads = _runs(*part.indices(size)[:2], padded)
+                runs.append([each for run in of_heads for each in _groups(*run, self.sizes["Q"])])
             else:
-                runs.append(list(_runs(*part.indices(size)[:2], padded)))
+                runs.append([(place, {dim: region}) for place, region in _runs(*part.indices(size)[:2], padded)])
         for run in product(*runs):
-            regions = {dim: region for dim, (_, region) in zip(self.row.spec.dims, run)}
-            yield tuple(place for place, _ in run), tuple(regions[dim] for dim in self.dims)
+            regions = {dim: region for _, of_dim in run for dim, region in of_dim.items()}
+            yield tuple(place for place, _ in run), tuple(regions[dim] for dim in self.form.dims)
 
 
 def _runs(start: int, stop: int, padded: Padded | None) -> Iterator[tuple[slice, slice]]:
@@ -119,6 +111,17 @@ def _runs(start: int, stop: int, padded: Padded | None) -> Iterator[tuple[slice,
         first, last = max(start, first), min(stop, last)
         if first < last:
             yield slice(first - start, last - start), slice(first - shift, last - shift)
+
+
+def _groups(place: slice, heads: slice, queries: int) -> Iterator[tuple[slice, dict[str, slice]]]:
+    """Cut a run of query heads where the next key/value head begins, which has so many query heads."""
+    head = heads.start
+    while head < heads.stop:
+        group, first = divmod(head, queries)
+        count = min(queries - first, heads.stop - head)
+        start = place.start + head - heads.start
+        yield slice(start, start + count), {"K": slice(group, group + 1), "Q": slice(first, first + count)}
+        head += count
 
 
 def unplaced(path: str) -> tuple[str, int]:
@@ -140,11 +143,12 @@ def sources(checkpoint: Described, config: ModelConfig, layout: Layout) -> dict[
         config: the model.
         layout: a `gspmd.Layout`.
     """
+    sizes = {**tensor_sizes(config), "Q": config.heads // config.kv_heads}
     table = {}
     for path, row in parameters(config, layout).items():
         name, place = unplaced(path)
         stored = checkpoint.family.tensors[name]
         if config.gated and stored.gated:
             stored = replace(stored, name=stored.gated)
-        table[path] = ParameterSource(row, stored, checkpoint.factors.get(name, 1.0), place, config.period)
+        table[path] = ParameterSource(row, stored, checkpoint.factors.get(name, 1.0), place, config.period, sizes)
     return table

@@ -83,6 +83,10 @@ class Batch:
         of_rows = [np.zeros(1, np.int32) if owner is None else self.prompts[owner] for owner in self.owners]
         return np.array([ids[-1] for ids in of_rows], np.int32), np.array([len(ids) - 1 for ids in of_rows], np.int32)
 
+    def totals(self, tokens: int, prompts: Sequence[int | None]) -> np.ndarray:
+        """Return the number of tokens that are read of texts of these prompts with so many new tokens, 0 for None."""
+        return np.array([0 if at is None else len(self.prompts[at]) + tokens - 1 for at in prompts], np.int32)
+
     def chunks(self) -> list[tuple[np.ndarray, np.ndarray]]:
         """Return tokens [P, chunk] and counts [P] of every prefill step: the prompts without their last tokens."""
         size = self.sizes.chunk

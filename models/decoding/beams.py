@@ -173,7 +173,7 @@ def beam_loop(model: Transformer, beams: int, length_penalty: float, stop: Seque
         with jax.named_scope("cache"):
             layers = on_rows(cache, sources, model.layout, "reorder", _reordered)
         return BeamSearch(
-            Cache(*layers, cache.lengths, cache.source), _picked(tokens, following).reshape(-1), scores,
+            Cache(*layers, cache.lengths, cache.source, cache.totals), _picked(tokens, following).reshape(-1), scores,
             _picked(texts, following), end_scores, end_texts, end_lengths, going, search.undefined | undefined, new,
         )  # fmt: skip
 

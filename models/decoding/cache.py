@@ -42,6 +42,9 @@ class Cache:
         lengths: [B] int32, the number of each row's tokens that are in the cache.
         source: likewise the keys and values to which a decoder's cross-attention attends, one for each of its blocks,
             of each row's encoded source; None for a decoder alone.
+        totals: [B] int32, the number of tokens that each row's text has in the end, as far as they are read, if the
+            rotary embedding depends on it (`RopeScaling.by_length`); None otherwise. The caller sets it before the
+            first token is read.
     """
 
     keys: tuple[jax.Array, ...]
@@ -50,6 +53,7 @@ class Cache:
     value_scales: tuple[jax.Array, ...] | None
     lengths: jax.Array
     source: Cache | None = None
+    totals: jax.Array | None = None
 
     @property
     def layers(self) -> tuple[Any, Any, Any, Any]:
@@ -145,7 +149,8 @@ def abstract_cache(
             return Cache(held, None, scaled, None, lengths)
         return Cache(held, held, scaled, scaled, lengths)
 
-    return replace(of(SELF, length), source=of(CROSS, source_length) if source_length else None)
+    totals: Any = abstract_whole(mesh, (batch,), jnp.int32) if config.by_length else None
+    return replace(of(SELF, length), source=of(CROSS, source_length) if source_length else None, totals=totals)
 
 
 def empty_cache(

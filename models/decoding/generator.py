@@ -236,7 +236,7 @@ class Generator:
         seeds = _put(np.where(numbers < batch.texts, seed + numbers, 0), np.uint32)
         empty = jax.block_until_ready(reading["empty"]())
         began = time.perf_counter()
-        cache, last = self._read(batch, reading, weights, empty)
+        cache, last = self._read(batch, tokens, reading, weights, empty)
         rows = WrittenTexts(cache, last, _put(np.where(numbers < batch.texts, tokens, 0)))
 
         def launch(limit: int) -> jax.Array:
@@ -271,7 +271,7 @@ class Generator:
         weights = self._stored(sizes.decode)
         empty = jax.block_until_ready(reading["empty"]())
         began = time.perf_counter()
-        cache, last = self._read(batch, reading, weights, empty)
+        cache, last = self._read(batch, tokens, reading, weights, empty)
         search = begin(cache, last, groups, batch.texts, beams, coarse(tokens))
         search = jax.tree.map(lambda x: x if isinstance(x, jax.Array) else _put(x, x.dtype), search)
         count = batch.texts * n_best
@@ -290,13 +290,15 @@ class Generator:
         yield Burst(found, [True] * count, time.perf_counter() - began, scores.tolist())
 
     def _read(
-        self, batch: Batch, reading: dict[str, Any], weights: dict[str, jax.Array], cache: Cache
+        self, batch: Batch, tokens: int, reading: dict[str, Any], weights: dict[str, jax.Array], cache: Cache
     ) -> tuple[Cache, jax.Array]:
         """Read sources and prompts into an empty cache; return that of all rows, and each row's last prompt token."""
-        steps = self.programs(batch.sizes)
+        steps, by_length = self.programs(batch.sizes), cache.totals is not None
+        if by_length:
+            cache = replace(cache, totals=_put(batch.totals(tokens, batch.shares.prompts)))
         if batch.sources:
-            tokens, counts = batch.source_tokens()
-            placed = jax.device_put(tokens, steps["encode"][1][1].sharding)
+            read, counts = batch.source_tokens()
+            placed = jax.device_put(read, steps["encode"][1][1].sharding)
             cache = replace(cache, source=reading["encode"](weights, placed, _put(counts)))
         for ids, counts in batch.chunks():
             placed = jax.device_put(ids, steps["prefill"][1][1].sharding)
@@ -304,8 +306,9 @@ class Generator:
         last, before = batch.last()
         if batch.shares.sources is not None:
             chosen = jax.device_put(batch.shares.sources, _sources(batch.sizes).sharding)
-            lengths = (before, *([batch.source_lengths()] if batch.sources else []))
-            cache = reading["share"](cache, chosen, *map(_put, lengths))
+            of_sources = _put(batch.source_lengths()) if batch.sources else None
+            totals = _put(batch.totals(tokens, batch.owners)) if by_length else None
+            cache = reading["share"](cache, chosen, _put(before), of_sources, totals)
         return cache, _put(last)
 
     # -- programs, compiled once for each set of sizes ----------------------------------------------------------------
@@ -378,7 +381,8 @@ class Generator:
             name, out = ("prefill", sizes, fresh), _places(small)
             found["prefill"] = self._program(name, lambda *given: read(*given)[1], given, 3, out, formats)
         if batch.shares.sources is not None:
-            inputs = (small, _sources(sizes), *[each] * (2 if batch.sources else 1))
+            of_sources, totals = each if batch.sources else None, large.totals
+            inputs = (small, _sources(sizes), each, of_sources, totals)
             copied = partial(copy_rows, layout=sizes.decode)
             found["share"] = self._program(("share", sizes), copied, inputs, (), _places(large))
         return found

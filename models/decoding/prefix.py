@@ -67,7 +67,13 @@ def _parts(owners: Sequence[int | None], shards: int) -> list[Sequence[int | Non
 
 
 def copy_rows(
-    cache: Cache, sources: jax.Array, lengths: jax.Array, source_lengths: jax.Array | None = None, *, layout: Layout
+    cache: Cache,
+    sources: jax.Array,
+    lengths: jax.Array,
+    source_lengths: jax.Array | None = None,
+    totals: jax.Array | None = None,
+    *,
+    layout: Layout,
 ) -> Cache:
     """Return a cache whose rows are copies of another's; each device copies its own rows, so nothing is sent.
 
@@ -76,13 +82,14 @@ def copy_rows(
         sources: [R] int32, for each new row the row that it copies, counted on its device; placed as B of the cache.
         lengths: [R] int32, the lengths of the new rows.
         source_lengths: [R] int32, those of their sources, if the model has an encoder.
+        totals: [R] int32, the `Cache.totals` of the new rows, if it has any.
         layout: the layout that places the cache.
     """
     source = None
     if cache.source is not None:
         assert source_lengths is not None, "rows with sources have lengths of these too"
         source = Cache(*on_rows(cache.source, sources, layout, "copy", _taken, CROSS), source_lengths)
-    return Cache(*on_rows(cache, sources, layout, "copy", _taken), lengths, source)
+    return Cache(*on_rows(cache, sources, layout, "copy", _taken), lengths, source, totals)
 
 
 def on_rows(

@@ -171,7 +171,7 @@ def _read(
     if counts is not None and model.config.moe:
         real = jnp.arange(length)[None] < counts[:, None]
         context = replace(context, real=moved(real, whole, tokens_spec(layout)))
-    chunk = replace(Chunk.at(cache.lengths, length, model), counts=counts, fresh=fresh)
+    chunk = replace(Chunk.at(cache, length, model), counts=counts, fresh=fresh)
     definition, weights = model.stacked()
     read = cache.source
 
@@ -213,7 +213,7 @@ def _read(
             )
             for which, held in enumerate(cache.layers)
         )
-    return x, Cache(keys, values, key_scales, value_scales, cache.lengths + added, cache.source)
+    return x, Cache(keys, values, key_scales, value_scales, cache.lengths + added, cache.source, cache.totals)
 
 
 def _written(array: jax.Array, new: jax.Array, chunk: Chunk, key: Spec, ring: bool) -> jax.Array:
@@ -252,14 +252,20 @@ class Chunk:
     fresh: bool = False
 
     @classmethod
-    def at(cls, lengths: jax.Array, length: int, model: Transformer) -> Chunk:
-        """Describe the next `length` tokens of rows with `lengths`; angles are computed once, not in every layer."""
-        layout, config = model.layout, model.config
+    def at(cls, cache: Cache, length: int, model: Transformer) -> Chunk:
+        """Describe the next `length` tokens of a cache's rows; angles are computed once, not in every layer."""
+        layout, config, lengths = model.layout, model.config, cache.lengths
         positions = lengths[:, None] + jnp.arange(length, dtype=jnp.int32)[None]
+        totals = None if cache.totals is None else jnp.broadcast_to(cache.totals[:, None], positions.shape)
         whole = Spec(("B", "L"), ((), ()))
         places = dict.fromkeys(layout.spec(key).axes[:2] for key in ("attention.query", "attention.key"))
-        wanted = [(rotary, axes) for rotary in config.rotaries for axes in places]
-        made = [angles_at(moved(positions, whole, Spec(whole.dims, axes)), rotary) for rotary, axes in wanted]
+        wanted, made = [], []
+        for axes in places:
+            of_rows = Spec(whole.dims, axes)
+            for rotary in config.rotaries:
+                lengths_of = moved(totals, whole, of_rows) if totals is not None and rotary.by_length else None
+                wanted.append((rotary, axes))
+                made.append(angles_at(moved(positions, whole, of_rows), rotary, lengths_of))
         # Without the barrier, the TPU compiler moves these few operations back into the loop over layers.
         found = dict(zip(wanted, jax.lax.optimization_barrier(made)))
         rotated = [(kind, rotary) for kind in config.kinds if (rotary := config.rotary_of(kind)) is not None]

@@ -143,7 +143,7 @@ def test_what_does_not_fit_a_family_is_refused():
     ]
     with pytest.raises(ValueError, match="norm_bias is set, and an RMS norm has none"):
         models.ModelConfig(norm_bias=True)
-    with pytest.raises(ValueError, match=r"cannot scale .*low_frequency positive and below high"):
+    with pytest.raises(ValueError, match=r"cannot scale .*low_frequency is 4.0, and high_frequency 1.0"):
         RopeScaling(low_frequency=4.0, high_frequency=1.0)
 
 

@@ -47,7 +47,11 @@ class Stored:
 
     Attributes:
         name: the tensor's name; {N} is the number of the layer and {X} that of the expert.
-        dims: its dimensions, in the parameter's letters; those in parentheses are merged into one, as in "(HD)E".
+        dims: its dimensions, in the parameter's letters; those in parentheses are merged into one, as in "(HD)E". If
+            the tensor holds several parameters, bars separate them where they follow each other: "(HD|KD|KD)E" has all
+            queries, then all keys, then all values; "(K(QD|D|D))E" for each key head its Q queries, the key and the
+            value; "E(F(1|1))" two matrices whose columns alternate.
+        part: the number of the parameter among these.
         offset: the constant that the model adds to it: 1 for norms that scale by 1 + w.
         gated: its name in a feed-forward layer with a gate, if that differs.
     """
@@ -56,6 +60,17 @@ class Stored:
     dims: str
     offset: float = 0.0
     gated: str = ""
+    part: int = 0
+
+
+def fused(name: str, dims: str, *paths: str) -> dict[str, Stored]:
+    """Return the rows of the parameters that one tensor holds, in its order.
+
+    Example:
+        >>> fused("mlp.gate_up_proj", "(F|F)E", "ffn.w_gate", "ffn.w_in")["ffn.w_in"].part
+        1
+    """
+    return {path: Stored(name, dims, part=part) for part, path in enumerate(paths)}
 
 
 @dataclass(frozen=True)
@@ -93,6 +108,10 @@ class Family:
         inactive: maps an entry to the values with which it has no effect, its default first; others are refused.
         ignored_entries: entries that have no effect in this family, whatever their value.
         rope_base: default of rope_theta; None if it cannot be set.
+        rope_types: maps the names of scalings of the rotary embedding to kinds of `RopeScaling`; empty if the family
+            has all of them, under their own names.
+        original_length: default of original_max_position_embeddings, where it stands beside the table of the scaling,
+            and wins over the one in it; None if there is no default.
         partial_rotary: default of partial_rotary_factor; None if it cannot be set.
         local_rope_base: default base of the rotary embedding of sliding layers; None if it is that of all layers.
         window: the entries that describe a sliding window; None if the family has no such layers.
@@ -118,6 +137,8 @@ class Family:
     inactive: Mapping[str, tuple] = field(default_factory=dict)
     ignored_entries: tuple[str, ...] = ()
     rope_base: float | None = 10000.0
+    rope_types: Mapping[str, str] = field(default_factory=dict)
+    original_length: int | None = None
     partial_rotary: float | None = None
     local_rope_base: float | None = None
     window: Window | None = None

@@ -10,20 +10,45 @@ from ...config import ModelConfig, RopeScaling
 from .entries import in_json, is_number
 from .family import Family
 
-#: Maps a field of `RopeScaling` to its entry.
-_SCALING = {
-    "factor": "factor",
-    "low_frequency": "low_freq_factor",
-    "high_frequency": "high_freq_factor",
-    "original_length": "original_max_position_embeddings",
+_ORIGINAL = "original_max_position_embeddings"
+
+#: Maps a kind of scaling to its entries inside the table, each with its field of `RopeScaling`.
+_SCALINGS: dict[str, dict[str, str]] = {
+    "llama3": {
+        "factor": "factor",
+        "low_freq_factor": "low_frequency",
+        "high_freq_factor": "high_frequency",
+        _ORIGINAL: "original_length",
+    },
+    "linear": {"factor": "factor"},
+    "dynamic": {"factor": "factor"},
+    "yarn": {
+        "factor": "factor",
+        "beta_slow": "low_frequency",
+        "beta_fast": "high_frequency",
+        "truncate": "truncate",
+        "attention_factor": "attention_factor",
+        _ORIGINAL: "original_length",
+    },
+    "longrope": {
+        "factor": "factor",
+        "short_factor": "short_factors",
+        "long_factor": "long_factors",
+        "attention_factor": "attention_factor",
+        _ORIGINAL: "original_length",
+    },
 }
-_ORIGINAL = _SCALING["original_length"]
 
 ENTRIES = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", _ORIGINAL)
 """The entries that `read_rope` reads."""
 
+_OPTIONAL = ("beta_slow", "beta_fast", "truncate")
+
 #: The entries inside `rope_scaling` and `rope_parameters`.
-_INNER = ("rope_theta", "rope_type", "type", "partial_rotary_factor", *_SCALING.values())
+_INNER = {
+    *("rope_theta", "rope_type", "type", "partial_rotary_factor", "mscale", "mscale_all_dim"),
+    *(key for entries in _SCALINGS.values() for key in entries),
+}
 
 
 def read_rope(family: Family, json: Mapping[str, Any], head_size: int, faults: list[str]) -> dict[str, Any]:
@@ -49,35 +74,73 @@ def read_rope(family: Family, json: Mapping[str, Any], head_size: int, faults: l
     if not is_number(base) or base <= 0:
         faults.append(f"rope_theta is {in_json(base)}; it must be a positive number.")
     scaling, kind = None, entries.get("rope_type", entries.get("type", "default"))
-    if kind == "llama3":
-        scaling = _llama3(family, json, entries, faults)
+    kinds = family.rope_types or {name: name for name in _SCALINGS}
+    if isinstance(kind, str) and kind in kinds:
+        scaling = _scaling(family, json, kinds[kind], entries, faults)
     elif kind != "default":
-        faults.append(f"the rope type is {in_json(kind)}, which is not supported; 'default' and 'llama3' are.")
+        known = ", ".join(map(repr, ["default", *kinds]))
+        faults.append(f"the rope type is {in_json(kind)}, which is not supported; supported: {known}.")
     size = _rotary_size(family, json, entries, head_size, faults)
     if len(faults) > before:
         return {}
-    return {"rope_base": float(base), "rope_scaling": scaling, "rotary_size": 0 if size == head_size else size}
+    found = {"rope_base": float(base), "rope_scaling": scaling, "rotary_size": 0 if size == head_size else size}
+    if scaling is not None and scaling.kind == "dynamic":  # the entry with the length is that of the original texts
+        found["context_length"] = round(scaling.factor * scaling.original_length)
+    return found
 
 
-def _llama3(
-    family: Family, json: Mapping[str, Any], entries: Mapping[str, Any], faults: list[str]
+def _scaling(
+    family: Family, json: Mapping[str, Any], kind: str, entries: Mapping[str, Any], faults: list[str]
 ) -> RopeScaling | None:
-    """Read the stretching of long wavelengths; on a fault, append it and return None."""
-    given = {_ORIGINAL: json.get(family.length[0]), **entries}
-    if _ORIGINAL in json:
-        given[_ORIGINAL] = json[_ORIGINAL]
-    values: dict[str, Any] = {name: given.get(key) for name, key in _SCALING.items()}
-    wrong = {key: values[name] for name, key in _SCALING.items() if not is_number(values[name])}
-    for key, value in wrong.items():
-        is_it = f"is {in_json(value)}; it must be a number" if given.get(key) is not None else "is missing"
-        faults.append(f"{key} of the llama3 rope scaling {is_it}.")
-    if wrong:
+    """Read a scaling; on a fault, append it and return None."""
+    given, before = _given(family, json, kind, entries), len(faults)
+    original = {} if kind == "linear" else {_ORIGINAL: "original_length"}
+    values: dict[str, Any] = {"kind": kind}
+    for key, name in {**_SCALINGS[kind], **original}.items():
+        value = given.get(key)
+        if (key in _OPTIONAL and key not in given) or (key == "attention_factor" and value is None):
+            continue
+        if fault := _wrong(key, value):
+            is_it = "is missing" if value is None else f"is {in_json(value)}; it must be {fault}"
+            faults.append(f"{key} of the {kind} rope scaling {is_it}.")
+        values[name] = tuple(value) if isinstance(value, list) else value
+    scales: list[Any] = [given.get(key) for key in ("mscale", "mscale_all_dim")]
+    if kind == "yarn" and "attention_factor" not in values and all(scales):
+        faults += [f"mscale of the yarn rope scaling is {in_json(each)}." for each in scales if not is_number(each)]
+        if len(faults) == before and values["factor"] > 1:
+            grown = 0.1 * math.log(values["factor"])
+            values["attention_factor"] = (scales[0] * grown + 1) / (scales[1] * grown + 1)
+    if len(faults) > before:
         return None
     try:
         return RopeScaling(**values)
     except ValueError as error:
         faults.append(f"its rotary embedding cannot be read: {error}.")
         return None
+
+
+def _given(family: Family, json: Mapping[str, Any], kind: str, entries: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries of a scaling, with those that stand beside it or follow from others."""
+    longest = json.get(family.length[0])
+    given = {_ORIGINAL: longest, **entries}
+    if _ORIGINAL in json or family.original_length is not None:
+        given[_ORIGINAL] = json.get(_ORIGINAL, family.original_length)
+    if kind == "dynamic":
+        given[_ORIGINAL] = longest
+    # A null factor, and an absent one of longrope, is the ratio of both lengths.
+    by_ratio = kind == "longrope" or (kind == "yarn" and "factor" in given)
+    if by_ratio and given.get("factor") is None and is_number(longest) and is_number(given[_ORIGINAL]):
+        given["factor"] = longest / given[_ORIGINAL] if given[_ORIGINAL] else None
+    return {key: value for key, value in given.items() if value or not key.startswith("beta_")}
+
+
+def _wrong(key: str, value: Any) -> str:
+    """Return what the value of an entry must be; empty if it is that."""
+    if key == "truncate":
+        return "" if isinstance(value, bool) else "true or false"
+    if key in ("short_factor", "long_factor"):
+        return "" if isinstance(value, list) and all(map(is_number, value)) else "a list of numbers"
+    return "" if is_number(value) else "a number"
 
 
 def _rotary_size(
@@ -104,9 +167,17 @@ def write_rope(family: Family, config: ModelConfig) -> dict[str, Any]:
     if family.rope_base is None:
         return {}
     entries: dict[str, Any] = {"rope_theta": config.rope_base}
-    if config.rope_scaling:
-        values = {key: getattr(config.rope_scaling, name) for name, key in _SCALING.items()}
-        entries["rope_scaling"] = {"rope_type": "llama3", **values}
+    if scaling := config.rope_scaling:
+        values = {key: getattr(scaling, name) for key, name in _SCALINGS[scaling.kind].items()}
+        values = {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
+        entries["rope_scaling"] = {
+            "rope_type": scaling.kind,
+            **{key: value for key, value in values.items() if value is not None},
+        }
+        if scaling.kind == "dynamic":
+            entries[family.length[0]] = scaling.original_length
+    if family.original_length is not None:
+        entries[_ORIGINAL] = config.rope_scaling.original_length if config.rope_scaling else family.original_length
     if family.partial_rotary is not None:
         share = config.rotary / config.head_size
         if int(config.head_size * share) != config.rotary:  # 44 · (30 / 44) is 29.999…, which readers truncate to 29
@@ -120,6 +191,9 @@ def rope_reasons(family: Family, config: ModelConfig) -> list[str]:
     found = []
     if family.rope_base is None and (config.rope_base, config.rope_scaling) != (10000.0, None):
         found.append("its rope_base is always 10000, without scaling")
+    kinds = {*family.rope_types.values()} or {*_SCALINGS}
+    if family.rope_base is not None and config.rope_scaling and config.rope_scaling.kind not in kinds:
+        found.append(f"rope_scaling is {config.rope_scaling.kind}, not {' or '.join(sorted(kinds))}")
     if family.partial_rotary is None and "rotary_size" not in family.options and config.rotary != config.head_size:
         found.append(f"rotary_size is {config.rotary}, not the whole head ({config.head_size})")
     return found

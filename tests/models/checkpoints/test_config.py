@@ -125,8 +125,8 @@ REFUSED = {
     "a base of null": ({"rope_parameters": {"rope_theta": None}}, "rope_theta is null; it must be a positive number"),
     "a base no float holds": ({"rope_theta": 10**400}, "it must be a positive number"),
     "both tables of the rotary embedding": (
-        {"rope_parameters": {"rope_type": "default"}, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
-        "the rope type is 'yarn'",
+        {"rope_parameters": {"rope_type": "default"}, "rope_scaling": {"rope_type": "axial", "factor": 4.0}},
+        "the rope type is 'axial'",
     ),
     "rotary entries that are not known": ({"rope_scaling": {"mrope_section": [1]}}, "rope_scaling has mrope_section"),
     "a table for each kind of layer": (
@@ -146,7 +146,7 @@ REFUSED = {
         "partial_rotary_factor is null; it must be a number above 0",
     ),
     "an activation": ({"hidden_act": "relu2"}, "hidden_act is 'relu2', which is not supported; supported: 'silu'"),
-    "a rope type": ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "the rope type is 'yarn'"),
+    "a rope type": ({"rope_scaling": {"rope_type": "axial", "factor": 4.0}}, "the rope type is 'axial'"),
     "half a scaling": ({"rope_scaling": {"rope_type": "llama3"}}, "low_freq_factor of the llama3 rope scaling"),
     "a scaling upside down": (
         {"rope_scaling": {"rope_type": "llama3", **SCALING, "low_freq_factor": 8.0}},

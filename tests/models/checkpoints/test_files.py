@@ -11,6 +11,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from gspmd_models.checkpoints.files import CheckpointError, Files, all_finite
+from gspmd_models.checkpoints.form import Form
 from tests.references import mutations, volume
 
 BF16 = ml_dtypes.bfloat16
@@ -27,7 +28,7 @@ def test_any_region_is_read_and_counted(dtype, wanted, tmp_path):
             bounds = [sorted(random.integers(0, size + 1, 2)) for size in value.shape]
             region = tuple(slice(*map(int, bound)) for bound in bounds)
             out = np.full(value[region].shape[::-1], np.nan, wanted)
-            assert files.read_into(out.T, name, value.shape, region) == out.size * value.itemsize
+            assert files.read_into(out.T, name, Form.whole(value.shape), region) == out.size * value.itemsize
             np.testing.assert_array_equal(out.T, value[region].astype(wanted))
 
 
@@ -245,7 +246,7 @@ def test_files_may_be_links_as_in_a_download_cache(tmp_path):
     index(own, {"a": "part.safetensors"})
     with Files(own) as files:
         out = np.empty(2, np.float32)
-        files.read_into(out, "a", (2,), (slice(0, 2),))
+        files.read_into(out, "a", Form.whole((2,)), (slice(0, 2),))
     np.testing.assert_array_equal(out, [0, 1])
 
 

@@ -20,17 +20,17 @@ from gspmd_models.parameters import pad, parameters
 from tests.models.checkpoints.small import tensors, write
 
 
-def expected(values: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+def expected(values: dict[str, np.ndarray], embed: int = 16, head_size: int = 4) -> dict[str, np.ndarray]:
     """The parameters that the tensors of `small` make."""
     stack = lambda name: np.stack([values[f"model.layers.{n}.{name}.weight"] for n in range(2)])  # noqa: E731
-    q, k, v = (stack(f"self_attn.{each}_proj").swapaxes(1, 2).reshape(2, 16, -1, 4) for each in "qkv")
+    q, k, v = (stack(f"self_attn.{each}_proj").swapaxes(1, 2).reshape(2, embed, -1, head_size) for each in "qkv")
     return {
         "embedding.table": values["model.embed_tokens.weight"],
         "blocks.0.attention.norm": stack("input_layernorm"),
         "blocks.0.attention.w_q": q,
         "blocks.0.attention.w_k": k,
         "blocks.0.attention.w_v": v,
-        "blocks.0.attention.w_o": stack("self_attn.o_proj").swapaxes(1, 2).reshape(2, 8, 4, 16),
+        "blocks.0.attention.w_o": stack("self_attn.o_proj").swapaxes(1, 2).reshape(2, -1, head_size, embed),
         "blocks.0.ffn.norm": stack("post_attention_layernorm"),
         "blocks.0.ffn.w_in": stack("mlp.up_proj").swapaxes(1, 2),
         "blocks.0.ffn.w_gate": stack("mlp.gate_proj").swapaxes(1, 2),

@@ -1,0 +1,76 @@
+"""The form of a tensor in a checkpoint: which dimensions are merged into one, and which part of it is a parameter."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+#: A dimension of a tensor: a letter, merged letters, or parts that follow each other, perhaps behind merged letters.
+_GROUP = re.compile(r"\((\w+)\(([\w|]+)\)\)|\((\w+(?:\|\w+)+)\)|\((\w+)\)|(\w)")
+
+
+@dataclass(frozen=True)
+class Form:
+    """A parameter in a tensor, as `Stored.dims` describes it.
+
+    Attributes:
+        dims: the letters of the parameter, in the order of the tensor.
+        split: their sizes.
+        shape: the shape of the tensor.
+        outer: the shape in which the parameter is a slice of the tensor.
+        window: that slice.
+
+    Example:
+        >>> form = Form.of("(K(D|D|D))E", 1, {"K": 2, "D": 4, "E": 6})  # the key of every head lies behind its query
+        >>> form.shape, form.view(np.arange(24 * 6))[1, 0, :2].tolist()
+        ((24, 6), [96, 97])
+    """
+
+    dims: tuple[str, ...]
+    split: tuple[int, ...]
+    shape: tuple[int, ...]
+    outer: tuple[int, ...]
+    window: tuple[slice, ...]
+
+    @classmethod
+    def of(cls, dims: str, part: int, sizes: Mapping[str, int]) -> Form:
+        """Return the form of the given part of a tensor with these dimensions.
+
+        Args:
+            dims, part: as of `Stored`.
+            sizes: of all letters in `dims`.
+        """
+        letters: list[str] = []
+        shape: list[int] = []
+        outer: list[int] = []
+        window: list[slice] = []
+        for before, inner, parts, merged, single in _GROUP.findall(dims):
+            whole, alternatives = before or merged or single, [each for each in (inner or parts).split("|") if each]
+            of_whole = [sizes[letter] for letter in whole]
+            letters += whole
+            outer += of_whole
+            window += [slice(0, size) for size in of_whole]
+            if alternatives:
+                widths = [math.prod(1 if letter == "1" else sizes[letter] for letter in each) for each in alternatives]
+                start, total = sum(widths[:part]), sum(widths)
+                letters += alternatives[part].replace("1", "")
+                outer.append(total)
+                window.append(slice(start, start + widths[part]))
+            else:
+                total = 1
+            shape.append(math.prod(of_whole) * total)
+        split = tuple(sizes[letter] for letter in letters)
+        return cls(tuple(letters), split, tuple(shape), tuple(outer), tuple(window))
+
+    @classmethod
+    def whole(cls, sizes: Sequence[int]) -> Form:
+        """Return the form of a parameter that is a whole tensor, of these sizes."""
+        return cls((), tuple(sizes), tuple(sizes), tuple(sizes), tuple(slice(0, size) for size in sizes))
+
+    def view(self, tensor: np.ndarray) -> np.ndarray:
+        """Return the view of the parameter, of shape `split`, in a contiguous tensor."""
+        return tensor.reshape(self.outer)[self.window].reshape(self.split)

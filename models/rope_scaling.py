@@ -1,0 +1,124 @@
+"""Scalings of the rotary position embedding, for sequences longer than those that a model was first trained on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import Literal, get_args
+
+ScalingKind = Literal["llama3", "linear", "dynamic", "yarn", "longrope"]
+SCALINGS: tuple[ScalingKind, ...] = get_args(ScalingKind)
+
+#: The fields of `RopeScaling` that each kind reads.
+_FIELDS: dict[str, tuple[str, ...]] = {
+    "llama3": ("factor", "original_length", "low_frequency", "high_frequency"),
+    "linear": ("factor",),
+    "dynamic": ("factor", "original_length"),
+    "yarn": ("factor", "original_length", "low_frequency", "high_frequency", "truncate", "attention_factor"),
+    "longrope": ("factor", "original_length", "short_factors", "long_factors", "attention_factor"),
+}
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """Stretch the wavelengths of the rotary position embedding, for sequences longer than those first trained on.
+
+    - `linear`: every wavelength is multiplied by `factor`.
+    - `llama3`: wavelengths above original_length / low_frequency are multiplied by `factor`. Those below
+      original_length / high_frequency are unchanged. Between the two the frequency is interpolated.
+    - `yarn`: likewise, but interpolated by the number of the pair. Cosines and sines are multiplied by
+      `attention_factor`.
+    - `dynamic`: the base grows with the length L of a text beyond the original one: it is multiplied by
+      (factor · L / original_length - factor + 1)^(R / (R - 2)), for R rotated elements of a head.
+    - `longrope`: the wavelength of each pair has a factor of its own: `short_factors` in texts of up to original_length
+      tokens, and `long_factors` in longer ones. Cosines and sines are multiplied by `attention_factor`.
+
+    The length of a text is that of all its tokens, so that all of them are rotated alike: of a row in training, or of
+    each text in a packed row; in generation the most that the text can have, its prompt and all new tokens.
+
+    Raises:
+        ValueError: listing every fault, if the fields do not fit the kind.
+
+    Example:
+        >>> scaling = RopeScaling("yarn", factor=32.0, original_length=4096)
+        >>> scaling.high_frequency, f"{scaling.cosine_factor:.4f}"
+        (32.0, '1.3466')
+
+    Source: Chen et al. 2023 (arXiv 2306.15595) for linear; the reference code of Llama 3.1 (`apply_scaling`) for
+        llama3; Peng et al. 2023, YaRN (arXiv 2309.00071), section 3, for yarn and dynamic; Ding et al. 2024, LongRoPE
+        (arXiv 2402.13753), for longrope; `rope_type` in transformers for all of them.
+    """
+
+    kind: ScalingKind = "llama3"
+    """llama3, linear, dynamic, yarn or longrope."""
+    factor: float = 8.0
+    """Factor by which long wavelengths are multiplied; of longrope, that of the longest text's length, which only
+    decides the attention factor."""
+    low_frequency: float = 1.0
+    """Turns within the original length below which a wavelength is multiplied by the full factor."""
+    high_frequency: float | None = None
+    """Turns within the original length above which a wavelength is unchanged; None for 4 (llama3) or 32 (yarn)."""
+    original_length: int = 8192
+    """Length of the sequences first trained on."""
+    truncate: bool = True
+    """Whether yarn interpolates from a whole number of a pair to another one."""
+    attention_factor: float | None = None
+    """Factor of cosines and sines; None for 1 + log(factor) / 10 (yarn), or √(1 + log(factor) / log(original_length))
+    (longrope), and for 1 if the factor is at most 1."""
+    short_factors: tuple[float, ...] = ()
+    """Factors of the wavelengths of longrope's pairs up to the original length."""
+    long_factors: tuple[float, ...] = ()
+    """Factors of the wavelengths of longrope's pairs beyond it."""
+
+    def __post_init__(self) -> None:
+        if self.high_frequency is None and self.kind in ("llama3", "yarn"):
+            object.__setattr__(self, "high_frequency", 32.0 if self.kind == "yarn" else 4.0)
+        if faults := list(_faults(self)):
+            raise ValueError("cannot scale rotary wavelengths: " + "; ".join(faults))
+
+    @property
+    def by_length(self) -> bool:
+        """Whether the scaling depends on the length of each text."""
+        return self.kind in ("dynamic", "longrope")
+
+    @property
+    def cosine_factor(self) -> float:
+        """Factor of cosines and sines: the attention factor, or its default."""
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.factor <= 1 or self.kind not in ("yarn", "longrope"):
+            return 1.0
+        if self.kind == "yarn":
+            return 1 + 0.1 * math.log(self.factor)
+        return math.sqrt(1 + math.log(self.factor) / math.log(self.original_length))
+
+
+def _faults(scaling: RopeScaling) -> Iterator[str]:
+    kind = scaling.kind
+    if kind not in SCALINGS:
+        yield f"kind is {kind!r}; it must be one of {', '.join(SCALINGS)}"
+        return
+    for each in fields(RopeScaling):
+        value = getattr(scaling, each.name)
+        if each.name not in ("kind", *_FIELDS[kind]) and value != each.default:
+            yield f"{each.name} is {value}, which {kind} does not have; leave it out"
+    if not 0 < scaling.factor < math.inf:
+        yield f"factor is {scaling.factor}; it must be positive"
+    if scaling.original_length < 2:
+        yield f"original_length is {scaling.original_length}; it must be at least 2"
+    high = scaling.high_frequency
+    if high is not None and not 0 < scaling.low_frequency < high < math.inf:
+        yield f"low_frequency is {scaling.low_frequency}, and high_frequency {high}; both must be positive, and rise"
+    if scaling.attention_factor is not None and not 0 < scaling.attention_factor < math.inf:
+        yield f"attention_factor is {scaling.attention_factor}; it must be positive, or be left out"
+    if kind == "longrope":
+        for name in ("short_factors", "long_factors"):
+            wrong = [value for value in getattr(scaling, name) if not 0 < value < math.inf]
+            if wrong:
+                yield f"{name} has {wrong[0]}; all of them must be positive"
+        short, long = len(scaling.short_factors), len(scaling.long_factors)
+        if short != long or not short:
+            yield f"there are {short} short_factors and {long} long_factors; give one of each for every pair"
+    if kind == "dynamic" and scaling.factor < 1:
+        yield f"factor is {scaling.factor}; that of dynamic must be at least 1"
