@@ -14,7 +14,8 @@ from tokenizers import decoders, models, pre_tokenizers, processors
 
 from gspmd.reading import ReadError, read_text
 
-from .files import CheckpointError, read_json
+from . import special
+from .files import CheckpointError
 
 FILE = "tokenizer.json"
 
@@ -26,6 +27,7 @@ class Tokenizer:
         ends: ids of end-of-text tokens.
         begin: id of the beginning-of-text token; None if there is none.
         settings: the entries of tokenizer_config.json.
+        named: the special tokens by name, such as bos_token.
 
     Args:
         backend: the library's tokenizer. Its truncation and padding are turned off, as they are in transformers unless
@@ -33,6 +35,7 @@ class Tokenizer:
         ends: ids of end-of-text tokens.
         begin: id of the beginning-of-text token.
         settings: the entries of tokenizer_config.json.
+        named: the special tokens by name, such as bos_token.
 
     Example:
         >>> of_bytes = byte_tokenizer()
@@ -46,17 +49,19 @@ class Tokenizer:
         ends: Iterable[int] = (),
         begin: int | None = None,
         settings: Mapping[str, Any] | None = None,
+        named: Mapping[str, str] | None = None,
     ):
         backend.no_truncation()
         backend.no_padding()
         self.backend, self.ends, self.begin, self.settings = backend, frozenset(ends), begin, dict(settings or {})
+        self.named = dict(named or {})
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Return the ids of a text.
 
         Args:
             text: any text.
-            special: whether to add the special tokens of tokenizer.json, such as a beginning-of-text token.
+            special: whether to add the tokens that begin and end a text, where the tokenizer has such a step.
         """
         return self.backend.encode(text, add_special_tokens=special).ids
 
@@ -126,17 +131,20 @@ class TextStream:
 
 
 def tokenizer(directory: str | os.PathLike) -> Tokenizer:
-    """Read a checkpoint's tokenizer.
+    """Read a checkpoint's tokenizer; `encode` gives the ids of transformers' AutoTokenizer.
 
     The ids that end a text come from the first of these that has them: generation_config.json, config.json, or the
-    `eos_token` of tokenizer_config.json; likewise the id that begins a text. tokenizer.json decides whether `encode`
-    adds the latter.
+    `eos_token` of tokenizer_config.json; likewise the id that begins a text. The last step of tokenizer.json decides
+    which tokens `encode` adds to a text. As in transformers since version 5, add_bos_token and add_eos_token of
+    tokenizer_config.json count for nothing beside it; the classes of GPT-NeoX (which adds none) and T5 (which adds the
+    end) decide themselves. Tokens that tokenizer_config.json names or describes, and tokenizer.json does not have, are
+    added.
 
     Args:
         directory: the checkpoint's folder, with tokenizer.json; or the path of such a file under any name.
 
     Raises:
-        CheckpointError: a ValueError: tokenizer.json is missing or cannot be read.
+        CheckpointError: a ValueError: tokenizer.json is missing, or it or a file beside it cannot be read.
     """
     folder, file = Path(directory), FILE
     doing = f"cannot read the tokenizer of checkpoint {str(folder)!r}:"
@@ -144,11 +152,16 @@ def tokenizer(directory: str | os.PathLike) -> Tokenizer:
         folder, file, doing = folder.parent, folder.name, f"cannot read the tokenizer {str(folder)!r}:"
     if not os.path.lexists(folder / file):
         raise CheckpointError(doing, [f"{file} is missing; {_instead(folder)}"])
-    backend = _backend(folder / file, doing)
-    settings = _optional(folder / "tokenizer_config.json", doing)
-    named = [(name, _optional(folder / name, doing)) for name in ("generation_config.json", "config.json")]
-    ends, begins = (_ids(kind, named, settings, backend, doing) for kind in ("eos", "bos"))
-    return Tokenizer(backend, ends, begins[0] if begins else None, settings)
+    text, backend = _backend(folder / file, doing)
+    settings = special.read_settings(folder, doing)
+    files = {name: special.optional(folder / name, doing) for name in ("generation_config.json", "config.json")}
+    made_by = special.class_of(settings, files["config.json"], text)
+    named = special.texts(settings, made_by, doing)
+    special.add(backend, settings, doing)
+    special.set_ends(backend, made_by, named.get("eos_token"))
+    backend.encode_special_tokens = settings.get("split_special_tokens") is True
+    ends, begins = (_ids(kind, files, named, backend, doing) for kind in ("eos", "bos"))
+    return Tokenizer(backend, ends, begins[0] if begins else None, settings, named)
 
 
 def _instead(folder: Path) -> str:
@@ -168,14 +181,14 @@ def _instead(folder: Path) -> str:
 
 def _ids(
     kind: str,
-    named: Sequence[tuple[str, Mapping[str, Any]]],
-    settings: Mapping[str, Any],
+    files: Mapping[str, Mapping[str, Any]],
+    named: Mapping[str, str],
     backend: tokenizers.Tokenizer,
     doing: str,
 ) -> list[int]:
     """Return the ids of end-of-text ("eos") or beginning-of-text ("bos") tokens, from the first file that has some."""
     key = f"{kind}_token_id"
-    for file, entries in named:
+    for file, entries in files.items():
         found = entries.get(key)
         if found is not None:
             ids = found if isinstance(found, list) else [found]
@@ -183,19 +196,16 @@ def _ids(
                 fault = f"{key} of {file} is {found!r:.80}; it must be a token's id, or a list of ids."
                 raise CheckpointError(doing, [fault])
             return ids
-    token = settings.get(f"{kind}_token")
-    token = token.get("content") if isinstance(token, dict) else token
-    if token is not None and not isinstance(token, str):
-        fault = f"{kind}_token of tokenizer_config.json is {token!r:.80}; it must be a token's text."
-        raise CheckpointError(doing, [fault])
+    token = named.get(f"{kind}_token")
     found = None if token is None else backend.token_to_id(token)
     return [] if found is None else [found]
 
 
-def _backend(path: Path, doing: str) -> tokenizers.Tokenizer:
-    """Parse a file with the library. It is given the text, since it would wait forever if the path were a FIFO."""
+def _backend(path: Path, doing: str) -> tuple[str, tokenizers.Tokenizer]:
+    """Read a file, and parse it with the library, which would wait forever if it were given the path of a FIFO."""
     try:
-        return tokenizers.Tokenizer.from_str(read_text(path))
+        text = read_text(path)
+        return text, tokenizers.Tokenizer.from_str(text)
     except ReadError as error:
         fault = f"{path.name} cannot be read: {error}."
     except BaseException as error:  # the library's panics are not Exceptions
@@ -234,10 +244,6 @@ def byte_tokenizer(vocabulary: int = 256) -> Tokenizer:
     backend.add_tokens(named[2:])
     backend.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 256)])
     return Tokenizer(backend, ends=[256])
-
-
-def _optional(path: Path, doing: str) -> dict[str, Any]:
-    return read_json(path, doing) if os.path.lexists(path) else {}
 
 
 def keep_tokenizer(folder: Path, tokenizer: Tokenizer, checkpoint: str) -> None:
