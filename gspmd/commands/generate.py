@@ -50,19 +50,31 @@ from gspmd_models import checkpoints, decoding
 
 _DOING = "cannot generate text:"
 
+DRAWN = ("temperature", "top_k", "top_p", "min_p")
+"""The settings of sampling."""
+
 
 @dataclass(frozen=True)
 class SamplingFlags:
-    """Settings of sampling; the filters apply in this order."""
+    """Settings of sampling; the filters apply in this order. One that is not given is that of the checkpoint's
+    generation_config.json; without such a file, no filter applies."""
 
-    temperature: float = 1.0
-    """Divides the logits; 0 takes the likeliest token."""
-    top_k: int = 0
+    temperature: float | None = None
+    """Divides the logits; 0 takes the likeliest token. 1 if neither this flag nor the file gives it."""
+    top_k: int | None = None
     """Draw among the k likeliest tokens; 0 for all."""
-    top_p: float = 1.0
-    """Draw among the likeliest tokens whose probabilities sum to p."""
-    min_p: float = 0.0
-    """Draw among tokens at least min_p times as likely as the likeliest."""
+    top_p: float | None = None
+    """Draw among the likeliest tokens whose probabilities sum to p; 1 for all."""
+    min_p: float | None = None
+    """Draw among tokens at least min_p times as likely as the likeliest; 0 for all."""
+    generation_config: Literal["whole", "supported", "ignored"] = "whole"
+    """Use of generation_config.json: `whole` refuses a file that asks for more than these settings, such as a penalty
+    of repetitions; `supported` takes these settings from it and leaves out the rest; `ignored` takes none."""
+
+    @property
+    def given(self) -> dict[str, float]:
+        """The settings that flags give."""
+        return {name: value for name in DRAWN if (value := getattr(self, name)) is not None}
 
 
 @dataclass(frozen=True)
@@ -159,7 +171,7 @@ def main(argv: Sequence[str], script: str = "") -> int:
 
 def generate(settings: GenerateSettings) -> int:
     """Continue the prompts, or explain what the programs would send and hold."""
-    prompts, sampling = prompts_of(settings), decoding.Sampling(**vars(settings.sampling))
+    prompts, sampling = prompts_of(settings), decoding.Sampling(**settings.sampling.given)  # type: ignore[arg-type]
     if not settings.checkpoint:
         raise ConfigError(_DOING, ["--checkpoint names the folder of the model; it is missing."])
     if "" in settings.stop:
@@ -170,6 +182,8 @@ def generate(settings: GenerateSettings) -> int:
         return generate_own(console, settings, folder, run, prompts, sampling)
     source = Source.at(folder)
     config = decoding.for_serving(source.config)
+    if source.run is None:
+        sampling = sampling_of(console, settings, folder)
     if settings.unstacked and config.encoder_layers:
         raise ConfigError(_DOING, ["--unstacked is for decoders alone, and this model has an encoder; leave it out."])
     encode = source.tokenizer.source if config.encoder_layers else source.tokenizer.encode
@@ -242,14 +256,38 @@ def beginnings(
     return ids, {}
 
 
+def sampling_of(console: Console, settings: GenerateSettings, folder: Path) -> decoding.Sampling:
+    """Return the settings of sampling of the flags, or else of a checkpoint's file; print those of the file.
+
+    Raises:
+        ConfigError: the file asks for settings that are not supported, and no flag says to leave them out.
+    """
+    given, use = settings.sampling.given, settings.sampling.generation_config
+    if use == "ignored":
+        return decoding.Sampling(**given)  # type: ignore[arg-type]
+    found = checkpoints.GenerationConfig.read(folder)
+    if found.unsupported and use == "whole":
+        which = "it" if len(found.unsupported) == 1 else "them"
+        remedy = f"--generation-config supported leaves {which} out, and --generation-config ignored the whole file."
+        raise ConfigError(_DOING, [checkpoints.unsupported(found.unsupported), remedy])
+    taken = {} if settings.beams else {name: each for name, each in found.settings.items() if name not in given}
+    said = [f"{name} {each:g}" for name, each in taken.items()]
+    said += [f"{name} left out" for name in found.unsupported]
+    if found.beams > 1 and not settings.beams:
+        said.append(f"no search with {found.beams} beams, which --beams {found.beams} asks for")
+    if said:
+        console.print(f"From generation_config.json: {', '.join(said)}.", soft_wrap=True, highlight=False, markup=False)
+    return decoding.Sampling(**(taken | given))  # type: ignore[arg-type]
+
+
 def refuse_with_beams(settings: GenerateSettings) -> None:
     """Refuse flags that do not apply to beam search, and flags that only apply to it.
 
     Raises:
         ConfigError: such flags are given; names them.
     """
-    usual, drawn = GenerateSettings(), ("temperature", "top_k", "top_p", "min_p")
-    changed = [name for name in drawn if getattr(settings.sampling, name) != getattr(usual.sampling, name)]
+    usual, plain = GenerateSettings(), decoding.Sampling()
+    changed = [name for name, value in settings.sampling.given.items() if value != getattr(plain, name)]
     changed += [name for name in ("samples", "seed") if getattr(settings, name) != getattr(usual, name)]
     if settings.beams and changed:
         named = ", ".join(f"--{name.replace('_', '-')}" for name in changed)

@@ -349,6 +349,63 @@ def test_a_run_that_diverged_is_one_message(capsys, model, flags, tmp_path):
     )
 
 
+LLAMA = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "eos_token_id": [1, 2]}
+QWEN = LLAMA | {"repetition_penalty": 1.05, "top_k": 20}
+
+
+@pytest.mark.parametrize(
+    ("entries", "flags", "wanted", "said"),
+    [
+        (LLAMA, {}, {"temperature": 0.6, "top_p": 0.9}, "temperature 0.6, top_p 0.9"),
+        (LLAMA, {"temperature": 0.0}, {"temperature": 0.0, "top_p": 0.9}, "top_p 0.9"),
+        (LLAMA, {"temperature": 1.0, "top_p": 1.0}, {}, None),
+        (LLAMA, {"generation_config": "ignored", "min_p": 0.1}, {"min_p": 0.1}, None),
+        ({"do_sample": False, "temperature": 0.6}, {}, {"temperature": 0.0}, "temperature 0"),
+        ({"top_k": 5, "num_beams": 5}, {}, {"top_k": 5}, "top_k 5, no search with 5 beams, which --beams 5 asks for"),
+        ({"eos_token_id": 2, "max_length": 200}, {}, {}, None),
+        (
+            QWEN,
+            {"generation_config": "supported"},
+            {"temperature": 0.6, "top_p": 0.9, "top_k": 20},
+            "temperature 0.6, top_k 20, top_p 0.9, repetition_penalty left out",
+        ),
+        (QWEN, {"generation_config": "ignored"}, {}, None),
+        (None, {"top_k": 3}, {"top_k": 3}, None),
+    ],
+)
+def test_sampling_is_that_of_flags_or_else_of_the_checkpoint(entries, flags, wanted, said, tmp_path, capsys):
+    if entries is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(entries))
+    settings = generate.GenerateSettings(sampling=generate.SamplingFlags(**flags))
+    found = generate.sampling_of(printing.console(200, stderr=True), settings, tmp_path)
+    assert found == decoding.Sampling(**wanted)
+    assert capsys.readouterr().err == (f"From generation_config.json: {said}.\n" if said else "")
+
+
+def test_a_search_takes_nothing_of_sampling_from_the_checkpoint(tmp_path, capsys):
+    (tmp_path / "generation_config.json").write_text(json.dumps(LLAMA | {"num_beams": 4}))
+    found = generate.sampling_of(printing.console(stderr=True), generate.GenerateSettings(beams=2), tmp_path)
+    assert (found, capsys.readouterr().err) == (decoding.Sampling(), "")
+
+
+def test_settings_of_a_checkpoint_that_are_not_supported_are_refused(capsys, public, tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoints, "load", None)
+    folder = tmp_path / "penalised"
+    shutil.copytree(public, folder)
+    (folder / "generation_config.json").write_text(json.dumps(QWEN | {"suppress_tokens": [3]}))
+    code, text, said = run(capsys, "--checkpoint", str(folder), "--prompt", "def ")
+    assert (code, text) == (2, "")
+    assert said == (
+        "ConfigError: cannot generate text:\n"
+        "  generation_config.json sets repetition_penalty 1.05, suppress_tokens [3], which are not supported here.\n"
+        "  --generation-config supported leaves them out, and --generation-config ignored the whole file.\n"
+    )
+    flags = ["--generation-config", "supported", "--explain"]
+    code, _, said = run(capsys, "--checkpoint", str(folder), "--prompt", "def ", *flags)
+    assert code == 0
+    assert "repetition_penalty left out, suppress_tokens left out." in said
+
+
 def test_what_devices_have_no_room_for_is_refused_before_it_is_loaded(capsys, public, model, monkeypatch):
     monkeypatch.setattr(checkpoints, "load", None)
     weights = sum(x.nbytes for x in models.arrays(model).values())
