@@ -72,7 +72,7 @@ class SamplingFlags:
     of repetitions; `supported` takes these settings from it and leaves out the rest; `ignored` takes none."""
 
     @property
-    def given(self) -> dict[str, float]:
+    def given(self) -> dict[str, Any]:
         """The settings that flags give."""
         return {name: value for name in DRAWN if (value := getattr(self, name)) is not None}
 
@@ -171,7 +171,7 @@ def main(argv: Sequence[str], script: str = "") -> int:
 
 def generate(settings: GenerateSettings) -> int:
     """Continue the prompts, or explain what the programs would send and hold."""
-    prompts, sampling = prompts_of(settings), decoding.Sampling(**settings.sampling.given)  # type: ignore[arg-type]
+    prompts, sampling = prompts_of(settings), decoding.Sampling(**settings.sampling.given)
     if not settings.checkpoint:
         raise ConfigError(_DOING, ["--checkpoint names the folder of the model; it is missing."])
     if "" in settings.stop:
@@ -264,7 +264,7 @@ def sampling_of(console: Console, settings: GenerateSettings, folder: Path) -> d
     """
     given, use = settings.sampling.given, settings.sampling.generation_config
     if use == "ignored":
-        return decoding.Sampling(**given)  # type: ignore[arg-type]
+        return decoding.Sampling(**given)
     found = checkpoints.GenerationConfig.read(folder)
     if found.unsupported and use == "whole":
         which = "it" if len(found.unsupported) == 1 else "them"
@@ -277,7 +277,7 @@ def sampling_of(console: Console, settings: GenerateSettings, folder: Path) -> d
         said.append(f"no search with {found.beams} beams, which --beams {found.beams} asks for")
     if said:
         console.print(f"From generation_config.json: {', '.join(said)}.", soft_wrap=True, highlight=False, markup=False)
-    return decoding.Sampling(**(taken | given))  # type: ignore[arg-type]
+    return decoding.Sampling(**(taken | given))
 
 
 def refuse_with_beams(settings: GenerateSettings) -> None:

@@ -37,19 +37,19 @@ class GenerationConfig:
     """The entries of a generation_config.json that decide how tokens are drawn.
 
     Attributes:
-        settings: fields of `Sampling` that the file sets; a temperature of 0, and nothing else, if `do_sample` is false.
+        settings: fields of `Sampling` that the file sets; only a temperature of 0 if `do_sample` is false.
         beams: its number of beams; 1 where it asks for none.
         unsupported: entries that ask for anything else that would change the texts.
     """
 
-    settings: Mapping[str, float]
+    settings: Mapping[str, Any]
     beams: int
     unsupported: Mapping[str, Any]
 
     @property
     def sampling(self) -> Sampling:
         """The settings, with those of plain sampling where the file has none."""
-        return Sampling(**self.settings)  # type: ignore[arg-type]
+        return Sampling(**self.settings)
 
     @classmethod
     def read(cls, directory: str | os.PathLike) -> GenerationConfig:
@@ -59,7 +59,8 @@ class GenerationConfig:
             CheckpointError: the file cannot be read, or a setting is not a number in its range.
         """
         doing = f"cannot read how checkpoint {str(directory)!r} draws tokens:"
-        entries = {name: value for name, value in optional(Path(directory) / CONFIG, doing).items() if value is not None}
+        found = optional(Path(directory) / CONFIG, doing)
+        entries = {name: value for name, value in found.items() if value is not None}
         faults = [
             f"{name} of {CONFIG} is {entries[name]!r:.80}; it must be {wanted}."
             for name, (kinds, wanted) in _KINDS.items()
@@ -67,20 +68,21 @@ class GenerationConfig:
         ]
         if faults:
             raise CheckpointError(doing, faults)
-        drawn = {name: entries[name] for name in ("temperature", "top_k", "top_p", "min_p") if name in entries}
-        settings = {"temperature": 0.0} if entries.get("do_sample") is False else drawn
+        settings = {name: entries[name] for name in ("temperature", "top_k", "top_p", "min_p") if name in entries}
+        if entries.get("do_sample") is False:
+            settings = {"temperature": 0}
         unsupported = {
             name: entries[name]
             for name, nothing in _UNSUPPORTED.items()
             if name in entries and entries[name] not in (nothing, [], {})
         }
-        found = cls(settings, entries.get("num_beams", 1), unsupported)
+        config = cls(settings, entries.get("num_beams", 1), unsupported)
         try:
-            found.sampling  # noqa: B018
+            config.sampling  # noqa: B018
         except GenerationError as error:
             _, *lines = str(error).splitlines()
             raise CheckpointError(doing, [f"{CONFIG}: {line.strip()}." for line in lines]) from None
-        return found
+        return config
 
 
 def sampling(directory: str | os.PathLike) -> Sampling:

@@ -15,7 +15,8 @@ def folder(at, **entries):
 
 def test_settings_are_those_of_the_file(tmp_path):
     assert sampling(tmp_path) == Sampling()  # there is no file
-    assert sampling(folder(tmp_path, temperature=0.6, top_k=20, top_p=0.95, min_p=0.05)) == Sampling(0.6, 20, 0.95, 0.05)
+    every = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.05}
+    assert sampling(folder(tmp_path, **every)) == Sampling(**every)
     assert sampling(folder(tmp_path, do_sample=True, temperature=None)) == Sampling()
     assert sampling(folder(tmp_path, do_sample=False, temperature=0.6, top_k=20)) == Sampling(temperature=0)
     assert sampling(folder(tmp_path, eos_token_id=[1, 2], max_length=4096, use_cache=True)) == Sampling()
@@ -57,5 +58,5 @@ def test_faulty_settings_are_one_message(tmp_path):
         "top_k of generation_config.json is 2.5; it must be a whole number.",
         "do_sample of generation_config.json is 1; it must be true or false.",
     )
-    with pytest.raises(CheckpointError, match=r"generation_config\.json: top_p is 1\.5; it must be greater than 0, and"):
+    with pytest.raises(CheckpointError, match=r"generation_config\.json: top_p is 1\.5; it must be greater"):
         sampling(folder(tmp_path, top_p=1.5))
