@@ -68,7 +68,8 @@ class GenerationConfig:
         ]
         if faults:
             raise CheckpointError(doing, faults)
-        settings = {name: entries[name] for name in ("temperature", "top_k", "top_p", "min_p") if name in entries}
+        names = ("temperature", "top_k", "top_p", "min_p")
+        settings: dict[str, Any] = {name: entries[name] for name in names if name in entries}
         if entries.get("do_sample") is False:
             settings = {"temperature": 0}
         unsupported = {

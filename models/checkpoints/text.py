@@ -14,7 +14,7 @@ from tokenizers import decoders, models, pre_tokenizers, processors
 
 from gspmd.reading import ReadError, read_text
 
-from . import special
+from . import chat, special
 from .files import CheckpointError
 
 FILE = "tokenizer.json"
@@ -28,6 +28,7 @@ class Tokenizer:
         begin: id of the beginning-of-text token; None if there is none.
         settings: the entries of tokenizer_config.json.
         named: the special tokens by name, such as bos_token.
+        templates: the chat templates by name.
 
     Args:
         backend: the library's tokenizer. Its truncation and padding are turned off, as they are in transformers unless
@@ -36,6 +37,7 @@ class Tokenizer:
         begin: id of the beginning-of-text token.
         settings: the entries of tokenizer_config.json.
         named: the special tokens by name, such as bos_token.
+        templates: the chat templates by name; "default" is taken unless another one is asked for.
 
     Example:
         >>> of_bytes = byte_tokenizer()
@@ -50,11 +52,12 @@ class Tokenizer:
         begin: int | None = None,
         settings: Mapping[str, Any] | None = None,
         named: Mapping[str, str] | None = None,
+        templates: Mapping[str, str] | None = None,
     ):
         backend.no_truncation()
         backend.no_padding()
         self.backend, self.ends, self.begin, self.settings = backend, frozenset(ends), begin, dict(settings or {})
-        self.named = dict(named or {})
+        self.named, self.templates = dict(named or {}), dict(templates or {})
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Return the ids of a text.
@@ -64,6 +67,46 @@ class Tokenizer:
             special: whether to add the tokens that begin and end a text, where the tokenizer has such a step.
         """
         return self.backend.encode(text, add_special_tokens=special).ids
+
+    def chat_text(
+        self, messages: Sequence[Mapping[str, Any]], *, template: str = "", prompt: bool = True, **variables: Any
+    ) -> str:
+        """Return the text of a chat, by the checkpoint's chat template; arguments and errors are those of `chat`.
+
+        Example:
+            >>> simple = "{% for each in messages %}<{{ each.role }}>{{ each.content }}{% endfor %}<assistant>"
+            >>> of_bytes = Tokenizer(byte_tokenizer().backend, templates={"default": simple})
+            >>> of_bytes.chat_text([{"role": "user", "content": "Hi!"}])
+            '<user>Hi!<assistant>'
+        """
+        doing = "cannot render a chat:"
+        if not template and variables.get("tools") is not None and "tool_use" in self.templates:
+            template = "tool_use"
+        name = chat.chosen(self.templates, template, doing)
+        given = {"tools": None, "documents": None} | self.named | variables
+        given |= {"messages": chat.checked(messages, doing), "add_generation_prompt": prompt}
+        return chat.render(self.templates[name], name, given, doing)
+
+    def chat(
+        self, messages: Sequence[Mapping[str, Any]], *, template: str = "", prompt: bool = True, **variables: Any
+    ) -> list[int]:
+        """Return the ids of a chat, as transformers' `apply_chat_template`: the template writes all special tokens.
+
+        The template is a program of the checkpoint's. It runs in jinja2's sandbox, in a process of its own with limits
+        of time, memory and output.
+
+        Args:
+            messages: the turns, such as `{"role": "user", "content": "Hi!"}`.
+            template: the name of the template, if the checkpoint has several; by default "default", or "tool_use" if
+                there is one and `tools` are given.
+            prompt: whether the text ends with what begins an answer.
+            **variables: others that the template reads, such as `tools` (a list of JSON schemas) or `enable_thinking`.
+
+        Raises:
+            CheckpointError: a ValueError: there is no template, it is faulty or refuses the messages, or it exceeds a
+                limit.
+        """
+        return self.encode(self.chat_text(messages, template=template, prompt=prompt, **variables), special=False)
 
     def source(self, text: str) -> list[int]:
         """Return the ids of a text that an encoder reads: it ends with an end-of-text token, as in training.
@@ -96,7 +139,7 @@ class Tokenizer:
     def save(self, directory: str | os.PathLike) -> None:
         """Write tokenizer.json and tokenizer_config.json to a folder."""
         self.backend.save(str(Path(directory) / FILE))
-        settings = {"tokenizer_class": "PreTrainedTokenizerFast"} | self.settings
+        settings = {"tokenizer_class": "PreTrainedTokenizerFast"} | self.settings | chat.written(self.templates)
         text = json.dumps(settings, indent=2, ensure_ascii=False) + "\n"
         (Path(directory) / "tokenizer_config.json").write_text(text, encoding="utf-8")
 
@@ -161,7 +204,8 @@ def tokenizer(directory: str | os.PathLike) -> Tokenizer:
     special.set_ends(backend, made_by, named.get("eos_token"))
     backend.encode_special_tokens = settings.get("split_special_tokens") is True
     ends, begins = (_ids(kind, files, named, backend, doing) for kind in ("eos", "bos"))
-    return Tokenizer(backend, ends, begins[0] if begins else None, settings, named)
+    templates = chat.read_templates(folder, settings, doing)
+    return Tokenizer(backend, ends, begins[0] if begins else None, settings, named, templates)
 
 
 def _instead(folder: Path) -> str:

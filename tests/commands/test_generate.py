@@ -349,6 +349,87 @@ def test_a_run_that_diverged_is_one_message(capsys, model, flags, tmp_path):
     )
 
 
+TEMPLATE = "{% for each in messages %}<{{ each.role }}>{{ each.content }}{% endfor %}<assistant>"
+"""A chat template."""
+
+
+@pytest.mark.slow
+def test_an_answer_in_a_chat_is_what_follows_the_text_of_the_template(capsys, public, tmp_path):
+    folder = tmp_path / "spoken"
+    shutil.copytree(public, folder)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    flags = ["--checkpoint", str(folder), "--tokens", "8", "--temperature", "0"]
+    chat = ["--chat", "--system", "Be brief.", "--prompt", "Hi!", "--prompt", "No."]
+    _, text, _ = run(capsys, *flags, "--prompt", "<system>Be brief.<user>Hi!<assistant>")
+    code, answers, _ = run(capsys, *flags, *chat)
+    parts = answers.split("=== text ")
+    assert code == 0
+    assert parts[1] == "1 of 2 ===\n" + text.removeprefix("<system>Be brief.<user>Hi!<assistant>")
+    assert len(parts) == 3
+
+
+def test_a_chat_is_the_system_then_the_turns_of_a_file_then_the_prompt(tmp_path):
+    spoken = checkpoints.Tokenizer(checkpoints.byte_tokenizer().backend, templates={"default": TEMPLATE, "b": "B"})
+    (tmp_path / "turns.json").write_text('[{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]')
+
+    def found(*prompts, **settings):
+        settings = generate.GenerateSettings(chat=True, prompt=prompts, **settings)
+        return [bytes(ids).decode() for ids in generate.ids_of(settings, spoken, generate.prompts_of(settings))]
+
+    assert found("x", "y") == ["<user>x<assistant>", "<user>y<assistant>"]
+    assert found("x", system="s") == ["<system>s<user>x<assistant>"]
+    turns = str(tmp_path / "turns.json")
+    assert found("x", system="s", messages=turns) == ["<system>s<user>a<assistant>b<user>x<assistant>"]
+    assert found(messages=turns) == ["<user>a<assistant>b<assistant>"]
+    assert found("x", chat_template="b") == ["B"]
+    assert generate.prompts_shown(generate.GenerateSettings(chat=True), ["x", "y"]) == ["", ""]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (
+            ["--chat"],
+            "CheckpointError: cannot render a chat:\n  the tokenizer has no chat template: neither chat_templ",
+        ),
+        (
+            ["--system", "s"],
+            "ConfigError: cannot generate text:\n  --system is for a chat; add --chat, or leave it out.",
+        ),
+        (
+            ["--chat-template", "s"],
+            "ConfigError: cannot generate text:\n  --chat-template is for a chat; add --chat, or",
+        ),
+        (
+            ["--chat", "--messages", "no"],
+            "ConfigError: cannot generate text:\n  the messages in 'no' cannot be read: the",
+        ),
+        (
+            ["--chat", "--messages", "one.json"],
+            "ConfigError: cannot generate text:\n  'one.json' must be a list of mess",
+        ),
+        (
+            ["--chat", "--messages", "system.json", "--system", "s"],
+            "ConfigError: cannot generate text:\n  'system.json' has a message of the system too; leave out --system.",
+        ),
+    ],
+)
+def test_faulty_chats_are_one_message(capsys, public, flags, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "one.json").write_text('{"role": "user"}')
+    (tmp_path / "system.json").write_text('[{"role": "system", "content": "t"}]')
+    monkeypatch.setattr(checkpoints, "load", None)
+    code, text, said = run(capsys, "--checkpoint", public, "--prompt", "Hi!", *flags)
+    assert (code, text) == (2, "")
+    assert said.startswith(message)
+
+
+def test_a_model_with_an_encoder_has_no_chat(capsys, translator):
+    code, _, said = run(capsys, "--checkpoint", translator[0], "--prompt", "abc", "--chat")
+    assert code == 2
+    assert said.startswith("ConfigError: cannot generate text:\n  --chat is for decoders alone, and this model has an")
+
+
 LLAMA = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "eos_token_id": [1, 2]}
 QWEN = LLAMA | {"repetition_penalty": 1.05, "top_k": 20}
 
