@@ -5,6 +5,7 @@ For a model with an encoder, a prompt is the source that it reads, and a text is
     gspmd generate --checkpoint DIR --prompt "def main():" --tokens 100
     gspmd generate --checkpoint DIR --prompt "Once" --samples 4 --temperature 0.8 --top-p 0.95
     gspmd generate --checkpoint DIR --prompt "Das Haus ist klein." --beams 4  # the likeliest text that 4 beams find
+    gspmd generate --checkpoint DIR --chat --prompt "Who are you?"  # the answer to a turn, by the chat template
     gspmd generate --checkpoint DIR --prompt "Once" --devices 8 --layout megatron-1d --set cache.attention.key=BT_yzKD
     gspmd generate --checkpoint DIR --prompt "Once" --explain  # the plans of both programs, without loading
 
@@ -37,7 +38,7 @@ from gspmd.display.tables import counted
 from gspmd.display.units import amount_of_seconds
 from gspmd.interruption import number_of
 from gspmd.layouts import Layout
-from gspmd.reading import ReadError, read_text
+from gspmd.reading import ReadError, read_json, read_text
 from gspmd.training import ShardingConfig
 from gspmd.training.arrangement import make_mesh, start
 from gspmd.training.checkpoints import load_parameters, newest_intact
@@ -50,19 +51,31 @@ from gspmd_models import checkpoints, decoding
 
 _DOING = "cannot generate text:"
 
+DRAWN = ("temperature", "top_k", "top_p", "min_p")
+"""The settings of sampling."""
+
 
 @dataclass(frozen=True)
 class SamplingFlags:
-    """Settings of sampling; the filters apply in this order."""
+    """Settings of sampling; the filters apply in this order. One that is not given is that of the checkpoint's
+    generation_config.json; without such a file, no filter applies."""
 
-    temperature: float = 1.0
-    """Divides the logits; 0 takes the likeliest token."""
-    top_k: int = 0
+    temperature: float | None = None
+    """Divides the logits; 0 takes the likeliest token. 1 if neither this flag nor the file gives it."""
+    top_k: int | None = None
     """Draw among the k likeliest tokens; 0 for all."""
-    top_p: float = 1.0
-    """Draw among the likeliest tokens whose probabilities sum to p."""
-    min_p: float = 0.0
-    """Draw among tokens at least min_p times as likely as the likeliest."""
+    top_p: float | None = None
+    """Draw among the likeliest tokens whose probabilities sum to p; 1 for all."""
+    min_p: float | None = None
+    """Draw among tokens at least min_p times as likely as the likeliest; 0 for all."""
+    generation_config: Literal["whole", "supported", "ignored"] = "whole"
+    """Use of generation_config.json: `whole` refuses a file that asks for more than these settings, such as a penalty
+    of repetitions; `supported` takes these settings from it and leaves out the rest; `ignored` takes none."""
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The settings that flags give."""
+        return {name: value for name in DRAWN if (value := getattr(self, name)) is not None}
 
 
 @dataclass(frozen=True)
@@ -87,6 +100,16 @@ class GenerateSettings:
     """Text to continue, or the source of a model with an encoder; repeatable."""
     prompt_file: str = ""
     """File with one more prompt; - for standard input."""
+    chat: bool = False
+    """Whether a prompt is a user's turn of a chat, which the checkpoint's chat template renders; the answer alone is
+    written, and ends with the end of its turn."""
+    system: str = ""
+    """With --chat: the system's message, before all others."""
+    messages: str = ""
+    """With --chat: JSON file with the turns before each prompt, [{"role": "user", "content": "..."}, ...]. Without
+    --prompt they are answered themselves."""
+    chat_template: str = ""
+    """With --chat: the name of the template, where the checkpoint has several."""
     target_prompt: str = ""
     """Beginning of every text of a model with an encoder, such as the token of a language."""
     samples: int = 1
@@ -159,7 +182,7 @@ def main(argv: Sequence[str], script: str = "") -> int:
 
 def generate(settings: GenerateSettings) -> int:
     """Continue the prompts, or explain what the programs would send and hold."""
-    prompts, sampling = prompts_of(settings), decoding.Sampling(**vars(settings.sampling))
+    prompts, sampling = prompts_of(settings), decoding.Sampling(**settings.sampling.given)
     if not settings.checkpoint:
         raise ConfigError(_DOING, ["--checkpoint names the folder of the model; it is missing."])
     if "" in settings.stop:
@@ -170,10 +193,13 @@ def generate(settings: GenerateSettings) -> int:
         return generate_own(console, settings, folder, run, prompts, sampling)
     source = Source.at(folder)
     config = decoding.for_serving(source.config)
+    if source.run is None:
+        sampling = sampling_of(console, settings, folder)
     if settings.unstacked and config.encoder_layers:
         raise ConfigError(_DOING, ["--unstacked is for decoders alone, and this model has an encoder; leave it out."])
-    encode = source.tokenizer.source if config.encoder_layers else source.tokenizer.encode
-    ids = [encode(prompt) for prompt in prompts]
+    if settings.chat and config.encoder_layers:
+        raise ConfigError(_DOING, ["--chat is for decoders alone, and this model has an encoder; leave it out."])
+    ids = ids_of(settings, source.tokenizer, prompts, source=bool(config.encoder_layers))
     stops = sorted(source.tokenizer.ends)
     decoding.check_beams(
         settings.beams, settings.length_penalty, settings.samples, False, config.vocabulary, len(stops), settings.n_best
@@ -217,7 +243,7 @@ def generate(settings: GenerateSettings) -> int:
         )  # fmt: skip
         each = settings.samples * settings.n_best  # one of them is 1
         texts = [decoding.Text(source.tokenizer, of, settings.stop) for of in begins for _ in range(each)]
-        shown = [settings.target_prompt] * len(prompts) if given else prompts
+        shown = [settings.target_prompt] * len(ids) if given else prompts_shown(settings, prompts)
         write(console, shown, texts, unless_stopped(bursts, stop), ended)
     return 0
 
@@ -242,14 +268,38 @@ def beginnings(
     return ids, {}
 
 
+def sampling_of(console: Console, settings: GenerateSettings, folder: Path) -> decoding.Sampling:
+    """Return the settings of sampling of the flags, or else of a checkpoint's file; print those of the file.
+
+    Raises:
+        ConfigError: the file asks for settings that are not supported, and no flag says to leave them out.
+    """
+    given, use = settings.sampling.given, settings.sampling.generation_config
+    if use == "ignored":
+        return decoding.Sampling(**given)
+    found = checkpoints.GenerationConfig.read(folder)
+    if found.unsupported and use == "whole":
+        which = "it" if len(found.unsupported) == 1 else "them"
+        remedy = f"--generation-config supported leaves {which} out, and --generation-config ignored the whole file."
+        raise ConfigError(_DOING, [checkpoints.unsupported(found.unsupported), remedy])
+    taken = {} if settings.beams else {name: each for name, each in found.settings.items() if name not in given}
+    said = [f"{name} {each:g}" for name, each in taken.items()]
+    said += [f"{name} left out" for name in found.unsupported]
+    if found.beams > 1 and not settings.beams:
+        said.append(f"no search with {found.beams} beams, which --beams {found.beams} asks for")
+    if said:
+        console.print(f"From generation_config.json: {', '.join(said)}.", soft_wrap=True, highlight=False, markup=False)
+    return decoding.Sampling(**(taken | given))
+
+
 def refuse_with_beams(settings: GenerateSettings) -> None:
     """Refuse flags that do not apply to beam search, and flags that only apply to it.
 
     Raises:
         ConfigError: such flags are given; names them.
     """
-    usual, drawn = GenerateSettings(), ("temperature", "top_k", "top_p", "min_p")
-    changed = [name for name in drawn if getattr(settings.sampling, name) != getattr(usual.sampling, name)]
+    usual, plain = GenerateSettings(), decoding.Sampling()
+    changed = [name for name, value in settings.sampling.given.items() if value != getattr(plain, name)]
     changed += [name for name in ("samples", "seed") if getattr(settings, name) != getattr(usual, name)]
     if settings.beams and changed:
         named = ", ".join(f"--{name.replace('_', '-')}" for name in changed)
@@ -275,7 +325,7 @@ def generate_own(
     refuse_for_own(settings, subject)
     vocabulary = subject.fixed_sizes().get("V", 256)
     ids = decoding.read_prompts(
-        vocabulary, [tokenizer.encode(prompt) for prompt in prompts], settings.tokens,
+        vocabulary, ids_of(settings, tokenizer, prompts), settings.tokens,
         samples=settings.samples, chunk=settings.chunk, cache_length=settings.cache_length,
     )  # fmt: skip
     texts = settings.samples * len(ids)
@@ -313,7 +363,7 @@ def generate_own(
             stop=sorted(tokenizer.ends), ended=ended,
         )  # fmt: skip
         written = [decoding.Text(tokenizer, of, settings.stop) for of in ids for _ in range(settings.samples)]
-        write(console, prompts, written, unless_stopped(bursts, stop), ended)
+        write(console, prompts_shown(settings, prompts), written, unless_stopped(bursts, stop), ended)
     return 0
 
 
@@ -388,18 +438,67 @@ def unless_stopped(bursts: Iterator[decoding.Burst], stop: Stop) -> Iterator[dec
     stop.interrupt()
 
 
+def ids_of(
+    settings: GenerateSettings, tokenizer: checkpoints.Tokenizer, prompts: Sequence[str], *, source: bool = False
+) -> list[list[int]]:
+    """Return the ids that a model reads: of each prompt, of a source for its encoder, or of a chat.
+
+    Raises:
+        ConfigError: the file of messages cannot be read.
+        CheckpointError: the chat template is missing, faulty, or refuses the messages.
+    """
+    if not settings.chat:
+        return [*map(tokenizer.source if source else tokenizer.encode, prompts)]
+    before = [{"role": "system", "content": settings.system}] if settings.system else []
+    before += messages_of(settings.messages) if settings.messages else []
+    if settings.system and any(turn["role"] == "system" for turn in before[1:]):
+        raise ConfigError(_DOING, [f"{settings.messages!r} has a message of the system too; leave out --system."])
+    chats = [[*before, {"role": "user", "content": prompt}] for prompt in prompts] or [before]
+    return [tokenizer.chat(turns, template=settings.chat_template) for turns in chats]
+
+
+def messages_of(name: str) -> list[dict[str, Any]]:
+    """Return the turns in a file.
+
+    Raises:
+        ConfigError: it cannot be read, or has anything else.
+    """
+    try:
+        found = read_json(name)
+    except ReadError as error:
+        raise ConfigError(_DOING, [f"the messages in {name!r} cannot be read: {error}."]) from None
+    turns = found if isinstance(found, list) else []
+    if not turns or not all(isinstance(turn, dict) and isinstance(turn.get("role"), str) for turn in turns):
+        fault = f'{name!r} must be a list of messages, [{{"role": "user", "content": "..."}}, ...].'
+        raise ConfigError(_DOING, [fault])
+    return turns
+
+
+def prompts_shown(settings: GenerateSettings, prompts: Sequence[str]) -> Sequence[str]:
+    """Return the beginnings of the texts as they are written: nothing before an answer in a chat."""
+    return [""] * max(1, len(prompts)) if settings.chat else prompts
+
+
 def prompts_of(settings: GenerateSettings) -> list[str]:
-    """Return the prompts: those of the flags, then that of the file."""
+    """Return the prompts: those of the flags, then that of the file. A chat may have none, and its messages alone.
+
+    Raises:
+        ConfigError: there is no prompt, or it cannot be read; or flags of a chat are given without --chat.
+    """
     prompts, name = list(settings.prompt), settings.prompt_file
+    flags = [flag for flag in ("system", "messages", "chat-template") if getattr(settings, flag.replace("-", "_"))]
+    if flags and not settings.chat:
+        raise ConfigError(_DOING, [f"--{flags[0]} is for a chat; add --chat, or leave it out."])
     if name:
         try:
             prompts.append(sys.stdin.read() if name == "-" else read_text(name))
         except (OSError, UnicodeDecodeError, ReadError) as error:
             reason = error if isinstance(error, ReadError) else getattr(error, "strerror", None) or "it is not UTF-8"
             raise ConfigError(_DOING, [f"the prompt in {name!r} cannot be read: {reason}."]) from None
-    if any("\ud800" <= letter <= "\udfff" for prompt in prompts for letter in prompt):  # Bytes that Python escaped.
+    given = (*prompts, settings.system)
+    if any("\ud800" <= letter <= "\udfff" for prompt in given for letter in prompt):  # Bytes that Python escaped.
         raise ConfigError(_DOING, ["a prompt is not UTF-8."])
-    if not prompts:
+    if not prompts and not settings.messages:
         raise ConfigError(_DOING, ["there is no prompt; give --prompt TEXT, or --prompt-file FILE (- for stdin)."])
     return prompts
 

@@ -1,16 +1,18 @@
 """Public checkpoints: read safetensors, config.json and tokenizer.json onto any mesh and layout, and write them.
 
-Reading order: files, families/, config, sources, loading, text, saving.
+Reading order: files, families/, config, sources, loading, special, rendering, chat, text, generation, saving.
 """
 
 from .config import model_config
 from .files import CheckpointError
+from .generation import GenerationConfig, sampling, unsupported
 from .loading import LoadReport, load
 from .saving import save
 from .text import TextStream, Tokenizer, byte_tokenizer, keep_tokenizer, tokenizer
 
 __all__ = [
     "CheckpointError",
+    "GenerationConfig",
     "LoadReport",
     "TextStream",
     "Tokenizer",
@@ -18,6 +20,8 @@ __all__ = [
     "keep_tokenizer",
     "load",
     "model_config",
+    "sampling",
     "save",
     "tokenizer",
+    "unsupported",
 ]

@@ -14,7 +14,8 @@ from tokenizers import decoders, models, pre_tokenizers, processors
 
 from gspmd.reading import ReadError, read_text
 
-from .files import CheckpointError, read_json
+from . import chat, special
+from .files import CheckpointError
 
 FILE = "tokenizer.json"
 
@@ -26,6 +27,8 @@ class Tokenizer:
         ends: ids of end-of-text tokens.
         begin: id of the beginning-of-text token; None if there is none.
         settings: the entries of tokenizer_config.json.
+        named: the special tokens by name, such as bos_token.
+        templates: the chat templates by name.
 
     Args:
         backend: the library's tokenizer. Its truncation and padding are turned off, as they are in transformers unless
@@ -33,6 +36,8 @@ class Tokenizer:
         ends: ids of end-of-text tokens.
         begin: id of the beginning-of-text token.
         settings: the entries of tokenizer_config.json.
+        named: the special tokens by name, such as bos_token.
+        templates: the chat templates by name; "default" is taken unless another one is asked for.
 
     Example:
         >>> of_bytes = byte_tokenizer()
@@ -46,19 +51,62 @@ class Tokenizer:
         ends: Iterable[int] = (),
         begin: int | None = None,
         settings: Mapping[str, Any] | None = None,
+        named: Mapping[str, str] | None = None,
+        templates: Mapping[str, str] | None = None,
     ):
         backend.no_truncation()
         backend.no_padding()
         self.backend, self.ends, self.begin, self.settings = backend, frozenset(ends), begin, dict(settings or {})
+        self.named, self.templates = dict(named or {}), dict(templates or {})
 
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Return the ids of a text.
 
         Args:
             text: any text.
-            special: whether to add the special tokens of tokenizer.json, such as a beginning-of-text token.
+            special: whether to add the tokens that begin and end a text, where the tokenizer has such a step.
         """
         return self.backend.encode(text, add_special_tokens=special).ids
+
+    def chat_text(
+        self, messages: Sequence[Mapping[str, Any]], *, template: str = "", prompt: bool = True, **variables: Any
+    ) -> str:
+        """Return the text of a chat, by the checkpoint's chat template; arguments and errors are those of `chat`.
+
+        Example:
+            >>> simple = "{% for each in messages %}<{{ each.role }}>{{ each.content }}{% endfor %}<assistant>"
+            >>> of_bytes = Tokenizer(byte_tokenizer().backend, templates={"default": simple})
+            >>> of_bytes.chat_text([{"role": "user", "content": "Hi!"}])
+            '<user>Hi!<assistant>'
+        """
+        doing = "cannot render a chat:"
+        if not template and variables.get("tools") is not None and "tool_use" in self.templates:
+            template = "tool_use"
+        name = chat.chosen(self.templates, template, doing)
+        given = {"tools": None, "documents": None} | self.named | variables
+        given |= {"messages": chat.checked(messages, doing), "add_generation_prompt": prompt}
+        return chat.render(self.templates[name], name, given, doing)
+
+    def chat(
+        self, messages: Sequence[Mapping[str, Any]], *, template: str = "", prompt: bool = True, **variables: Any
+    ) -> list[int]:
+        """Return the ids of a chat, as transformers' `apply_chat_template`: the template writes all special tokens.
+
+        The template is a program of the checkpoint's. It runs in jinja2's sandbox, in a process of its own with limits
+        of time, memory and output.
+
+        Args:
+            messages: the turns, such as `{"role": "user", "content": "Hi!"}`.
+            template: the name of the template, if the checkpoint has several; by default "default", or "tool_use" if
+                there is one and `tools` are given.
+            prompt: whether the text ends with what begins an answer.
+            **variables: others that the template reads, such as `tools` (a list of JSON schemas) or `enable_thinking`.
+
+        Raises:
+            CheckpointError: a ValueError: there is no template, it is faulty or refuses the messages, or it exceeds a
+                limit.
+        """
+        return self.encode(self.chat_text(messages, template=template, prompt=prompt, **variables), special=False)
 
     def source(self, text: str) -> list[int]:
         """Return the ids of a text that an encoder reads: it ends with an end-of-text token, as in training.
@@ -91,7 +139,7 @@ class Tokenizer:
     def save(self, directory: str | os.PathLike) -> None:
         """Write tokenizer.json and tokenizer_config.json to a folder."""
         self.backend.save(str(Path(directory) / FILE))
-        settings = {"tokenizer_class": "PreTrainedTokenizerFast"} | self.settings
+        settings = {"tokenizer_class": "PreTrainedTokenizerFast"} | self.settings | chat.written(self.templates)
         text = json.dumps(settings, indent=2, ensure_ascii=False) + "\n"
         (Path(directory) / "tokenizer_config.json").write_text(text, encoding="utf-8")
 
@@ -126,17 +174,20 @@ class TextStream:
 
 
 def tokenizer(directory: str | os.PathLike) -> Tokenizer:
-    """Read a checkpoint's tokenizer.
+    """Read a checkpoint's tokenizer; `encode` gives the ids of transformers' AutoTokenizer.
 
     The ids that end a text come from the first of these that has them: generation_config.json, config.json, or the
-    `eos_token` of tokenizer_config.json; likewise the id that begins a text. tokenizer.json decides whether `encode`
-    adds the latter.
+    `eos_token` of tokenizer_config.json; likewise the id that begins a text. The last step of tokenizer.json decides
+    which tokens `encode` adds to a text. As in transformers since version 5, add_bos_token and add_eos_token of
+    tokenizer_config.json count for nothing beside it; the classes of GPT-NeoX (which adds none) and T5 (which adds the
+    end) decide themselves. Tokens that tokenizer_config.json names or describes, and tokenizer.json does not have, are
+    added.
 
     Args:
         directory: the checkpoint's folder, with tokenizer.json; or the path of such a file under any name.
 
     Raises:
-        CheckpointError: a ValueError: tokenizer.json is missing or cannot be read.
+        CheckpointError: a ValueError: tokenizer.json is missing, or it or a file beside it cannot be read.
     """
     folder, file = Path(directory), FILE
     doing = f"cannot read the tokenizer of checkpoint {str(folder)!r}:"
@@ -144,11 +195,17 @@ def tokenizer(directory: str | os.PathLike) -> Tokenizer:
         folder, file, doing = folder.parent, folder.name, f"cannot read the tokenizer {str(folder)!r}:"
     if not os.path.lexists(folder / file):
         raise CheckpointError(doing, [f"{file} is missing; {_instead(folder)}"])
-    backend = _backend(folder / file, doing)
-    settings = _optional(folder / "tokenizer_config.json", doing)
-    named = [(name, _optional(folder / name, doing)) for name in ("generation_config.json", "config.json")]
-    ends, begins = (_ids(kind, named, settings, backend, doing) for kind in ("eos", "bos"))
-    return Tokenizer(backend, ends, begins[0] if begins else None, settings)
+    text, backend = _backend(folder / file, doing)
+    settings = special.read_settings(folder, doing)
+    files = {name: special.optional(folder / name, doing) for name in ("generation_config.json", "config.json")}
+    made_by = special.class_of(settings, files["config.json"], text)
+    named = special.texts(settings, made_by, doing)
+    special.add(backend, settings, doing)
+    special.set_ends(backend, made_by, named.get("eos_token"))
+    backend.encode_special_tokens = settings.get("split_special_tokens") is True
+    ends, begins = (_ids(kind, files, named, backend, doing) for kind in ("eos", "bos"))
+    templates = chat.read_templates(folder, settings, doing)
+    return Tokenizer(backend, ends, begins[0] if begins else None, settings, named, templates)
 
 
 def _instead(folder: Path) -> str:
@@ -168,14 +225,14 @@ def _instead(folder: Path) -> str:
 
 def _ids(
     kind: str,
-    named: Sequence[tuple[str, Mapping[str, Any]]],
-    settings: Mapping[str, Any],
+    files: Mapping[str, Mapping[str, Any]],
+    named: Mapping[str, str],
     backend: tokenizers.Tokenizer,
     doing: str,
 ) -> list[int]:
     """Return the ids of end-of-text ("eos") or beginning-of-text ("bos") tokens, from the first file that has some."""
     key = f"{kind}_token_id"
-    for file, entries in named:
+    for file, entries in files.items():
         found = entries.get(key)
         if found is not None:
             ids = found if isinstance(found, list) else [found]
@@ -183,19 +240,16 @@ def _ids(
                 fault = f"{key} of {file} is {found!r:.80}; it must be a token's id, or a list of ids."
                 raise CheckpointError(doing, [fault])
             return ids
-    token = settings.get(f"{kind}_token")
-    token = token.get("content") if isinstance(token, dict) else token
-    if token is not None and not isinstance(token, str):
-        fault = f"{kind}_token of tokenizer_config.json is {token!r:.80}; it must be a token's text."
-        raise CheckpointError(doing, [fault])
+    token = named.get(f"{kind}_token")
     found = None if token is None else backend.token_to_id(token)
     return [] if found is None else [found]
 
 
-def _backend(path: Path, doing: str) -> tokenizers.Tokenizer:
-    """Parse a file with the library. It is given the text, since it would wait forever if the path were a FIFO."""
+def _backend(path: Path, doing: str) -> tuple[str, tokenizers.Tokenizer]:
+    """Read a file, and parse it with the library, which would wait forever if it were given the path of a FIFO."""
     try:
-        return tokenizers.Tokenizer.from_str(read_text(path))
+        text = read_text(path)
+        return text, tokenizers.Tokenizer.from_str(text)
     except ReadError as error:
         fault = f"{path.name} cannot be read: {error}."
     except BaseException as error:  # the library's panics are not Exceptions
@@ -234,10 +288,6 @@ def byte_tokenizer(vocabulary: int = 256) -> Tokenizer:
     backend.add_tokens(named[2:])
     backend.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 256)])
     return Tokenizer(backend, ends=[256])
-
-
-def _optional(path: Path, doing: str) -> dict[str, Any]:
-    return read_json(path, doing) if os.path.lexists(path) else {}
 
 
 def keep_tokenizer(folder: Path, tokenizer: Tokenizer, checkpoint: str) -> None:

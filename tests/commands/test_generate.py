@@ -349,6 +349,144 @@ def test_a_run_that_diverged_is_one_message(capsys, model, flags, tmp_path):
     )
 
 
+TEMPLATE = "{% for each in messages %}<{{ each.role }}>{{ each.content }}{% endfor %}<assistant>"
+"""A chat template."""
+
+
+@pytest.mark.slow
+def test_an_answer_in_a_chat_is_what_follows_the_text_of_the_template(capsys, public, tmp_path):
+    folder = tmp_path / "spoken"
+    shutil.copytree(public, folder)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    flags = ["--checkpoint", str(folder), "--tokens", "8", "--temperature", "0"]
+    chat = ["--chat", "--system", "Be brief.", "--prompt", "Hi!", "--prompt", "No."]
+    _, text, _ = run(capsys, *flags, "--prompt", "<system>Be brief.<user>Hi!<assistant>")
+    code, answers, _ = run(capsys, *flags, *chat)
+    parts = answers.split("=== text ")
+    assert code == 0
+    assert parts[1] == "1 of 2 ===\n" + text.removeprefix("<system>Be brief.<user>Hi!<assistant>")
+    assert len(parts) == 3
+
+
+def test_a_chat_is_the_system_then_the_turns_of_a_file_then_the_prompt(tmp_path):
+    spoken = checkpoints.Tokenizer(checkpoints.byte_tokenizer().backend, templates={"default": TEMPLATE, "b": "B"})
+    (tmp_path / "turns.json").write_text('[{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]')
+
+    def found(*prompts, **settings):
+        settings = generate.GenerateSettings(chat=True, prompt=prompts, **settings)
+        return [bytes(ids).decode() for ids in generate.ids_of(settings, spoken, generate.prompts_of(settings))]
+
+    assert found("x", "y") == ["<user>x<assistant>", "<user>y<assistant>"]
+    assert found("x", system="s") == ["<system>s<user>x<assistant>"]
+    turns = str(tmp_path / "turns.json")
+    assert found("x", system="s", messages=turns) == ["<system>s<user>a<assistant>b<user>x<assistant>"]
+    assert found(messages=turns) == ["<user>a<assistant>b<assistant>"]
+    assert found("x", chat_template="b") == ["B"]
+    assert generate.prompts_shown(generate.GenerateSettings(chat=True), ["x", "y"]) == ["", ""]
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (
+            ["--chat"],
+            "CheckpointError: cannot render a chat:\n  the tokenizer has no chat template: neither chat_templ",
+        ),
+        (
+            ["--system", "s"],
+            "ConfigError: cannot generate text:\n  --system is for a chat; add --chat, or leave it out.",
+        ),
+        (
+            ["--chat-template", "s"],
+            "ConfigError: cannot generate text:\n  --chat-template is for a chat; add --chat, or",
+        ),
+        (
+            ["--chat", "--messages", "no"],
+            "ConfigError: cannot generate text:\n  the messages in 'no' cannot be read: the",
+        ),
+        (
+            ["--chat", "--messages", "one.json"],
+            "ConfigError: cannot generate text:\n  'one.json' must be a list of mess",
+        ),
+        (
+            ["--chat", "--messages", "system.json", "--system", "s"],
+            "ConfigError: cannot generate text:\n  'system.json' has a message of the system too; leave out --system.",
+        ),
+    ],
+)
+def test_faulty_chats_are_one_message(capsys, public, flags, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "one.json").write_text('{"role": "user"}')
+    (tmp_path / "system.json").write_text('[{"role": "system", "content": "t"}]')
+    monkeypatch.setattr(checkpoints, "load", None)
+    code, text, said = run(capsys, "--checkpoint", public, "--prompt", "Hi!", *flags)
+    assert (code, text) == (2, "")
+    assert said.startswith(message)
+
+
+def test_a_model_with_an_encoder_has_no_chat(capsys, translator):
+    code, _, said = run(capsys, "--checkpoint", translator[0], "--prompt", "abc", "--chat")
+    assert code == 2
+    assert said.startswith("ConfigError: cannot generate text:\n  --chat is for decoders alone, and this model has an")
+
+
+LLAMA = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "eos_token_id": [1, 2]}
+QWEN = LLAMA | {"repetition_penalty": 1.05, "top_k": 20}
+
+
+@pytest.mark.parametrize(
+    ("entries", "flags", "wanted", "said"),
+    [
+        (LLAMA, {}, {"temperature": 0.6, "top_p": 0.9}, "temperature 0.6, top_p 0.9"),
+        (LLAMA, {"temperature": 0.0}, {"temperature": 0.0, "top_p": 0.9}, "top_p 0.9"),
+        (LLAMA, {"temperature": 1.0, "top_p": 1.0}, {}, None),
+        (LLAMA, {"generation_config": "ignored", "min_p": 0.1}, {"min_p": 0.1}, None),
+        ({"do_sample": False, "temperature": 0.6}, {}, {"temperature": 0.0}, "temperature 0"),
+        ({"top_k": 5, "num_beams": 5}, {}, {"top_k": 5}, "top_k 5, no search with 5 beams, which --beams 5 asks for"),
+        ({"eos_token_id": 2, "max_length": 200}, {}, {}, None),
+        (
+            QWEN,
+            {"generation_config": "supported"},
+            {"temperature": 0.6, "top_p": 0.9, "top_k": 20},
+            "temperature 0.6, top_k 20, top_p 0.9, repetition_penalty left out",
+        ),
+        (QWEN, {"generation_config": "ignored"}, {}, None),
+        (None, {"top_k": 3}, {"top_k": 3}, None),
+    ],
+)
+def test_sampling_is_that_of_flags_or_else_of_the_checkpoint(entries, flags, wanted, said, tmp_path, capsys):
+    if entries is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(entries))
+    settings = generate.GenerateSettings(sampling=generate.SamplingFlags(**flags))
+    found = generate.sampling_of(printing.console(200, stderr=True), settings, tmp_path)
+    assert found == decoding.Sampling(**wanted)
+    assert capsys.readouterr().err == (f"From generation_config.json: {said}.\n" if said else "")
+
+
+def test_a_search_takes_nothing_of_sampling_from_the_checkpoint(tmp_path, capsys):
+    (tmp_path / "generation_config.json").write_text(json.dumps(LLAMA | {"num_beams": 4}))
+    found = generate.sampling_of(printing.console(stderr=True), generate.GenerateSettings(beams=2), tmp_path)
+    assert (found, capsys.readouterr().err) == (decoding.Sampling(), "")
+
+
+def test_settings_of_a_checkpoint_that_are_not_supported_are_refused(capsys, public, tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoints, "load", None)
+    folder = tmp_path / "penalised"
+    shutil.copytree(public, folder)
+    (folder / "generation_config.json").write_text(json.dumps(QWEN | {"suppress_tokens": [3]}))
+    code, text, said = run(capsys, "--checkpoint", str(folder), "--prompt", "def ")
+    assert (code, text) == (2, "")
+    assert said == (
+        "ConfigError: cannot generate text:\n"
+        "  generation_config.json sets repetition_penalty 1.05, suppress_tokens [3], which are not supported here.\n"
+        "  --generation-config supported leaves them out, and --generation-config ignored the whole file.\n"
+    )
+    flags = ["--generation-config", "supported", "--explain"]
+    code, _, said = run(capsys, "--checkpoint", str(folder), "--prompt", "def ", *flags)
+    assert code == 0
+    assert "repetition_penalty left out, suppress_tokens left out." in said
+
+
 def test_what_devices_have_no_room_for_is_refused_before_it_is_loaded(capsys, public, model, monkeypatch):
     monkeypatch.setattr(checkpoints, "load", None)
     weights = sum(x.nbytes for x in models.arrays(model).values())

@@ -1,0 +1,159 @@
+"""Chat templates of a checkpoint: messages become the text that its model was trained on."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from gspmd.reading import ReadError, parse_json, read_text
+
+from .files import CheckpointError
+from .special import CONFIG
+
+FILE = "chat_template.jinja"
+FOLDER = "additional_chat_templates"
+DEFAULT = "default"
+
+_SECONDS = 10
+"""The most time of a processor that a template may take; those of published models take a few milliseconds."""
+_BYTES = 2**30
+_CHARACTERS = 2**24
+
+#: Names that a message's reasoning is passed under; templates read one of them.
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+
+
+def read_templates(folder: Path, settings: Mapping[str, Any], doing: str) -> dict[str, str]:
+    """Return the chat templates of a checkpoint by name; the only one of most checkpoints is called "default".
+
+    Files count (chat_template.jinja, additional_chat_templates/NAME.jinja), or else tokenizer_config.json's entry
+    `chat_template`.
+
+    Raises:
+        CheckpointError: a file cannot be read, or the entry is neither a text nor a list of named ones.
+    """
+    files = {DEFAULT: folder / FILE} if os.path.lexists(folder / FILE) else {}
+    files |= {path.stem: path for path in sorted((folder / FOLDER).glob("*.jinja"))}
+    if files:
+        try:
+            return {name: read_text(path) for name, path in files.items()}
+        except ReadError as error:
+            raise CheckpointError(doing, [f"a chat template cannot be read: {error}."]) from None
+    match settings.get("chat_template"):
+        case None:
+            return {}
+        case str(only):
+            return {DEFAULT: only}
+        case [*entries] if all(isinstance(_part(each, part), str) for each in entries for part in ("name", "template")):
+            return {each["name"]: each["template"] for each in entries}
+    fault = f'chat_template of {CONFIG} must be a text, or a list of {{"name": ..., "template": ...}}.'
+    raise CheckpointError(doing, [fault])
+
+
+def _part(entry: Any, name: str) -> Any:
+    return entry.get(name) if isinstance(entry, dict) else None
+
+
+def written(templates: Mapping[str, str]) -> dict[str, Any]:
+    """Return the entries of tokenizer_config.json that hold the templates."""
+    if not templates:
+        return {}
+    if [*templates] == [DEFAULT]:
+        return {"chat_template": templates[DEFAULT]}
+    return {"chat_template": [{"name": name, "template": text} for name, text in templates.items()]}
+
+
+def chosen(templates: Mapping[str, str], name: str, doing: str) -> str:
+    """Return the name of the template to take: `name`, or "default".
+
+    Raises:
+        CheckpointError: there is no such template, or none at all; it lists those that there are.
+    """
+    if (name or DEFAULT) in templates:
+        return name or DEFAULT
+    there = ", ".join(map(repr, templates))
+    if not templates:
+        fault = f"the tokenizer has no chat template: neither {FILE} nor chat_template in {CONFIG}. Add the file, or "
+        fault += "continue a text that you write in the model's own form (--prompt without --chat)."
+    elif name:
+        fault = f"there is no chat template {name!r}; take one of {there}."
+    else:
+        fault = f"the chat templates are {there}, and none is the default; choose one (--chat-template NAME)."
+    raise CheckpointError(doing, [fault])
+
+
+def render(source: str, name: str, variables: Mapping[str, Any], doing: str) -> str:
+    """Render a template in a process of its own, which has 10 seconds, 1 GiB of memory and 16 million characters.
+
+    The limits are the system's, so that no template exceeds them; on macOS, memory is not bounded. The process may not
+    write files. jinja2's sandbox alone keeps the template from reading some.
+
+    Args:
+        source: the template.
+        name: its name, for messages.
+        variables: what it can read.
+        doing: the beginning of messages.
+
+    Raises:
+        CheckpointError: the template is faulty, refuses the messages, or exceeds a limit; or a variable is no plain
+            data.
+    """
+    limits = {
+        "seconds": _SECONDS,
+        "bytes": _BYTES,
+        "characters": _CHARACTERS,
+        "path": [str(entry) for entry in sys.path],
+    }
+    try:
+        request = json.dumps(limits | {"template": source, "variables": variables})
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(doing, [f"messages must be plain data, as in JSON: {error}."]) from None
+    # -I and -S: no code of the caller's folder, no PYTHON* variable and no .pth file has a part in it.
+    command = [sys.executable, "-I", "-S", str(Path(__file__).with_name("rendering.py"))]
+    try:
+        ended = subprocess.run(command, input=request, capture_output=True, text=True, timeout=6 * _SECONDS)
+    except subprocess.TimeoutExpired:
+        raise _faulty(name, f"it takes more than {6 * _SECONDS} seconds", 0, doing) from None
+    if ended.returncode in (-signal.SIGXCPU, -signal.SIGKILL):
+        raise _faulty(name, f"it takes more than {_SECONDS} seconds", 0, doing)
+    try:
+        answer = parse_json(ended.stdout)
+    except ReadError:
+        last = (ended.stderr.strip().splitlines() or [f"exit code {ended.returncode}"])[-1]
+        raise _faulty(name, f"its process ended without an answer ({last:.200})", 0, doing) from None
+    if "text" not in answer:
+        raise _faulty(name, answer["error"], answer["line"], doing)
+    return answer["text"]
+
+
+def _faulty(name: str, fault: str, line: int, doing: str) -> CheckpointError:
+    where = f", line {line}" if line else ""
+    remedy = "Change the messages, take another template (--chat-template NAME), or write the text yourself (--prompt)."
+    return CheckpointError(doing, [f"chat template {name!r}{where}: {fault:.1000}.", remedy])
+
+
+def checked(messages: Sequence[Mapping[str, Any]], doing: str) -> list[dict[str, Any]]:
+    """Return messages as templates read them: without entries that are None, and with reasoning under all its names.
+
+    Raises:
+        CheckpointError: there are none, or one is no table with a role.
+    """
+    if not messages:
+        raise CheckpointError(doing, ["there are no messages; give at least one."])
+    found = []
+    for number, message in enumerate(messages, 1):
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            fault = f'message {number} is {message!r:.80}; it must be like {{"role": "user", "content": "..."}}.'
+            raise CheckpointError(doing, [fault])
+        given = {name: value for name, value in message.items() if value is not None}
+        reasoning = next((given[name] for name in _REASONING if name in given), None)
+        if reasoning is not None:
+            given = {"thinking": reasoning} | given | {"reasoning_content": reasoning}
+        found.append(given)
+    return found
