@@ -87,12 +87,16 @@ def described(directory: str | os.PathLike) -> Described:
     generation = path.with_name("generation_config.json")
     if family.has_encoder and generation.exists():  # transformers writes the token that a decoder begins with there
         json = {key: value for key, value in read_json(generation, doing).items() if key == _START} | json
+    if family.text_part:
+        json = _text_part(family, json, doing)
     found = _described(family, json, doing)
+    if family.text_part:
+        found = replace(found, remark="the part of the model that reads text is loaded, and that of images is not")
     if not found.config.tied:
         return found
     first, second = (family.tensors[path].name for path in ("embedding.table", "output.table"))
     try:
-        files = Files(directory)
+        files = Files(directory, family.renamed)
     except CheckpointError:  # a model can be planned before its tensors are downloaded; `load` reports missing ones
         return found
     if not {first, second} <= files.tensors.keys() or files.tensors[first].dtype not in DTYPES:
@@ -101,6 +105,16 @@ def described(directory: str | os.PathLike) -> Described:
         return found
     remark = f"{second} is not {first}, so the model is not tied, though config.json says it is (tie_word_embeddings)"
     return replace(found, config=replace(found.config, tied=False), remark=remark)
+
+
+def _text_part(family: Family, json: Mapping[str, Any], doing: str) -> dict[str, Any]:
+    """Return the entries of the text model of a file that describes a model of texts and images."""
+    entries = json.get("text_config")
+    if not isinstance(entries, dict):
+        raise CheckpointError(doing, [f"text_config is {in_json(entries)}; it must be the table of the text model."])
+    named = {"architectures": [family.architecture], "model_type": family.model_type}
+    outer = {key: json[key] for key in ("tie_word_embeddings",) if key in json}
+    return {**entries, **outer, **named}
 
 
 def _described(family: Family, json: Mapping[str, Any], doing: str) -> Described:
@@ -142,6 +156,8 @@ def _described(family: Family, json: Mapping[str, Any], doing: str) -> Described
         raise CheckpointError(doing, faults)
     values |= {name: function(values) for name, function in family.derived.items()}
     values |= {"context_length": length, **read_window(family.window, json, values["layers"], faults)}
+    if family.default_rope and not json.get("rope_scaling") and json.get("rope_parameters") is None:
+        json = {**json, "rope_parameters": family.default_rope}
     json, local = read_local_rope(family, json, faults)
     values |= read_rope(family, json, values["head_size"], faults)
     moe = {name.removeprefix("moe."): values.pop(name) for name in [*values] if name.startswith("moe.")}
@@ -168,7 +184,7 @@ def _length(family: Family, json: Mapping[str, Any], faults: list[str]) -> int |
             faults.append(f"{key} is {in_json(value)}; it must be a whole number of tokens.")
     if len(set(map(in_json, given.values()))) > 1:
         faults.append(f"{' and '.join(given)} differ, but are names of one entry: keep only one of them.")
-    return next(iter(given.values()), None)
+    return next(iter(given.values()), family.default_length)
 
 
 def _root_scaled(family: Family, json: Mapping[str, Any], faults: list[str]) -> bool:
@@ -228,6 +244,10 @@ def written(family: Family, config: ModelConfig, length: int, dtype: str) -> dic
     json |= {family.output_dropout[0]: 0.0} if family.output_dropout else {}
     if family.logit_scale is not None:
         json["logit_scale"] = 1.0
+    if family.default_rope and config.rope_scaling is None:
+        json["rope_scaling"] = {"rope_type": "default"}
+    if config.positions == "learned" and config.context_length is not None:  # as many as there are vectors
+        json[family.length[0]] = config.context_length
     if not family.has_encoder:  # the default of some families is a token that a smaller vocabulary does not have
         json["pad_token_id"] = None
     return json

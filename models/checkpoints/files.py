@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import mmap
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,6 +67,7 @@ class Files:
 
     Args:
         directory: the checkpoint's folder.
+        renamed: regular expressions of whole names, each with what replaces it in `tensors`.
 
     Raises:
         CheckpointError: files are missing, truncated or malformed (the message lists all of them), or the index names
@@ -77,7 +79,7 @@ class Files:
     Differs: duplicate names, which the format leaves to the reader, are refused, and so are deeply nested headers.
     """
 
-    def __init__(self, directory: str | os.PathLike):
+    def __init__(self, directory: str | os.PathLike, renamed: Sequence[tuple[str, str]] = ()):
         self.directory = Path(directory)
         self.tensors: dict[str, StoredTensor] = {}
         self.bytes = 0
@@ -95,6 +97,7 @@ class Files:
                 if name not in tensors
             ]
             for name, tensor in tensors.items():
+                name = next((re.sub(old, new, name) for old, new in renamed if re.fullmatch(old, name)), name)
                 if name in self.tensors:
                     faults.append(f"{name} is in both {self.tensors[name].path.name} and {path.name}.")
                 self.tensors[name] = tensor

@@ -92,7 +92,7 @@ def load(
     if dtype not in (jnp.float32, jnp.bfloat16):
         fault = f"models compute in float32 or bfloat16, not in {dtype}."
         raise CheckpointError(f"cannot load the checkpoint {str(directory)!r}:", [fault])
-    with Files(directory) as files, ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+    with Files(directory, checkpoint.family.renamed) as files, ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
         sizes = config.sizes(batch=1, length=1)
         layout.check({dim: size for dim, size in sizes.items() if dim not in "BLTG"}, mesh)
         table = sources(checkpoint, config, layout)

@@ -2,7 +2,9 @@
 
 from .encoder_decoders import M2M_100, NLLB_MOE, SWITCH, T5
 from .family import Agreement, Family, Option, Stored
-from .gemma import GEMMA, GEMMA_2, GEMMA_3
+from .gemma import GEMMA, GEMMA_2, GEMMA_3, GEMMA_3_IMAGES
+from .glm import GLM, GLM_4
+from .gpt import GPT_2, GPT_OSS
 from .mixtures import MIXTRAL, QWEN3_MOE
 from .olmo import OLMO_2, OLMO_3, OLMOE
 from .parallel import COHERE, GPTJ, PHI
@@ -12,7 +14,8 @@ from .unrotated import COHERE_2, SMOLLM_3
 #: In the order in which saving tries them.
 FAMILIES = (
     LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA, GEMMA_2, GEMMA_3, OLMO_2, OLMO_3, SMOLLM_3, MIXTRAL, QWEN3_MOE, OLMOE, GPTJ,
-    PHI, COHERE, COHERE_2, M2M_100, NLLB_MOE, T5, SWITCH,
+    PHI, COHERE, COHERE_2, GLM, GLM_4, GPT_2, GPT_OSS,
+    GEMMA_3_IMAGES, M2M_100, NLLB_MOE, T5, SWITCH,
 )  # fmt: skip
 
 __all__ = ["FAMILIES", "Agreement", "Family", "Option", "Stored"]

@@ -113,6 +113,7 @@ class Family:
         original_length: default of original_max_position_embeddings, where it stands beside the table of the scaling,
             and wins over the one in it; None if there is no default.
         partial_rotary: default of partial_rotary_factor; None if it cannot be set.
+        default_rope: the table of the scaling of a file that has none; None for no scaling.
         local_rope_base: default base of the rotary embedding of sliding layers; None if it is that of all layers.
         window: the entries that describe a sliding window; None if the family has no such layers.
         logit_scale: default of the factor of the logits; None if the family has no such factor.
@@ -125,6 +126,10 @@ class Family:
             evaluation outputs are multiplied by 1 - share; here their last matrix and bias are. Models that are written
             have a share of 0. None if the family has no such entry.
         copies: tensors that are copies of the embedding table; they are written if the logits have their own table.
+        default_length: default of the entry with the longest sequence; None for no limit.
+        renamed: regular expressions of whole names of tensors in some files, each with what replaces it.
+        text_part: whether config.json has the entries of the text model in a table of their own, `text_config`, beside
+            those of images, which are not read.
     """
 
     title: str
@@ -141,6 +146,7 @@ class Family:
     original_length: int | None = None
     partial_rotary: float | None = None
     local_rope_base: float | None = None
+    default_rope: Mapping[str, Any] | None = None
     window: Window | None = None
     logit_scale: float | None = None
     scale_embedding: bool = False
@@ -149,6 +155,9 @@ class Family:
     root_scaled: tuple[str, ...] = ()
     output_dropout: tuple[str, float] | None = None
     copies: tuple[str, ...] = ()
+    default_length: int | None = None
+    renamed: tuple[tuple[str, str], ...] = ()
+    text_part: bool = False
 
     #: Tensors that are computed rather than learned; old files contain them.
     ignored: tuple[str, ...] = (r".*\.rotary_emb\.inv_freq", r".*\.attn\.(masked_)?bias")

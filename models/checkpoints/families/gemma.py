@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from .entries import in_json, is_number
@@ -114,3 +115,17 @@ GEMMA_3 = Family(
 
 Source: Gemma Team 2025, *Gemma 3 Technical Report* (arXiv 2503.19786), §2.
 """
+
+GEMMA_3_IMAGES = replace(
+    GEMMA_3,
+    title="Gemma 3 with images",
+    architecture="Gemma3ForConditionalGeneration",
+    model_type="gemma3",
+    ignored=(*GEMMA_3.ignored, r"(model\.)?(vision_tower|multi_modal_projector)\..*"),
+    renamed=(
+        (r"(?:language_model\.model|model\.language_model)\.(.*)", r"model.\1"),
+        (r"language_model\.lm_head\.(.*)", r"lm_head.\1"),
+    ),
+    text_part=True,
+)
+"""Gemma 3 of 4 billion parameters and more, whose files hold a part for images too: its text model."""

@@ -35,6 +35,9 @@ _GPTJ = {
     "eos_token_id": 2,
 }
 
+_GPT2 = {"vocab_size": 50, "n_embd": 48, "n_layer": 2, "n_head": 12, "n_inner": 40, "n_positions": 80}
+_GPT_OSS = _HEADS | {"sliding_window": 4, "num_local_experts": 5, "num_experts_per_tok": 3, "intermediate_size": 16}
+
 #: Name to the prefix of its classes in transformers, and the arguments of its config.
 CASES = {
     "llama": ("Llama", _HEADS),
@@ -58,6 +61,14 @@ CASES = {
     "olmo3": ("Olmo3", _WIDE | {"sliding_window": 4, "num_hidden_layers": 4}),
     "smollm3": ("SmolLM3", _WIDE | {"num_hidden_layers": 4, "pad_token_id": 0}),
     "olmoe": ("Olmoe", _WIDE | {"num_experts": 5, "num_experts_per_tok": 3, "intermediate_size": 16}),
+    "gpt2": ("GPT2", _GPT2),
+    "gpt-oss": ("GptOss", _GPT_OSS),
+    "gpt-oss-full": (
+        "GptOss",
+        _GPT_OSS | {"layer_types": ["full_attention"] * 2, "rope_parameters": {"rope_type": "default"}},
+    ),
+    "glm": ("Glm", _HEADS | {"pad_token_id": None}),
+    "glm4": ("Glm4", _HEADS | {"pad_token_id": None, "attention_bias": False}),
     "cohere2": ("Cohere2", _WIDE | {"sliding_window": 4, "num_hidden_layers": 4}),
     "mixtral": ("Mixtral", _HEADS | {"num_local_experts": 5}),
     "qwen3-moe": (
@@ -142,6 +153,10 @@ FIRST = {
     "smollm3": "replicated",
     "olmoe": "replicated",
     "cohere2": "replicated",
+    "gpt2": "megatron-1d",
+    "gpt-oss": "weight-stationary-2d",
+    "glm": "replicated",
+    "glm4": "replicated",
     "mixtral": "replicated",
     "qwen3-moe": "replicated",
     "gptj": "replicated",
