@@ -30,7 +30,8 @@ def loss(config, values, tokens):
 def _block(config, w, x, heads):
     if config.block == "parallel":
         y = _norm(config, x, w, "norm")
-        return x + _attention(config, w, y, heads) + _feed_forward(config, w, y)
+        z = y if config.parallel_norms == 1 else _norm(config, x, w, "ffn.norm")
+        return x + _attention(config, w, y, heads) + _feed_forward(config, w, z)
     x = x + _attention(config, w, _norm(config, x, w, "attention.norm"), heads)
     return x + _feed_forward(config, w, _norm(config, x, w, "ffn.norm"))
 

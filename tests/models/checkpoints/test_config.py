@@ -360,7 +360,7 @@ def test_a_part_of_a_head_that_is_written_is_read_as_the_same(size, rotary, read
     assert read(written(described(tmp_path).family, config, 64, "float32")).rotary_size == rotary
 
 
-@pytest.mark.parametrize("architecture", ["BloomForCausalLM", "GPTNeoXForCausalLM", "GptjForCausalLM"])
+@pytest.mark.parametrize("architecture", ["BloomForCausalLM", "GPTNeoForCausalLM", "GptjForCausalLM"])
 def test_no_architecture_is_suggested_in_place_of_another(architecture, read):
     with pytest.raises(CheckpointError) as error:
         read({"architectures": [architecture]})

@@ -261,6 +261,13 @@ DIAGONAL = [
     ),
     Case({"kv_heads": 2}, "megatron-1d", chunk=3, mesh={"x": 2, "y": 2, "z": 2}),
     pytest.param(
+        Case(
+            {"block": "parallel", "parallel_norms": 2, "norm": "layer", "norm_bias": True}, "weight-stationary-2d",
+            "weight-gathered-xyz", chunk=3, lowering="blocking",
+        ),
+        marks=pytest.mark.slow,
+    ),
+    pytest.param(
         Case({"heads": 6, "kv_heads": 3}, "megatron-1d", mesh={"x": 2, "y": 2, "z": 1}, axis_type="auto"),
         marks=pytest.mark.slow,
     ),
