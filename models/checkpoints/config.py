@@ -237,7 +237,7 @@ def written(family: Family, config: ModelConfig, length: int, dtype: str) -> dic
     length = min(length, config.sliding_window or length)
     json |= dict.fromkeys(family.length[:1], length) | write_rope(family, config) | {"torch_dtype": dtype}
     json |= write_window(family.window) | ({family.output_dropout[0]: 0.0} if family.output_dropout else {})
-    json |= dict.fromkeys(family.multipliers, 1.0) | family.written
+    json |= {**dict.fromkeys(family.multipliers, 1.0), **family.written}
     if family.logit_scale is not None:
         json["logit_scale"] = 1.0
     return json
