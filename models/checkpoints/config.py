@@ -117,7 +117,7 @@ def _described(family: Family, json: Mapping[str, Any], doing: str) -> Described
             faults.append(f"{key} is {in_json(value)}; it must be {_KINDS[_kind(name)]}.")
         elif name == "rotary_size" and value == 0:  # in ModelConfig, 0 stands for the whole head
             faults.append(f"{key} is 0: models that do not rotate by position are not supported.")
-        elif option.names is not None and value not in [*option.names]:
+        elif option.names is not None and not _is_named(value, option.names):
             known = ", ".join(map(repr, option.names))
             faults.append(f"{key} is {in_json(value)}, which is not supported; supported: {known}.")
         else:
@@ -276,6 +276,11 @@ def _kind(name: str) -> type:
         return float
     default = getattr(MoEConfig if config else ModelConfig, field)
     return int if default is None else type(default)
+
+
+def _is_named(value: Any, names: Mapping[Any, Any]) -> bool:
+    """Whether a value of config.json is one of the names; 0 and 1, which Python takes for booleans, are not."""
+    return any(value == name and isinstance(value, bool) == isinstance(name, bool) for name in names)
 
 
 def _fits(name: str, value: Any) -> bool:

@@ -22,8 +22,8 @@ _SCALED = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
-_ALL_HEADS = {key: value for key, value in _SIZES.items() if key != "num_key_value_heads"} | {"hidden_size": 96}
-_WIDER = _ALL_HEADS | {"num_key_value_heads": 3}
+_ALL_HEADS = {key: value for key, value in _SIZES.items() if key != "num_key_value_heads"} | {"hidden_size": 48}
+_HALF = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}}
 _MULTIPLIED = {
     "embedding_multiplier": 6.0,
     "residual_multiplier": 0.4,
@@ -32,13 +32,8 @@ _MULTIPLIED = {
 }
 _FALCON = {key: value for key, value in _ALL_HEADS.items() if key != "intermediate_size"} | {"ffn_hidden_size": 40}
 _PADDED = {"pad_token_id": 0}  # the default is beyond the vocabulary
-_LONG = {
-    "rope_type": "longrope",
-    "factor": 4.0,
-    "short_factor": [1.0, 1.5],
-    "long_factor": [2.0, 5.0],
-    "partial_rotary_factor": 0.5,
-}
+_LONG = {"rope_type": "longrope", "factor": 4.0, "short_factor": [1.0, 1.5], "long_factor": [2.0, 5.0]}
+_HALF_LONG = _LONG | {"short_factor": [1.5], "long_factor": [5.0], "partial_rotary_factor": 0.5}
 _GPTJ = {
     "vocab_size": 50,
     "n_embd": 48,
@@ -68,18 +63,18 @@ CASES = {
         _HEADS | {"moe_intermediate_size": 16, "num_experts": 5, "num_experts_per_tok": 3, "norm_topk_prob": False},
     ),
     "phi3": ("Phi3", _WIDE | _PADDED),
-    "phi3-long": ("Phi3", _WIDER | _PADDED | {"rope_parameters": _LONG, "original_max_position_embeddings": 4}),
-    "phi3-short": ("Phi3", _WIDER | _PADDED | {"rope_parameters": _LONG, "original_max_position_embeddings": 128}),
+    "phi3-long": ("Phi3", _WIDE | _PADDED | {"rope_parameters": _LONG, "original_max_position_embeddings": 4}),
+    "phi3-short": ("Phi3", _WIDE | _PADDED | {"rope_parameters": _HALF_LONG, "original_max_position_embeddings": 128}),
     "granite": ("Granite", _WIDE | _MULTIPLIED | {"tie_word_embeddings": True}),
     "granite-untied-biases": ("Granite", _WIDE | _MULTIPLIED | {"attention_bias": True, "mlp_bias": True}),
     "granite-moe": ("GraniteMoe", _WIDE | _MULTIPLIED | {"num_local_experts": 5, "num_experts_per_tok": 3}),
     "starcoder2": ("Starcoder2", _WIDE),
     "starcoder2-untied": ("Starcoder2", _WIDE | {"tie_word_embeddings": False, "use_bias": False}),
-    "stablelm": ("StableLm", _WIDER),
-    "stablelm-parallel": ("StableLm", _WIDER | {"use_parallel_residual": True, "use_qkv_bias": True}),
-    "gpt-neox": ("GPTNeoX", _ALL_HEADS),
-    "gpt-neox-serial": ("GPTNeoX", _ALL_HEADS | {"use_parallel_residual": False, "attention_bias": False}),
-    "gpt-neox-tied": ("GPTNeoX", _ALL_HEADS | {"tie_word_embeddings": True, "hidden_act": "gelu_new"}),
+    "stablelm": ("StableLm", _WIDE | _HALF),
+    "stablelm-parallel": ("StableLm", _WIDE | _HALF | {"use_parallel_residual": True, "use_qkv_bias": True}),
+    "gpt-neox": ("GPTNeoX", _ALL_HEADS | _HALF),
+    "gpt-neox-serial": ("GPTNeoX", _ALL_HEADS | _HALF | {"use_parallel_residual": False, "attention_bias": False}),
+    "gpt-neox-tied": ("GPTNeoX", _ALL_HEADS | _HALF | {"tie_word_embeddings": True, "hidden_act": "gelu_new"}),
     "falcon": ("Falcon", _FALCON),
     "falcon-two-norms": ("Falcon", _FALCON | {"new_decoder_architecture": True, "num_kv_heads": 3}),
     "falcon-one-norm-biases": (
