@@ -67,7 +67,11 @@ class Block(nnx.Module):
 class ParallelBlock(Layer):
     """x + Attention(norm x) + FeedForward(norm x): one norm, one gather of the input, one reduction of the output.
 
-    Source: Chowdhery et al. 2022, PaLM (arXiv 2204.02311), section 2; Pope et al. 2022 (arXiv 2211.05102), section 3.4.
+    With two norms, x + Attention(norm x) + FeedForward(norm' x), the input is gathered for each, and the output is
+    still reduced once.
+
+    Source: Chowdhery et al. 2022, PaLM (arXiv 2204.02311), section 2; Pope et al. 2022 (arXiv 2211.05102), section 3.4;
+        Black et al. 2022, GPT-NeoX-20B (arXiv 2204.06745), section 2.1, for two norms.
     Differs: with experts, attention and experts reduce their outputs separately.
     """
 
@@ -90,31 +94,35 @@ class ParallelBlock(Layer):
             y = self.normed("residual", x)
             if self.moe is None:
                 assert self.ffn is not None
-                return x + self.both(y, self.ffn, context, past), {}
-            added, figures = self.moe.mix(y, context, key=key, train=train)
+                z = y if self.config.parallel_norms == 1 else self.ffn.normed("residual", x)
+                return x + self.both(y, z, self.ffn, context, past), {}
+            z = y if self.config.parallel_norms == 1 else self.moe.normed("residual", x)
+            added, figures = self.moe.mix(z, context, key=key, train=train)
         with part(self.layout, "attention"):
             return x + self.attention.attend("ffn.residual", y, context, past) + added, figures
 
-    def both(self, y: jax.Array, ffn: FeedForward, context: Context, past: Past | None = None) -> jax.Array:
-        """Return attention plus feed-forward of one normed input [B, L, E], added before partial sums are reduced."""
+    def both(
+        self, y: jax.Array, z: jax.Array, ffn: FeedForward, context: Context, past: Past | None = None
+    ) -> jax.Array:
+        """Return attention of y plus feed-forward of z, normed inputs [B, L, E], added before partial sums are reduced.
+
+        If both inputs are the same array, they are multiplied by all weights in one product.
+        """
         attention = self.attention
         # [B, L, E] -> [B, L, H, D], [B, L, K, D] twice, and [B, L, F] once, and once more for a gate
-        if self.config.gated:
-            into = (
-                "residual, (attention.w_q, attention.w_k, attention.w_v, w_in, w_gate)"
-                " -> (attention.query, attention.key, attention.key, hidden, hidden)"
-            )
-        else:
-            into = (
-                "residual, (attention.w_q, attention.w_k, attention.w_v, w_in)"
-                " -> (attention.query, attention.key, attention.key, hidden)"
-            )
         names = ("w_in", "w_gate")[: 1 + self.config.gated]
-        weights = attention.matrices("w_q", "w_k", "w_v") + ffn.matrices(*names)
-        q, k, v, *products = self.at.einsum(into, y, weights)
+        of_attention = "attention.w_q, attention.w_k, attention.w_v", "attention.query, attention.key, attention.key"
+        of_ffn = ", ".join(names), ", ".join("hidden" for _ in names)
+        weights = attention.matrices("w_q", "w_k", "w_v"), ffn.matrices(*names)
+        if y is z:
+            into = f"residual, ({of_attention[0]}, {of_ffn[0]}) -> ({of_attention[1]}, {of_ffn[1]})"
+            q, k, v, *products = self.at.einsum(into, y, weights[0] + weights[1])
+        else:
+            q, k, v = self.at.einsum(f"residual, ({of_attention[0]}) -> ({of_attention[1]})", y, weights[0])
+            products = self.at.einsum(f"residual, ({of_ffn[0]}) -> ({of_ffn[1]})", z, weights[1])
         with jax.named_scope("attention"):
             mixed = attention.core(*attention.heads("ffn.residual", (q, k, v), y), context, past)
-        active = ffn.activate(products, y)
+        active = ffn.activate(products, z)
         # [B, L, F] and [B, L, H, D] -> [B, L, E]
         added = self.at.einsum(
             "hidden, w_out + attention.query, attention.w_o -> residual",

@@ -108,6 +108,8 @@ class ModelConfig:
     both (Gemma 2)."""
     block: str = "serial"
     """serial, or parallel: attention and feed-forward share one norm and one reduction (PaLM)."""
+    parallel_norms: int = 1
+    """Number of norms of a parallel block: one that attention and feed-forward share, or one for each (GPT-NeoX)."""
     tied: bool = True
     """Whether the logits reuse the embedding table."""
     scale_embedding: bool = True
@@ -449,6 +451,10 @@ def _faults(config: ModelConfig):
     elif config.rotary % 2 and config.positions == "rotary":
         name = "rotary_size" if config.rotary_size else "head_size"
         yield f"{name} is {config.rotary}; rotary position embedding turns pairs, so it must be even"
+    if config.parallel_norms not in (1, 2):
+        yield f"parallel_norms is {config.parallel_norms}; it must be 1 or 2"
+    elif config.parallel_norms == 2 and config.block != "parallel":
+        yield 'parallel_norms is 2, and block is serial, which has two norms anyway; set block = "parallel"'
     if config.norm_bias and config.norm == "rms":
         yield 'norm_bias is set, and an RMS norm has none; set norm = "layer"'
     if config.kv_heads > 0 and config.heads % config.kv_heads:

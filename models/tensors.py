@@ -126,6 +126,7 @@ def _block(
     config: ModelConfig, place: int, layers: int, sizes: Mapping[str, int], *, cross: bool
 ) -> Iterator[tuple[str, str, Initialiser]]:
     serial = config.block == "serial"
+    # Both norms of a parallel block are placed as the residual stream of feed-forward, from which both layers read.
     yield from _norms(config, *("attention.", "attention") if serial else ("", "ffn"))
     yield from _attention(config, "attention", layers, sizes)
     if cross:
@@ -133,7 +134,7 @@ def _block(
         yield from _attention(config, "cross", layers, sizes)
     experts = config.moe if config.has_experts(place) else None
     section = "moe" if experts else "ffn"
-    if serial:
+    if serial or config.parallel_norms == 2:
         yield from _norms(config, f"{section}.", "ffn")
     if experts:
         # A small variance keeps early routing nearly even. Fedus et al. 2021, section 2.4, reduce the variance of all

@@ -17,8 +17,7 @@ from .families.entries import IGNORED, IGNORED_BY_DECODERS, INACTIVE, REMEDIES, 
 from .families.family import REQUIRED
 from .families.local_rope import ENTRIES as LOCAL_ROPE
 from .families.local_rope import local_fields, local_rope_reasons, read_local_rope, write_local_rope
-from .families.rope import ENTRIES as ROPE
-from .families.rope import read_rope, rope_reasons, write_rope
+from .families.rope import read_rope, rope_entries, rope_reasons, write_rope
 from .families.window import ENTRIES as WINDOW
 from .families.window import read_window, window_reasons, write_window
 from .files import ADAPTER, DTYPES, CheckpointError, Files, other_format, read_json
@@ -104,6 +103,8 @@ def described(directory: str | os.PathLike) -> Described:
     if files.equal(first, second):
         return found
     remark = f"{second} is not {first}, so the model is not tied, though config.json says it is (tie_word_embeddings)"
+    if family.multipliers:  # some are divided out of the last norm of tied models alone
+        found = _described(family, json | {"tie_word_embeddings": False}, doing)
     return replace(found, config=replace(found.config, tied=False), remark=remark)
 
 
@@ -134,7 +135,7 @@ def _described(family: Family, json: Mapping[str, Any], doing: str) -> Described
             faults.append(f"{key} is {in_json(value)}; it must be {_KINDS[_kind(name)]}.")
         elif name == "rotary_size" and value == 0:  # in ModelConfig, 0 stands for the whole head
             faults.append(f"{key} is 0: models that do not rotate by position are not supported.")
-        elif option.names is not None and value not in [*option.names]:
+        elif option.names is not None and not _is_named(value, option.names):
             known = ", ".join(map(repr, option.names))
             faults.append(f"{key} is {in_json(value)}, which is not supported; supported: {known}.")
         else:
@@ -144,6 +145,7 @@ def _described(family: Family, json: Mapping[str, Any], doing: str) -> Described
     if not is_number(scale):
         faults.append(f"logit_scale is {in_json(scale)}; it must be a number.")
     rooted, kept = _root_scaled(family, json, faults), _kept(family, json, faults)
+    multipliers = _multipliers(family, json, faults)
     if not faults and not values.get("heads"):
         faults.append("its attention has no heads.")
     if not faults and family.has_encoder and values["encoder_layers"] < 1:
@@ -173,7 +175,19 @@ def _described(family: Family, json: Mapping[str, Any], doing: str) -> Described
     if rooted:
         scale = config.embed**-0.5
     outputs = [f"{stack}moe.{name}" for stack in ("encoder.", "") for name in ("w_out", "b_out")]
-    return Described(family, config, {"output.norm": float(scale), **dict.fromkeys(outputs, kept)})
+    factors = {"output.norm": float(scale), **dict.fromkeys(outputs, kept)}
+    for key, value in multipliers.items():
+        for path, factor in family.multipliers[key].factors(value, tied=config.tied).items():
+            factors[path] = factors.get(path, 1.0) * factor
+    return Described(family, config, factors)
+
+
+def _multipliers(family: Family, json: Mapping[str, Any], faults: list[str]) -> dict[str, float]:
+    """Return the values of the entries that are multiplied into parameters."""
+    values = {key: json.get(key, 1.0) for key in family.multipliers}
+    wrong = {key: value for key, value in values.items() if not is_number(value) or value <= 0}
+    faults += [f"{key} is {in_json(value)}; it must be a positive number." for key, value in wrong.items()]
+    return {key: float(value) for key, value in values.items() if key not in wrong}
 
 
 def _length(family: Family, json: Mapping[str, Any], faults: list[str]) -> int | None:
@@ -234,6 +248,8 @@ def written(family: Family, config: ModelConfig, length: int, dtype: str) -> dic
     json: dict[str, Any] = {"architectures": [family.architecture], "model_type": family.model_type}
     for name, option in family.options.items():
         value = _value(config, name)
+        if name == "attention_scale" and value is None:
+            value = config.head_size**-0.5
         if option.names:
             value = next(theirs for theirs, ours in option.names.items() if ours == value)
         json[option.keys[0]] = value
@@ -242,6 +258,7 @@ def written(family: Family, config: ModelConfig, length: int, dtype: str) -> dic
     json |= dict.fromkeys(family.length[:1], length) | write_rope(family, config) | write_local_rope(family, config)
     json |= write_window(family.window, config) | {"torch_dtype": dtype}
     json |= {family.output_dropout[0]: 0.0} if family.output_dropout else {}
+    json |= {**dict.fromkeys(family.multipliers, 1.0), **family.written}
     if family.logit_scale is not None:
         json["logit_scale"] = 1.0
     if family.default_rope and config.rope_scaling is None:
@@ -289,6 +306,11 @@ def _kind(name: str) -> type:
     return int if default is None else type(default)
 
 
+def _is_named(value: Any, names: Mapping[Any, Any]) -> bool:
+    """Whether a value of config.json is one of the names; 0 and 1, which Python takes for booleans, are not."""
+    return any(value == name and isinstance(value, bool) == isinstance(name, bool) for name in names)
+
+
 def _fits(name: str, value: Any) -> bool:
     kind = _kind(name)
     return isinstance(value, bool) == (kind is bool) and isinstance(value, (int, float) if kind is float else kind)
@@ -297,7 +319,7 @@ def _fits(name: str, value: Any) -> bool:
 def known_entries(family: Family) -> frozenset[str]:
     """Return the entries of config.json that are read, or are known to have no effect, at least for some value."""
     read = {key for option in family.options.values() for key in option.keys}
-    read |= {*family.length, *WINDOW} | ({*ROPE} if family.rope_base is not None else set())
+    read |= {*family.length, *WINDOW, *rope_entries(family), *family.multipliers}
     read |= {*LOCAL_ROPE} if family.local_rope_base is not None else set()
     read |= {"logit_scale"} if family.logit_scale is not None else set()
     read |= {*family.root_scaled, *(family.output_dropout or ())[:1]} | (

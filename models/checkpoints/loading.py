@@ -138,7 +138,7 @@ def _check(checkpoint: Described, config: ModelConfig, table: dict[str, Paramete
         for name in family.copies
         if {name, own} <= files.tensors.keys() and not files.equal(name, own)
     ]
-    ignored = [*family.ignored, *map(re.escape, family.copies), *([r"lm_head\.weight"] if config.tied else [])]
+    ignored = [*family.ignored, *map(re.escape, family.copies), *_second_table(checkpoint, config)]
     faults += [
         f"{name} is in the checkpoint, but the model has no such tensor."
         for name in files.tensors
@@ -146,6 +146,12 @@ def _check(checkpoint: Described, config: ModelConfig, table: dict[str, Paramete
     ]
     if faults:
         raise CheckpointError(f"cannot load {checkpoint.family.architecture} from {str(files.directory)!r}:", faults)
+
+
+def _second_table(checkpoint: Described, config: ModelConfig) -> list[str]:
+    """Return a pattern of the table of the logits if the model is tied, where a file may have it all the same."""
+    table = checkpoint.family.tensors.get("output.table")
+    return [re.escape(table.name)] if table and config.tied else []
 
 
 def _tensor_faults(wanted: dict[str, tuple[int, ...]], files: Files) -> Iterator[str]:

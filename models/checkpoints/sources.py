@@ -150,5 +150,7 @@ def sources(checkpoint: Described, config: ModelConfig, layout: Layout) -> dict[
         stored = checkpoint.family.tensors[name]
         if config.gated and stored.gated:
             stored = replace(stored, name=stored.gated)
+        if config.parallel_norms == 2 and stored.paired:
+            stored = replace(stored, name=stored.paired)
         table[path] = ParameterSource(row, stored, checkpoint.factors.get(name, 1.0), place, config.period, sizes)
     return table

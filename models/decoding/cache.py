@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding
 
 from gspmd.annotate import Spec
@@ -163,11 +165,27 @@ def empty_cache(
     *,
     int8: bool = False,
     source_length: int = 0,
+    totals: Sequence[int] | np.ndarray | None = None,
 ) -> Cache:
-    """Return a sharded cache that holds no token; arguments and errors are those of `abstract_cache`."""
+    """Return a sharded cache that holds no token.
+
+    Args:
+        config, layout, mesh, batch, length, dtype, int8, source_length: as of `abstract_cache`.
+        totals: [B], the `Cache.totals`, if the rotary embedding depends on them.
+
+    Raises:
+        SpecError, ValueError: as of `abstract_cache`; or totals are missing, or nothing depends on them.
+    """
     shapes = abstract_cache(config, layout, mesh, batch, length, dtype, int8=int8, source_length=source_length)
+    if (shapes.totals is None) != (totals is None):
+        need = "depends on the lengths of texts" if totals is None else "depends on no lengths of texts"
+        remedy = "Pass totals=, the tokens of each row's text." if totals is None else "Leave totals out."
+        raise ValueError(f"the rotary embedding of this model {need}.\n  {remedy}")
     with jax.set_mesh(mesh):
-        return zeros(shapes)
+        cache = zeros(shapes)
+        if totals is None:
+            return cache
+        return replace(cache, totals=jax.device_put(np.asarray(totals, np.int32), cache.lengths.sharding))
 
 
 def zeros(shapes: Any) -> Any:

@@ -35,7 +35,8 @@ def loss(config, values, tokens):
 def _block(config, w, x, heads, kind):
     if config.block == "parallel":
         y = _norm(config, x, w, "norm")
-        return x + _attention(config, w, y, heads, kind) + _feed_forward(config, w, y)
+        z = y if config.parallel_norms == 1 else _norm(config, x, w, "ffn.norm")
+        return x + _attention(config, w, y, heads, kind) + _feed_forward(config, w, z)
     y = _norm(config, x, w, "attention.norm") if config.norms != "after" else x
     y = _attention(config, w, y, heads, kind)
     x = x + (_norm(config, y, w, "attention.norm_after") if config.norms != "before" else y)

@@ -23,6 +23,11 @@ FAMILIES = {
         "block": "parallel", "norm": "layer", "norm_bias": True, "activation": "gelu", "ffn_bias": True,
         "qkv_bias": True, "out_bias": True, "output_bias": True, "rotary_size": 6, "tied": False, "kv_heads": 2,
     },
+    "gpt-neox": {
+        "block": "parallel", "parallel_norms": 2, "norm": "layer", "norm_bias": True, "activation": "gelu_exact",
+        "ffn_bias": True, "qkv_bias": True, "out_bias": True, "rotary_size": 4, "tied": False,
+    },
+    "gate and two norms": {"block": "parallel", "parallel_norms": 2, "kv_heads": 1},
     "qwen2": {"qkv_bias": True, "kv_heads": 2, "scale_embedding": False},
     "qwen3": {"qk_norm": True, "kv_heads": 4, "head_size": 6, "tied": False},
     "every bias": {
@@ -52,6 +57,10 @@ CASES = [
     ("every bias", "megatron-1d", "blocking", "auto"),
 ]
 MORE = [
+    ("gpt-neox", "weight-stationary-2d", "blocking", "explicit"),
+    ("gpt-neox", "megatron-1d", "xla", "auto"),
+    ("gate and two norms", "weight-gathered-xyz", "looped", "explicit"),
+    ("gate and two norms", "zero-3", "blocking", "auto"),
     ("phi", "weight-gathered-x", "looped", "auto"),
     ("qwen3", "zero-3", "xla", "explicit"),
     ("qwen2", "weight-stationary-1d", "blocking", "auto"),
@@ -141,6 +150,10 @@ def test_what_does_not_fit_a_family_is_refused():
         "  norm is 'batch'; it must be one of rms, layer",
         "  rotary_size is 18; it must be at most head_size (16), or 0 for all",
     ]
+    with pytest.raises(ValueError, match="parallel_norms is 2, and block is serial, which has two norms anyway"):
+        models.ModelConfig(parallel_norms=2)
+    with pytest.raises(ValueError, match="parallel_norms is 3; it must be 1 or 2"):
+        models.ModelConfig(parallel_norms=3, block="parallel")
     with pytest.raises(ValueError, match="norm_bias is set, and an RMS norm has none"):
         models.ModelConfig(norm_bias=True)
     with pytest.raises(ValueError, match=r"cannot scale .*low_frequency is 4.0, and high_frequency 1.0"):

@@ -16,6 +16,7 @@ VARIANTS = [
     {},
     {"tied": False, "activation": "gelu"},
     {"kv_heads": 1, "block": "parallel"},
+    {"block": "parallel", "parallel_norms": 2, "norm": "layer", "norm_bias": True},
     {"kv_heads": 2, "moe": MoEConfig(experts=8, every=2)},
     {"moe": MoEConfig(router="noisy-top-k")},
     {"block": "parallel", "activation": "relu", "moe": MoEConfig(experts=8, every=1, router="gshard")},

@@ -125,6 +125,7 @@ CASES = [
     pytest.param("weight-stationary-1d", "xla", {"block": "parallel", **BIASES}, marks=SLOW),
     pytest.param("megatron-1d", "blocking", {"block": "serial", "activation": "gelu"}, marks=SLOW),
     pytest.param("zero-3", "looped", {"block": "parallel"}, marks=SLOW),
+    pytest.param("weight-stationary-2d", "looped", {"block": "parallel", "parallel_norms": 2, **BIASES}, marks=SLOW),
     pytest.param("weight-gathered-x", "auto", {"block": "parallel", "tied": False}, marks=SLOW),
 ]
 

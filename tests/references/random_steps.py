@@ -151,6 +151,8 @@ def _model(
     }  # fmt: skip
     if whole % 3 == 0:
         model["vocabulary_multiple"] = 3 * 64
+    if model["block"] == "parallel" and d.happens(0.3):
+        model["parallel_norms"] = 2
     for bias in ("qkv_bias", "out_bias", "output_bias"):
         model[bias] = d.happens(0.2)
     if d.happens(0.25):

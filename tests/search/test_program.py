@@ -41,6 +41,7 @@ MODELS = {
     "products kept": {"remat": "dots"},
     "adapters": {"lora": LoraConfig(4, 8.0, ("attention.w_q", "ffn.w_out"))},
     "parallel": {"block": "parallel"},
+    "parallel, two norms": {"block": "parallel", "parallel_norms": 2, "norm": "layer", "norm_bias": True},
     "parallel, biases": {"block": "parallel", "qkv_bias": True, "out_bias": True, "ffn_bias": True, "remat": "none"},
     "parallel, plain activation": {"block": "parallel", "activation": "gelu", "norm": "layer", "remat": "dots"},
     "parallel, adapters": {"block": "parallel", "lora": LoraConfig(4, 8.0, ("attention.w_q", "ffn.w_out"))},
@@ -61,7 +62,8 @@ MODELS = {
 }
 SLOW = {"experts with biases", "dropless, products kept", "dropless and shared", "dropless, parallel",
         "adapters", "parallel, adapters", "parallel, experts", "shared experts", "experts in every other layer",
-        "biases", "norms of heads", "products kept", "parallel, biases", "noisy router", "larger groups"}  # fmt: skip
+        "biases", "norms of heads", "products kept", "parallel, biases", "noisy router", "larger groups",
+        "parallel, two norms"}  # fmt: skip
 
 
 def trained(config, microbatches=1):

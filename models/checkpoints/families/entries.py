@@ -28,7 +28,7 @@ _TRAINING = frozenset({
     "initializer_range", "init_std", "initializer_factor", "gradient_checkpointing", "attention_dropout", "attn_pdrop",
     "embd_pdrop", "resid_pdrop", "hidden_dropout", "dropout", "dropout_rate", "activation_dropout",
     "classifier_dropout", "encoder_layerdrop", "decoder_layerdrop", "router_aux_loss_coef", "router_z_loss_coef",
-    "router_jitter_noise", "output_router_logits", "aux_loss_alpha",
+    "router_jitter_noise", "output_router_logits", "aux_loss_alpha", "embedding_dropout", "residual_dropout",
 })  # fmt: skip
 
 #: Outputs besides the logits, and heads for tasks other than causal language modelling.

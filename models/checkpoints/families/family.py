@@ -52,6 +52,7 @@ class Stored:
             queries, then all keys, then all values; "(K(QD|D|D))E" for each key head its Q queries, the key and the
             value; "E(F(1|1))" two matrices whose columns alternate.
         part: the number of the parameter among these.
+        paired: its name in a parallel block with two norms, if that differs.
         offset: the constant that the model adds to it: 1 for norms that scale by 1 + w.
         gated: its name in a feed-forward layer with a gate, if that differs.
     """
@@ -61,6 +62,7 @@ class Stored:
     offset: float = 0.0
     gated: str = ""
     part: int = 0
+    paired: str = ""
 
 
 def fused(name: str, dims: str, *paths: str) -> dict[str, Stored]:
@@ -88,6 +90,26 @@ class Agreement:
     read: Callable[[Mapping[str, Any], Mapping[str, Any], list[str]], dict[str, Any]]
     write: Callable[[ModelConfig], dict[str, Any]]
     fields: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Multiplier:
+    """An entry of config.json by which a model multiplies or divides something. Here parameters are multiplied by it.
+
+    Attributes:
+        multiplied: paths of the parameters that are multiplied by its value.
+        divided: paths of those that are divided by it.
+        divided_if_tied: likewise, if the logits reuse the embedding table.
+    """
+
+    multiplied: tuple[str, ...] = ()
+    divided: tuple[str, ...] = ()
+    divided_if_tied: tuple[str, ...] = ()
+
+    def factors(self, value: float, *, tied: bool) -> dict[str, float]:
+        """Return the factors of parameters."""
+        divided = self.divided + (self.divided_if_tied if tied else ())
+        return {**dict.fromkeys(self.multiplied, value), **dict.fromkeys(divided, 1 / value)}
 
 
 @dataclass(frozen=True)
@@ -125,6 +147,10 @@ class Family:
         output_dropout: the entry with the share of the experts' outputs that training drops, and its default. In
             evaluation outputs are multiplied by 1 - share; here their last matrix and bias are. Models that are written
             have a share of 0. None if the family has no such entry.
+        rope_names: names of the entries rope_theta and partial_rotary_factor beside the table of the scaling.
+        multipliers: maps an entry, a number that is 1 by default, to the parameters that it is multiplied into. It is 1
+            in what is written.
+        written: entries that are written although nothing here depends on them.
         copies: tensors that are copies of the embedding table; they are written if the logits have their own table.
         default_length: default of the entry with the longest sequence; None for no limit.
         renamed: regular expressions of whole names of tensors in some files, each with what replaces it.
@@ -154,6 +180,9 @@ class Family:
     agreement: Agreement | None = None
     root_scaled: tuple[str, ...] = ()
     output_dropout: tuple[str, float] | None = None
+    rope_names: tuple[str, str] = ("rope_theta", "partial_rotary_factor")
+    multipliers: Mapping[str, Multiplier] = field(default_factory=dict)
+    written: Mapping[str, Any] = field(default_factory=dict)
     copies: tuple[str, ...] = ()
     default_length: int | None = None
     renamed: tuple[tuple[str, str], ...] = ()

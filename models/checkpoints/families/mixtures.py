@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from .family import Family, Option, Stored
-from .serial import ATTENTION, ENDS, FIXED, LAYER, OPTIONS, QWEN3, ROUTED, kv_heads, without
+from .family import Family, Option, Stored, fused
+from .serial import ATTENTION, ENDS, FIXED, GRANITE, LAYER, OPTIONS, QWEN3, ROUTED, kv_heads, without
 from .window import Window
 
 EXPERTS = without(FIXED, "moe") | ROUTED | {"moe.router": "top-k", "moe.every": 1, "moe.offset": 0}
@@ -65,4 +65,25 @@ QWEN3_MOE = Family(
     },
     ignored_entries=("intermediate_size",),  # only layers without experts use it
     window=Window(4096, switched=True),
+)
+
+GRANITE_MOE = Family(
+    title="GraniteMoE",
+    architecture="GraniteMoeForCausalLM",
+    model_type="granitemoe",
+    options={
+        **without(GRANITE.options, "ffn_bias"),
+        "moe.experts": Option("num_local_experts", 8),
+        "moe.k": Option("num_experts_per_tok", 2),
+    },
+    fixed=without(EXPERTS, "qkv_bias", "out_bias", "attention_scale") | {"moe.renormalize": True},
+    tensors=ENDS
+    | ATTENTION
+    | {
+        "moe.norm": Stored(f"{LAYER}.post_attention_layernorm.weight", "E"),
+        "moe.router": Stored(f"{LAYER}.block_sparse_moe.router.layer.weight", "XE"),
+        "moe.w_out": Stored(f"{LAYER}.block_sparse_moe.output_linear.weight", "XEF"),
+    }
+    | fused(f"{LAYER}.block_sparse_moe.input_linear.weight", "X(F|F)E", "moe.w_gate", "moe.w_in"),
+    multipliers=GRANITE.multipliers,
 )

@@ -39,8 +39,11 @@ _SCALINGS: dict[str, dict[str, str]] = {
     },
 }
 
-ENTRIES = ("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", _ORIGINAL)
-"""The entries that `read_rope` reads."""
+
+def rope_entries(family: Family) -> tuple[str, ...]:
+    """Return the names of the entries that `read_rope` reads."""
+    return () if family.rope_base is None else ("rope_scaling", "rope_parameters", *family.rope_names, _ORIGINAL)
+
 
 _OPTIONAL = ("beta_slow", "beta_fast", "truncate")
 
@@ -70,9 +73,11 @@ def read_rope(family: Family, json: Mapping[str, Any], head_size: int, faults: l
         return {}
     if unknown := [key for key in entries if key not in _INNER]:
         faults.append(f"{name} has {', '.join(unknown)}, which is not supported.")
-    base = entries.get("rope_theta", json.get("rope_theta", family.rope_base))
+    base_name, _ = family.rope_names
+    base = entries.get("rope_theta", json.get(base_name, family.rope_base))
     if not is_number(base) or base <= 0:
-        faults.append(f"rope_theta is {in_json(base)}; it must be a positive number.")
+        key = "rope_theta" if "rope_theta" in entries else base_name
+        faults.append(f"{key} is {in_json(base)}; it must be a positive number.")
     scaling, kind = None, entries.get("rope_type", entries.get("type", "default"))
     kinds = family.rope_types or {name: name for name in _SCALINGS}
     if isinstance(kind, str) and kind in kinds:
@@ -148,17 +153,18 @@ def _rotary_size(
 ) -> int:
     """Return the number of elements of a head that are rotated; append faults."""
     default = 1.0 if family.partial_rotary is None else family.partial_rotary
-    share = entries.get("partial_rotary_factor", json.get("partial_rotary_factor", default))
+    key = "partial_rotary_factor" if "partial_rotary_factor" in entries else family.rope_names[1]
+    share = entries.get("partial_rotary_factor", json.get(key, default))
     if family.partial_rotary is None:
         if share not in (1, None) or isinstance(share, bool):
-            faults.append(f"partial_rotary_factor is {in_json(share)}, which {family.title} models do not have.")
+            faults.append(f"{key} is {in_json(share)}, which {family.title} models do not have.")
         return head_size
     if not is_number(share) or not 0 < share <= 1:
-        faults.append(f"partial_rotary_factor is {in_json(share)}; it must be a number above 0, and at most 1.")
+        faults.append(f"{key} is {in_json(share)}; it must be a number above 0, and at most 1.")
         return head_size
     size = int(head_size * share)
     if not size:  # in ModelConfig, 0 stands for the whole head
-        faults.append(f"partial_rotary_factor is {share}, which rotates no element of a head of {head_size}.")
+        faults.append(f"{key} is {share}, which rotates no element of a head of {head_size}.")
     return size
 
 
@@ -166,7 +172,8 @@ def write_rope(family: Family, config: ModelConfig) -> dict[str, Any]:
     """Return the entries that describe a model's rotary embedding, as every version of transformers reads them."""
     if family.rope_base is None:
         return {}
-    entries: dict[str, Any] = {"rope_theta": config.rope_base}
+    base, part = family.rope_names
+    entries: dict[str, Any] = {base: config.rope_base}
     if scaling := config.rope_scaling:
         values = {key: getattr(scaling, name) for key, name in _SCALINGS[scaling.kind].items()}
         values = {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
@@ -182,7 +189,7 @@ def write_rope(family: Family, config: ModelConfig) -> dict[str, Any]:
         share = config.rotary / config.head_size
         if int(config.head_size * share) != config.rotary:  # 44 · (30 / 44) is 29.999…, which readers truncate to 29
             share = math.nextafter(share, 1.0)
-        entries["partial_rotary_factor"] = share
+        entries[part] = share
     return entries
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from .family import Family, Option, Stored
+from .family import Family, Multiplier, Option, Stored, fused
 from .window import Window
 
 LAYER = "model.layers.{N}"
@@ -43,6 +43,7 @@ OPTIONS = SIZES | {
 #: Fields that are the same in all families, except where a family below says otherwise.
 FIXED = {
     "block": "serial",
+    "parallel_norms": 1,
     "norm": "rms",
     "norm_bias": False,
     "qk_norm": "none",
@@ -163,4 +164,40 @@ QWEN3 = Family(
     fixed=without(FIXED, "qkv_bias", "out_bias") | {"qk_norm": "head"},
     tensors=TENSORS,
     window=Window(4096, switched=True, layered=True),
+)
+
+PHI3 = Family(
+    title="Phi-3",
+    architecture="Phi3ForCausalLM",
+    model_type="phi3",
+    options=OPTIONS | {"norm_epsilon": Option("rms_norm_eps", 1e-5)},
+    fixed=FIXED,
+    tensors=TENSORS
+    | fused(f"{LAYER}.self_attn.qkv_proj.weight", "(HD|KD|KD)E", "attention.w_q", "attention.w_k", "attention.w_v")
+    | fused(f"{LAYER}.mlp.gate_up_proj.weight", "(F|F)E", "ffn.w_gate", "ffn.w_in"),
+    rope_types={"longrope": "longrope", "su": "longrope", "yarn": "longrope"},
+    original_length=4096,
+    partial_rotary=1.0,
+    window=Window(None),
+    written={"pad_token_id": None},  # by default a token of Phi-3's own vocabulary, which no smaller model has
+)
+
+_LAST = ("output.norm", "output.norm_bias")
+_OF_BRANCHES = (
+    *("attention.w_o", "attention.b_o", "ffn.w_out", "ffn.b_out"),
+    *("moe.w_out", "moe.b_out"),
+)
+
+GRANITE = Family(
+    title="Granite",
+    architecture="GraniteForCausalLM",
+    model_type="granite",
+    options={**LLAMA.options, "attention_scale": Option("attention_multiplier", 1.0)},
+    fixed=without(LLAMA.fixed, "attention_scale"),
+    tensors=TENSORS,
+    multipliers={
+        "embedding_multiplier": Multiplier(multiplied=("embedding.table",), divided_if_tied=_LAST),
+        "residual_multiplier": Multiplier(multiplied=_OF_BRANCHES),
+        "logits_scaling": Multiplier(divided=_LAST),
+    },
 )

@@ -23,6 +23,18 @@ _SCALED = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }
+_ALL_HEADS = {key: value for key, value in _SIZES.items() if key != "num_key_value_heads"} | {"hidden_size": 48}
+_HALF = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}}
+_MULTIPLIED = {
+    "embedding_multiplier": 6.0,
+    "residual_multiplier": 0.4,
+    "logits_scaling": 3.0,
+    "attention_multiplier": 0.2,
+}
+_FALCON = {key: value for key, value in _ALL_HEADS.items() if key != "intermediate_size"} | {"ffn_hidden_size": 40}
+_PADDED = {"pad_token_id": 0}  # the default is beyond the vocabulary
+_LONG = {"rope_type": "longrope", "factor": 4.0, "short_factor": [1.0, 1.5], "long_factor": [2.0, 5.0]}
+_HALF_LONG = _LONG | {"short_factor": [1.5], "long_factor": [5.0], "partial_rotary_factor": 0.5}
 _GPTJ = {
     "vocab_size": 50,
     "n_embd": 48,
@@ -75,6 +87,28 @@ CASES = {
         "Qwen3Moe",
         _HEADS | {"moe_intermediate_size": 16, "num_experts": 5, "num_experts_per_tok": 3, "norm_topk_prob": False},
     ),
+    "phi3": ("Phi3", _WIDE | _PADDED),
+    "phi3-long": ("Phi3", _WIDE | _PADDED | {"rope_parameters": _LONG, "original_max_position_embeddings": 4}),
+    "phi3-short": ("Phi3", _WIDE | _PADDED | {"rope_parameters": _HALF_LONG, "original_max_position_embeddings": 128}),
+    "granite": ("Granite", _WIDE | _MULTIPLIED | {"tie_word_embeddings": True}),
+    "granite-untied-biases": ("Granite", _WIDE | _MULTIPLIED | {"attention_bias": True, "mlp_bias": True}),
+    "granite-moe": ("GraniteMoe", _WIDE | _MULTIPLIED | {"num_local_experts": 5, "num_experts_per_tok": 3}),
+    "starcoder2": ("Starcoder2", _WIDE),
+    "starcoder2-untied": ("Starcoder2", _WIDE | {"tie_word_embeddings": False, "use_bias": False}),
+    "stablelm": ("StableLm", _WIDE | _HALF),
+    "stablelm-parallel": ("StableLm", _WIDE | _HALF | {"use_parallel_residual": True, "use_qkv_bias": True}),
+    "gpt-neox": ("GPTNeoX", _ALL_HEADS | _HALF),
+    "gpt-neox-serial": ("GPTNeoX", _ALL_HEADS | _HALF | {"use_parallel_residual": False, "attention_bias": False}),
+    "gpt-neox-tied": ("GPTNeoX", _ALL_HEADS | _HALF | {"tie_word_embeddings": True, "hidden_act": "gelu_new"}),
+    "falcon": ("Falcon", _FALCON),
+    "falcon-two-norms": ("Falcon", _FALCON | {"new_decoder_architecture": True, "num_kv_heads": 3}),
+    "falcon-one-norm-biases": (
+        "Falcon",
+        _FALCON
+        | {"new_decoder_architecture": True, "num_kv_heads": 6, "num_ln_in_parallel_attn": 1, "bias": True}
+        | {"tie_word_embeddings": False},
+    ),
+    "falcon-all-heads": ("Falcon", _FALCON | {"multi_query": False}),
     "gptj": ("GPTJ", _GPTJ),
     "gptj-tied": ("GPTJ", _GPTJ | {"tie_word_embeddings": True, "n_inner": None, "activation_function": "gelu"}),
     "phi": ("Phi", _WIDE),
@@ -159,6 +193,14 @@ FIRST = {
     "glm4": "replicated",
     "mixtral": "replicated",
     "qwen3-moe": "replicated",
+    "phi3-long": "weight-stationary-2d",
+    "granite": "replicated",
+    "granite-moe": "replicated",
+    "starcoder2": "replicated",
+    "stablelm": "replicated",
+    "gpt-neox": "weight-stationary-2d",
+    "falcon": "megatron-1d",
+    "falcon-two-norms": "replicated",
     "gptj": "replicated",
     "phi": "replicated",
     "cohere": "replicated",

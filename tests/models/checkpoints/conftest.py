@@ -66,6 +66,10 @@ def smollm(transformers, tmp_path_factory) -> tuple[Path, Any]:
     return directory, model
 
 
+#: The ends of the names of norms' scales.
+_NORMS = ("norm.weight", "ln_1.weight", "ln_f.weight", "ln_attn.weight", "ln_mlp.weight")
+
+
 @dataclass(frozen=True)
 class Reference:
     """A checkpoint that transformers has written, and what its own model makes of a prompt.
@@ -97,8 +101,7 @@ def reference(transformers, tmp_path_factory):
         model = theirs(theirs.config_class(**entries)).eval()
         with torch.no_grad():
             for path, value in model.named_parameters():
-                norm = path.endswith(("norm.weight", "ln_1.weight", "ln_f.weight"))
-                one = 1.0 if norm and not kind.startswith("Gemma") else 0.0
+                one = 1.0 if not kind.startswith("Gemma") and path.endswith(_NORMS) else 0.0
                 value.copy_(one + 0.25 * torch.randn_like(value))
         directory = tmp_path_factory.mktemp(name)
         model.save_pretrained(directory)

@@ -36,6 +36,20 @@ _T5 = {
     "n_positions": 512,
 }
 
+_MULTIPLIED = {
+    "embedding_multiplier": 12.0,
+    "residual_multiplier": 0.22,
+    "logits_scaling": 8.0,
+    "attention_multiplier": 0.015625,
+}
+_NEOX = {
+    "architectures": ["GPTNeoXForCausalLM"],
+    "num_hidden_layers": 24,
+    "num_attention_heads": 16,
+    "vocab_size": 50304,
+}
+_FALCON = {"architectures": ["FalconForCausalLM"], "num_hidden_layers": 32, "vocab_size": 65024}
+
 #: Name to the entries of config.json, and the number of parameters.
 PUBLISHED = {
     "Llama-2-7b": (_of("Llama", 4096, 11008, 32, 32, 32, 32000, rms_norm_eps=1e-5), 6_738_415_616),
@@ -71,6 +85,30 @@ PUBLISHED = {
             norm_topk_prob=True,
         ),
         30_532_122_624,
+    ),
+    "Phi-3-mini": (_of("Phi3", 3072, 8192, 32, 32, 32, 32064), 3_821_079_552),
+    "Phi-4-mini": (
+        _of("Phi3", 3072, 8192, 32, 24, 8, 200064, tie_word_embeddings=True, partial_rotary_factor=0.75),
+        3_836_021_760,
+    ),
+    "Granite-3.1-2B": (
+        _of("Granite", 2048, 8192, 40, 32, 8, 49155, tie_word_embeddings=True, **_MULTIPLIED),
+        2_533_531_648,
+    ),
+    "Granite-3.0-1B-A400M": (
+        _of("GraniteMoe", 1024, 512, 24, 16, 8, 49155, tie_word_embeddings=True, num_local_experts=32)
+        | {"num_experts_per_tok": 8, **_MULTIPLIED},
+        1_334_628_352,
+    ),
+    "StarCoder2-3B": (_of("Starcoder2", 3072, 12288, 30, 24, 2, 49152), 3_030_371_328),
+    "StableLM-2-1.6B": (_of("StableLm", 2048, 5632, 24, 32, 32, 100352, use_qkv_bias=True), 1_644_515_328),
+    "Pythia-1.4B": (_NEOX | {"hidden_size": 2048, "intermediate_size": 8192}, 1_414_647_808),
+    "Falcon-7B": (_FALCON | {"hidden_size": 4544, "num_attention_heads": 71}, 6_921_720_704),
+    "Falcon-40B": (
+        _FALCON
+        | {"hidden_size": 8192, "num_attention_heads": 128, "num_hidden_layers": 60}
+        | {"num_kv_heads": 8, "new_decoder_architecture": True},
+        41_303_293_952,
     ),
     "Gemma-2b": (_of("Gemma", 2048, 16384, 18, 8, 1, 256000, hidden_act="gelu"), 2_506_172_416),
     "Command-R": (_of("Cohere", 8192, 22528, 40, 64, 64, 256000, rope_theta=8000000.0), 34_980_831_232),

@@ -178,6 +178,27 @@ REFUSED = {
         {"architectures": ["GPTJForCausalLM"], "rotary_dim": None},
         "rotary_dim is null; it must be a whole number",
     ),
+    "a multiplier of 0": (
+        {"architectures": ["GraniteForCausalLM"], "embedding_multiplier": 0},
+        "embedding_multiplier is 0; it must be a positive number",
+    ),
+    "a yarn scaling of Phi-3 without its factors": (
+        {"architectures": ["Phi3ForCausalLM"], "rope_scaling": {"type": "yarn", "factor": 4.0}},
+        "short_factor of the longrope rope scaling is missing",
+    ),
+    "a linear scaling of Phi-3": (
+        {"architectures": ["Phi3ForCausalLM"], "rope_scaling": {"type": "linear", "factor": 4.0}},
+        "the rope type is 'linear', which is not supported; supported: 'default', 'longrope', 'su', 'yarn'",
+    ),
+    "norms of StableLM's heads": ({"architectures": ["StableLmForCausalLM"], "qk_layernorm": True}, "qk_layernorm is"),
+    "a number for a block": (
+        {"architectures": ["StableLmForCausalLM"], "use_parallel_residual": 1},
+        "use_parallel_residual is 1, which is not supported; supported: False, True",
+    ),
+    "the base under another name": (
+        {"architectures": ["GPTNeoXForCausalLM"], "hidden_act": "gelu", "rope_theta": 500.0},
+        "rope_theta is 500.0, an entry of config.json that is not known for GPT-NeoX",
+    ),
     "a size that is not a number": ({"hidden_size": "24"}, "hidden_size is '24'; it must be a whole number"),
 }
 
@@ -294,6 +315,52 @@ def test_the_token_that_a_decoder_begins_with_may_stand_beside_the_other_default
     assert (read(T5).start_token, read(T5 | {"decoder_start_token_id": 8}).start_token) == (7, 8)
 
 
+FALCON = {
+    "architectures": ["FalconForCausalLM"],
+    "vocab_size": 50,
+    "hidden_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+}
+REFUSED_OF_FALCON = {
+    "Falcon's biases by distance": ({"alibi": True}, "alibi is true, which is not supported; false is"),
+    "Falcon's serial block": ({"parallel_attn": False}, "parallel_attn is false, which is not supported"),
+    "heads that Falcon does not group": (
+        {"multi_query": False, "num_kv_heads": 3},
+        "num_kv_heads is 3, and num_attention_heads 6; fewer key/value heads need multi_query or new_decoder",
+    ),
+    "two norms of an older Falcon": ({"num_ln_in_parallel_attn": 2}, "num_ln_in_parallel_attn is 2, which"),
+    "three norms": (
+        {"new_decoder_architecture": True, "num_ln_in_parallel_attn": 3},
+        "num_ln_in_parallel_attn is 3; it must be 1 or 2",
+    ),
+    "Falcon's switch that is a number": ({"multi_query": 1}, "multi_query is 1; it must be true or false"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED_OF_FALCON)
+def test_what_falcons_here_do_not_have_is_refused_by_name(what, read):
+    entries, words = REFUSED_OF_FALCON[what]
+    with pytest.raises(CheckpointError) as error:
+        read(FALCON | entries)
+    (fault,) = error.value.faults
+    assert fault.startswith(words)
+
+
+def test_a_falcon_has_the_heads_and_norms_of_its_form(read):
+    newer = {"new_decoder_architecture": True, "num_kv_heads": 3}
+    for entries, heads, norms in (
+        ({}, 1, 1),
+        ({"multi_query": False}, 6, 1),
+        ({"num_kv_heads": 3}, 1, 1),
+        (newer, 3, 2),
+        (newer | {"num_ln_in_parallel_attn": 1, "multi_query": True}, 3, 1),
+        (newer | {"num_kv_heads": None}, 6, 2),
+    ):
+        config = read(FALCON | entries)
+        assert (config.kv_heads, config.parallel_norms, config.block) == (heads, norms, "parallel")
+
+
 @pytest.mark.parametrize("what", REFUSED)
 def test_what_models_here_do_not_have_is_refused_by_name(what, read):
     entries, words = REFUSED[what]
@@ -368,7 +435,7 @@ def test_a_part_of_a_head_that_is_written_is_read_as_the_same(size, rotary, read
     assert read(written(described(tmp_path).family, config, 64, "float32")).rotary_size == rotary
 
 
-@pytest.mark.parametrize("architecture", ["BloomForCausalLM", "GPTNeoXForCausalLM", "GptjForCausalLM"])
+@pytest.mark.parametrize("architecture", ["BloomForCausalLM", "GPTNeoForCausalLM", "GptjForCausalLM"])
 def test_no_architecture_is_suggested_in_place_of_another(architecture, read):
     with pytest.raises(CheckpointError) as error:
         read({"architectures": [architecture]})
@@ -455,6 +522,9 @@ SINUSOIDAL = {
 }
 
 
+PAIRED = {"block": "parallel", "parallel_norms": 2, "norm": "layer", "norm_bias": True}
+
+
 def test_a_model_takes_the_first_family_that_has_its_form():
     for changes, title in (
         ({}, "Llama"),
@@ -467,6 +537,12 @@ def test_a_model_takes_the_first_family_that_has_its_form():
         ({"moe": MoEConfig(router="st-moe", every=1)}, "Mixtral"),
         ({"moe": MoEConfig(router="switch", every=1), "qk_norm": True}, "Qwen3-MoE"),
         ({"block": "parallel", "norm": "layer", "rotary_pairs": "neighbours"}, "Cohere"),
+        ({"attention_scale": 0.1}, "Granite"),
+        ({"rotary_size": 8}, "Phi-3"),
+        ({"norm": "layer", "norm_bias": True}, "StableLM"),
+        ({"norm": "layer", "norm_bias": True, "activation": "gelu"}, "StarCoder 2"),
+        (PAIRED | {"kv_heads": 2, "activation": "gelu"}, "Falcon"),
+        (PAIRED | {"activation": "gelu_exact", "ffn_bias": True, "rotary_size": 4}, "GPT-NeoX"),
         (RELATIVE, "T5"),
         (RELATIVE | {"activation": "geglu", "tied": False}, "T5"),
         (RELATIVE | {"moe": MoEConfig(router="switch")}, "Switch Transformers"),

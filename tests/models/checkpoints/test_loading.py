@@ -261,6 +261,23 @@ def test_a_tied_model_with_two_different_tables_is_not_tied_and_says_so(placing,
     )
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_multipliers_of_a_granite_are_in_its_parameters(tied, placing, tmp_path):
+    """Also if config.json calls the model tied, and its two tables differ."""
+    values, multipliers = tensors(), {"embedding_multiplier": 6, "residual_multiplier": 0.5, "logits_scaling": 4.0}
+    if tied:
+        del values["lm_head.weight"]
+    entries = {"architectures": ["GraniteForCausalLM"], "tie_word_embeddings": True, **multipliers}
+    model, _ = load(write(tmp_path, values, **entries), *placing("replicated"), "float32")
+    assert (model.config.tied, model.config.attention_scale) == (tied, 1.0)
+    of_table = 6 if tied else 1
+    factors = {"embedding.table": 6, "output.norm": 0.25 / of_table}
+    factors |= {"blocks.0.attention.w_o": 0.5, "blocks.0.ffn.w_out": 0.5}
+    wanted = expected(values | {"lm_head.weight": values["model.embed_tokens.weight"]} if tied else values)
+    for path, value in models.arrays(model).items():
+        np.testing.assert_allclose(value, wanted[path] * factors.get(path, 1), rtol=1e-6, err_msg=path)
+
+
 def test_a_layout_that_the_model_does_not_divide_by_is_refused_before_anything_is_read(placing, tmp_path, monkeypatch):
     monkeypatch.setattr("gspmd_models.checkpoints.files.Files.read_into", None)
     folder = write(tmp_path, tensors())

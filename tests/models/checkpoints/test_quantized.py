@@ -9,7 +9,7 @@ import pytest
 import gspmd_models as models
 from gspmd.moe.routers.rule import Router
 from gspmd_models.checkpoints import load, model_config
-from gspmd_models.decoding import abstract_cache, decode_step, served
+from gspmd_models.decoding import decode_step, empty_cache, served
 from tests.models.checkpoints.cases import CASES
 from tests.models.test_quantization import scaled_up
 
@@ -17,8 +17,10 @@ from tests.models.test_quantization import scaled_up
 def read(model, mesh, tokens, *, int8):
     """Logits [B, L, V] of tokens that are read one by one, through a cache."""
     model, (rows, length) = served(model, model.layout), tokens.shape
-    shapes = abstract_cache(model.config, model.layout, mesh, rows, length, "float32", int8=int8)
-    empty, decode = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shapes), decode_step(model)
+    scaling = model.config.rope_scaling
+    totals = [length] * rows if scaling and scaling.by_length else None
+    empty = empty_cache(model.config, model.layout, mesh, rows, length, "float32", int8=int8, totals=totals)
+    decode = decode_step(model)
 
     @jax.jit
     def run(weights, cache, ids):

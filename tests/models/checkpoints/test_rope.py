@@ -129,6 +129,17 @@ def test_texts_of_a_packed_row_are_rotated_by_their_own_lengths(written, placing
     np.testing.assert_allclose(packed[:, 20:], logits(model, mesh, tokens[:, 20:]), atol=1e-5)
 
 
+def test_an_empty_cache_knows_the_lengths_of_its_texts_where_angles_depend_on_them(written, placing):
+    folder, _ = written("longrope")
+    layout, mesh = placing("replicated")
+    config = model_config(folder)
+    with pytest.raises(ValueError, match="depends on the lengths of texts"):
+        models.empty_cache(config, layout, mesh, 2, 32, "float32")
+    assert models.empty_cache(config, layout, mesh, 2, 32, "float32", totals=[3, 20]).totals.tolist() == [3, 20]
+    with pytest.raises(ValueError, match=r"depends on no lengths of texts.\n  Leave totals out"):
+        models.empty_cache(models.ModelConfig(), layout, mesh, 2, 32, "float32", totals=[3, 20])
+
+
 REFUSED = {
     "another kind": ({"rope_type": "proportional"}, "the rope type is 'proportional', which is not supported; "),
     "no factor": ({"rope_type": "linear"}, "factor of the linear rope scaling is missing"),

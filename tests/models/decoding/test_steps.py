@@ -295,6 +295,13 @@ DIAGONAL = [
     ),
     Case({"positions": "learned", "context_length": 32, "norm": "layer"}, "weight-gathered-xy"),
     pytest.param(
+        Case(
+            {"block": "parallel", "parallel_norms": 2, "norm": "layer", "norm_bias": True}, "weight-stationary-2d",
+            "weight-gathered-xyz", chunk=3, lowering="blocking",
+        ),
+        marks=pytest.mark.slow,
+    ),
+    pytest.param(
         Case({"heads": 6, "kv_heads": 3}, "megatron-1d", mesh={"x": 2, "y": 2, "z": 1}, axis_type="auto"),
         marks=pytest.mark.slow,
     ),
