@@ -258,7 +258,7 @@ def written(family: Family, config: ModelConfig, length: int, dtype: str) -> dic
     json |= dict.fromkeys(family.length[:1], length) | write_rope(family, config) | write_local_rope(family, config)
     json |= write_window(family.window, config) | {"torch_dtype": dtype}
     json |= {family.output_dropout[0]: 0.0} if family.output_dropout else {}
-    json |= {**dict.fromkeys(family.multipliers, 1.0), **family.written}
+    json |= dict.fromkeys(family.multipliers, 1.0)
     if family.logit_scale is not None:
         json["logit_scale"] = 1.0
     if family.default_rope and config.rope_scaling is None:

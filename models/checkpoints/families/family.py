@@ -150,7 +150,6 @@ class Family:
         rope_names: names of the entries rope_theta and partial_rotary_factor beside the table of the scaling.
         multipliers: maps an entry, a number that is 1 by default, to the parameters that it is multiplied into. It is 1
             in what is written.
-        written: entries that are written although nothing here depends on them.
         copies: tensors that are copies of the embedding table; they are written if the logits have their own table.
         default_length: default of the entry with the longest sequence; None for no limit.
         renamed: regular expressions of whole names of tensors in some files, each with what replaces it.
@@ -182,7 +181,6 @@ class Family:
     output_dropout: tuple[str, float] | None = None
     rope_names: tuple[str, str] = ("rope_theta", "partial_rotary_factor")
     multipliers: Mapping[str, Multiplier] = field(default_factory=dict)
-    written: Mapping[str, Any] = field(default_factory=dict)
     copies: tuple[str, ...] = ()
     default_length: int | None = None
     renamed: tuple[tuple[str, str], ...] = ()

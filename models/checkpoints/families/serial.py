@@ -46,6 +46,7 @@ FIXED = {
     "parallel_norms": 1,
     "norm": "rms",
     "norm_bias": False,
+    "latent": None,
     "qk_norm": "none",
     "norms": "before",
     "sinks": False,
@@ -179,7 +180,6 @@ PHI3 = Family(
     original_length=4096,
     partial_rotary=1.0,
     window=Window(None),
-    written={"pad_token_id": None},  # by default a token of Phi-3's own vocabulary, which no smaller model has
 )
 
 _LAST = ("output.norm", "output.norm_bias")
