@@ -43,6 +43,7 @@ def test_random_rings(seed, make_mesh, place):
     window = int(rng.choice((1, 2, sizes["T"] // 2, sizes["T"], sizes["T"] + 1)))
     options = {"window": window} | ({"softcap": 0.8} if rng.integers(2) else {})
     of_sinks = {"sinks_spec": random_spec(rng, "H", sizes, mesh)} if rng.integers(2) else {}
+    options |= {"slopes": tuple(2.0 ** -np.arange(sizes["H"]))} if rng.integers(2) else {}
     int8, padded = seed % 4 == 3, bool(rng.integers(2)) or sizes["L"] == 19
     b, n, t, k, d, h = (sizes[dim] for dim in "BLTKDH")
     lengths = rng.integers(0, 3 * t, b).astype(np.int32)

@@ -120,8 +120,10 @@ def _attended(q, k, v, terms: Terms, causal: bool, scale: float, *scales: jax.Ar
         rows, columns = (jax.lax.broadcasted_iota(jnp.int32, (1, 1, 1, q.shape[1], k.shape[1]), at) for at in (3, 4))
         past = rows + (0 if terms.ahead is None else terms.ahead) >= columns
         visible = past if visible is None else visible & past
-    more = {"bias": terms.added(terms.chosen(), k.shape[2]), "limits": terms.limits}
-    return attend(group(q, k.shape[2]), k, v, visible, scale, *scales, **more).by_query()
+    key_scales, value_scales = scales or (None, None)
+    bias, limits = terms.added(terms.chosen(), k.shape[2]), terms.limits
+    grouped = group(q, k.shape[2])
+    return attend(grouped, k, v, visible, scale, key_scales, value_scales, bias=bias, limits=limits).by_query()
 
 
 def local_gradients(

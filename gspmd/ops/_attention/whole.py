@@ -26,6 +26,7 @@ from gspmd.ops._attention.terms import (
     read_limits,
     read_of_heads,
     read_segments,
+    read_slopes,
 )
 from gspmd.ops.interface.operands import array
 from gspmd.ops.interface.options import flag, number
@@ -54,6 +55,8 @@ def attention(
     softcap: float | None = None,
     sinks: jax.Array | None = None,
     sinks_spec: str | Spec | None = None,
+    slopes: jax.Array | Sequence[float] | None = None,
+    slopes_spec: str | Spec | None = None,
 ) -> jax.Array:
     """Scaled dot-product attention: softmax(scale · q·kᵀ + bias + mask) · v, heads in groups that share a key head.
 
@@ -97,6 +100,9 @@ def attention(
             gpt-oss: p_j = exp(l_j) / (Σ exp(l_j) + exp(sink)).
         sinks_spec: the spec of `sinks`, `"H_yz"`. They are moved, and their gradient is summed or stays a partial sum,
             as for `bias`.
+        slopes: [H] a constant of each query head for ALiBi: `slopes[h] · (j - i)` is added to the logit of query i and
+            key j in head h, where i and j are positions in the text. They have no gradient.
+        slopes_spec: the spec of `slopes`; unsharded when None.
 
     Returns:
         [B, L, H, D] in q's dtype; logits, biases and softmax are float32. A query that may attend to nothing,
@@ -120,7 +126,8 @@ def attention(
         2023 (arXiv 2305.13245) for shared key heads; Pope et al. 2022 (arXiv 2211.05102), section 3.3, for the layouts;
         Liu et al. 2023 (arXiv 2310.01889) for the ring; Raffel et al. 2020 (arXiv 1910.10683), section 2.1, for the
         bias; Beltagy et al. 2020 (arXiv 2004.05150), section 3.1, for the window; Gemma Team 2024 (arXiv 2408.00118),
-        section 2, for the soft cap; OpenAI 2025 (arXiv 2508.10925), section 2.2, for the sinks.
+        section 2, for the soft cap; OpenAI 2025 (arXiv 2508.10925), section 2.2, for the sinks; Press et al. 2022
+        (arXiv 2108.12409), section 3, for the slopes.
     Differs: forward-mode differentiation works under lowering "xla" only.
     """
     ctx = context()
@@ -133,6 +140,7 @@ def attention(
     of_queries, of_keys = (None, None) if segments is None else read_segments(doing, segments, query, key, q, k)
     table, of_table, buckets = read_bias(doing, bias, bias_spec, buckets, query, q.shape[2], ctx) or (None, None, None)
     sinks, of_sinks = read_of_heads(doing, "sinks", sinks, sinks_spec, query, q.shape[2], ctx) or (None, None)
+    slopes, of_slopes = read_slopes(doing, slopes, slopes_spec, query, q.shape[2], ctx) or (None, None)
     shifted = not (isinstance(offset, int) and offset == 0)
     extras = Extras(
         masked=mask is not None,
@@ -140,11 +148,14 @@ def attention(
         shifted=shifted,
         bias=of_table,
         sinks=of_sinks,
+        slopes=of_slopes,
         buckets=buckets,
         limits=read_limits(doing, causal, window, softcap),
         alike=segments is not None and segments[0] is segments[1],
     )
-    more = Given(mask, of_queries, of_keys, table, sinks, offset=_position(doing, offset) if shifted else None).operands
+    more = Given(
+        mask, of_queries, of_keys, table, sinks, slopes, _position(doing, offset) if shifted else None
+    ).operands
     compiler_chooses = ctx.compiler_chooses and not extras.keeps_partial_sums
     if key.without_trivial(ctx.mesh).axes[1]:
         from gspmd.ops._attention import ring  # imported here, since most attention does not need it
