@@ -246,7 +246,8 @@ class _CachedAttention:
             shards: the shards of the new keys, for arrays of all devices; None for the pieces of one device.
         """
         if shards is None and terms.is_plain and terms.ahead is None and splash.fits(q, k, v):
-            out, normaliser = splash.attended(self.scale_of(q), q, k, v, None)
+            form = splash.Form(self.scale_of(q), self.extras.limits)
+            out, normaliser = splash.attended(form, q, k, v, None, None)
             return Attended(normaliser, jnp.ones_like(normaliser), out.astype(jnp.float32))
         return local_attended(q, k, v, terms, True, self.scale_of(q), shards=shards or ALONE)
 

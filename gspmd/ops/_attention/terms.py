@@ -146,8 +146,8 @@ class Terms(NamedTuple):
 
     @property
     def is_plain(self) -> bool:
-        """Whether only causality decides which keys are seen, and the logits are products alone."""
-        return self.seen is None and self.segments is None and not self.adds and self.limits == UNLIMITED
+        """Whether only causality and a window decide which keys are seen, and nothing is added to the logits."""
+        return self.seen is None and self.segments is None and not self.adds
 
     @property
     def table(self) -> tuple[jax.Array, ...]:
