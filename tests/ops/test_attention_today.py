@@ -23,9 +23,9 @@ CASES = {
     "a ring of two key heads": (8, 2, 16, 16, {"x": 2, "y": 4}, "BL_xH_yD", "BT_xKD", "H_y"),
 }
 TERMS = [
-    {"window": 3}, {"softcap": 0.7}, {"sinks": True}, {"window": 1, "sinks": True}, {"window": 5, "softcap": 1.5},
-    {"window": 4, "softcap": 0.7, "sinks": True}, {"slopes": True}, {"slopes": True, "window": 4, "softcap": 0.7},
-    {"slopes": True, "sinks": True, "softcap": 0.7},
+    {"window": 3, "softcap": 0.7}, {"window": 1, "sinks": True}, {"window": 4, "slopes": True, "softcap": 1.5},
+    {"window": 5, "slopes": True}, {"window": 4, "softcap": 0.7, "sinks": True}, {"sinks": True, "softcap": 0.7},
+    {"window": 3}, {"softcap": 0.7}, {"sinks": True}, {"slopes": True}, {"window": 40, "slopes": True, "sinks": True},
 ]  # fmt: skip
 WITH = ["", "mask", "segments", "offset"]
 LOWERINGS = ["blocking", "xla", "looped", "auto"]
@@ -35,8 +35,11 @@ DRAWS = 60
 def draw(seed):
     """A placement, a lowering and terms, so that any two of them meet soon."""
     rng = np.random.default_rng(seed)
-    case, lowering = list(CASES)[seed % 5], LOWERINGS[seed // 5 % 4] if seed < 20 else str(rng.choice(LOWERINGS))
-    terms = dict(TERMS[seed % 9])
+    case, lowering = (
+        list(CASES)[seed % len(CASES)],
+        LOWERINGS[seed // 5 % 4] if seed < 20 else str(rng.choice(LOWERINGS)),
+    )
+    terms = dict(TERMS[seed % len(TERMS)])
     more = str(rng.choice(WITH[:3] if "ring" in case else WITH))
     return case, lowering, terms, more
 
