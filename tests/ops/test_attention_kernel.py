@@ -16,8 +16,10 @@ from gspmd.ops import Buckets, attention, cached_attention
 from gspmd.ops._attention import blocks
 from gspmd.ops._attention.kernels import splash
 from gspmd.ops._attention.local import MIXED
+from gspmd.ops._attention.terms import Limits
 from gspmd.tracing.jaxprs import all_equations, without_dead_code
 from tests.ops.test_attention import plain
+from tests.references.attention import written_out
 
 
 @pytest.fixture
@@ -96,6 +98,50 @@ def test_values_and_gradients(case, on_tpu, make_mesh, place):
         np.testing.assert_allclose(np.asarray(x, "float32"), exact, rtol=0, atol=limit)
 
 
+OPTIONS = [
+    {"window": 150, "softcap": 0.8, "sinks": True}, {"window": 128}, {"window": 1, "sinks": True}, {"softcap": 1.5},
+    {"window": 129, "sinks": True},
+]  # fmt: skip
+
+
+@pytest.mark.turns(1)
+@pytest.mark.parametrize("mesh_axes", [1, 2])
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_windows_caps_and_sinks(options, mesh_axes, on_tpu, make_mesh, place):
+    """Three blocks of queries and keys, of which a window leaves out some; against attention written out."""
+    given, options = _arrays(300, 4, 2, 40), dict(options)
+    g = _arrays(300, 4, 4, 40)[1]
+    query, key, of_sinks = "BLH_xD", "BTK_xD", "H_x"
+    if options.pop("sinks", False):
+        given += (jnp.asarray([0.5, -1.0, 2.0, 0.0]),)
+
+    def both(f):
+        def value_and_gradients(g, *given):
+            y, transpose = jax.vjp(lambda q, k, v, *sinks: f(q, k, v, sinks=sinks[0] if sinks else None), *given)
+            return y, *transpose(g)
+
+        return value_and_gradients
+
+    want = jax.jit(both(partial(written_out, **options)))(g, *given)
+    with jax.set_mesh(made := make_mesh({"x": mesh_axes})), gspmd.lowering("blocking"):
+        placed = [place(made, x, spec) for x, spec in zip((g, *given), (query, query, key, key, of_sinks))]
+        more = {"sinks_spec": of_sinks} if len(given) == 4 else {}
+        mine = both(lambda *a, sinks: attention(*a, query, key, sinks=sinks, **options, **more))
+        assert len(_kernels(mine, *placed)) == 3
+        got = jax.jit(mine)(*placed)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=2e-5), got, want)
+
+
+@pytest.mark.parametrize("window", [None, 1, 100, 128, 129, 130, 300, 512])
+def test_the_work_of_a_kernel_is_that_of_its_grid(window, on_tpu):
+    """By the tables that JAX makes of the mask: the blocks that are not empty, and the widest row of them."""
+    schedule = splash._Schedule.of(512, 256, Limits(window))
+    assert (schedule.count, schedule.block) == (4, 128)
+    for info, of_row in ((schedule.kernel().fwd_mask_info, -1), (schedule.kernel().dkv_mask_info, -2)):
+        assert np.count_nonzero(info.block_mask) == sum(schedule.seen)
+        assert info.block_mask.shape[of_row] == max(schedule.seen)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("key_heads", [1, 2])
 def test_segments(key_heads, on_tpu, make_mesh, monkeypatch):
@@ -127,13 +173,14 @@ def test_segments(key_heads, on_tpu, make_mesh, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_prompt_over_a_cache(on_tpu, make_mesh):
+@pytest.mark.parametrize("more", [{}, {"window": 9, "softcap": 0.9, "sinks": jnp.ones(2), "sinks_spec": "H"}], ids=len)
+def test_a_prompt_over_a_cache(more, on_tpu, make_mesh):
     q, k, v = _arrays(130, 2, 1, 64)
     held = jnp.ones((2, 8, 1, 64))
     lengths = jnp.array([3, 0])
 
     def attend(*arrays):
-        return cached_attention(*arrays, held, held, "BLHD", "BLKD", "BTKD", lengths=lengths)
+        return cached_attention(*arrays, held, held, "BLHD", "BLKD", "BTKD", lengths=lengths, **more)
 
     with jax.set_mesh(make_mesh({"x": 1}, "auto")), gspmd.lowering("blocking"):
         assert _kernels(attend, q, k, v) == ["splash_mqa_fwd_residuals"]
@@ -144,13 +191,14 @@ def test_a_prompt_over_a_cache(on_tpu, make_mesh):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("packed", [False, True])
-def test_second_derivatives_are_those_of_blocks(packed, on_tpu, make_mesh, monkeypatch):
+@pytest.mark.parametrize("more", [{}, {"window": 6, "softcap": 0.9, "sinks": jnp.ones(2), "sinks_spec": "H"}], ids=len)
+def test_second_derivatives_are_those_of_blocks(more, packed, on_tpu, make_mesh, monkeypatch):
     arrays, of_tokens = _arrays(20, 2, 1, 8, rows=1), jnp.arange(20)[None] // 8
-    segments = (of_tokens, of_tokens) if packed else None
+    options = {"segments": (of_tokens, of_tokens) if packed else None} | more
 
     def curved(q, k, v):
         def slope(k):
-            return jax.grad(lambda q: (attention(q, k, v, "BLHD", "BTKD", segments=segments) ** 3).sum())(q)
+            return jax.grad(lambda q: (attention(q, k, v, "BLHD", "BTKD", **options) ** 3).sum())(q)
 
         return jax.grad(lambda k: (slope(k) ** 2).sum())(k)
 
@@ -179,6 +227,8 @@ def test_what_the_kernel_takes(on_tpu, make_mesh):
         assert asked(segments=(of_tokens, of_tokens)) == 1
         assert asked(segments=(of_tokens, 2 * of_tokens)) == 0  # where a query may attend to nothing
         assert asked(bias=jnp.ones((32, 2)), bias_spec="RH", buckets=Buckets()) == 0
+        assert asked(window=16) == asked(softcap=2.0) == asked(sinks=jnp.ones(2), sinks_spec="H") == 1
+        assert asked(slopes=(1.0, 0.5)) == 0
 
 
 def test_what_is_kept_is_not_computed_again(on_tpu, make_mesh):

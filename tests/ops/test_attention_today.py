@@ -1,4 +1,4 @@
-"""Windows, soft caps and sinks, alone and together, in every placement, whole and in blocks."""
+"""Windows, soft caps, sinks and slopes, alone and together, in every placement, whole and in blocks."""
 
 import re
 
@@ -23,8 +23,9 @@ CASES = {
     "a ring of two key heads": (8, 2, 16, 16, {"x": 2, "y": 4}, "BL_xH_yD", "BT_xKD", "H_y"),
 }
 TERMS = [
-    {"window": 3}, {"softcap": 0.7}, {"sinks": True}, {"window": 1, "sinks": True}, {"window": 5, "softcap": 1.5},
-    {"window": 4, "softcap": 0.7, "sinks": True},
+    {"window": 3, "softcap": 0.7}, {"window": 1, "sinks": True}, {"window": 4, "slopes": True, "softcap": 1.5},
+    {"window": 5, "slopes": True}, {"window": 4, "softcap": 0.7, "sinks": True}, {"sinks": True, "softcap": 0.7},
+    {"window": 3}, {"softcap": 0.7}, {"sinks": True}, {"slopes": True}, {"window": 40, "slopes": True, "sinks": True},
 ]  # fmt: skip
 WITH = ["", "mask", "segments", "offset"]
 LOWERINGS = ["blocking", "xla", "looped", "auto"]
@@ -34,8 +35,11 @@ DRAWS = 60
 def draw(seed):
     """A placement, a lowering and terms, so that any two of them meet soon."""
     rng = np.random.default_rng(seed)
-    case, lowering = list(CASES)[seed % 5], LOWERINGS[seed // 5 % 4] if seed < 20 else str(rng.choice(LOWERINGS))
-    terms = dict(TERMS[seed % 6])
+    case, lowering = (
+        list(CASES)[seed % len(CASES)],
+        LOWERINGS[seed // 5 % 4] if seed < 20 else str(rng.choice(LOWERINGS)),
+    )
+    terms = dict(TERMS[seed % len(TERMS)])
     more = str(rng.choice(WITH[:3] if "ring" in case else WITH))
     return case, lowering, terms, more
 
@@ -46,11 +50,23 @@ def check(seed, axis_type, check_form):
     order = order_of(mesh, query, key, keys, True)
     at = [np.arange(n) if order is None else order for n in (queries, keys)]
     given, specs, options, names = [*arrays(heads, key_heads, queries, keys)], [query, key, key], {}, []
+    constants = {}
     if terms.pop("sinks", False):
         given.append(2 * RNG.normal(size=heads).astype(np.float32))
         specs.append(of_sinks)
         names, options = ["sinks"], {"sinks_spec": of_sinks}
     wrt = tuple(range(len(given)))
+    if terms.pop("slopes", False):
+        values = (2.0 ** -np.arange(heads)).astype(np.float32)
+        if seed % 2:
+            given, specs, names, options = (
+                [*given, values],
+                [*specs, of_sinks],
+                [*names, "slopes"],
+                {**options, "slopes_spec": of_sinks},
+            )
+        else:
+            options["slopes"] = constants["slopes"] = tuple(values.tolist())
     first, second = (str(gspmd.Spec(s.dims[:2], s.axes[:2])) for s in map(gspmd.Spec.parse, (query, key)))
     if more == "mask":
         given.append(RNG.random((4, keys)) < 0.7)
@@ -69,7 +85,7 @@ def check(seed, axis_type, check_form):
 
     return check_form(
         lambda q, k, v, *more: attention(q, k, v, query, key, **named(more), **terms, **options),
-        lambda q, k, v, *more: written_out(q, k, v, at=at, **named(more), **terms),
+        lambda q, k, v, *more: written_out(q, k, v, at=at, **named(more), **terms, **constants),
         given, specs, query, mesh=mesh, axis_type=axis_type, lowering=lowering, wrt=wrt,
     )  # fmt: skip
 
@@ -84,6 +100,14 @@ def test_value_and_gradients(seed, axis_type, check_form):
 @pytest.mark.parametrize("seed", range(DRAWS, 2 * DRAWS))
 def test_in_blocks(seed, axis_type, check_form, tiny_blocks):
     check(seed, axis_type, check_form)
+
+
+def test_slopes_have_no_gradient(make_mesh):
+    given, slopes = arrays(4, 2, 8, 8), np.ones(4, np.float32)
+    for lowering in ("blocking", "xla"):
+        with jax.set_mesh(make_mesh({"x": 2}, "auto")), gspmd.lowering(lowering):
+            attend = lambda s: attention(*given, "B_xLHD", "B_xTKD", slopes=s).sum()  # noqa: E731
+            np.testing.assert_array_equal(jax.grad(attend)(slopes), np.zeros(4))
 
 
 def test_a_query_that_sees_nothing_gives_nothing_to_its_sink(make_mesh):
@@ -187,6 +211,8 @@ def test_reduced_sinks_keep_their_gradient_a_partial_sum(make_mesh, place):
         ({"sinks": np.ones(3), "sinks_spec": "H"}, "sinks have size 3, not 4, the number of query heads."),
         ({"sinks": np.ones(4), "sinks_spec": "K"}, "'K' is not the spec of sinks, one number for each query head."),
         ({"sinks": np.ones((4, 1)), "sinks_spec": "HD"}, "'HD' is not the spec of sinks"),
+        ({"slopes": (1.0, 0.5)}, "slopes have size 2, not 4, the number of query heads."),
+        ({"slopes_spec": "H"}, "slopes is missing.\n  slopes and slopes_spec are given together."),
     ],
 )
 def test_refuses_what_does_not_fit(given, message, make_mesh):

@@ -17,7 +17,7 @@ def written_out(
         logits = softcap * jnp.tanh(logits / softcap)
     relative = np.asarray(of_keys)[None] - np.asarray(of_queries)[:, None]
     if slopes is not None:
-        logits = logits + jnp.asarray(slopes)[None, :, None, None] * relative
+        logits = logits + jnp.asarray(slopes)[None, :, None, None] * relative[None, None]
     seen = np.ones((1, 1, *relative.shape), bool)
     if causal:
         seen = seen & (relative <= 0)

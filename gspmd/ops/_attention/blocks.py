@@ -56,7 +56,7 @@ class Blocks:
                 for query in np.arange(0, queries, self.queries)
                 for key in range(
                     self.first_key(query, keys, window),
-                    min(keys, query + self.queries) if causal else keys,
+                    min(keys, int(query) + self.queries) if causal else keys,
                     self.keys,
                 )
             ],

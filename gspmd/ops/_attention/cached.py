@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from math import prod
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,17 @@ from gspmd.ops._attention.kernels import splash
 from gspmd.ops._attention.local import ALONE, Shards, local_attended
 from gspmd.ops._attention.online import Attended
 from gspmd.ops._attention.placement import CachePlacement, by_position, placement
-from gspmd.ops._attention.terms import Extras, Given, Terms, by_heads, positions, read_bias, read_limits, read_of_heads
+from gspmd.ops._attention.terms import (
+    Extras,
+    Given,
+    Terms,
+    by_heads,
+    positions,
+    read_bias,
+    read_limits,
+    read_of_heads,
+    read_slopes,
+)
 from gspmd.ops.interface.operands import array
 from gspmd.ops.interface.options import number
 from gspmd.ops.interface.planned_op import FLOAT32, Chains, fault, planned_op, read, shard_index, steps_of
@@ -46,6 +57,8 @@ def cached_attention(
     softcap: float | None = None,
     sinks: jax.Array | None = None,
     sinks_spec: str | Spec | None = None,
+    slopes: jax.Array | Sequence[float] | None = None,
+    slopes_spec: str | Spec | None = None,
 ) -> jax.Array:
     """Attend to the cached keys of each row and, causally, to the keys of the new tokens themselves.
 
@@ -77,7 +90,9 @@ def cached_attention(
         window: the number of keys that a query sees, itself included, as in `attention`. The cache is then a ring: the
             key at position p is in slot p mod T, as `write_cache(..., ring=True)` writes it, and `lengths` may exceed
             T, which is at least window - 1. A cache with room for all positions is the same with and without a ring.
-        softcap, sinks, sinks_spec: a cap of the logits, and a logit more of each head, as in `attention`.
+        softcap: a cap of the logits, as in `attention`.
+        sinks, sinks_spec: a logit more of each head, which has no value, as in `attention`.
+        slopes, slopes_spec: those of ALiBi, as in `attention`, with the positions of `bias`, also in a ring.
 
     Returns:
         [B, L, H, D] in q's dtype; logits and softmax are float32. A query of a row without any key gets 0.
@@ -123,6 +138,7 @@ def cached_attention(
     order = _check(doing, (query, key, held), quantized, q, new, *cache, lengths=lengths)
     table, of_table, buckets = read_bias(doing, bias, bias_spec, buckets, query, q.shape[2], ctx) or (None, None, None)
     sinks, of_sinks = read_of_heads(doing, "sinks", sinks, sinks_spec, query, q.shape[2], ctx) or (None, None)
+    slopes, of_slopes = read_slopes(doing, slopes, slopes_spec, query, q.shape[2], ctx) or (None, None)
     limits = read_limits(doing, bool(new), window, softcap)
     if limits.window is not None and cache[0].shape[order[1]] < limits.window - 1:
         fact = (
@@ -135,9 +151,9 @@ def cached_attention(
     cache = [x.transpose(order if x.ndim == 4 else scales_order) for x in cache]
     ordered = Spec(tuple(held.dims[at] for at in order), tuple(held.axes[at] for at in order))
     name = f"cached attention {query}, {held}"
-    extras = Extras(bias=of_table, sinks=of_sinks, buckets=buckets, limits=limits)
+    extras = Extras(bias=of_table, sinks=of_sinks, slopes=of_slopes, buckets=buckets, limits=limits)
     form = _CachedAttention(query, key, ordered, scale, quantized, name, bool(new), extras)
-    operands = q, *new, *cache, *Given(bias=table, sinks=sinks).operands, lengths
+    operands = q, *new, *cache, *Given(bias=table, sinks=sinks, slopes=slopes).operands, lengths
     if ctx.compiler_chooses and not extras.keeps_partial_sums:
         at = placement(form.query, form.key, form.cache, q.shape, cache[0].shape[2], ctx.mesh)
         f = partial(_whole, form, at, ctx.mesh)
@@ -230,7 +246,8 @@ class _CachedAttention:
             shards: the shards of the new keys, for arrays of all devices; None for the pieces of one device.
         """
         if shards is None and terms.is_plain and terms.ahead is None and splash.fits(q, k, v):
-            out, normaliser = splash.attended(self.scale_of(q), q, k, v, None)
+            form = splash.Form(self.scale_of(q), self.extras.limits)
+            out, normaliser = splash.attended(form, q, k, v, None, None)
             return Attended(normaliser, jnp.ones_like(normaliser), out.astype(jnp.float32))
         return local_attended(q, k, v, terms, True, self.scale_of(q), shards=shards or ALONE)
 
@@ -352,7 +369,7 @@ def _chains_of(form: _CachedAttention, shapes: _Shapes, ctx: Context) -> dict[st
         return {name: steps_of(each, ctx, _CALLED.get(name, name)) for name, each in _moves(form, shapes, ctx).items()}
     # The moves to the cache are not known either. They do not depend on the sources of new keys and operands of heads.
     of_heads = form.extras.of_heads
-    bare = {
+    bare: dict[str, Any] = {
         name: replace(each, spec=Spec(each.spec.dims, ((),) * len(each.spec.dims))) for name, each in of_heads.items()
     }
     asked = replace(form, key=Spec(form.key.dims, ((),) * 4), extras=replace(form.extras, **bare)), shapes, ctx

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from gspmd.lowerings import in_force
 from gspmd.ops._attention.blocks import Blocks, Form, attended, attention_in_blocks, gradients
 from gspmd.ops._attention.online import Attended, attend, group, ungroup
-from gspmd.ops._attention.terms import Terms
+from gspmd.ops._attention.terms import UNLIMITED, Terms
 from gspmd.ops._attention.together import attend_together, suits
 
 Shards = tuple[int, int, int, int]
@@ -31,8 +31,8 @@ def local_attention(
 
     If a device has more than 2**25 logits, they are never in memory at once. A GPU then runs cuDNN's fused attention,
     if it takes the arrays: float16 or bfloat16, a head size that 8 divides, up to 128, no mask except `causal`, no
-    bias, soft cap or sinks. Everything else attends in blocks, including TPUs if their own kernels, which are tried
-    first, do not fit.
+    window, soft cap, bias or sinks. Everything else attends in blocks, including TPUs if their own kernels, which are
+    tried first, do not fit.
 
     Args:
         q, k, v: arrays of one device, or of all devices for the compiler to partition.
@@ -45,7 +45,8 @@ def local_attention(
     blocks = _blocks(q, k.shape[1], shards, terms)
     if blocks is None:
         return _plain(q, k, v, terms, causal, scale, sinks)
-    if terms.is_plain and sinks is None and not (causal and terms.ahead is not None) and _fits_cudnn(q, k):
+    plain = terms.is_plain and terms.limits == UNLIMITED and sinks is None
+    if plain and not (causal and terms.ahead is not None) and _fits_cudnn(q, k):
         return jax.nn.dot_product_attention(q, k, v, scale=scale, is_causal=causal, implementation="cudnn")
     form = Form(blocks, q.shape[3] ** -0.5 if scale is None else scale, causal)
     terms = terms.with_more_queries(-q.shape[1] % blocks.queries)
@@ -120,8 +121,10 @@ def _attended(q, k, v, terms: Terms, causal: bool, scale: float, *scales: jax.Ar
         rows, columns = (jax.lax.broadcasted_iota(jnp.int32, (1, 1, 1, q.shape[1], k.shape[1]), at) for at in (3, 4))
         past = rows + (0 if terms.ahead is None else terms.ahead) >= columns
         visible = past if visible is None else visible & past
-    more = {"bias": terms.added(terms.chosen(), k.shape[2]), "limits": terms.limits}
-    return attend(group(q, k.shape[2]), k, v, visible, scale, *scales, **more).by_query()
+    key_scales, value_scales = scales or (None, None)
+    bias, limits = terms.added(terms.chosen(), k.shape[2]), terms.limits
+    grouped = group(q, k.shape[2])
+    return attend(grouped, k, v, visible, scale, key_scales, value_scales, bias=bias, limits=limits).by_query()
 
 
 def local_gradients(

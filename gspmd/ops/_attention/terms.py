@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from gspmd.annotate.errors import SpecError, report, shown
 from gspmd.annotate.spec import Spec
@@ -145,8 +146,8 @@ class Terms(NamedTuple):
 
     @property
     def is_plain(self) -> bool:
-        """Whether only causality decides which keys are seen, and the logits are products alone."""
-        return self.seen is None and self.segments is None and not self.adds and self.limits == UNLIMITED
+        """Whether only causality and a window decide which keys are seen, and nothing is added to the logits."""
+        return self.seen is None and self.segments is None and not self.adds
 
     @property
     def table(self) -> tuple[jax.Array, ...]:
@@ -433,6 +434,22 @@ def read_bias(
     if faults:
         raise report(SpecError, doing, faults) from None
     return table, OfHeads(spec, table.dtype.itemsize), buckets
+
+
+def read_slopes(
+    doing: str, slopes: Any, spec: str | Spec | None, query: Spec, heads: int, ctx: Context
+) -> tuple[jax.Array, OfHeads] | None:
+    """Return ALiBi's slopes in float32, which have no gradient, and their spec; None without them.
+
+    Raises:
+        SpecError: as for `read_of_heads`; or a slope is no number.
+    """
+    if isinstance(slopes, (tuple, list)):
+        slopes = np.array([number(doing, "a slope", each) for each in slopes], np.float32)
+    if slopes is not None:
+        slopes = jax.lax.stop_gradient(float32(array(doing, "slopes", slopes, "real numbers")))
+        spec = query.dims[2] if spec is None else spec
+    return read_of_heads(doing, "slopes", slopes, spec, query, heads, ctx)
 
 
 def positions(length: int, first: jax.Array | int = 0) -> jax.Array:

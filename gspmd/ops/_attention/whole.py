@@ -17,7 +17,9 @@ from gspmd.ops._attention.buckets import Buckets
 from gspmd.ops._attention.heads import Share, placed
 from gspmd.ops._attention.kernels import splash
 from gspmd.ops._attention.local import ALONE, MIXED, Shards, local_attention
+from gspmd.ops._attention.online import sink_gradient
 from gspmd.ops._attention.terms import (
+    UNLIMITED,
     Extras,
     Given,
     Terms,
@@ -26,6 +28,7 @@ from gspmd.ops._attention.terms import (
     read_limits,
     read_of_heads,
     read_segments,
+    read_slopes,
 )
 from gspmd.ops.interface.operands import array
 from gspmd.ops.interface.options import flag, number
@@ -54,6 +57,8 @@ def attention(
     softcap: float | None = None,
     sinks: jax.Array | None = None,
     sinks_spec: str | Spec | None = None,
+    slopes: jax.Array | Sequence[float] | None = None,
+    slopes_spec: str | Spec | None = None,
 ) -> jax.Array:
     """Scaled dot-product attention: softmax(scale · q·kᵀ + bias + mask) · v, heads in groups that share a key head.
 
@@ -97,6 +102,9 @@ def attention(
             gpt-oss: p_j = exp(l_j) / (Σ exp(l_j) + exp(sink)).
         sinks_spec: the spec of `sinks`, `"H_yz"`. They are moved, and their gradient is summed or stays a partial sum,
             as for `bias`.
+        slopes: [H] a constant of each query head for ALiBi: `slopes[h] · (j - i)` is added to the logit of query i and
+            key j in head h, where i and j are positions in the text. They have no gradient.
+        slopes_spec: the spec of `slopes`; unsharded when None.
 
     Returns:
         [B, L, H, D] in q's dtype; logits, biases and softmax are float32. A query that may attend to nothing,
@@ -120,7 +128,8 @@ def attention(
         2023 (arXiv 2305.13245) for shared key heads; Pope et al. 2022 (arXiv 2211.05102), section 3.3, for the layouts;
         Liu et al. 2023 (arXiv 2310.01889) for the ring; Raffel et al. 2020 (arXiv 1910.10683), section 2.1, for the
         bias; Beltagy et al. 2020 (arXiv 2004.05150), section 3.1, for the window; Gemma Team 2024 (arXiv 2408.00118),
-        section 2, for the soft cap; OpenAI 2025 (arXiv 2508.10925), section 2.2, for the sinks.
+        section 2, for the soft cap; OpenAI 2025 (arXiv 2508.10925), section 2.2, for the sinks; Press et al. 2022
+        (arXiv 2108.12409), section 3, for the slopes.
     Differs: forward-mode differentiation works under lowering "xla" only.
     """
     ctx = context()
@@ -133,6 +142,7 @@ def attention(
     of_queries, of_keys = (None, None) if segments is None else read_segments(doing, segments, query, key, q, k)
     table, of_table, buckets = read_bias(doing, bias, bias_spec, buckets, query, q.shape[2], ctx) or (None, None, None)
     sinks, of_sinks = read_of_heads(doing, "sinks", sinks, sinks_spec, query, q.shape[2], ctx) or (None, None)
+    slopes, of_slopes = read_slopes(doing, slopes, slopes_spec, query, q.shape[2], ctx) or (None, None)
     shifted = not (isinstance(offset, int) and offset == 0)
     extras = Extras(
         masked=mask is not None,
@@ -140,11 +150,14 @@ def attention(
         shifted=shifted,
         bias=of_table,
         sinks=of_sinks,
+        slopes=of_slopes,
         buckets=buckets,
         limits=read_limits(doing, causal, window, softcap),
         alike=segments is not None and segments[0] is segments[1],
     )
-    more = Given(mask, of_queries, of_keys, table, sinks, offset=_position(doing, offset) if shifted else None).operands
+    more = Given(
+        mask, of_queries, of_keys, table, sinks, slopes, _position(doing, offset) if shifted else None
+    ).operands
     compiler_chooses = ctx.compiler_chooses and not extras.keeps_partial_sums
     if key.without_trivial(ctx.mesh).axes[1]:
         from gspmd.ops._attention import ring  # imported here, since most attention does not need it
@@ -204,19 +217,20 @@ class _Core:
         first = shard_index(self.spread) * q.shape[1] if self.spread else None
         return _attend(self.extras, self.causal, self.scale, ALONE, q, k, v, *more, first=first)
 
-    def kernel_terms(self, more: Sequence[jax.Array]) -> tuple[Terms, jax.Array | None]:
-        """Return the terms that the kernel takes, and the segments [B, L] of its tokens, or None."""
-        of_tokens = self.extras.named(more).of_queries
-        return Terms(segments=None if of_tokens is None else (of_tokens, of_tokens)), of_tokens
+    def kernel_form(self, q: jax.Array) -> splash.Form:
+        """Return the options of the kernel."""
+        return splash.Form(q.shape[3] ** -0.5 if self.scale is None else self.scale, self.extras.limits)
 
-    def scale_of(self, q: jax.Array) -> float:
-        """Return the scale of the logits."""
-        return q.shape[3] ** -0.5 if self.scale is None else self.scale
+
+def _kernel_terms(given: Given) -> Terms:
+    """Return the terms by which the kernel's arrays are cleared."""
+    return Terms(segments=None if given.of_queries is None else (given.of_queries, given.of_queries))
 
 
 def _fits_kernel(core: _Core, mesh: Mapping[str, int], q: jax.Array, k: jax.Array, v: jax.Array) -> bool:
     """Return whether the TPU's kernel runs: causal attention from the sequences' start, to arrays that it takes."""
-    if not core.causal or core.spread or core.extras not in (Extras(), Extras(segmented=True, alike=True)):
+    taken = replace(core.extras, sinks=None, limits=UNLIMITED)
+    if not core.causal or core.spread or taken not in (Extras(), Extras(segmented=True, alike=True)):
         return False
     queries, keys, values = (
         jax.ShapeDtypeStruct(spec.local_shape(sizes_of(spec, x.shape), mesh), x.dtype)
@@ -291,11 +305,13 @@ def _value(core: _Core, heads: int, shape: tuple[int, ...], width: int, ctx: Con
 
     def body(q, k, v, *more):
         k, v = chains.send("key", k), chains.send("value", v)
+        given = core.extras.sent(chains, more)
         if core.kernel:
-            terms, of_tokens = core.kernel_terms(more)
-            out, normaliser = splash.attended(core.scale_of(q), *terms.cleared(q, *core.share.pick(k, v)), of_tokens)
+            terms = _kernel_terms(given)
+            picked = terms.cleared(q, *core.share.pick(k, v))
+            out, normaliser = splash.attended(core.kernel_form(q), *picked, given.of_queries, given.sinks)
             return terms.real(out), normaliser
-        return core.attend(q, k, v, *core.extras.sent(chains, more).operands)
+        return core.attend(q, k, v, *given.operands)
 
     return chains.steps, body
 
@@ -311,14 +327,16 @@ def _gradient(core: _Core, heads: int, shape: tuple[int, ...], width: int, ctx: 
         # the logits are computed again, as they are larger than everything that is kept; if those of the value are
         # still held, the compiler uses them
         k, v = chains.send("key", k), chains.send("value", v)
+        kept, more = more[: 2 * core.kernel], more[2 * core.kernel :]
+        given = core.extras.sent(chains, more)
         if core.kernel:
-            out, normaliser, *more = more
-            terms, of_tokens = core.kernel_terms(more)
+            (out, normaliser), terms = kept, _kernel_terms(given)
             picked, unpick = jax.vjp(lambda q, k, v: terms.cleared(q, *core.share.pick(k, v)), q, k, v)
-            given = *picked, of_tokens, out, normaliser, terms.real(g)
-            (d_q, d_k, d_v), learned = unpick(splash.gradients(core.scale_of(q), *given)), ()
+            g = terms.real(g)
+            found = splash.gradients(core.kernel_form(q), *picked, given.of_queries, out, normaliser, g)
+            d_q, d_k, d_v = unpick(found)
+            learned = () if given.sinks is None else (sink_gradient(given.sinks, normaliser, out, g),)
         else:
-            given = core.extras.sent(chains, more)
             attend = lambda q, k, v, *learned: core.attend(q, k, v, *given.with_learned(learned).operands)  # noqa: E731
             _, transpose = jax.vjp(attend, q, k, v, *map(float32, given.learned))
             d_q, d_k, d_v, *learned = transpose(g)

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from gspmd.lowerings import in_force
 from gspmd.ops._attention import blocks
 from gspmd.ops._attention.online import group, ungroup
-from gspmd.ops._attention.terms import Terms
+from gspmd.ops._attention.terms import UNLIMITED, Limits, Terms, positions
 from gspmd.ops.interface.kernels import KernelWork
 
 _WITHOUT = "TPU v2", "TPU v3"
@@ -38,8 +38,8 @@ _MOST = 64
 def fits(q: jax.ShapeDtypeStruct, k: jax.ShapeDtypeStruct, v: jax.ShapeDtypeStruct) -> bool:
     """Return whether the devices are TPUs whose kernels take queries [B, L, H, D], keys and values [B, L, K, D].
 
-    They take causal self-attention of a device in bfloat16 or float32, in JAX's default precision of products, and are
-    used for more logits than fit in memory.
+    They take causal self-attention of a device in bfloat16 or float32, in JAX's default precision of products, with any
+    window, soft cap and sinks, and are used for more logits than fit in memory.
     """
     if not in_force.is_tpu() or in_force.device_kind() in _WITHOUT:
         return False
@@ -55,6 +55,14 @@ def fits(q: jax.ShapeDtypeStruct, k: jax.ShapeDtypeStruct, v: jax.ShapeDtypeStru
 
 
 @dataclass(frozen=True)
+class Form:
+    """The options of the kernels, besides arrays: the factor of the logits, the window and the soft cap."""
+
+    scale: float
+    limits: Limits = UNLIMITED
+
+
+@dataclass(frozen=True)
 class _Schedule:
     """The blocks of the kernels: as many queries as keys, padded at the end to a whole number of blocks.
 
@@ -63,12 +71,19 @@ class _Schedule:
 
     count: int
     block: int
+    limits: Limits
 
     @classmethod
-    def of(cls, length: int, head_bytes: int) -> "_Schedule":
+    def of(cls, length: int, head_bytes: int, limits: Limits = UNLIMITED) -> "_Schedule":
         longest = _LONGEST[0] if head_bytes <= _WIDEST else _LONGEST[0] // 2
         count = ceil(length / longest)
-        return cls(count, ceil(length / count / _LANES) * _LANES)
+        return cls(count, ceil(length / count / _LANES) * _LANES, limits)
+
+    @property
+    def seen(self) -> list[int]:
+        """The number of blocks of keys that each block of queries sees."""
+        far = self.length if self.limits.window is None else self.limits.window
+        return [at + 1 - max((at * self.block - far + 1) // self.block, 0) for at in range(self.count)]
 
     @property
     def length(self) -> int:
@@ -77,7 +92,11 @@ class _Schedule:
     def kernel(self) -> Any:
         # imported here and below: importing Pallas takes a third of a second, and other attention does not need it
         from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
-        from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask import CausalMask, MultiHeadMask
+        from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask import (
+            CausalMask,
+            LocalMask,
+            MultiHeadMask,
+        )
 
         lanes = self.block // _LANES
         product = _LANES * max(n for n in range(1, _LONGEST[1] // _LANES + 1) if lanes % n == 0)
@@ -87,8 +106,10 @@ class _Schedule:
             block_q_dq=self.block, block_kv_dq=self.block,
         )  # fmt: skip
         # the mask of one head, the same for all
-        mask = MultiHeadMask([CausalMask((self.length, self.length))])
-        return splash.make_splash_mqa_single_device(mask, block_sizes=sizes, save_residuals=True)
+        shape, window, softcap = (self.length, self.length), self.limits.window, self.limits.softcap
+        mask = MultiHeadMask([CausalMask(shape) if window is None else LocalMask(shape, (window - 1, 0), offset=0)])
+        options = {"block_sizes": sizes, "save_residuals": True, "attn_logits_soft_cap": softcap}
+        return splash.make_splash_mqa_single_device(mask, **options)
 
     def work(self, q: jax.Array, k: jax.Array, products: int) -> KernelWork:
         """Return the work of a kernel.
@@ -97,7 +118,7 @@ class _Schedule:
         """
         rows, _, heads, size = q.shape
         of_head, width = rows * heads, size * q.dtype.itemsize
-        seen = self.count * (self.count + 1) // 2
+        seen = sum(self.seen)
         # two arrays of the queries' length and two of the keys' are read or written for every block or once; statistics
         # of 32 bits have 128 copies in the forward kernel, 1 in the second and 8 in the third
         blocks, once = 2 * of_head * seen * self.block * width, 2 * of_head * self.length * width
@@ -110,7 +131,7 @@ class _Schedule:
         return KernelWork(
             flops=2 * products * of_head * seen * self.block**2 * size,
             bytes=moved[products],
-            steps=of_head * self.count**2,
+            steps=of_head * self.count * max(self.seen),  # kernels shrink the grid to the most that some block sees
             blocks=of_head * seen,
             rows=(rows * k.shape[2] if products == 4 else of_head) * self.count,
         )
@@ -138,53 +159,56 @@ class _Schedule:
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
 def attended(
-    scale: float, q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None
+    form: Form, q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None, sinks: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
     """Causal attention [B, L, H, D] of one device, and the normaliser [B, L, H] of each query, in float32.
 
-    The normaliser is the logarithm of the sum of exponentials of a query's logits. Derivatives are those of attention
-    in blocks.
+    The normaliser is the logarithm of the sum of exponentials of a query's logits and its sink. Derivatives are those
+    of attention in blocks.
 
     Args:
-        scale: the factor of the logits.
+        form: the factor of the logits, the window and the soft cap.
         q: [B, L, H, D].
         k, v: [B, L, K, D]; K divides H.
         segments: [B, L] int32, of queries and keys alike, or None; segment 0 attends to itself.
+        sinks: [H], a logit more for each head, which has no value, or None.
     """
-    schedule = _Schedule.of(q.shape[1], q.shape[3] * q.dtype.itemsize)
-    scaled, keys, values = (schedule.by_key_head(x, k.shape[2]) for x in (_scaled(q, scale), k, v))
+    schedule = _Schedule.of(q.shape[1], q.shape[3] * q.dtype.itemsize, form.limits)
+    scaled, keys, values = (schedule.by_key_head(x, k.shape[2]) for x in (_scaled(q, form.scale), k, v))
+    if sinks is not None:
+        sinks = jnp.tile(sinks.reshape(k.shape[2], -1), (q.shape[0], 1))  # as `by_key_head`: [B·K, Q]
     with schedule.work(q, k, products=2).scope():
         ids = schedule.segments(segments, k.shape[2])
-        out, (normaliser,) = jax.vmap(schedule.kernel())(scaled, keys[:, 0], values[:, 0], ids)
+        out, (normaliser,) = jax.vmap(schedule.kernel())(scaled, keys[:, 0], values[:, 0], ids, sinks)
     return schedule.by_query(out, q), schedule.by_query(normaliser, q)
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
 def gradients(
-    scale: float, q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None, out: jax.Array,
+    form: Form, q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None, out: jax.Array,
     normaliser: jax.Array, g: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
     """Return the gradients of queries, keys and values, from the results of `attended` and its output's cotangent."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 
-    schedule = _Schedule.of(q.shape[1], q.shape[3] * q.dtype.itemsize)
+    schedule = _Schedule.of(q.shape[1], q.shape[3] * q.dtype.itemsize, form.limits)
     kernel, block = schedule.kernel(), schedule.block
     scaled, keys, values, out, normaliser, g = (
-        schedule.by_key_head(x, k.shape[2]) for x in (_scaled(q, scale), k, v, out, normaliser, g)
+        schedule.by_key_head(x, k.shape[2]) for x in (_scaled(q, form.scale), k, v, out, normaliser, g)
     )
     mean = jnp.sum(out.astype(jnp.float32) * g.astype(jnp.float32), axis=-1)
-    form = {name: kernel.kwargs[name] for name in ("is_mqa", "mask_value", "attn_logits_soft_cap", "mask_function")}
-    form |= dict.fromkeys(("q_layout", "k_layout", "v_layout"), splash.QKVLayout.HEAD_DIM_MINOR)
-    form |= {"bq": block, "bkv": block, "interpret": kernel.kwargs["interpret"]}
+    options = {name: kernel.kwargs[name] for name in ("is_mqa", "mask_value", "attn_logits_soft_cap", "mask_function")}
+    options |= dict.fromkeys(("q_layout", "k_layout", "v_layout"), splash.QKVLayout.HEAD_DIM_MINOR)
+    options |= {"bq": block, "bkv": block, "interpret": kernel.kwargs["interpret"]}
 
     def of_queries(q, k, v, ids, normaliser, g, mean):
         info = kernel.dq_mask_info
-        return splash._splash_attention_bwd_dq(q, k, v, ids, None, normaliser, g, mean, mask_info=info, **form)
+        return splash._splash_attention_bwd_dq(q, k, v, ids, None, normaliser, g, mean, mask_info=info, **options)
 
     def of_keys(q, k, v, ids, normaliser, g, mean):
         rest = {"mask_info": kernel.dkv_mask_info, "bkv_compute": kernel.kwargs["block_sizes"].block_kv_dkv_compute}
         return splash._splash_attention_bwd_dkv(
-            q, k, v, ids, None, normaliser, g, mean, use_fused_bwd_kernel=False, **rest, **form
+            q, k, v, ids, None, normaliser, g, mean, use_fused_bwd_kernel=False, **rest, **options
         )[1:]
 
     operands = scaled, keys[:, 0], values[:, 0], schedule.segments(segments, k.shape[2]), normaliser, g, mean
@@ -193,7 +217,7 @@ def gradients(
     with schedule.work(q, k, products=4).scope():
         d_keys = jax.vmap(of_keys)(*operands)
     d_k, d_v = (schedule.by_query(x[:, None], q) for x in d_keys)
-    return _scaled(schedule.by_query(d_q, q), scale), d_k, d_v
+    return _scaled(schedule.by_query(d_q, q), form.scale), d_k, d_v
 
 
 def _scaled(x: jax.Array, scale: float) -> jax.Array:
@@ -204,44 +228,45 @@ def _scaled(x: jax.Array, scale: float) -> jax.Array:
 
 
 @attended.defjvp
-def _attended_tangent(scale, primals, tangents):
-    segments = primals[3]
+def _attended_tangent(form, primals, tangents):
+    segments, sinks = primals[3:]
 
-    def in_blocks(q, k, v):
-        form, queries = _in_blocks(scale, q, k), q.shape[1]
-        found = blocks.attended(form, _grouped(form, q, k), k, v, _terms(form, segments), q.dtype)
+    def in_blocks(q, k, v, sinks=None):
+        blocked, queries = _in_blocks(form, q, k), q.shape[1]
+        terms = _terms(blocked, segments, queries, form.limits)
+        found = blocks.attended(blocked, _grouped(blocked, q, k), k, v, terms, q.dtype, sinks=sinks)
         out, top, total = (ungroup(x[:, :, :, :queries]) for x in found)
         return out, top + jnp.log(total)
 
-    return jax.jvp(in_blocks, primals[:3], tangents[:3])
+    moving = (0, 1, 2) if sinks is None else (0, 1, 2, 4)
+    return jax.jvp(in_blocks, tuple(primals[at] for at in moving), tuple(tangents[at] for at in moving))
 
 
 @gradients.defjvp
-def _gradients_tangent(scale, primals, tangents):
+def _gradients_tangent(form, primals, tangents):
     segments = primals[3]
 
     def in_blocks(q, k, v, out, normaliser, g):
-        form, queries = _in_blocks(scale, q, k), q.shape[1]
-        q, out, normaliser, g = (_grouped(form, x, k) for x in (q, out, normaliser, g))
-        d_q, *rest = blocks.gradients(
-            form, (q, k, v, _terms(form, segments), out, normaliser, jnp.ones_like(normaliser)), g
-        )
+        blocked, queries = _in_blocks(form, q, k), q.shape[1]
+        q, out, normaliser, g = (_grouped(blocked, x, k) for x in (q, out, normaliser, g))
+        terms = _terms(blocked, segments, queries, form.limits)
+        d_q, *rest = blocks.gradients(blocked, (q, k, v, terms, out, normaliser, jnp.ones_like(normaliser)), g)
         return tuple(x.astype(k.dtype) for x in (ungroup(d_q[:, :, :, :queries]), *rest))
 
     return jax.jvp(in_blocks, (*primals[:3], *primals[4:]), (*tangents[:3], *tangents[4:]))
 
 
-def _terms(form: blocks.Form, segments: jax.Array | None) -> Terms:
+def _terms(form: blocks.Form, segments: jax.Array | None, length: int, limits: Limits) -> Terms:
     """Return the terms of queries padded to whole blocks; for segment 0 blocks, unlike the kernel, give 0."""
-    if segments is None:
-        return Terms()
-    return Terms(segments=(segments, segments)).with_more_queries(-segments.shape[1] % form.blocks.queries)
+    pair = None if segments is None else (segments, segments)
+    placed = None if limits.window is None else (positions(length), positions(length))
+    return Terms(segments=pair, positions=placed, limits=limits).with_more_queries(-length % form.blocks.queries)
 
 
-def _in_blocks(scale: float, q: jax.Array, k: jax.Array) -> blocks.Form:
+def _in_blocks(form: Form, q: jax.Array, k: jax.Array) -> blocks.Form:
     rows, queries, heads, _ = q.shape
     found = blocks.Blocks.of(rows, heads, queries, k.shape[1]) or blocks.Blocks(rows, queries, queries)
-    return blocks.Form(found, scale, causal=True)
+    return blocks.Form(found, form.scale, causal=True)
 
 
 def _grouped(form: blocks.Form, x: jax.Array, k: jax.Array) -> jax.Array:
