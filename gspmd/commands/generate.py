@@ -517,7 +517,7 @@ def write(
         prompts: the beginnings of the texts, each for the same number of them.
         texts: the texts, not yet begun.
         bursts: the tokens of the texts.
-        ended: receives the numbers of texts that end with a stop string.
+        ended: receives the numbers of texts that end with a stop string, or at an id that is no token's.
     """
     each, at, count, first, seconds = len(texts) // len(prompts), 0, 0, 0.0, 0.0
     waiting: list[str] = []
@@ -551,6 +551,11 @@ def write(
     speed = f", then {later / (seconds - first):,.1f} tokens per second" if later > 0 and seconds > first else ""
     when = "the first" if speed or count <= len(texts) else "all"  # a search of beams gives all at once
     console.print(f"{counted(count, 'token')}: {when} after {amount_of_seconds(first)}{speed}.", highlight=False)
+    for number, text in enumerate(texts, 1):
+        if text.unknown is not None:
+            which = f"Text {number}" if len(texts) > 1 else "The text"
+            said = f"{which} ended at id {text.unknown}, which the model has a row for, and the tokenizer no token."
+            console.print(said, soft_wrap=True, highlight=False)
 
 
 def _title(number: int, count: int, scores: Sequence[float]) -> str:

@@ -136,6 +136,10 @@ class Tokenizer:
         """Return the number of ids, including those of added tokens."""
         return self.backend.get_vocab_size()
 
+    def __contains__(self, token: int) -> bool:
+        """Return whether an id is that of a token; a model's table may have more rows than there are tokens."""
+        return self.backend.id_to_token(int(token)) is not None
+
     def save(self, directory: str | os.PathLike) -> None:
         """Write tokenizer.json and tokenizer_config.json to a folder."""
         self.backend.save(str(Path(directory) / FILE))
