@@ -554,7 +554,7 @@ def write(
     for number, text in enumerate(texts, 1):
         if text.unknown is not None:
             which = f"Text {number}" if len(texts) > 1 else "The text"
-            said = f"{which} ended at id {text.unknown}, which the model has a row for, and the tokenizer no token."
+            said = f"{which} ended at id {text.unknown:,}, which the model has a row for, and the tokenizer no token."
             console.print(said, soft_wrap=True, highlight=False)
 
 
