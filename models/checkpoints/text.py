@@ -14,7 +14,7 @@ from tokenizers import decoders, models, pre_tokenizers, processors
 
 from gspmd.reading import ReadError, read_text
 
-from . import chat, special
+from . import chat, special, steps
 from .files import CheckpointError
 
 FILE = "tokenizer.json"
@@ -205,7 +205,7 @@ def tokenizer(directory: str | os.PathLike) -> Tokenizer:
     made_by = special.class_of(settings, files["config.json"], text)
     named = special.texts(settings, made_by, doing)
     special.add(backend, settings, doing)
-    special.set_ends(backend, made_by, named.get("eos_token"))
+    steps.rebuild(backend, made_by, settings, named)
     backend.encode_special_tokens = settings.get("split_special_tokens") is True
     ends, begins = (_ids(kind, files, named, backend, doing) for kind in ("eos", "bos"))
     templates = chat.read_templates(folder, settings, doing)
