@@ -32,13 +32,13 @@ def rebuild(backend: tokenizers.Tokenizer, made_by: str, settings: Mapping[str, 
     """
     model, prefix = backend.model, settings.get("add_prefix_space")
     if isinstance(model, models.BPE) and made_by in (*_BYTES, *_PIECES):
-        of_bytes, unknown = made_by in _BYTES, named.get("unk_token")
+        of_bytes, unknown = made_by in _BYTES, named.get("unk_token", "")
         model.dropout, model.ignore_merges = None, False
         model.fuse_unk, model.byte_fallback = not of_bytes, not of_bytes
-        has_unknown = (
-            not of_bytes and made_by != "LlamaTokenizer" and unknown and backend.token_to_id(unknown) is not None
-        )
-        model.unk_token = unknown if has_unknown else None
+        if of_bytes or made_by == "LlamaTokenizer" or backend.token_to_id(unknown) is None:
+            model.unk_token = None
+        else:
+            model.unk_token = unknown
         backend.normalizer = _NORMALIZERS.get(made_by)
         if of_bytes:
             backend.pre_tokenizer, backend.decoder = _bytes(made_by, prefix is True), decoders.ByteLevel()

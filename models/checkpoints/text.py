@@ -184,8 +184,8 @@ def tokenizer(directory: str | os.PathLike) -> Tokenizer:
     `eos_token` of tokenizer_config.json; likewise the id that begins a text. The last step of tokenizer.json decides
     which tokens `encode` adds to a text. As in transformers since version 5, add_bos_token and add_eos_token of
     tokenizer_config.json count for nothing beside it; the classes of GPT-NeoX (which adds none) and T5 (which adds the
-    end) decide themselves. Tokens that tokenizer_config.json names or describes, and tokenizer.json does not have, are
-    added.
+    end) decide themselves. Some classes also decide how a text is split (`steps.rebuild`). Tokens that
+    tokenizer_config.json names or describes, and tokenizer.json does not have, are added.
 
     Args:
         directory: the checkpoint's folder, with tokenizer.json; or the path of such a file under any name.
