@@ -400,6 +400,8 @@ def test_a_chat_is_the_system_then_the_turns_of_a_file_then_the_prompt(tmp_path)
     assert found("x", system="s", messages=turns) == ["<system>s<user>a<assistant>b<user>x<assistant>"]
     assert found(messages=turns) == ["<user>a<assistant>b<assistant>"]
     assert found("x", chat_template="b") == ["B"]
+    spoken.templates["c"] = "{{ a | tojson }}{{ b | tojson }}"
+    assert found("x", chat_template="c", chat_variable=("a=false", "b=1 May")) == ['false"1 May"']
     assert generate.prompts_shown(generate.GenerateSettings(chat=True), ["x", "y"]) == ["", ""]
 
 
@@ -417,6 +419,10 @@ def test_a_chat_is_the_system_then_the_turns_of_a_file_then_the_prompt(tmp_path)
         (
             ["--chat-template", "s"],
             "ConfigError: cannot generate text:\n  --chat-template is for a chat; add --chat, or",
+        ),
+        (
+            ["--chat", "--chat-variable", "a"],
+            "ConfigError: cannot generate text:\n  --chat-variable 'a' is not NAME=VALUE, with the name of a variable",
         ),
         (
             ["--chat", "--messages", "no"],
