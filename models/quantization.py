@@ -88,8 +88,10 @@ def quantize_together(rows: dict[str, ParameterRow], weights: dict[str, jax.Arra
     of_scale, held = rows[scale].spec, [rows[path].spec for path in weights]
     summed = tuple(tuple(d for d, dim in enumerate(spec.dims) if dim not in of_scale.dims) for spec in held)
     placed = [spec.partition_spec() for spec in (*held, of_scale)]
+    # Padding is not counted: a layout that pads must not change the scales.
+    sizes = (math.prod(rows[path].real_shape[d] for d in over) for path, over in zip(weights, summed))
     with jax.set_mesh(mesh_of(weights)):
-        made = _quantizer(summed, tuple(placed))(*weights.values())
+        made = _quantizer(summed, tuple(placed), max(sizes) <= NARROW)(*weights.values())
     return dict(zip([*weights, scale], made))
 
 
@@ -120,13 +122,13 @@ def _least_error(weights: Sequence[jax.Array], summed: tuple[tuple[int, ...], ..
 
 
 @lru_cache(maxsize=256)
-def _quantizer(summed: tuple[tuple[int, ...], ...], placed: tuple[jax.P, ...]) -> Any:
+def _quantizer(summed: tuple[tuple[int, ...], ...], placed: tuple[jax.P, ...], narrow: bool) -> Any:
     def quantized(*weights: jax.Array) -> Sequence[jax.Array]:
         wide = [w.astype(jnp.float32) for w in weights]
         largest = [jnp.max(jnp.abs(w), axis=over) for w, over in zip(wide, summed)]
         scale = jnp.max(jnp.stack(largest), axis=0) / 127
         scale = jnp.where(scale > 0, scale, 1.0)
-        if max(math.prod(w.shape[d] for d in over) for w, over in zip(wide, summed)) <= NARROW:
+        if narrow:
             scale = _least_error(wide, summed, scale)
         # A NaN or an infinity would be rounded to an ordinary int8, and the maximum may ignore a NaN (on CPUs it does
         # in wide channels). So the scale is set to NaN, which makes the channel's products NaN.

@@ -14,7 +14,8 @@ from typing import Any
 from gspmd.layouts.initial import Constant, Initialiser, Normal
 from gspmd.layouts.rules.keys import dims_of
 
-ModelConfig = LatentConfig = Any
+LatentConfig = Any
+ModelConfig = Any
 """A `gspmd_models.ModelConfig`, which counts its parameters by these tensors, so that it imports this module."""
 
 SHARED = ("moe.shared_in", "moe.shared_gate", "moe.shared_hidden", "moe.shared_bias", "moe.shared_out")

@@ -38,7 +38,7 @@ from gspmd.display.tables import counted
 from gspmd.display.units import amount_of_seconds
 from gspmd.interruption import number_of
 from gspmd.layouts import Layout
-from gspmd.reading import ReadError, read_json, read_text
+from gspmd.reading import ReadError, parse_json, read_json, read_text
 from gspmd.training import ShardingConfig
 from gspmd.training.arrangement import make_mesh, start
 from gspmd.training.checkpoints import load_parameters, newest_intact
@@ -110,6 +110,9 @@ class GenerateSettings:
     --prompt they are answered themselves."""
     chat_template: str = ""
     """With --chat: the name of the template, where the checkpoint has several."""
+    chat_variable: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    """With --chat: a variable that the template reads, NAME=VALUE, such as enable_thinking=false; repeatable. A value
+    that is not JSON is a text."""
     target_prompt: str = ""
     """Beginning of every text of a model with an encoder, such as the token of a language."""
     samples: int = 1
@@ -454,7 +457,27 @@ def ids_of(
     if settings.system and any(turn["role"] == "system" for turn in before[1:]):
         raise ConfigError(_DOING, [f"{settings.messages!r} has a message of the system too; leave out --system."])
     chats = [[*before, {"role": "user", "content": prompt}] for prompt in prompts] or [before]
-    return [tokenizer.chat(turns, template=settings.chat_template) for turns in chats]
+    variables = dict(map(variable_of, settings.chat_variable))
+    return [tokenizer.chat(turns, template=settings.chat_template, **variables) for turns in chats]
+
+
+def variable_of(given: str) -> tuple[str, Any]:
+    """Return the name and the value of a variable of a template.
+
+    >>> variable_of("enable_thinking=false"), variable_of("date=1 May")
+    (('enable_thinking', False), ('date', '1 May'))
+
+    Raises:
+        ConfigError: it is not NAME=VALUE, or the name is one of the template's own arguments.
+    """
+    name, equals, value = given.partition("=")
+    if not equals or not name.isidentifier() or name in ("messages", "template", "prompt", "add_generation_prompt"):
+        fault = f"--chat-variable {given!r} is not NAME=VALUE, with the name of a variable that the template reads."
+        raise ConfigError(_DOING, [fault])
+    try:
+        return name, parse_json(value)
+    except ReadError:
+        return name, value
 
 
 def messages_of(name: str) -> list[dict[str, Any]]:
@@ -486,7 +509,8 @@ def prompts_of(settings: GenerateSettings) -> list[str]:
         ConfigError: there is no prompt, or it cannot be read; or flags of a chat are given without --chat.
     """
     prompts, name = list(settings.prompt), settings.prompt_file
-    flags = [flag for flag in ("system", "messages", "chat-template") if getattr(settings, flag.replace("-", "_"))]
+    names = ("system", "messages", "chat-template", "chat-variable")
+    flags = [flag for flag in names if getattr(settings, flag.replace("-", "_"))]
     if flags and not settings.chat:
         raise ConfigError(_DOING, [f"--{flags[0]} is for a chat; add --chat, or leave it out."])
     if name:
@@ -517,7 +541,7 @@ def write(
         prompts: the beginnings of the texts, each for the same number of them.
         texts: the texts, not yet begun.
         bursts: the tokens of the texts.
-        ended: receives the numbers of texts that end with a stop string.
+        ended: receives the numbers of texts that end with a stop string, or at an id that is no token's.
     """
     each, at, count, first, seconds = len(texts) // len(prompts), 0, 0, 0.0, 0.0
     waiting: list[str] = []
@@ -551,6 +575,11 @@ def write(
     speed = f", then {later / (seconds - first):,.1f} tokens per second" if later > 0 and seconds > first else ""
     when = "the first" if speed or count <= len(texts) else "all"  # a search of beams gives all at once
     console.print(f"{counted(count, 'token')}: {when} after {amount_of_seconds(first)}{speed}.", highlight=False)
+    for number, text in enumerate(texts, 1):
+        if text.unknown is not None:
+            which = f"Text {number}" if len(texts) > 1 else "The text"
+            said = f"{which} ended at id {text.unknown:,}, which the model has a row for, and the tokenizer no token."
+            console.print(said, soft_wrap=True, highlight=False)
 
 
 def _title(number: int, count: int, scores: Sequence[float]) -> str:

@@ -1,6 +1,6 @@
 """Public checkpoints: read safetensors, config.json and tokenizer.json onto any mesh and layout, and write them.
 
-Reading order: files, families/, config, sources, loading, special, rendering, chat, text, generation, saving.
+Reading order: files, families/, config, sources, loading, special, steps, rendering, chat, text, generation, saving.
 """
 
 from .config import model_config

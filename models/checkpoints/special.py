@@ -1,4 +1,4 @@
-"""The special tokens of a tokenizer that files beside tokenizer.json name, and those that begin and end a text."""
+"""The special tokens of a tokenizer that files beside tokenizer.json name, and the class that transformers takes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers import processors
 
 from .files import CheckpointError, read_json
 
@@ -150,21 +149,3 @@ def _token(described: Any, special: bool, doing: str) -> tokenizers.AddedToken:
         fault = f"{CONFIG} describes a token as {described!r:.120}; it must be a text, or a table with its content."
         raise CheckpointError(doing, [fault])
     return tokenizers.AddedToken(entries["content"], **(flags | ({"special": True} if special else {})))
-
-
-def set_ends(backend: tokenizers.Tokenizer, made_by: str, ends: str | None) -> None:
-    """Change what `encode` adds to a text where the class of the tokenizer decides it, and not tokenizer.json.
-
-    Args:
-        backend: the library's tokenizer, with the steps of tokenizer.json.
-        made_by: the class, from `class_of`.
-        ends: the token that ends a text.
-
-    Differs: other classes rebuild the steps before this one too (how a text is split); here they are tokenizer.json's.
-    """
-    if made_by == "GPTNeoXTokenizer":
-        backend.post_processor = processors.TemplateProcessing(single="$A", pair="$A $B")
-    number = None if ends is None else backend.token_to_id(ends)
-    if made_by == "T5Tokenizer" and ends is not None and number is not None:
-        step = processors.TemplateProcessing(single=["$A", ends], special_tokens=[(ends, number)])
-        backend.post_processor = step

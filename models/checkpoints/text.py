@@ -14,7 +14,7 @@ from tokenizers import decoders, models, pre_tokenizers, processors
 
 from gspmd.reading import ReadError, read_text
 
-from . import chat, special
+from . import chat, special, steps
 from .files import CheckpointError
 
 FILE = "tokenizer.json"
@@ -136,6 +136,10 @@ class Tokenizer:
         """Return the number of ids, including those of added tokens."""
         return self.backend.get_vocab_size()
 
+    def __contains__(self, token: int) -> bool:
+        """Return whether an id is that of a token; a model's table may have more rows than there are tokens."""
+        return self.backend.id_to_token(int(token)) is not None
+
     def save(self, directory: str | os.PathLike) -> None:
         """Write tokenizer.json and tokenizer_config.json to a folder."""
         self.backend.save(str(Path(directory) / FILE))
@@ -180,8 +184,8 @@ def tokenizer(directory: str | os.PathLike) -> Tokenizer:
     `eos_token` of tokenizer_config.json; likewise the id that begins a text. The last step of tokenizer.json decides
     which tokens `encode` adds to a text. As in transformers since version 5, add_bos_token and add_eos_token of
     tokenizer_config.json count for nothing beside it; the classes of GPT-NeoX (which adds none) and T5 (which adds the
-    end) decide themselves. Tokens that tokenizer_config.json names or describes, and tokenizer.json does not have, are
-    added.
+    end) decide themselves. Some classes also decide how a text is split (`steps.rebuild`). Tokens that
+    tokenizer_config.json names or describes, and tokenizer.json does not have, are added.
 
     Args:
         directory: the checkpoint's folder, with tokenizer.json; or the path of such a file under any name.
@@ -201,7 +205,7 @@ def tokenizer(directory: str | os.PathLike) -> Tokenizer:
     made_by = special.class_of(settings, files["config.json"], text)
     named = special.texts(settings, made_by, doing)
     special.add(backend, settings, doing)
-    special.set_ends(backend, made_by, named.get("eos_token"))
+    steps.rebuild(backend, made_by, settings, named)
     backend.encode_special_tokens = settings.get("split_special_tokens") is True
     ends, begins = (_ids(kind, files, named, backend, doing) for kind in ("eos", "bos"))
     templates = chat.read_templates(folder, settings, doing)

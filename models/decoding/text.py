@@ -10,29 +10,48 @@ class Text:
     """A text that is shown while it is generated.
 
     Args:
-        tokenizer: a tokenizer whose `stream` decodes one token at a time (`gspmd_models.checkpoints.Tokenizer`).
+        tokenizer: a tokenizer whose `stream` decodes one token at a time, and which has ("in") the tokens of a text
+            (`gspmd_models.checkpoints.Tokenizer`).
         prompt: the tokens before the text, which decide whether it begins with a space.
         stop: strings that end the text; they are not shown.
 
     Attributes:
-        ended: whether a stop string was found, or `end` was called.
+        ended: whether a stop string was found, a token came that the tokenizer does not have, or `end` was called.
+        unknown: this token, which ended the text; else None. A model's table may have more rows than its tokenizer has
+            tokens, and nothing keeps it from drawing one of them.
 
     Example:
         >>> from gspmd_models.checkpoints import byte_tokenizer
         >>> text = Text(byte_tokenizer(), b"def", stop=["\\n\\n"])
         >>> text.add(b" f():\\n"), text.add(b" x\\n\\ny"), text.ended
         (' f():', '\\n x', True)
+        >>> text = Text(byte_tokenizer())
+        >>> text.add([72, 105, 300, 33]), text.ended, text.unknown
+        ('Hi', True, 300)
     """
 
     def __init__(self, tokenizer: Any, prompt: Iterable[int] = (), stop: Sequence[str] = ()):
-        self._stream, self._stop, self._held = tokenizer.stream(), tuple(stop), ""
+        self._tokenizer, self._stream, self._stop, self._held = tokenizer, tokenizer.stream(), tuple(stop), ""
         self.ended = False
+        self.unknown: int | None = None
         for token in prompt:
             self._stream.add(token)
 
     def add(self, tokens: Iterable[int]) -> str:
         """Add tokens, and return the text that can be shown; a suffix that may begin a stop string is held back."""
-        return "" if self.ended else self._shown("".join(map(self._stream.add, tokens)))
+        if self.ended:
+            return ""
+        pieces, unknown = [], None
+        for token in tokens:
+            if token not in self._tokenizer:
+                unknown = int(token)
+                break
+            pieces.append(self._stream.add(token))
+        shown = self._shown("".join(pieces))
+        if self.ended or unknown is None:
+            return shown
+        self.unknown = unknown
+        return shown + self.end()
 
     def end(self) -> str:
         """End the text, and return the part that was held back."""

@@ -159,6 +159,24 @@ def test_the_best_texts_of_a_search_are_written_with_their_scores(capsys):
     assert "1 token: the first after 200 ms." in said
 
 
+def test_an_id_that_the_tokenizer_does_not_have_ends_a_text_and_is_said(capsys):
+    """A model has rows for 300 ids, and the tokenizer of bytes 256 tokens; half a character before it is shown."""
+    texts = [decoding.Text(checkpoints.byte_tokenizer(), b"p", ("ab",)) for _ in range(3)]
+    each = (
+        ([*b"x\xc3", 299, *b"y"], [*b"x"], [*b"ab", 256]),
+        ([*b"z"], [*b"y"], [*b"z"]),
+    )
+    bursts = (decoding.Burst([*tokens], [False, number == 1, False], 0.1) for number, tokens in enumerate(each))
+    ended: set[int] = set()
+    generate.write(printing.console(200, stderr=True), ["p"], texts, bursts, ended)
+    out, said = capsys.readouterr()
+    assert out == "=== text 1 of 3 ===\npx\ufffd\n=== text 2 of 3 ===\npxy\n=== text 3 of 3 ===\np\n"
+    assert said.endswith("\nText 1 ended at id 299, which the model has a row for, and the tokenizer no token.\n")
+    assert said.count("ended at id") == 1
+    assert ended == {0, 2}
+    assert [text.unknown for text in texts] == [299, None, None]
+
+
 def test_a_text_may_be_longer_than_the_window_of_its_model(capsys, public, tmp_path):
     folder = tmp_path / "windowed"
     shutil.copytree(public, folder)
@@ -382,6 +400,8 @@ def test_a_chat_is_the_system_then_the_turns_of_a_file_then_the_prompt(tmp_path)
     assert found("x", system="s", messages=turns) == ["<system>s<user>a<assistant>b<user>x<assistant>"]
     assert found(messages=turns) == ["<user>a<assistant>b<assistant>"]
     assert found("x", chat_template="b") == ["B"]
+    spoken.templates["c"] = "{{ a | tojson }}{{ b | tojson }}"
+    assert found("x", chat_template="c", chat_variable=("a=false", "b=1 May")) == ['false"1 May"']
     assert generate.prompts_shown(generate.GenerateSettings(chat=True), ["x", "y"]) == ["", ""]
 
 
@@ -399,6 +419,10 @@ def test_a_chat_is_the_system_then_the_turns_of_a_file_then_the_prompt(tmp_path)
         (
             ["--chat-template", "s"],
             "ConfigError: cannot generate text:\n  --chat-template is for a chat; add --chat, or",
+        ),
+        (
+            ["--chat", "--chat-variable", "a"],
+            "ConfigError: cannot generate text:\n  --chat-variable 'a' is not NAME=VALUE, with the name of a variable",
         ),
         (
             ["--chat", "--messages", "no"],

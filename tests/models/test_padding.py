@@ -6,6 +6,7 @@ import pytest
 
 import gspmd
 import gspmd_models as models
+from gspmd import ops
 from gspmd.layouts import Layout
 from gspmd.layouts.initial import Normal
 from gspmd.moe import MoEConfig
@@ -21,12 +22,12 @@ CASES = [
     ("weight-stationary-2d", {"H": 8, "F": 8, "V": 8}, {"kv_heads": 1, "block": "parallel"}, "xla", "explicit"),
 ]
 EXPERTS = {"layers": 2, "ffn_bias": True, "moe": MoEConfig(experts=4, shared=1)}
-MORE = [
+OTHERS = [
     # every key/value head gets a third query head that is none
     ("megatron-1d", {"H": 9, "F": 9, "V": 9}, {"tied": False, "activation": "gelu"}, "blocking", "auto"),
     ("megatron-1d", CASES[0][1], EXPERTS, "blocking", "auto"),
 ]
-CASES += [pytest.param(*case, marks=pytest.mark.slow) for case in MORE]
+CASES += [pytest.param(*case, marks=pytest.mark.slow) for case in OTHERS]
 MESH = {"megatron-1d": {"x": 2, "y": 4, "z": 1}, "weight-stationary-2d": {"x": 2, "y": 2, "z": 2}}
 
 
@@ -48,6 +49,40 @@ def test_padding_has_no_effect_on_values_and_gets_no_gradient(
     if padding.get("H") == 9:
         mesh = {"x": 2, "y": 1, "z": 3}
     layout = Layout.load(preset).override({f"padding.{dim}": size for dim, size in padding.items()})
+    has_no_effect(settings, layout, mesh, lowering, kind, make_mesh, tokens)
+
+
+# Key/value heads that are whole on every device, and those that only y shards.
+WHOLE = {"attention.w_k": "EKD", "attention.w_v": "EKD", "attention.key": "B_xLKD"}
+SPLIT = {"attention.w_k": "EK_yD", "attention.w_v": "EK_yD", "attention.key": "B_xLK_yD"}
+GROUPS = [
+    # 7, 7 and 6 query heads of each key/value head become 8, and a device has heads of one group only
+    (14, 2, "megatron-1d", {"x": 1, "y": 8, "z": 1}, {"padding.H": 16, **WHOLE}),
+    (28, 4, "megatron-1d", {"x": 1, "y": 4, "z": 2}, {"padding.H": 32, **SPLIT}),
+    (12, 2, "megatron-1d", {"x": 1, "y": 2, "z": 4}, {"padding.H": 16, **SPLIT}),
+    (12, 2, "megatron-1d", {"x": 1, "y": 8, "z": 1}, {"padding.K": 8}),  # six key/value heads that are none
+    (14, 2, "weight-stationary-2d", {"x": 2, "y": 2, "z": 2}, {"padding.H": 16}),
+    (28, 4, "zero-3", {"x": 2, "y": 2, "z": 2}, {}),
+]
+
+
+@pytest.mark.turns(1)
+@pytest.mark.parametrize(("heads", "kv_heads", "preset", "mesh", "lines"), GROUPS)
+def test_heads_are_padded_within_their_group(heads, kv_heads, preset, mesh, lines, config, make_mesh, tokens):
+    """Of 14 query and 2 key/value heads, 28 and 4, 12 and 2, on 8 devices, with a vocabulary of 257."""
+    settings = config(heads=heads, kv_heads=kv_heads, layers=1, remat=False, vocabulary=257, qkv_bias=True)
+    layout = Layout.load(preset).override({"padding.V": 8} | lines)
+    has_no_effect(settings, layout, mesh, "blocking", "explicit", make_mesh, tokens)
+    wide, real = layout.padded(settings.sizes(8, 16)), settings.sizes(8, 16)
+    assert wide["H"] // wide["K"] >= real["H"] // real["K"]
+    row = parameters(settings, layout)["blocks.0.attention.w_q"]
+    if each := row.padding[2]:
+        groups = np.where(each.origins >= 0, each.origins // (heads // kv_heads), -1)
+        assert (groups == np.where(groups >= 0, np.arange(each.size) * wide["K"] // wide["H"], -1)).all()
+
+
+def has_no_effect(settings, layout, mesh, lowering, kind, make_mesh, tokens):
+    """Compare loss, gradients and initial values with those of one device without padding."""
     layout.check(settings.sizes(8, 16), mesh)
     found = []
     whole, alone = Layout.load("replicated"), {"x": 1, "y": 1, "z": 1}
@@ -68,7 +103,7 @@ def test_padding_has_no_effect_on_values_and_gets_no_gradient(
             values[path] = np.where(is_real, values[path], 0.7)
         places = {path: value.sharding for path, value in models.arrays(model).items()}
         with jax.set_mesh(placed), gspmd.lowering(under):
-            ids = put(tokens % 60, at, placed)
+            ids = put(tokens % settings.vocabulary, at, placed)
             run = jax.value_and_grad(lambda values, ids, m=model: models.loss(models.with_arrays(m, values), ids)[0])
             found.append(jax.jit(run)(jax.device_put(values, places), ids))
     (wanted, wanted_gradients), (loss, gradients) = found
@@ -98,6 +133,47 @@ def test_training_leaves_padding_at_zero(config, make_mesh, tokens):
         value = np.asarray(state.params[path])
         assert not np.any(value[~is_real]), path
         assert np.any(value[is_real]), path
+
+
+def test_int8_weights_are_those_without_padding(config, make_mesh):
+    """Also where only the padding makes a channel wider than those for which a scale of least error is searched."""
+    settings = config(heads=14, kv_heads=2, head_size=18, layers=1, vocabulary=257, feed_forward=252)
+    found = {}
+    for name, changes, sizes in (
+        ("replicated", {}, {"x": 1, "y": 1, "z": 1}),
+        ("megatron-1d", {"padding.H": 16, "padding.V": 8, "padding.F": 64} | SPLIT, {"x": 1, "y": 2, "z": 4}),
+    ):
+        layout = Layout.load(name).override(changes)
+        model = models.quantize(models.build(settings, layout, make_mesh(sizes), jax.random.key(0)))
+        rows = parameters(model.config, layout)
+        found[name] = {path: gather(np.asarray(x), rows[path]) for path, x in models.arrays(model).items()}
+    assert found["replicated"]["blocks.0.attention.w_o"].dtype == np.int8
+    for path, wanted in found["replicated"].items():
+        np.testing.assert_allclose(found["megatron-1d"][path], wanted, rtol=1e-6, atol=1e-9, err_msg=path)
+
+
+FILTERS = [{}, {"temperature": 100.0}, {"temperature": 1e-3}, {"temperature": 0}, {"top_k": 264}, {"min_p": 1e-9}]
+MORE = [{"top_p": 0.999999}, {"top_k": 260, "top_p": 0.99, "min_p": 1e-9, "temperature": 3.0}]
+
+
+@pytest.mark.parametrize("settings", [*FILTERS, *(pytest.param(each, marks=pytest.mark.slow) for each in MORE)])
+def test_ten_thousand_draws_give_no_token_of_the_padding(settings, make_mesh):
+    """A vocabulary of 257 over 8 devices whose logits are all negative, down to those that a model cannot have."""
+    count, rng = 10_000, np.random.default_rng(0)
+    real = -rng.exponential(np.float32([1, 50, 1e4, 1e20, 1e28])[np.arange(count) % 5, None], (count, 257))
+    logits = np.full((count, 264), -1e30, np.float32)
+    logits[:, :257] = real
+    with jax.set_mesh(make_mesh({"x": 8})):
+        placed = gspmd.annotate(logits, "BV_x")
+        rows = np.arange(count)
+        drawn = jax.jit(lambda x: ops.sample(x, "BV_x", "V", seeds=rows, positions=rows * 0, **settings))(placed)
+    drawn = np.asarray(drawn)
+    assert drawn.min() >= 0
+    assert drawn.max() < 257
+    if settings.get("temperature") == 0:
+        np.testing.assert_array_equal(drawn, np.argmax(logits[:, :257], axis=1))
+    elif settings == {"temperature": 100.0}:  # nearly even in a fifth of the rows, whose last device has one real token
+        assert 1 <= np.sum(drawn[::5] == 256) <= 25
 
 
 def test_drawing_a_padded_matrix_never_holds_the_whole(make_mesh):

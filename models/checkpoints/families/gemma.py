@@ -97,8 +97,8 @@ GEMMA_3 = Family(
     title="Gemma 3",
     architecture="Gemma3ForCausalLM",
     model_type="gemma3_text",
-    options=GEMMA_2.options
-    | {
+    options={
+        **GEMMA_2.options,
         "score_softcap": Option("attn_logit_softcapping", None, null=None),
         "logit_softcap": Option("final_logit_softcapping", None, null=None),
     },

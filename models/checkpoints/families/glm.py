@@ -28,9 +28,9 @@ GLM_4 = Family(
     architecture="Glm4ForCausalLM",
     model_type="glm4",
     options=GLM.options,
-    fixed=GLM.fixed | {"norms": "both"},
-    tensors=GLM.tensors
-    | {
+    fixed={**GLM.fixed, "norms": "both"},
+    tensors={
+        **GLM.tensors,
         "attention.norm_after": Stored(f"{LAYER}.post_self_attn_layernorm.weight", "E"),
         "ffn.norm_after": Stored(f"{LAYER}.post_mlp_layernorm.weight", "E"),
     },

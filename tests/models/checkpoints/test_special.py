@@ -7,6 +7,7 @@ import pytest
 import tokenizers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tokenizers import normalizers, pre_tokenizers
 
 from gspmd_models.checkpoints import CheckpointError, tokenizer
 from tests.models.checkpoints.tokenizing import BEGIN, END, byte_level, folder, gemma, pieces, unigram, with_step
@@ -60,6 +61,44 @@ FAMILIES = (
     "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma2", "cohere", "cohere2", "phi", "phi3", "gptj",
     "gpt2", "gpt_neox", "olmo", "olmo2", "olmoe", "stablelm", "granite", "falcon", "starcoder2", "glm4", "gpt_bigcode",
 )  # fmt: skip
+
+
+OTHER_STEPS = {
+    "bytes": byte_level,
+    "pieces": pieces,
+    "pieces, spaces normalised": lambda: changed(pieces(), normalizers.Sequence(LLAMA), None),
+    "pieces of words": lambda: changed(pieces(), None, pre_tokenizers.Metaspace()),
+    "digits": lambda: changed(byte_level(), normalizers.NFKC(), pre_tokenizers.Sequence(DIGITS)),
+}
+LLAMA = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+DIGITS = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=True)]
+
+
+def changed(backend, normalizer, pre_tokenizer):
+    backend.normalizer, backend.pre_tokenizer = normalizer, pre_tokenizer
+    return backend
+
+
+SPACES = ["the  a", " the", f"{BEGIN}the{END} a {BEGIN} the", "a12 34\n\n  ½ ﬁ", "don't  \n the", "<unk> ø"]
+
+
+@pytest.mark.parametrize("steps", OTHER_STEPS)
+@pytest.mark.parametrize(
+    "named",
+    ["PreTrainedTokenizerFast", "LlamaTokenizer", "CodeLlamaTokenizer", "GemmaTokenizer", "Qwen2Tokenizer",
+     "GPT2Tokenizer", "CohereTokenizer", "GPTNeoXTokenizer"],
+)  # fmt: skip
+def test_texts_are_split_as_the_class_of_transformers_does(transformers, named, steps, tmp_path):
+    """Whatever tokenizer.json says: a class of its own takes no more than vocabulary and last step from it."""
+    of_bytes = steps in ("bytes", "digits")
+    if named in ("GemmaTokenizer", "CodeLlamaTokenizer") and of_bytes:
+        return  # they have an unknown token, which these vocabularies lack
+    for more in ({}, {"add_prefix_space": True}, {"add_prefix_space": False, "legacy": True}, {"legacy": True}):
+        backend = with_step(OTHER_STEPS[steps](), "begin")
+        at = folder(tmp_path, backend, NAMED | {"tokenizer_class": named} | more)
+        wanted, found = alike(transformers, at, SPACES)
+        for text in SPACES:
+            assert found.decode(found.encode(text), special=True) == wanted.decode(wanted.encode(text)), text
 
 
 @pytest.mark.parametrize("family", FAMILIES)
