@@ -18,13 +18,13 @@ from gspmd.layouts.rules.keys import ENCODER
 from .config import ModelConfig
 from .parameters import ParameterRow, check_placed, parameters
 from .placement import batch_spec
-from .tensors import SHARED
+from .tensors import line_sizes
 from .transformer import Transformer
-from .vectors import shared_sizes, wide_sizes
+from .vectors import wide_sizes
 
 WIDE = (
     "norm", "norm_bias", "q_norm", "k_norm", "b_q", "b_k", "b_v", "b_o", "b_in", "b_gate", "b_out", "bias", "relative",
-    "router", "router_noise", "router_bias", "choice_bias", "shared_bias",
+    "router", "router_noise", "router_bias", "choice_bias", "shared_bias", "shared_mix",
 )  # fmt: skip
 """Names of the parameters that are always float32: norms, biases, scales, routers and tables of relative positions."""
 
@@ -126,8 +126,7 @@ def _placed_activations(
     table = {}
     for key in keys:
         spec = Spec.parse(layout[key])
-        local = sizes | {"L": tokens} if key == "moe.groups" else sizes
-        local = shared_sizes(config, sizes) if key in SHARED else local
+        local = sizes | {"L": tokens} if key == "moe.groups" else line_sizes(sizes, key)
         table[key] = spec, tuple(local[dim] for dim in spec.dims)
     return table
 
@@ -142,7 +141,7 @@ def _keys(config: ModelConfig) -> Iterator[str]:
     if config.encoder_layers:
         yield from ("cross.memory", "cross.query", "cross.key")
     yield "ffn.residual"
-    if config.pattern > 1 or not config.moe:
+    if config.expert_layers < config.layers + config.encoder_layers:
         yield "ffn.hidden"
     if config.moe:
         yield from ("moe.groups", "moe.dispatched", "moe.expert_input", "moe.hidden")

@@ -20,6 +20,22 @@ SHARED = ("moe.shared_in", "moe.shared_gate", "moe.shared_hidden", "moe.shared_b
 """The layout's keys of shared experts, whose F is their total width."""
 
 
+OF_DENSE = ("ffn.w_in", "ffn.w_gate", "ffn.hidden", "ffn.b_in", "ffn.b_gate", "ffn.w_out")
+"""The layout's keys of feed-forward layers without experts, whose F may be another than an expert's."""
+
+
+def line_sizes(sizes: Mapping[str, int], key: str) -> Mapping[str, int]:
+    """Return the sizes of dimensions in a line, whose F is that of experts, of `shared` ones, or of `dense` layers."""
+    width = "shared" if key in SHARED else "dense" if key in OF_DENSE else "F"
+    return {**sizes, "F": sizes[width]} if width in sizes else sizes
+
+
+def width_of_shared(config: ModelConfig) -> int:
+    """Return the total width of the shared experts; 0 if there are none."""
+    moe = config.moe
+    return (moe.shared_width or moe.shared * config.feed_forward) if moe else 0
+
+
 @dataclass(frozen=True)
 class Tensor:
     """One parameter.
@@ -50,7 +66,7 @@ class Tensor:
 
     def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
         """Return its shape for the sizes of `tensor_sizes`, with N first if layers are stacked."""
-        of = {**sizes, "F": sizes["F"] * sizes["shared"]} if self.key in SHARED else sizes
+        of = line_sizes(sizes, self.key)
         return (*((self.layers,) if self.layers else ()), *(of[dim] for dim in dims_of(self.key)))
 
     def size(self, sizes: Mapping[str, int]) -> int:
@@ -59,9 +75,10 @@ class Tensor:
 
 
 def tensor_sizes(config: ModelConfig) -> dict[str, int]:
-    """Return the sizes of the dimensions of parameters, without padding, and the number of shared experts."""
+    """Return the sizes of the dimensions of parameters, without padding, and both widths of `line_sizes`."""
     sizes = config.sizes(batch=1, length=1) | {"V": config.vocabulary, "R": config.relative_buckets}
-    return sizes | {"shared": config.moe.shared if config.moe else 0}
+    dense = config.moe.dense_feed_forward if config.moe else 0
+    return sizes | {"shared": width_of_shared(config), "dense": dense or config.feed_forward}
 
 
 def tensors(config: ModelConfig) -> Iterator[Tensor]:
@@ -107,7 +124,7 @@ def _block(
     if cross:
         yield from _norm(config, "cross.", "cross")
         yield from _attention(config, "cross", layers, sizes)
-    experts = config.moe if place % config.pattern == config.expert_place else None
+    experts = config.moe if config.is_sparse(place) else None
     section = "moe" if experts else "ffn"
     if serial:
         yield from _norm(config, f"{section}.", "ffn")
@@ -127,7 +144,8 @@ def _block(
     biases = [name for name in ("b_in", "b_gate") if config.ffn_bias and (config.gated or name == "b_in")]
     for name in biases:
         yield f"{section}.{name}", "moe.b_in" if experts else f"ffn.{name}", zeros
-    yield f"{section}.w_out", f"{section}.w_out", scaled("F", sizes, depth=layers)
+    out = f"{section}.w_out"
+    yield out, out, scaled("F", line_sizes(sizes, out), depth=layers)
     if config.ffn_bias:
         yield f"{section}.b_out", f"{section}.b_out", zeros
     if experts and experts.shared:
@@ -135,10 +153,12 @@ def _block(
             yield f"moe.shared.w_{name}", f"moe.shared_{name}", scaled("E", sizes)
         for name in biases:
             yield f"moe.shared.{name}", "moe.shared_bias", zeros
-        wide = {**sizes, "F": sizes["F"] * experts.shared}
+        wide = line_sizes(sizes, "moe.shared_out")
         yield "moe.shared.w_out", "moe.shared_out", scaled("F", wide, depth=layers)
         if config.ffn_bias:
             yield "moe.shared.b_out", "ffn.b_out", zeros
+        if experts.shared_mix:
+            yield "moe.shared_mix", "moe.shared_mix", scaled("E", sizes)
 
 
 def _attention(

@@ -47,7 +47,7 @@ class ParameterSource:
     @cached_property
     def dims(self) -> tuple[str, ...]:
         """Return the dimensions of a tensor, in its order, before merging."""
-        return tuple(self.stored.dims.replace("(", "").replace(")", ""))
+        return tuple(dim for dim in self.stored.dims if dim.isalpha())
 
     @cached_property
     def split(self) -> tuple[int, ...]:
@@ -58,7 +58,8 @@ class ParameterSource:
     def shape(self) -> tuple[int, ...]:
         """Return the shape of a tensor, with the dimensions in parentheses merged."""
         groups = re.findall(r"\((\w+)\)|(\w)", self.stored.dims)
-        return tuple(math.prod(self.sizes[dim] for dim in merged or single) for merged, single in groups)
+        sizes = {**self.sizes, "1": 1}
+        return tuple(math.prod(sizes[dim] for dim in merged or single) for merged, single in groups)
 
     @cached_property
     def counted(self) -> tuple[str, ...]:

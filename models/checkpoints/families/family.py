@@ -47,7 +47,8 @@ class Stored:
 
     Attributes:
         name: the tensor's name; {N} is the number of the layer and {X} that of the expert.
-        dims: its dimensions, in the parameter's letters; those in parentheses are merged into one, as in "(HD)E".
+        dims: its dimensions, in the parameter's letters; those in parentheses are merged into one, as in "(HD)E", and 1
+            is a dimension of size 1.
         offset: the constant that the model adds to it: 1 for norms that scale by 1 + w.
         gated: its name in a feed-forward layer with a gate, if that differs.
     """

@@ -50,6 +50,16 @@ CASES = {
         "Qwen3Moe",
         _HEADS | {"moe_intermediate_size": 16, "num_experts": 5, "num_experts_per_tok": 3, "norm_topk_prob": False},
     ),
+    "qwen2-moe": (
+        "Qwen2Moe",
+        _WIDE | {"moe_intermediate_size": 16, "shared_expert_intermediate_size": 24, "num_experts": 5},
+    ),
+    "qwen2-moe-no-biases": (
+        "Qwen2Moe",
+        _WIDE
+        | {"moe_intermediate_size": 24, "shared_expert_intermediate_size": 56, "num_experts": 5, "norm_topk_prob": True}
+        | {"num_experts_per_tok": 2, "qkv_bias": False, "tie_word_embeddings": True},
+    ),
     "gptj": ("GPTJ", _GPTJ),
     "gptj-tied": ("GPTJ", _GPTJ | {"tie_word_embeddings": True, "n_inner": None, "activation_function": "gelu"}),
     "phi": ("Phi", _WIDE),
@@ -122,6 +132,7 @@ FIRST = {
     "qwen3": "replicated",
     "gemma": "replicated",
     "mixtral": "replicated",
+    "qwen2-moe": "replicated",
     "qwen3-moe": "replicated",
     "gptj": "replicated",
     "phi": "replicated",
