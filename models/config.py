@@ -243,15 +243,16 @@ class ModelConfig:
     @property
     def has_dense_layers(self) -> bool:
         """Whether some blocks have a feed-forward layer that is no mixture of experts."""
-        return self.moe is None or self.moe.every > 1
-
-    def has_experts(self, place: int) -> bool:
-        """Return whether the feed-forward layer of a block, counted from the first, is a mixture of experts."""
-        return self.moe is not None and place % self.moe.every == self.expert_place
+        return self.expert_layers < self.layers + self.encoder_layers
 
     @property
     def pattern(self) -> int:
-        """Blocks of the pattern of dense and expert blocks, and of kinds of attention, which repeats."""
+        """Blocks of the pattern of dense and expert blocks, and of kinds of attention, which repeats.
+
+        If the first blocks are dense, nothing repeats: these are all blocks.
+        """
+        if self.moe and self.moe.first_dense:
+            return self.layers
         return lcm(self.moe.every if self.moe else 1, len(self.layer_kinds) or 1)
 
     @property
@@ -274,10 +275,16 @@ class ModelConfig:
         """The place in each pattern of the block whose feed-forward layer is a mixture of experts; -1 for none."""
         return -1 if self.moe is None else self.moe.every - 1 if self.moe.offset is None else self.moe.offset
 
+    def is_sparse(self, place: int) -> bool:
+        """Return whether the feed-forward layer of the block at a place of a period is a mixture of experts."""
+        if self.moe is None or place < self.moe.first_dense:
+            return False
+        return place % self.moe.every == self.expert_place
+
     @property
     def expert_layers(self) -> int:
         """Number of blocks whose feed-forward layer is a mixture of experts, in both stacks."""
-        return (self.layers + self.encoder_layers) // self.moe.every if self.moe else 0
+        return sum(map(self.is_sparse, (*range(self.layers), *range(self.encoder_layers))))
 
     @property
     def num_parameters(self) -> int:
@@ -472,6 +479,14 @@ def _faults(config: ModelConfig):
     for name in ("layers", "encoder_layers"):
         if config.moe and config.moe.every > 0 and getattr(config, name) % config.moe.every:
             yield f"{name} is {getattr(config, name)}, which moe.every ({config.moe.every}) does not divide"
+    if config.moe and config.moe.first_dense:
+        if config.layers > 0 and not config.expert_layers:
+            first = config.moe.first_dense
+            yield f"moe.first_dense is {first}, and of {config.layers} layers none has experts; lower it"
+        if config.encoder_layers:
+            yield "moe.first_dense is set, and encoder_layers too; both stacks of an encoder–decoder have one pattern"
+    if config.moe and config.moe.dense_feed_forward and not config.has_dense_layers:
+        yield f"moe.dense_feed_forward is {config.moe.dense_feed_forward}, and every layer has experts; leave it out"
     yield from _position_faults(config)
     yield from _scaling_faults(config)
     yield from _encoder_faults(config)

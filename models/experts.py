@@ -7,9 +7,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AxisType
 
+import gspmd
 from gspmd.annotate import Spec
+from gspmd.annotate.equation import Equation
 from gspmd.layouts import Layout
 from gspmd.layouts.section import Section
 from gspmd.moe import expert_layer
@@ -35,7 +38,7 @@ class Experts(Layer):
         assert config.moe is not None
         super().__init__(config, layout.section("ffn"), weights, dtype)
         self.moe, self.settings, self.key = layout.section("moe"), config.moe, layout.spec("attention.key")
-        self.padded = padded_dimensions(config, layout).get("F")
+        self.padded = padded_dimensions(config, layout, "moe.w_in").get("F")
         shared = weights.get("shared")
         self.shared = None if shared is None else FeedForward(config, layout, shared, dtype, shared_section(layout))
 
@@ -78,7 +81,22 @@ class Experts(Layer):
             activation=self.config.activation,
         )
         answers = moved(zigzag(regroup(answers, shape, sequences), ring), sequences, residual)
-        return answers if self.shared is None else answers + self.shared.answer(y), {"aux_loss": loss, **stats}
+        return answers if self.shared is None else answers + self.of_shared(y), {"aux_loss": loss, **stats}
+
+    def of_shared(self, y: jax.Array) -> jax.Array:
+        """Return the output of the shared experts, times sigmoid(y · shared_mix) if the model has such weights."""
+        assert self.shared is not None
+        answers = self.shared.answer(y)
+        if (mix := self.parameter("shared_mix")) is None:
+            return answers
+        residual = self.at.spec("residual")
+        rows, specs = residual.without("E"), (residual, self.moe.spec("shared_mix"))
+        weights = mix[...].astype(y.dtype)
+        into = Equation.product(*specs, rows)
+        scores = gspmd.einsum(into, y, weights, preferred_element_type=jnp.float32)  # [B, L, E], [E] -> [B, L]
+        # An equation instead of a broadcast product, whose gradient would have a sum over E that no plan asks for.
+        by = jax.nn.sigmoid(scores).astype(answers.dtype)
+        return gspmd.einsum(Equation.product(residual, rows, residual), answers, by)
 
     def weights(self) -> dict[str, jax.Array]:
         """Return the experts' weights in the compute dtype, or as int8 with scales; vectors in float32."""

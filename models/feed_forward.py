@@ -32,7 +32,7 @@ class FeedForward(Layer):
         shared: Section | None = None,
     ):
         super().__init__(config, layout.section("ffn") if shared is None else shared, weights, dtype)
-        self.padded = padded_dimensions(config, layout, shared=shared is not None).get("F")
+        self.padded = padded_dimensions(config, layout, self.at.key_of("w_in")).get("F")
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Return the output [B, L, E] to add to the residual stream, placed as `ffn.residual`."""

@@ -19,8 +19,8 @@ from gspmd.layouts.rules.sizes import Padded
 from .config import ModelConfig
 from .finetuning.adapters import adapter_specs
 from .finetuning.config import TARGETS
-from .tensors import SHARED, Tensor, ones, scaled, tensor_sizes, tensors, zeros
-from .vectors import SCALES, pad, padded_dimensions, shared_sizes, wide_sizes
+from .tensors import Tensor, line_sizes, ones, scaled, tensor_sizes, tensors, zeros
+from .vectors import SCALES, pad, padded_dimensions, wide_sizes
 
 
 @dataclass(frozen=True)
@@ -168,9 +168,7 @@ def _rows(
     encoder = layout.stack(ENCODER) if config.encoder_layers else layout
 
     def row(tensor: Tensor, path: str, key: str, begin: Initialiser) -> tuple[str, ParameterRow]:
-        dims, shared = dims_of(key), key in SHARED
-        of = shared_sizes(config, wide) if shared else tensor.within(wide)
-        padded = padded_dimensions(config, layout, shared=shared)
+        dims, of, padded = dims_of(key), line_sizes(wide, key), padded_dimensions(config, layout, key)
         spec = _spec(lambda key: spec_of(encoder if tensor.in_encoder else layout, key), key)
         shape, padding = tuple(of[d] for d in dims), tuple(map(padded.get, dims))
         if tensor.layers:
@@ -183,7 +181,7 @@ def _rows(
         _, weight = row(replace(tensor, layers=0), tensor.path, key, zeros)
         assert config.lora is not None
         along = {**dict(zip(dims_of(key), zip(weight.shape, weight.padding))), "R": (config.lora.rank, None)}
-        begin: dict[str, Initialiser] = {"a": scaled(TARGETS[key][0], sizes), "b": zeros}
+        begin: dict[str, Initialiser] = {"a": scaled(TARGETS[key][0], line_sizes(sizes, key)), "b": zeros}
         for side, spec in zip("ab", adapter_specs(key, weight.spec)):
             shape, padding = zip(*(along[dim] for dim in spec.dims))
             if tensor.layers:
@@ -203,8 +201,7 @@ def shares_scale(config: ModelConfig, path: str) -> bool:
     """Return whether a matrix shares the scales of its block's `ffn.w_out`, as products summed before scaling must."""
     if config.block != "parallel" or not path.endswith("attention.w_o"):
         return False
-    # Experts reduce their sum separately.
-    return not config.has_experts(int(path.split(".")[1]))
+    return not config.is_sparse(int(path.split(".")[1]))  # experts reduce their sum separately
 
 
 def _stacked(spec: Spec, stages: tuple[str, ...]) -> Spec:

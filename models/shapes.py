@@ -18,14 +18,14 @@ from gspmd.layouts.rules.keys import ENCODER
 from .config import ModelConfig
 from .parameters import ParameterRow, check_placed, parameters
 from .placement import batch_spec
-from .tensors import SHARED, latent_sizes
+from .tensors import line_sizes
 from .transformer import Transformer
-from .vectors import shared_sizes, wide_sizes
+from .vectors import wide_sizes
 
 WIDE = (
     "norm", "norm_bias", "q_norm", "k_norm", "q_norm_all", "k_norm_all", "sinks", "positions", "latent_norm",
     "q_latent_norm", "b_q", "b_k", "b_v", "b_o", "b_in", "b_gate", "b_out", "bias", "relative", "router",
-    "router_noise", "router_bias", "choice_bias", "shared_bias",
+    "router_noise", "router_bias", "choice_bias", "shared_bias", "shared_mix",
 )  # fmt: skip
 """Names of the parameters that are always float32: norms, biases, scales, routers and tables of relative positions."""
 
@@ -127,8 +127,7 @@ def _placed_activations(
     table = {}
     for key in keys:
         spec = Spec.parse(layout[key])
-        local = sizes | {"L": tokens} if key == "moe.groups" else sizes
-        local = shared_sizes(config, sizes) if key in SHARED else latent_sizes(config, key, local)
+        local = sizes | {"L": tokens} if key == "moe.groups" else line_sizes(sizes, key)
         table[key] = spec, tuple(local[dim] for dim in spec.dims)
     return table
 

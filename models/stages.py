@@ -67,6 +67,11 @@ def check_splits(config: ModelConfig, stages: int, rounds: int = 1) -> None:
     Raises:
         PlanError: some stack does not split.
     """
+    if config.moe and config.moe.first_dense:
+        raise PlanError(
+            f"cannot split {config.layers} layers, of which the first {config.moe.first_dense} have no experts, into "
+            "stages: stages have layers of one pattern.\n  Leave moe.first_dense out, or the stages."
+        )
     layers, inner = config.layers // config.period, config.encoder_layers // config.period
     if layers % (stages * rounds) or inner % (stages * rounds):
         stacked = f"{layers} stacked layers"
@@ -119,7 +124,8 @@ def check_lowering_of_stages(config: ModelConfig, layout: Layout, mesh: jax.shar
         fact, remedy = "a backward pass in two parts cannot leave collectives to the compiler.", "or another schedule"
     else:
         return
-    feed_forward = ("ffn", "moe") if config.moe and config.moe.every > 1 else ("moe",) if config.moe else ("ffn",)
+    dense = config.expert_layers < config.layers + config.encoder_layers
+    feed_forward = ("ffn", "moe") if config.moe and dense else ("moe",) if config.moe else ("ffn",)
     parts = ("default", "attention", *["cross"] * bool(config.encoder_layers), *feed_forward, "output")
     wrong = [part for part in parts if layout.lowerings.get(part) == "xla"]
     faults = [Line(part, "xla", "lowering").at_text(fact, f"Use 'blocking', {remedy}.") for part in wrong]

@@ -193,7 +193,8 @@ class Language:
     def _by_bias(self, layout: Layout, way: jax.Array) -> dict[str, jax.Array]:
         """Split rows [layers with experts, X], of the encoder and then of the decoder, by paths of biases [N, X]."""
         paths = {path: row.shape[0] for path, row in parameters(self.config, layout).items() if row.key == CHOICE_BIAS}
-        found, begin = {}, 0
+        found: dict[str, jax.Array] = {}
+        begin = 0
         for in_encoder in (True, False):
             of_stack = [path for path in paths if path.startswith("encoder.") == in_encoder]
             if of_stack:

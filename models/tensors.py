@@ -6,9 +6,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from gspmd.layouts.initial import Constant, Initialiser, Normal
@@ -22,22 +21,47 @@ SHARED = ("moe.shared_in", "moe.shared_gate", "moe.shared_hidden", "moe.shared_b
 """The layout's keys of shared experts, whose F is their total width."""
 
 
-def latent_sizes(config: ModelConfig, key: str, sizes: Mapping[str, int]) -> Mapping[str, int]:
-    """Return the sizes of a tensor's dimensions, where those of multi-head latent attention have several of one letter.
+OF_DENSE = ("ffn.w_in", "ffn.w_gate", "ffn.hidden", "ffn.b_in", "ffn.b_gate", "ffn.w_out")
+"""The layout's keys of feed-forward layers without experts, whose F may be another than an expert's."""
 
-    Z is what a token keeps, the latent and its rotated key; weights and norm of the latent have its rank alone. D is
-    the width of a head of queries; keys of the latent lack the rotated part, and values have a width of their own.
+#: Lines some of whose dimensions have another size than elsewhere: the letter, and the name of its size there.
+_OTHER_SIZES = {
+    **{key: {"F": "shared"} for key in SHARED},
+    **{key: {"F": "dense"} for key in OF_DENSE},
+    "attention.latent_norm": {"Z": "rank"},
+    "attention.w_k_up": {"Z": "rank", "D": "keys"},
+    "attention.w_v_up": {"Z": "rank", "D": "values"},
+    "attention.w_o": {"D": "values"},
+}
+
+
+def line_sizes(sizes: Mapping[str, int], key: str) -> Mapping[str, int]:
+    """Return the sizes of dimensions in a line, where some letters have another size than in most.
+
+    F is the width of an expert, of `shared` ones together, or of `dense` layers. In latent attention, Z is what a token
+    keeps, the latent and the rotated key, and in weights and norm of the latent its `rank`; D is the width of a query,
+    and of `keys` and `values` that are made of the latent.
+
+    Args:
+        sizes: of `tensor_sizes`, or padded ones.
+        key: the line.
     """
+    other = {dim: sizes[name] for dim, name in _OTHER_SIZES.get(key, {}).items() if name in sizes}
+    return {**sizes, **other} if other else sizes
+
+
+def width_of_shared(config: ModelConfig) -> int:
+    """Return the total width of the shared experts; 0 if there are none."""
+    moe = config.moe
+    return (moe.shared_width or moe.shared * config.feed_forward) if moe else 0
+
+
+def latent_widths(config: ModelConfig) -> dict[str, int]:
+    """Return the sizes of `line_sizes` that only latent attention has."""
     latent = config.latent
-    if latent is None or not key.startswith("attention."):
-        return sizes
-    name = key.removeprefix("attention.")
-    of = {"Z": latent.rank} if name in ("latent_norm", "w_k_up", "w_v_up") else {}
-    if name in ("w_v_up", "w_o"):
-        of["D"] = latent.values
-    elif name == "w_k_up":
-        of["D"] = config.head_size - latent.rotary
-    return {**sizes, **of}
+    if latent is None:
+        return {}
+    return {"rank": latent.rank, "keys": config.head_size - latent.rotary, "values": latent.values}
 
 
 @dataclass(frozen=True)
@@ -49,14 +73,12 @@ class Tensor:
         key: its line in a layout, such as `ffn.w_in`.
         initialise: a function from a random key and a shape to float32 values.
         layers: layers stacked in a leading N; 0 for a parameter that is not stacked.
-        within: a function from the sizes of `tensor_sizes` to those of this tensor (`latent_sizes`).
     """
 
     path: str
     key: str
     initialise: Initialiser
     layers: int = 0
-    within: Callable[[Mapping[str, int]], Mapping[str, int]] = lambda sizes: sizes
 
     @property
     def is_matrix(self) -> bool:
@@ -72,7 +94,7 @@ class Tensor:
 
     def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
         """Return its shape for the sizes of `tensor_sizes`, with N first if layers are stacked."""
-        of = {**sizes, "F": sizes["F"] * sizes["shared"]} if self.key in SHARED else self.within(sizes)
+        of = line_sizes(sizes, self.key)
         return (*((self.layers,) if self.layers else ()), *(of[dim] for dim in dims_of(self.key)))
 
     def size(self, sizes: Mapping[str, int]) -> int:
@@ -81,9 +103,10 @@ class Tensor:
 
 
 def tensor_sizes(config: ModelConfig) -> dict[str, int]:
-    """Return the sizes of the dimensions of parameters, without padding, and the number of shared experts."""
+    """Return the sizes of the dimensions of parameters, without padding, and those of `line_sizes`."""
     sizes = config.sizes(batch=1, length=1) | {"V": config.vocabulary, "R": config.relative_buckets}
-    return sizes | {"shared": config.moe.shared if config.moe else 0}
+    dense = config.moe.dense_feed_forward if config.moe else 0
+    return sizes | latent_widths(config) | {"shared": width_of_shared(config), "dense": dense or config.feed_forward}
 
 
 def tensors(config: ModelConfig) -> Iterator[Tensor]:
@@ -119,8 +142,7 @@ def _stack(
         yield Tensor(f"{prefix}relative", "attention.relative", scaled("E", sizes))
     for place in range(config.period):
         for path, key, begin in _block(config, place, layers, sizes, cross=cross):
-            within = partial(latent_sizes, config, key)
-            yield Tensor(f"{prefix}blocks.{place}.{path}", key, begin, layers // config.period, within)
+            yield Tensor(f"{prefix}blocks.{place}.{path}", key, begin, layers // config.period)
 
 
 def _block(
@@ -133,7 +155,7 @@ def _block(
     if cross:
         yield from _norms(config, "cross.", "cross")
         yield from _attention(config, "cross", layers, sizes)
-    experts = config.moe if config.has_experts(place) else None
+    experts = config.moe if config.is_sparse(place) else None
     section = "moe" if experts else "ffn"
     if serial or config.parallel_norms == 2:
         yield from _norms(config, f"{section}.", "ffn")
@@ -153,7 +175,8 @@ def _block(
     biases = [name for name in ("b_in", "b_gate") if config.ffn_bias and (config.gated or name == "b_in")]
     for name in biases:
         yield f"{section}.{name}", "moe.b_in" if experts else f"ffn.{name}", zeros
-    yield f"{section}.w_out", f"{section}.w_out", scaled("F", sizes, depth=layers)
+    out = f"{section}.w_out"
+    yield out, out, scaled("F", line_sizes(sizes, out), depth=layers)
     if config.ffn_bias:
         yield f"{section}.b_out", f"{section}.b_out", zeros
     if experts and experts.shared:
@@ -161,10 +184,12 @@ def _block(
             yield f"moe.shared.w_{name}", f"moe.shared_{name}", scaled("E", sizes)
         for name in biases:
             yield f"moe.shared.{name}", "moe.shared_bias", zeros
-        wide = {**sizes, "F": sizes["F"] * experts.shared}
+        wide = line_sizes(sizes, "moe.shared_out")
         yield "moe.shared.w_out", "moe.shared_out", scaled("F", wide, depth=layers)
         if config.ffn_bias:
             yield "moe.shared.b_out", "ffn.b_out", zeros
+        if experts.shared_mix:
+            yield "moe.shared_mix", "moe.shared_mix", scaled("E", sizes)
 
 
 def _attention(
@@ -197,7 +222,7 @@ def _latent_attention(
         yield "attention.w_q", "attention.w_q", scaled("E", sizes)
     yield "attention.w_k_down", "attention.w_k_down", scaled("E", sizes)
     yield "attention.latent_norm", "attention.latent_norm", ones
-    of_rank = latent_sizes(config, "attention.w_v_up", sizes)
+    of_rank = line_sizes(sizes, "attention.w_v_up")
     for name in ("w_k_up", "w_v_up"):
         yield f"attention.{name}", f"attention.{name}", scaled("Z", of_rank)
     yield "attention.w_o", "attention.w_o", scaled("HD", of_rank, depth=layers)

@@ -232,13 +232,26 @@ def run_blocks(
     """
     definition, weights = stack
 
+    sparse = sum(map(config.is_sparse, range(config.period)))
+
+    def run(block: Any, x: jax.Array, key: jax.Array | None) -> tuple[jax.Array, Figures]:
+        of_block = lambda block, x, key: block(x, context, key=key, train=train)  # noqa: E731
+        if not (in_loop and config.moe and config.moe.first_dense):
+            return of_block(block, x, key)
+        # Blocks that do not repeat are recomputed one by one.
+        graph, own = nnx.split(block)
+        return recomputed(lambda own, x, key: of_block(nnx.merge(graph, own), x, key), config.remat_name)(own, x, key)
+
     def step(x: jax.Array, layer: tuple[Any, jax.Array | None]) -> tuple[jax.Array, Figures]:
         weights, key = layer
-        figures: Figures = {}
-        for block in nnx.merge(definition, weights):
-            x, of_block = block(x, context, key=key, train=train)
-            figures |= of_block
-        return x, figures
+        each: list[Figures] = []
+        for place, block in enumerate(nnx.merge(definition, weights)):
+            of_block = key if key is None or sparse <= 1 else jax.random.fold_in(key, place)
+            x, figures = run(block, x, of_block)
+            each += [figures] if figures else []
+        if sparse <= 1:
+            return x, each[0] if each else {}
+        return x, jax.tree.map(lambda *rows: jnp.stack(rows), *each)
 
     repeats = jax.tree.leaves(weights)[0].shape[0]
     if not in_loop:
@@ -246,9 +259,15 @@ def run_blocks(
         for number in range(repeats):
             x, figures = step(x, jax.tree.map(lambda leaf, at=number: leaf[at], (weights, keys)))
             each.append(figures)
-        return x, jax.tree.map(lambda *rows: jnp.stack(rows), *each)
+        return x, _of_layers(jax.tree.map(lambda *rows: jnp.stack(rows), *each), sparse)
     # With one repeat, recomputation saves no memory: the backward pass would hold all recomputed arrays at once.
-    return jax.lax.scan(recomputed(step, config.remat_name if repeats > 1 else "none"), x, (weights, keys))
+    x, figures = jax.lax.scan(recomputed(step, config.remat_name if repeats > 1 else "none"), x, (weights, keys))
+    return x, _of_layers(figures, sparse)
+
+
+def _of_layers(figures: Figures, sparse: int) -> Figures:
+    """Return the figures of all layers with experts, from those [N, sparse, ...] of several in each period."""
+    return figures if sparse <= 1 else {name: x.reshape(-1, *x.shape[2:]) for name, x in figures.items()}
 
 
 class Embedding(Layer):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -17,6 +16,7 @@ from gspmd.layouts import Layout
 from gspmd.layouts.rules.sizes import Padded, paddings
 
 from .config import ModelConfig
+from .tensors import latent_widths, line_sizes, tensor_sizes
 
 SCALES = {
     "embedding.table": ("scale", "output.bias"),
@@ -84,12 +84,6 @@ def along(values: np.ndarray, dim: str, spec: Spec) -> jax.Array:
     return jnp.expand_dims(x, [at for at, letter in enumerate(spec.dims) if letter != dim])
 
 
-def shared_sizes(config: ModelConfig, sizes: Mapping[str, int]) -> dict[str, int]:
-    """Return the sizes of dimensions in the shared experts."""
-    assert config.moe is not None
-    return {**sizes, "F": config.moe.shared * sizes["F"]}
-
-
 def pad(values: jax.Array, padding: tuple[Padded | None, ...]) -> jax.Array:
     """Insert padding of 0 between and after the real values."""
     for at, each in enumerate(padding):
@@ -103,20 +97,25 @@ def pad(values: jax.Array, padding: tuple[Padded | None, ...]) -> jax.Array:
 
 
 def wide_sizes(config: ModelConfig, layout: Layout, batch: int = 1, length: int = 1) -> dict[str, int]:
-    """Return the sizes of dimensions under a layout: the model's, padded as the layout asks."""
-    sizes = config.sizes(batch, length)
-    return layout.padded(sizes) if isinstance(layout, Layout) else sizes
+    """Return the sizes of dimensions under a layout, as `line_sizes` takes them: the model's, padded as it asks."""
+    padded = layout.padded if isinstance(layout, Layout) else dict
+    wide = padded(config.sizes(batch, length)) | latent_widths(config)
+    if config.moe is None:
+        return wide
+    shared, dense = config.moe.shared_width, config.moe.dense_feed_forward
+    return wide | {
+        "shared": padded({"F": shared})["F"] if shared else config.moe.shared * wide["F"],
+        "dense": padded({"F": dense})["F"] if dense else wide["F"],
+    }
 
 
-def padded_dimensions(config: ModelConfig, layout: Layout, *, shared: bool = False) -> dict[str, Padded]:
+def padded_dimensions(config: ModelConfig, layout: Layout, key: str = "") -> dict[str, Padded]:
     """Return the dimensions of parameters that are padded, by the layout or by `vocabulary_multiple`.
 
     Args:
         config: the model.
         layout: a `gspmd.Layout`, or any mapping from its keys to specs.
-        shared: whether the sizes are those of the shared experts, whose F differs.
+        key: the line of a tensor, such as `moe.shared_in`, if its F differs.
     """
-    sizes, wide = config.sizes(1, 1) | {"V": config.vocabulary}, wide_sizes(config, layout)
-    if shared:
-        sizes, wide = shared_sizes(config, sizes), shared_sizes(config, wide)
+    sizes, wide = (line_sizes(each, key) for each in (tensor_sizes(config), wide_sizes(config, layout)))
     return paddings({dim: sizes[dim] for dim in "VHKF"}, wide)

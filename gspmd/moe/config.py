@@ -59,6 +59,8 @@ class MoEConfig:
         experts: number of experts X in each block.
         every: every n-th layer of the model is a mixture-of-experts block.
         offset: which of n layers it is, counted from 0; None for the last.
+        first_dense: number of layers at the beginning that are none, whatever `every` says (DeepSeek, GLM).
+        dense_feed_forward: width of layers that are none; 0 for the width of an expert.
         router: "noisy-top-k" (Shazeer et al. 2017), "gshard" (Lepikhin et al. 2020), "switch" (Fedus et al. 2021),
             "st-moe" (Zoph et al. 2022), "top-k" (as Mixtral's), or "expert-choice" (Zhou et al. 2022).
         k: choices per token for noisy-top-k and top-k; None means 2. In other routers it is fixed.
@@ -90,6 +92,8 @@ class MoEConfig:
             paper: 1e-2 for switch, 0 for the others.
         dropout: share of the experts' hidden activations that training drops.
         shared: number of experts that every token uses in addition to those it is sent to.
+        shared_width: width of all shared experts together; 0 for their number times the width of an expert.
+        shared_mix: whether the shared experts' output is multiplied by sigmoid(x · w), with a learned w (Qwen2-MoE).
 
     Raises:
         PlanError: a setting is invalid; the message names all that are.
@@ -104,6 +108,8 @@ class MoEConfig:
     experts: int = 8
     every: int = 2
     offset: int | None = None
+    first_dense: int = 0
+    dense_feed_forward: int = 0
     router: str = "switch"
     k: int | None = None
     renormalize: bool = True
@@ -129,6 +135,8 @@ class MoEConfig:
     jitter: float | None = None
     dropout: float = 0.0
     shared: int = 0
+    shared_width: int = 0
+    shared_mix: bool = False
 
     def __post_init__(self):
         if isinstance(self.dispatch, str) and self.dispatch == "auto":  # the name in older configs and saved runs
@@ -205,7 +213,8 @@ _MAY_BE_NONE = ("offset", "groups", "k", "z_weight", "jitter", "kept_groups")
 
 def _number_faults(config: MoEConfig) -> Iterator[str]:
     for name, least in (("experts", 1), ("every", 1), ("offset", 0), ("groups", 1), ("k", 1), ("shared", 0),
-                        ("expert_groups", 1), ("kept_groups", 1), ("group_best", 1)):  # fmt: skip
+                        ("expert_groups", 1), ("kept_groups", 1), ("group_best", 1), ("shared_width", 0),
+                        ("first_dense", 0), ("dense_feed_forward", 0)):  # fmt: skip
         value = getattr(config, name)
         if not _fits(name, value, Integral, partial(le, least)):
             yield f"{name} is {shown(value)}; it must be a whole number, at least {least}."
@@ -216,7 +225,7 @@ def _number_faults(config: MoEConfig) -> Iterator[str]:
         value = getattr(config, name)
         if not _fits(name, value, Real, lambda value: math.isfinite(value) and value >= 0):
             yield f"{name} is {shown(value)}; it must be a number that is not negative."
-    for name in ("renormalize", "priority", "choice_bias", "gate_inputs", "router_bias"):
+    for name in ("renormalize", "priority", "choice_bias", "gate_inputs", "router_bias", "shared_mix"):
         if not isinstance(getattr(config, name), bool):
             yield f"{name} is {shown(getattr(config, name))}; it must be True or False."
     for name in ("jitter", "dropout"):
@@ -247,6 +256,9 @@ def _name_faults(config: MoEConfig) -> Iterator[str]:
         yield f"k is {shown(config.k)}, but router {name} {fixed}; leave k out, or take router top-k."
     if config.renormalize is False and name != "top-k":
         yield f"renormalize is false, but that is a setting of router top-k, not of {name}; take router top-k."
+    for setting in ("shared_width", "shared_mix"):
+        if getattr(config, setting) and config.shared == 0:
+            yield f"{setting} is {shown(getattr(config, setting))}, and there are no shared experts; set shared."
     yield from _score_faults(config, kind)
     if kind.by_experts and config.priority is True:
         yield f"priority orders tokens that wait for slots, and in router {name} no token waits; leave it out."

@@ -12,6 +12,7 @@ from gspmd.moe.config import MoEConfig
 from gspmd.reading import folder_fault
 
 from ..config import ModelConfig
+from ..tensors import width_of_shared
 from .families import FAMILIES, Family
 from .families.entries import IGNORED, IGNORED_BY_DECODERS, INACTIVE, REMEDIES, STACKS, in_json, is_number, is_whole
 from .families.family import REQUIRED
@@ -408,6 +409,8 @@ def _value(config: ModelConfig, name: str) -> Any:
         return config.rotary
     if config.moe and name == "moe.k":
         return config.moe.choices
+    if name == "moe.shared_width":
+        return width_of_shared(config)
     if name == "moe.offset":
         return config.expert_place
     if config.moe and name == "moe.router" and config.moe.router in _TOP_K:

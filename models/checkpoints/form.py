@@ -49,6 +49,9 @@ class Form:
         outer: list[int] = []
         window: list[slice] = []
         for before, inner, parts, merged, single in _GROUP.findall(dims):
+            if single == "1":
+                shape.append(1)
+                continue
             whole, alternatives = before or merged or single, [each for each in (inner or parts).split("|") if each]
             of_whole = [sizes[letter] for letter in whole]
             letters += whole

@@ -144,6 +144,7 @@ def sources(checkpoint: Described, config: ModelConfig, layout: Layout) -> dict[
         layout: a `gspmd.Layout`.
     """
     sizes = {**tensor_sizes(config), "Q": config.heads // config.kv_heads}
+    others = {"attention.w_k_up": "values", "attention.w_v_up": "keys"}  # W is the width of the other of these two
     table = {}
     for path, row in parameters(config, layout).items():
         name, place = unplaced(path)
@@ -152,5 +153,7 @@ def sources(checkpoint: Described, config: ModelConfig, layout: Layout) -> dict[
             stored = replace(stored, name=stored.gated)
         if config.parallel_norms == 2 and stored.paired:
             stored = replace(stored, name=stored.paired)
-        table[path] = ParameterSource(row, stored, checkpoint.factors.get(name, 1.0), place, config.period, sizes)
+        beside = {"W": sizes[others[name]]} if name in others else {}
+        factor = checkpoint.factors.get(name, 1.0)
+        table[path] = ParameterSource(row, stored, factor, place, config.period, {**sizes, **beside})
     return table

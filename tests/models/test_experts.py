@@ -27,6 +27,20 @@ def test_shared_experts_are_parameters_of_their_own(config):
     assert sizes.num_active_parameters - alone.num_active_parameters == added
 
 
+MIXED = MoEConfig(
+    experts=8, every=1, router="top-k", k=1, renormalize=False, shared=1, shared_width=40, shared_mix=True
+)
+
+
+def test_shared_experts_may_have_another_width(config):
+    sizes = config(moe=MIXED)
+    layout = Layout.load("gshard")
+    assert parameters(sizes, layout)["blocks.0.moe.shared.w_out"].shape == (2, 40, sizes.embed)
+    padded = parameters(sizes, layout.override({"padding.F": 16}))
+    assert padded["blocks.0.moe.shared.w_out"].shape == (2, 48, sizes.embed)
+    assert sizes.num_parameters == sum(np.prod(row.shape, dtype=int) for row in parameters(sizes, layout).values())
+
+
 def test_shared_experts_lie_as_a_dense_layer_unless_the_layout_says_otherwise():
     layout = Layout.load("switch-expert-model")
     specs = shared_section(layout)
@@ -57,11 +71,22 @@ def test_shared_experts_are_added_to_the_others(config, one_device, tokens):
     np.testing.assert_allclose(*losses, rtol=1e-6)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "lowering"), [("gshard", "blocking"), ("switch-expert-model", "looped")])
-def test_a_layout_never_changes_a_loss(config, one_device, placed, make_mesh, tokens, name, lowering):
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("moe", "name", "lowering"),
+    [
+        pytest.param(SHARED, "gshard", "blocking", marks=SLOW),
+        pytest.param(SHARED, "switch-expert-model", "looped", marks=SLOW),
+        pytest.param(MIXED, "weight-stationary-2d", "blocking"),  # whose residual is sharded along E
+        pytest.param(MIXED, "weight-stationary-2d", "xla", marks=SLOW),
+        pytest.param(MIXED, "switch-expert-model", "looped", marks=SLOW),
+    ],
+)
+def test_a_layout_never_changes_a_loss(config, one_device, placed, make_mesh, tokens, moe, name, lowering):
     """With shared experts, biases, no token lost, expert dropout, and recomputation."""
-    alone = one_device(config(moe=SHARED, ffn_bias=True))
+    alone = one_device(config(moe=moe, ffn_bias=True))
     layout = Layout.load(name)
     mesh, whole = make_mesh(layout.mesh_for(8)), make_mesh(layout.mesh_for(1))
     found = []

@@ -65,6 +65,16 @@ def test_every_fault_in_one_error():
     )
 
 
+def test_settings_of_shared_experts_need_some():
+    with pytest.raises(ValueError) as error:
+        MoEConfig(shared_width=64, shared_mix=True)
+    assert str(error.value) == (
+        "a mixture of experts cannot be built from these settings\n"
+        "  shared_width is 64, and there are no shared experts; set shared.\n"
+        "  shared_mix is True, and there are no shared experts; set shared."
+    )
+
+
 def test_two_choices_need_two_experts():
     with pytest.raises(ValueError, match="router gshard sends a token to 2 experts; experts is 1"):
         MoEConfig(experts=1, router="gshard")

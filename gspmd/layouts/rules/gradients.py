@@ -77,7 +77,7 @@ _BESIDE = {
     "ffn.hidden": ("ffn.w_in", "ffn.w_gate", "ffn.b_in", "ffn.b_gate", "ffn.w_out"),
     "moe.hidden": ("moe.b_in",),
     "moe.expert_input": ("moe.b_out",),
-    "moe.shared_hidden": ("moe.shared_in", "moe.shared_gate", "moe.shared_bias", "moe.shared_out"),
+    "moe.shared_hidden": ("moe.shared_in", "moe.shared_gate", "moe.shared_bias", "moe.shared_out", "moe.shared_mix"),
 }  # fmt: skip
 
 

@@ -283,6 +283,12 @@ _ALL = (
         default="moe.shared_hidden",
     ),
     _parameter("moe.shared_out", "FE", "Second matrix of the shared experts.", default="ffn.w_out"),
+    _parameter(
+        "moe.shared_mix",
+        "E",
+        "Weights of the sigmoid that multiplies the shared experts' output.",
+        default="ffn.residual",
+    ),
     _via(
         "moe.shared_in_via",
         "ffn.residual",

@@ -6,7 +6,7 @@ from .gemma import GEMMA, GEMMA_2, GEMMA_3, GEMMA_3_IMAGES
 from .glm import GLM, GLM_4
 from .gpt import GPT_2, GPT_OSS
 from .layer_norms import FALCON, GPT_NEOX, STABLELM, STARCODER2
-from .mixtures import GRANITE_MOE, MIXTRAL, QWEN3_MOE
+from .mixtures import GRANITE_MOE, MIXTRAL, QWEN2_MOE, QWEN3_MOE
 from .olmo import OLMO_2, OLMO_3, OLMOE
 from .parallel import COHERE, GPTJ, PHI
 from .serial import GRANITE, LLAMA, MISTRAL, PHI3, QWEN2, QWEN3
@@ -15,7 +15,7 @@ from .unrotated import COHERE_2, SMOLLM_3
 #: In the order in which saving tries them.
 FAMILIES = (
     *(LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA, GEMMA_2, GEMMA_3, OLMO_2, OLMO_3, SMOLLM_3, PHI3, GRANITE, GLM, GLM_4),
-    *(MIXTRAL, QWEN3_MOE, OLMOE, GRANITE_MOE, GPT_OSS),
+    *(MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, GRANITE_MOE, GPT_OSS),
     *(GPT_2, GPTJ, PHI, COHERE, COHERE_2, STARCODER2, STABLELM, GPT_NEOX, FALCON),
     *(M2M_100, NLLB_MOE, T5, SWITCH),
     GEMMA_3_IMAGES,

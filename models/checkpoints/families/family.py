@@ -47,10 +47,10 @@ class Stored:
 
     Attributes:
         name: the tensor's name; {N} is the number of the layer and {X} that of the expert.
-        dims: its dimensions, in the parameter's letters; those in parentheses are merged into one, as in "(HD)E". If
-            the tensor holds several parameters, bars separate them where they follow each other: "(HD|KD|KD)E" has all
-            queries, then all keys, then all values; "(K(QD|D|D))E" for each key head its Q queries, the key and the
-            value; "E(F(1|1))" two matrices whose columns alternate.
+        dims: its dimensions, in the parameter's letters; those in parentheses are merged into one, as in "(HD)E", and
+            1 is a dimension of size 1. If the tensor holds several parameters, bars separate them where they follow
+            each other: "(HD|KD|KD)E" has all queries, then all keys, then all values; "(K(QD|D|D))E" for each key head
+            its Q queries, the key and the value; "E(F(1|1))" two matrices whose columns alternate.
         part: the number of the parameter among these.
         paired: its name in a parallel block with two norms, if that differs.
         offset: the constant that the model adds to it: 1 for norms that scale by 1 + w.
@@ -84,12 +84,16 @@ class Agreement:
         read: a function from config.json, the fields of the options, and a list of faults to which it adds, to fields.
         write: a function from a model to the entries.
         fields: the names of the fields that `read` returns.
+        write_scaling: a function from a model to entries of the table of its rotary scaling.
+        reasons: a function from a model to the reasons why the family cannot express it.
     """
 
     keys: tuple[str, ...]
     read: Callable[[Mapping[str, Any], Mapping[str, Any], list[str]], dict[str, Any]]
     write: Callable[[ModelConfig], dict[str, Any]]
     fields: tuple[str, ...] = ()
+    write_scaling: Callable[[ModelConfig], dict[str, Any]] = lambda config: {}
+    reasons: Callable[[ModelConfig], list[str]] = lambda config: []
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,43 @@ MIXTRAL = Family(
     window=Window(None),
 )
 
+_OF_QWEN = {
+    "moe.norm": Stored(f"{LAYER}.post_attention_layernorm.weight", "E"),
+    "moe.router": Stored(f"{LAYER}.mlp.gate.weight", "XE"),
+    "moe.w_in": Stored(f"{LAYER}.mlp.experts.{{X}}.up_proj.weight", "FE"),
+    "moe.w_gate": Stored(f"{LAYER}.mlp.experts.{{X}}.gate_proj.weight", "FE"),
+    "moe.w_out": Stored(f"{LAYER}.mlp.experts.{{X}}.down_proj.weight", "EF"),
+}
+
+QWEN2_MOE = Family(
+    title="Qwen2-MoE",
+    architecture="Qwen2MoeForCausalLM",
+    model_type="qwen2_moe",
+    options={
+        **OPTIONS,
+        "kv_heads": kv_heads(16),
+        "qkv_bias": Option("qkv_bias", True),
+        "feed_forward": Option("moe_intermediate_size", 1408),
+        "moe.experts": Option(("num_experts", "num_local_experts"), 60),
+        "moe.k": Option("num_experts_per_tok", 4),
+        "moe.renormalize": Option("norm_topk_prob", False),
+        "moe.shared_width": Option("shared_expert_intermediate_size", 5632),
+    },
+    fixed=without(EXPERTS, "qkv_bias", "moe.shared_width") | {"moe.shared": 1, "moe.shared_mix": True},
+    tensors=ENDS
+    | ATTENTION
+    | _OF_QWEN
+    | {
+        "moe.shared.w_in": Stored(f"{LAYER}.mlp.shared_expert.up_proj.weight", "FE"),
+        "moe.shared.w_gate": Stored(f"{LAYER}.mlp.shared_expert.gate_proj.weight", "FE"),
+        "moe.shared.w_out": Stored(f"{LAYER}.mlp.shared_expert.down_proj.weight", "EF"),
+        "moe.shared_mix": Stored(f"{LAYER}.mlp.shared_expert_gate.weight", "1E"),
+    },
+    inactive={"decoder_sparse_step": (1,), "mlp_only_layers": ([], None)},
+    ignored_entries=("intermediate_size",),  # only layers without experts use it
+    window=Window(4096, switched=True),
+)
+
 QWEN3_MOE = Family(
     title="Qwen3-MoE",
     architecture="Qwen3MoeForCausalLM",
@@ -47,15 +84,7 @@ QWEN3_MOE = Family(
         "moe.renormalize": Option("norm_topk_prob", False),
     },
     fixed=without(EXPERTS, "qkv_bias", "out_bias") | {"qk_norm": "head"},
-    tensors=ENDS
-    | ATTENTION
-    | {
-        "moe.norm": Stored(f"{LAYER}.post_attention_layernorm.weight", "E"),
-        "moe.router": Stored(f"{LAYER}.mlp.gate.weight", "XE"),
-        "moe.w_in": Stored(f"{LAYER}.mlp.experts.{{X}}.up_proj.weight", "FE"),
-        "moe.w_gate": Stored(f"{LAYER}.mlp.experts.{{X}}.gate_proj.weight", "FE"),
-        "moe.w_out": Stored(f"{LAYER}.mlp.experts.{{X}}.down_proj.weight", "EF"),
-    },
+    tensors=ENDS | ATTENTION | _OF_QWEN,
     inactive={
         "decoder_sparse_step": (1,),
         "mlp_only_layers": ([], None),

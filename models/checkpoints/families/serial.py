@@ -71,6 +71,8 @@ FIXED = {
 #: Fields of experts that are the same in all families, except where a family says otherwise.
 ROUTED = {
     "moe.shared": 0,
+    "moe.shared_width": 0,
+    "moe.shared_mix": False,
     "moe.scores": "softmax",
     "moe.expert_groups": 1,
     "moe.choice_bias": False,

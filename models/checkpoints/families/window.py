@@ -70,6 +70,8 @@ def read_window(window: Window | None, json: Mapping[str, Any], layers: int, fau
         faults.append(f"layer_types has {', '.join(map(repr, unknown))}, which is not supported.")
         return {}
     size = json.get("sliding_window", window.size if window else None)
+    if size == 0 and is_whole(size) and window and window.switched and json.get("use_sliding_window", False) is False:
+        size = None  # as transformers writes it for Qwen2-MoE
     if size is not None and not (is_whole(size) and size >= 1):
         faults.append(f"sliding_window is {in_json(size)}; it must be a whole number of tokens, or null.")
         return {}

@@ -109,6 +109,16 @@ CASES = {
         | {"tie_word_embeddings": False},
     ),
     "falcon-all-heads": ("Falcon", _FALCON | {"multi_query": False}),
+    "qwen2-moe": (
+        "Qwen2Moe",
+        _WIDE | {"moe_intermediate_size": 16, "shared_expert_intermediate_size": 24, "num_experts": 5},
+    ),
+    "qwen2-moe-no-biases": (
+        "Qwen2Moe",
+        _WIDE
+        | {"moe_intermediate_size": 24, "shared_expert_intermediate_size": 56, "num_experts": 5, "norm_topk_prob": True}
+        | {"num_experts_per_tok": 2, "qkv_bias": False, "tie_word_embeddings": True},
+    ),
     "gptj": ("GPTJ", _GPTJ),
     "gptj-tied": ("GPTJ", _GPTJ | {"tie_word_embeddings": True, "n_inner": None, "activation_function": "gelu"}),
     "phi": ("Phi", _WIDE),
@@ -192,6 +202,7 @@ FIRST = {
     "glm": "replicated",
     "glm4": "replicated",
     "mixtral": "replicated",
+    "qwen2-moe": "replicated",
     "qwen3-moe": "replicated",
     "phi3-long": "weight-stationary-2d",
     "granite": "replicated",

@@ -69,6 +69,22 @@ PUBLISHED = {
     ),
     "Qwen2.5-7B": (_of("Qwen2", 3584, 18944, 28, 28, 4, 152064, rope_theta=1000000.0), 7_615_616_512),
     "Qwen3-0.6B": (_of("Qwen3", 1024, 3072, 28, 16, 8, 151936, tie_word_embeddings=True), 596_049_920),
+    "Qwen1.5-MoE-A2.7B": (
+        _of(
+            "Qwen2Moe",
+            2048,
+            5632,
+            24,
+            16,
+            16,
+            151936,
+            moe_intermediate_size=1408,
+            shared_expert_intermediate_size=5632,
+            num_experts=60,
+            num_experts_per_tok=4,
+        ),
+        14_315_784_192,
+    ),
     "Qwen3-30B-A3B": (
         _of(
             "Qwen3Moe",
