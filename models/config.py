@@ -44,6 +44,8 @@ class LatentConfig:
     """Elements of a query that are rotated by position, its last ones, and width of the rotated key."""
     values: int = 128
     """Width of a head's values."""
+    norm_epsilon: float = 1e-6
+    """Added to the mean square in the norms of the latents."""
 
 
 @dataclass(frozen=True)
@@ -524,6 +526,8 @@ def _latent_faults(config: ModelConfig):
     for name in ("rank", "rotary", "values"):
         if getattr(latent, name) < 1:
             yield f"latent.{name} is {getattr(latent, name)}; it must be at least 1"
+    if not 0 < latent.norm_epsilon < inf:
+        yield f"latent.norm_epsilon is {latent.norm_epsilon}; it must be positive"
     if latent.query_rank < 0:
         yield f"latent.query_rank is {latent.query_rank}; it must not be negative"
     if latent.rotary % 2 or not latent.rotary < config.head_size:

@@ -54,8 +54,9 @@ class LatentAttention(Attention):
 
     @property
     def epsilon(self) -> dict[str, float]:
-        """The option of norms."""
-        return {"epsilon": self.config.norm_epsilon}
+        """The option of the latents' norms."""
+        assert self.config.latent is not None
+        return {"epsilon": self.config.latent.norm_epsilon}
 
     def projected(self, where: str, y: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return queries [B, L, H, D], perhaps by way of their own latent [B, L, U], and latents [B, L, Z] of y."""

@@ -222,18 +222,24 @@ def _kept(family: Family, json: Mapping[str, Any], faults: list[str]) -> float:
     return 1.0
 
 
+_NEAREST = 6
+"""The most families whose reasons a message gives."""
+
+
 def expressing(config: ModelConfig) -> Family:
     """Return the first family that can express a model.
 
     Raises:
-        CheckpointError: no family can; the message gives the reasons for each.
+        CheckpointError: no family can; the message gives the reasons of the nearest ones.
     """
     reasons = {}
     for family in FAMILIES:
         reasons[family.title] = _reasons(family, config)
         if not reasons[family.title]:
             return family
-    faults = [f"{title}: {'; '.join(each)}." for title, each in sorted(reasons.items(), key=lambda item: len(item[1]))]
+    nearest = sorted(reasons.items(), key=lambda item: len(item[1]))[:_NEAREST]
+    faults = [f"{title}: {'; '.join(each)}." for title, each in nearest]
+    faults.append(f"The other {len(FAMILIES) - len(nearest)} families differ from it in as many things, or more.")
     raise CheckpointError("cannot save this model as a checkpoint: no family of public models has its form:", faults)
 
 
@@ -255,8 +261,11 @@ def written(family: Family, config: ModelConfig, length: int, dtype: str) -> dic
             value = next(theirs for theirs, ours in option.names.items() if ours == value)
         json[option.keys[0]] = value
     json |= {key: values[0] for key, values in {**STACKS[family.has_encoder], **family.inactive}.items()}
-    json |= family.agreement.write(config) if family.agreement else {}
     json |= dict.fromkeys(family.length[:1], length) | write_rope(family, config) | write_local_rope(family, config)
+    if family.agreement:
+        json |= family.agreement.write(config)
+        if scaling := family.agreement.write_scaling(config):
+            json["rope_scaling"] = json["rope_scaling"] | scaling
     json |= write_window(family.window, config) | {"torch_dtype": dtype}
     json |= {family.output_dropout[0]: 0.0} if family.output_dropout else {}
     json |= dict.fromkeys(family.multipliers, 1.0)
@@ -387,6 +396,7 @@ def _reasons(family: Family, config: ModelConfig) -> list[str]:
     for key, each in shared.items():
         if len(set(each.values())) > 1:
             found.append(f"{' and '.join(each)} differ, but are set by one option, {key}")
+    found += family.agreement.reasons(config) if family.agreement else []
     return [*found, *rope_reasons(family, config), *window_reasons(family, config), *local_rope_reasons(family, config)]
 
 

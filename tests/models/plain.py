@@ -1,5 +1,7 @@
 """The dense transformer in plain jax.numpy, on one device: what every placement is held against."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 
@@ -64,14 +66,15 @@ def _unit(config, x):
 
 
 def _latent_attention(config, w, y, heads):
-    rank, rotary = config.latent.rank, config.rotary_of("full")
+    rank = config.latent.rank
+    rotary = dataclasses.replace(config.rotary_of("full"), norm_epsilon=config.latent.norm_epsilon)
     if config.latent.query_rank:
-        down = _unit(config, y @ w["attention.w_q_down"]) * _bias(w, "attention.q_latent_norm")
+        down = _unit(rotary, y @ w["attention.w_q_down"]) * _bias(w, "attention.q_latent_norm")
         q = jnp.einsum("BLU,UHD->BLHD", down, w["attention.w_q_up"])
     else:
         q = jnp.einsum("BLE,EHD->BLHD", y, w["attention.w_q"])
     both = y @ w["attention.w_k_down"]
-    latent = _unit(config, both[..., :rank]) * _bias(w, "attention.latent_norm")
+    latent = _unit(rotary, both[..., :rank]) * _bias(w, "attention.latent_norm")
     shared = _rotate(rotary, both[..., None, rank:], "full")
     heads.append((jnp.concatenate([latent[:, :, None], shared], axis=-1),) * 2)
     first = config.head_size - config.latent.rotary

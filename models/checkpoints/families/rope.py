@@ -65,9 +65,7 @@ def read_rope(family: Family, json: Mapping[str, Any], head_size: int, faults: l
     if family.rope_base is None:
         return {"rope_base": 10000.0, "rope_scaling": None}
     before = len(faults)
-    name = "rope_scaling" if json.get("rope_scaling") not in (None, {}) else "rope_parameters"
-    entries = json.get(name)
-    entries = {} if entries is None else entries
+    name, entries = scaling_entries(json)
     if not isinstance(entries, dict):
         faults.append(f"{name} is {in_json(entries)}; it must be a table of entries, or null.")
         return {}
@@ -92,6 +90,13 @@ def read_rope(family: Family, json: Mapping[str, Any], head_size: int, faults: l
     if scaling is not None and scaling.kind == "dynamic":  # the entry with the length is that of the original texts
         found["context_length"] = round(scaling.factor * scaling.original_length)
     return found
+
+
+def scaling_entries(json: Mapping[str, Any]) -> tuple[str, Any]:
+    """Return the name of the table of the rotary embedding, and its entries: `rope_scaling`, or `rope_parameters`."""
+    name = "rope_scaling" if json.get("rope_scaling") not in (None, {}) else "rope_parameters"
+    entries = json.get(name)
+    return name, {} if entries is None else entries
 
 
 def _scaling(

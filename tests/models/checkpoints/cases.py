@@ -50,6 +50,25 @@ _GPTJ = {
 _GPT2 = {"vocab_size": 50, "n_embd": 48, "n_layer": 2, "n_head": 12, "n_inner": 40, "n_positions": 80}
 _GPT_OSS = _HEADS | {"sliding_window": 4, "num_local_experts": 5, "num_experts_per_tok": 3, "intermediate_size": 16}
 
+_LATENT = _SIZES | {
+    "num_key_value_heads": 12,
+    "kv_lora_rank": 8,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 12,
+    "v_head_dim": 5,
+    "n_routed_experts": 5,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 16,
+}
+_YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 500.0,
+    "factor": 4.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "original_max_position_embeddings": 16,
+}
+
 #: Name to the prefix of its classes in transformers, and the arguments of its config.
 CASES = {
     "llama": ("Llama", _HEADS),
@@ -74,6 +93,19 @@ CASES = {
     "smollm3": ("SmolLM3", _WIDE | {"num_hidden_layers": 4, "pad_token_id": 0}),
     "olmoe": ("Olmoe", _WIDE | {"num_experts": 5, "num_experts_per_tok": 3, "intermediate_size": 16}),
     "gpt2": ("GPT2", _GPT2),
+    "deepseek-v2": ("DeepseekV2", _LATENT | {"q_lora_rank": None, "n_shared_experts": 2, "first_k_dense_replace": 1}),
+    "deepseek-v2-groups": (
+        "DeepseekV2",
+        _LATENT
+        | {"n_routed_experts": 6, "topk_method": "group_limited_greedy", "n_group": 3, "topk_group": 2}
+        | {"q_lora_rank": 7, "routed_scaling_factor": 1.5},
+    ),
+    "deepseek-v3": (
+        "DeepseekV3",
+        _LATENT
+        | {"n_routed_experts": 6, "n_group": 3, "topk_group": 2, "q_lora_rank": 7, "first_k_dense_replace": 1}
+        | {"num_hidden_layers": 3, "rope_parameters": _YARN},
+    ),
     "gpt-oss": ("GptOss", _GPT_OSS),
     "gpt-oss-full": (
         "GptOss",
@@ -198,6 +230,8 @@ FIRST = {
     "olmoe": "replicated",
     "cohere2": "replicated",
     "gpt2": "megatron-1d",
+    "deepseek-v2": "replicated",
+    "deepseek-v3": "weight-stationary-2d",
     "gpt-oss": "weight-stationary-2d",
     "glm": "replicated",
     "glm4": "replicated",

@@ -57,7 +57,7 @@ def test_every_field_of_a_model_is_read_or_fixed_or_free(family):
         named = (
             "experts", "k", "router", "every", "offset", "shared", "renormalize", "scores", "expert_groups",
             "choice_bias", "gate_factor", "gate_inputs", "router_bias", "shared_mix",
-            "shared_width",
+            "shared_width", "first_dense", "dense_feed_forward", "kept_groups", "group_best",
         )  # fmt: skip
         wanted |= {f"moe.{name}" for name in named}
     wanted -= {"sliding_window", "layer_kinds"}  # which `Window` describes, or a family's agreement
