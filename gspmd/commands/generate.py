@@ -284,7 +284,7 @@ def sampling_of(console: Console, settings: GenerateSettings, folder: Path) -> d
     if found.unsupported and use == "whole":
         which = "it" if len(found.unsupported) == 1 else "them"
         remedy = f"--generation-config supported leaves {which} out, and --generation-config ignored the whole file."
-        raise ConfigError(_DOING, [checkpoints.unsupported(found.unsupported), remedy])
+        raise ConfigError(_DOING, [found.fault, remedy])
     taken = {} if settings.beams else {name: each for name, each in found.settings.items() if name not in given}
     said = [f"{name} {each:g}" for name, each in taken.items()]
     said += [f"{name} left out" for name in found.unsupported]
