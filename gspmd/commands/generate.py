@@ -471,7 +471,8 @@ def variable_of(given: str) -> tuple[str, Any]:
         ConfigError: it is not NAME=VALUE, or the name is one of the template's own arguments.
     """
     name, equals, value = given.partition("=")
-    if not equals or not name.isidentifier() or name in ("messages", "template", "prompt", "add_generation_prompt"):
+    taken = ("self", "messages", "template", "prompt", "add_generation_prompt")
+    if not equals or not name.isidentifier() or name in taken:
         fault = f"--chat-variable {given!r} is not NAME=VALUE, with the name of a variable that the template reads."
         raise ConfigError(_DOING, [fault])
     try:
