@@ -422,7 +422,7 @@ def test_a_chat_is_the_system_then_the_turns_of_a_file_then_the_prompt(tmp_path)
         ),
         (
             ["--chat", "--chat-variable", "self=1"],
-            "ConfigError: cannot generate text:\n  --chat-variable 'self=1' is not NAME=VALUE, with the name of a variab",
+            "ConfigError: cannot generate text:\n  --chat-variable 'self=1' is not NAME=VALUE, with the name of a va",
         ),
         (
             ["--chat", "--messages", "no"],
