@@ -284,7 +284,7 @@ def sampling_of(console: Console, settings: GenerateSettings, folder: Path) -> d
     if found.unsupported and use == "whole":
         which = "it" if len(found.unsupported) == 1 else "them"
         remedy = f"--generation-config supported leaves {which} out, and --generation-config ignored the whole file."
-        raise ConfigError(_DOING, [checkpoints.unsupported(found.unsupported), remedy])
+        raise ConfigError(_DOING, [found.fault, remedy])
     taken = {} if settings.beams else {name: each for name, each in found.settings.items() if name not in given}
     said = [f"{name} {each:g}" for name, each in taken.items()]
     said += [f"{name} left out" for name in found.unsupported]
@@ -471,7 +471,8 @@ def variable_of(given: str) -> tuple[str, Any]:
         ConfigError: it is not NAME=VALUE, or the name is one of the template's own arguments.
     """
     name, equals, value = given.partition("=")
-    if not equals or not name.isidentifier() or name in ("messages", "template", "prompt", "add_generation_prompt"):
+    taken = ("self", "messages", "template", "prompt", "add_generation_prompt")
+    if not equals or not name.isidentifier() or name in taken:
         fault = f"--chat-variable {given!r} is not NAME=VALUE, with the name of a variable that the template reads."
         raise ConfigError(_DOING, [fault])
     try:

@@ -5,7 +5,7 @@ Reading order: files, families/, config, sources, loading, special, steps, rende
 
 from .config import model_config
 from .files import CheckpointError
-from .generation import GenerationConfig, sampling, unsupported
+from .generation import GenerationConfig, sampling
 from .loading import LoadReport, load
 from .saving import save
 from .text import TextStream, Tokenizer, byte_tokenizer, keep_tokenizer, tokenizer
@@ -23,5 +23,4 @@ __all__ = [
     "sampling",
     "save",
     "tokenizer",
-    "unsupported",
 ]

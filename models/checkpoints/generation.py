@@ -51,6 +51,13 @@ class GenerationConfig:
         """The settings, with those of plain sampling where the file has none."""
         return Sampling(**self.settings)
 
+    @property
+    def fault(self) -> str:
+        """A sentence that names the entries that are not supported; empty if there are none."""
+        named = ", ".join(f"{name} {value!r:.40}" for name, value in self.unsupported.items())
+        verb = "is" if len(self.unsupported) == 1 else "are"
+        return f"{CONFIG} sets {named}, which {verb} not supported here." if named else ""
+
     @classmethod
     def read(cls, directory: str | os.PathLike) -> GenerationConfig:
         """Read the file in a checkpoint's folder; without a file, nothing is set.
@@ -112,11 +119,5 @@ def sampling(directory: str | os.PathLike) -> Sampling:
     found = GenerationConfig.read(directory)
     if found.unsupported:
         doing = f"cannot draw tokens as checkpoint {str(directory)!r} asks:"
-        raise CheckpointError(doing, [unsupported(found.unsupported), "GenerationConfig.read leaves it out."])
+        raise CheckpointError(doing, [found.fault, "GenerationConfig.read leaves it out."])
     return found.sampling
-
-
-def unsupported(entries: Mapping[str, Any]) -> str:
-    """Say which entries of the file are not supported."""
-    named = ", ".join(f"{name} {value!r:.40}" for name, value in entries.items())
-    return f"{CONFIG} sets {named}, which {'is' if len(entries) == 1 else 'are'} not supported here."

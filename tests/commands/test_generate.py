@@ -421,8 +421,8 @@ def test_a_chat_is_the_system_then_the_turns_of_a_file_then_the_prompt(tmp_path)
             "ConfigError: cannot generate text:\n  --chat-template is for a chat; add --chat, or",
         ),
         (
-            ["--chat", "--chat-variable", "a"],
-            "ConfigError: cannot generate text:\n  --chat-variable 'a' is not NAME=VALUE, with the name of a variable",
+            ["--chat", "--chat-variable", "self=1"],
+            "ConfigError: cannot generate text:\n  --chat-variable 'self=1' is not NAME=VALUE, with the name of a va",
         ),
         (
             ["--chat", "--messages", "no"],

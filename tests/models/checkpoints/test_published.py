@@ -57,6 +57,19 @@ def test_text_is_encoded_and_decoded_as_by_transformers(smollm, continued, trans
 
 
 @pytest.mark.slow
+def test_a_chat_has_the_ids_of_transformers(smollm, transformers):
+    """By the template of the file, which begins with a message of the system if the chat has none."""
+    folder, _ = smollm
+    ours, theirs = tokenizer(folder), transformers.AutoTokenizer.from_pretrained(folder)
+    user, answer = {"role": "user", "content": "Hi 42!"}, {"role": "assistant", "content": " Hello."}
+    for messages in ([user], [user, answer, user], [{"role": "system", "content": "Be brief."}, user]):
+        text = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        assert ours.chat_text(messages) == text
+        assert ours.chat(messages) == theirs(text, add_special_tokens=False).input_ids
+        assert "<|im_start|>assistant" in text
+
+
+@pytest.mark.slow
 def test_int8_is_as_near_as_the_pages_say(smollm, continued, placing):
     """The text is the one that transformers wrote; docs/sampling.md has the figures, which are rounded up here."""
     layout, mesh = placing("replicated")
