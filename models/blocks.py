@@ -71,7 +71,7 @@ class ParallelBlock(Layer):
     still reduced once.
 
     Source: Chowdhery et al. 2022, PaLM (arXiv 2204.02311), section 2; Pope et al. 2022 (arXiv 2211.05102), section 3.4;
-        Black et al. 2022, GPT-NeoX-20B (arXiv 2204.06745), section 2.1, for two norms.
+        Black et al. 2022, GPT-NeoX-20B (arXiv 2204.06745), section 2.1.2, for two norms.
     Differs: with experts, attention and experts reduce their outputs separately.
     """
 

@@ -107,3 +107,20 @@ def cases():
 @pytest.mark.parametrize(("name", "config", "mesh", "kind"), list(cases()))
 def test_what_is_planned_is_compiled_for_other_models_and_meshes(name, config, mesh, kind):
     hold(steps.training(name, config, mesh=mesh, axis_type=kind))
+
+
+PAIRED = {"block": "parallel", "parallel_norms": 2, "norm": "layer", "norm_bias": True}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("weight-stationary-2d", {"moe": None, "activation": "gelu", "kv_heads": 1}),
+        ("megatron-1d", {"moe": None, "tied": False}),
+        ("weight-gathered-xyz", {"moe": None, "qkv_bias": True, "ffn_bias": True}),
+        ("gshard", {"moe": replace(TOP2, every=2)}),
+    ],
+)
+def test_what_is_planned_is_compiled_for_parallel_blocks_with_two_norms(name, changes):
+    hold(steps.training(name, replace(steps.SMALL, **PAIRED, **changes)))

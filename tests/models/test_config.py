@@ -41,6 +41,8 @@ PUBLISHED = [
     # Lepikhin et al. 2020 (arXiv 2006.16668), table 1, rounded to one digit ("beyond 600 billion" in the abstract): the
     # published sizes make 618.5 in the experts alone.
     ("gshard-600b", 600, 20),
+    # Black et al. 2022 (arXiv 2204.06745), section 2, to the billion; the published weights have 20.55.
+    ("gpt-neox-20b", 20.55, 0.01),
     # NLLB Team 2022 (arXiv 2207.04672), section 8.
     ("nllb-moe-54b", 54.5, 0.05),
 ]

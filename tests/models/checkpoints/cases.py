@@ -33,7 +33,8 @@ _MULTIPLIED = {
 }
 _FALCON = {key: value for key, value in _ALL_HEADS.items() if key != "intermediate_size"} | {"ffn_hidden_size": 40}
 _PADDED = {"pad_token_id": 0}  # the default is beyond the vocabulary
-_LONG = {"rope_type": "longrope", "factor": 4.0, "short_factor": [1.0, 1.5], "long_factor": [2.0, 5.0]}
+_FEW_HEADS = _SIZES | _PADDED | {"hidden_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2}
+_LONG = {"rope_type": "longrope", "factor": 2.0, "short_factor": [1.0, 1.5], "long_factor": [2.0, 5.0]}
 _HALF_LONG = _LONG | {"short_factor": [1.5], "long_factor": [5.0], "partial_rotary_factor": 0.5}
 _GPTJ = {
     "vocab_size": 50,
@@ -119,9 +120,9 @@ CASES = {
         "Qwen3Moe",
         _HEADS | {"moe_intermediate_size": 16, "num_experts": 5, "num_experts_per_tok": 3, "norm_topk_prob": False},
     ),
-    "phi3": ("Phi3", _WIDE | _PADDED),
-    "phi3-long": ("Phi3", _WIDE | _PADDED | {"rope_parameters": _LONG, "original_max_position_embeddings": 4}),
-    "phi3-short": ("Phi3", _WIDE | _PADDED | {"rope_parameters": _HALF_LONG, "original_max_position_embeddings": 128}),
+    "phi3": ("Phi3", _HEADS | _PADDED),
+    "phi3-long": ("Phi3", _FEW_HEADS | {"rope_parameters": _LONG, "original_max_position_embeddings": 4}),
+    "phi3-short": ("Phi3", _FEW_HEADS | {"rope_parameters": _HALF_LONG, "original_max_position_embeddings": 128}),
     "granite": ("Granite", _WIDE | _MULTIPLIED | {"tie_word_embeddings": True}),
     "granite-untied-biases": ("Granite", _WIDE | _MULTIPLIED | {"attention_bias": True, "mlp_bias": True}),
     "granite-moe": ("GraniteMoe", _WIDE | _MULTIPLIED | {"num_local_experts": 5, "num_experts_per_tok": 3}),

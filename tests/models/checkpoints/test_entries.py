@@ -122,6 +122,8 @@ ALWAYS = [
 WINDOWS = {
     "mistral": ALWAYS,
     "mixtral": ALWAYS,
+    "phi3": ALWAYS,
+    "starcoder2": ALWAYS,
     "qwen2": SWITCHED + NAMED,
     "qwen3": SWITCHED + NAMED,
     "qwen3-moe": SWITCHED,

@@ -41,7 +41,9 @@ def chosen(monkeypatch):
         return routing
 
     monkeypatch.setattr(Router, "assign", recorded)
-    return seen
+    jax.clear_caches()  # of programs that were traced before, which record nothing
+    yield seen
+    jax.clear_caches()
 
 
 def off(got, wanted):
