@@ -31,7 +31,7 @@ def in_ring(rows, slots, garbage=7.0):
     return held
 
 
-@pytest.mark.turns(6)
+@pytest.mark.turns(4)
 @pytest.mark.parametrize("seed", range(60))
 def test_random_rings(seed, make_mesh, place):
     """Attend and write, in any placement, with rows of any number of tokens: none, few, a ring full, many rings."""
