@@ -228,8 +228,9 @@ class _CachedAttention:
         slots, limits, ended = positions(k.shape[1], first), self.extras.limits, lengths[:, None]
         if limits.window is None:
             keys, held = slots, slots < ended
-        else:  # a slot of a ring has the last token that was written there
-            keys = ended - 1 - (ended - 1 - slots) % total
+        else:  # a slot of a ring has the last token that was written there, of this round or of the one before
+            next_slot = ended % max(total, 1)
+            keys = ended - next_slot + slots - jnp.where(slots < next_slot, 0, total)
             held = keys >= 0
         extras = self.extras
         if q.shape[1] == 1 and limits.window is not None:  # then the window is as simple as a mask of keys

@@ -181,6 +181,10 @@ def _value(cut: _Cut, q_shape: tuple[int, ...], shape: tuple[int, ...], dtype: s
         q, k, v = terms.cleared(q, *cut.share.pick(k, v))
 
         def visit(found: Attended, there: jax.Array, k: jax.Array, v: jax.Array) -> Attended:
+            near = _is_near(cut, here, there, k.shape[1])
+            return merged(found, there, k, v) if near is None else lax.cond(near, merged, _unmerged, found, there, k, v)
+
+        def merged(found: Attended, there: jax.Array, k: jax.Array, v: jax.Array) -> Attended:
             terms = terms_of(there)
             if not cut.causal:
                 return found.merge(local_attended(q, k, v, terms, False, cut.scale))
@@ -212,6 +216,10 @@ def _gradient(cut: _Cut, q_shape: tuple[int, ...], shape: tuple[int, ...], dtype
         of_sinks = () if sinks is None else (sink_gradient(sinks, normaliser, y, kept[2]),)
 
         def visit(state: tuple[jax.Array, ...], there: jax.Array, k: jax.Array, v: jax.Array):
+            near = _is_near(cut, here, there, k.shape[1])
+            return added(state, there, k, v) if near is None else lax.cond(near, added, _not_added, state, there, k, v)
+
+        def added(state: tuple[jax.Array, ...], there: jax.Array, k: jax.Array, v: jax.Array):
             terms = terms_of(there)
             if not cut.causal:
                 d_q, d_k, d_v, *d_table = local_gradients(q, k, v, terms, False, cut.scale, *kept)
@@ -230,6 +238,23 @@ def _gradient(cut: _Cut, q_shape: tuple[int, ...], shape: tuple[int, ...], dtype
         return d_q, d_k, d_v, *cut.extras.send_back(chains, (*state[1:], *of_sinks))
 
     return chains.steps, body
+
+
+def _is_near(cut: _Cut, here: jax.Array | int, there: jax.Array | int, keys: int) -> jax.Array | None:
+    """Return whether some query here has a key there in its window; None without a window.
+
+    Between the nearest chunks of two devices there are as many chunks as devices between the two.
+    """
+    window = cut.extras.limits.window
+    return None if window is None else (jnp.abs(here - there) - 1) * (keys // 2) + 1 < window
+
+
+def _unmerged(found: Attended, there: jax.Array, k: jax.Array, v: jax.Array) -> Attended:
+    return found
+
+
+def _not_added(state: tuple[jax.Array, ...], there: jax.Array, *chunks: jax.Array):
+    return state, [jnp.zeros(x.shape, jnp.float32) for x in chunks]
 
 
 def _sum(state: tuple[jax.Array, ...], more: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:

@@ -154,6 +154,26 @@ def test_a_window_leaves_out_products(make_mesh):
     assert (trips(), trips(window=2048)) == (136, 31)
 
 
+@pytest.mark.parametrize("lowering", ["looped", "blocking"])
+def test_chunks_before_every_window_are_not_multiplied(lowering, make_mesh, place):
+    """Not-a-number in a chunk reaches only devices with queries near it: 0 times it would spoil the others, too."""
+    mesh, of_place = make_mesh({"x": 4}), gspmd.ops.zigzag_positions(16, 4)
+    q, k, v = arrays(2, 2, 16, 16)
+    v[:, of_place < 2] = np.nan
+
+    def value_and_gradient(g, *given):
+        y, transpose = jax.vjp(lambda *each: attention(*each, "BL_xHD", "BT_xKD", window=3), *given)
+        return y, transpose(g)[0]
+
+    with jax.set_mesh(mesh), gspmd.lowering(lowering):
+        placed = [place(mesh, x, spec) for x, spec in zip((q, k, v), ("BL_xHD", "BT_xKD", "BT_xKD"))]
+        y, d_q = map(np.asarray, jax.jit(value_and_gradient)(placed[0], *placed))
+    want = written_out(q, k, np.nan_to_num(v), at=(of_place, of_place), window=3)
+    np.testing.assert_allclose(y[:, 8:], want[:, 8:], rtol=2e-5, atol=2e-5)  # of the third and the last device
+    assert np.isfinite(d_q[:, 8:]).all()
+    assert np.isnan(y[:, :8]).any()
+
+
 @pytest.mark.slow
 def test_higher_derivatives_and_vmap_in_blocks(tiny_blocks, make_mesh):
     given = [np.stack([x, 2 * x]) for x in (*arrays(2, 1, 7, 7), RNG.normal(size=2).astype(np.float32))]
