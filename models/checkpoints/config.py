@@ -237,10 +237,16 @@ def expressing(config: ModelConfig) -> Family:
         reasons[family.title] = _reasons(family, config)
         if not reasons[family.title]:
             return family
-    nearest = sorted(reasons.items(), key=lambda item: len(item[1]))[:_NEAREST]
+    nearest = sorted(reasons.items(), key=lambda item: _distance(item[1]))[:_NEAREST]
     faults = [f"{title}: {'; '.join(each)}." for title, each in nearest]
     faults.append(f"The other {len(FAMILIES) - len(nearest)} families differ from it in as many things, or more.")
     raise CheckpointError("cannot save this model as a checkpoint: no family of public models has its form:", faults)
+
+
+def _distance(reasons: list[str]) -> int:
+    """Return the number of a family's reasons, of which those about a kind of model count most."""
+    kinds = ("it has experts", "it has no experts", "it has an encoder")
+    return sum(5 if reason in kinds else 1 for reason in reasons)
 
 
 def written(family: Family, config: ModelConfig, length: int, dtype: str) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from gspmd.search.pricing import Prices
 from gspmd.search.program import read
 from gspmd.training import OptimizerConfig
 from gspmd_models import step
+from gspmd_models.config import LatentConfig
 from gspmd_models.finetuning.config import LoraConfig
 
 BATCH, LENGTH = 8, 16
@@ -46,6 +47,16 @@ MODELS = {
     "parallel, plain activation": {"block": "parallel", "activation": "gelu", "norm": "layer", "remat": "dots"},
     "parallel, adapters": {"block": "parallel", "lora": LoraConfig(4, 8.0, ("attention.w_q", "ffn.w_out"))},
     "parallel, experts": {"block": "parallel", "moe": MoEConfig(experts=4, router="switch")},
+    "latent": {"kv_heads": 8, "latent": LatentConfig(rank=32, query_rank=48, rotary=8, values=24)},
+    "latent, no latent of queries": {
+        "kv_heads": 8,
+        "latent": LatentConfig(rank=24, rotary=4, values=16),
+        "remat": "dots",
+    },
+    "sliding layers": {"layer_kinds": ("sliding", "full"), "sliding_window": 6, "local_rope_base": 100.0},
+    "norms after": {"norms": "after", "qk_norm": "all", "remat": "none"},
+    "soft caps and sinks": {"score_softcap": 5.0, "logit_softcap": 9.0, "sinks": True, "norms": "both"},
+    "learned positions": {"positions": "learned", "context_length": 32},
     "switch": {"moe": MoEConfig(experts=4, router="switch")},
     "two experts": {"moe": MoEConfig(experts=4, router="gshard"), "remat": "dots"},
     "noisy router": {"moe": MoEConfig(experts=4, router="noisy-top-k"), "activation": "gelu", "remat": "none"},
@@ -63,7 +74,8 @@ MODELS = {
 SLOW = {"experts with biases", "dropless, products kept", "dropless and shared", "dropless, parallel",
         "adapters", "parallel, adapters", "parallel, experts", "shared experts", "experts in every other layer",
         "biases", "norms of heads", "products kept", "parallel, biases", "noisy router", "larger groups",
-        "parallel, two norms"}  # fmt: skip
+        "parallel, two norms", "latent, no latent of queries", "soft caps and sinks", "learned positions",
+        "norms after"}  # fmt: skip
 
 
 def trained(config, microbatches=1):
