@@ -44,7 +44,7 @@ def _calls():
     config = moe.MoEConfig(experts=4, router="switch")
     routing = moe.route(jnp.ones((2, 4, 4)), config)
     slots = jnp.ones((2, 4, routing.capacity, 8))
-    ids, rows = jnp.ones(8, "int32"), jnp.ones((8, 4))
+    ids, rows, limits = jnp.ones(8, "int32"), jnp.ones((8, 4)), {"window": 3, "softcap": 1.0}
     topology = audit.topology("tpu-v4:2x2x1") if _has_libtpu() else None
     calls = [
         (gspmd.plan, [PRODUCT, SIZES, MESH], {"dtype": "bfloat16", "chip": "tpu-v4", "via": "B, EF"}),
@@ -105,12 +105,15 @@ def _calls():
         (ops.add_bias, [x, jnp.ones(16), "BE", "E"], {}),
         (ops.embed, [ids, w, "B, VE -> BE"], {}),
         (ops.attention, [q, k, k, "BLHD", "BTKD"], {"causal": True, "mask": None, "scale": 1.0, "offset": 0}),
+        (ops.attention, [q, k, k, "BLHD", "BTKD"], limits | {"sinks": jnp.ones(4), "sinks_spec": "H"}),
+        (ops.attention, [q, k, k, "BLHD", "BTKD"], {"slopes": (1.0, 0.5, 0.2, 0.1), "slopes_spec": "H"}),
         (
             ops.cached_attention,
             [q, k, k, cache[0], cache[0], "BLHD", "BLKD", "BTKD"],
             {"lengths": ids[:2], "scale": 1.0, "key_scales": cache[0, ..., 0], "value_scales": cache[0, ..., 0]},
         ),
-        (ops.write_cache, [cache, k[None], "BTKD", "BLKD"], {"lengths": ids[:2]}),
+        (ops.cached_attention, [q, k, k, k, k, "BLHD", "BLKD", "BTKD"], {"lengths": ids[:2], **limits}),
+        (ops.write_cache, [cache, k[None], "BTKD", "BLKD"], {"lengths": ids[:2], "counts": ids[:2], "ring": True}),
         (ops.quantize_heads, [k], {}),
         (ops.zigzag_positions, [16, 4], {}),
         (ops.cross_entropy, [x, ids, "BV"], {"mask": None, "z_loss": 0.0}),

@@ -37,7 +37,8 @@ def test_writes_each_row_at_its_own_position(seed, make_mesh, place):
 
 
 @pytest.mark.parametrize("lowering", ["blocking", "xla"])
-def test_a_donated_cache_is_written_in_place(lowering, make_mesh):
+@pytest.mark.parametrize("ring", [False, True])
+def test_a_donated_cache_is_written_in_place(ring, lowering, make_mesh):
     """Temporary memory does not grow with the cache."""
     mesh, temporary = make_mesh({"x": 2, "y": 2}), []
     with jax.set_mesh(mesh), gspmd.lowering(lowering):
@@ -47,7 +48,8 @@ def test_a_donated_cache_is_written_in_place(lowering, make_mesh):
             new, lengths = jax.ShapeDtypeStruct((2, 4, 3, 3, 8), "float32"), jax.ShapeDtypeStruct((4,), "int32")
 
             def write(cache, new, lengths):
-                return write_cache(cache, new, "B_xKT_yD", "BLKD", lengths=lengths)
+                more = {"ring": True, "counts": lengths} if ring else {}
+                return write_cache(cache, new, "B_xKT_yD", "BLKD", lengths=lengths, **more)
 
             stats = jax.jit(write, donate_argnums=0).lower(cache, new, lengths).compile().memory_analysis()
             assert stats.alias_size_in_bytes >= 2 * 2 * 3 * length // 2 * 8 * 4
