@@ -125,7 +125,7 @@ CASES = {
     "phi3-short": ("Phi3", _FEW_HEADS | {"rope_parameters": _HALF_LONG, "original_max_position_embeddings": 128}),
     "granite": ("Granite", _WIDE | _MULTIPLIED | {"tie_word_embeddings": True}),
     "granite-untied-biases": ("Granite", _WIDE | _MULTIPLIED | {"attention_bias": True, "mlp_bias": True}),
-    "granite-moe": ("GraniteMoe", _WIDE | _MULTIPLIED | {"num_local_experts": 5, "num_experts_per_tok": 3}),
+    "granite-moe": ("GraniteMoe", _HEADS | _MULTIPLIED | {"num_local_experts": 5}),
     "starcoder2": ("Starcoder2", _WIDE),
     "starcoder2-untied": ("Starcoder2", _WIDE | {"tie_word_embeddings": False, "use_bias": False}),
     "stablelm": ("StableLm", _WIDE | _HALF),
