@@ -26,6 +26,9 @@ _FOLLOWS = (
     ("ffn.norm", "ffn.residual", "E"),
     ("output.norm", "ffn.residual", "E"),
     ("attention.relative", "attention.query", "H"),
+    ("attention.sinks", "attention.query", "H"),
+    ("attention.latent_query", "attention.query", "BL"),
+    ("attention.w_k_down", "attention.w_q_down", "E"),
 )
 """Lines that are tied to other lines: sharding them otherwise costs a move and gains nothing."""
 
@@ -194,9 +197,11 @@ class Lines:
     def _whole_by_default(self) -> None:
         for name, dims in (("attention.key", "L"), ("attention.w_q", "D"), ("attention.w_o", "D"),
                            ("attention.in_via", "D"), ("attention.out_via", "D"),
-                           ("attention.relative", "R")):  # fmt: skip
-            # There are enough query heads to split; keys that go round a ring are another program; and a device needs
-            # all rows of the table of relative positions.
+                           ("attention.relative", "R"), ("attention.w_q_down", "U"), ("attention.w_q_up", "D"),
+                           ("attention.w_k_down", "Z"), ("attention.w_k_up", "ZD"),
+                           ("attention.w_v_up", "ZD")):  # fmt: skip
+            # There are enough query heads to split; keys that go round a ring are another program; a device needs all
+            # rows of the table of relative positions; and latents are whole.
             self.whole.setdefault(name, set()).update(dims)
 
     def add_vias(self, products: Iterable[tuple[Spec, Sequence[Spec]]]) -> None:

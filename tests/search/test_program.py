@@ -74,7 +74,7 @@ MODELS = {
 SLOW = {"experts with biases", "dropless, products kept", "dropless and shared", "dropless, parallel",
         "adapters", "parallel, adapters", "parallel, experts", "shared experts", "experts in every other layer",
         "biases", "norms of heads", "products kept", "parallel, biases", "noisy router", "larger groups",
-        "parallel, two norms", "latent, no latent of queries", "soft caps and sinks", "learned positions",
+        "parallel, two norms", "latent", "latent, no latent of queries", "soft caps and sinks", "learned positions",
         "norms after"}  # fmt: skip
 
 
