@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .family import Family, Option, Stored
-from .serial import ATTENTION, ENDS, FIXED, LAYER, OPTIONS, QWEN3, ROUTED, kv_heads, without
+from .serial import ATTENTION, ENDS, FIXED, LAYER, OPTIONS, QWEN3, ROUTED, TENSORS, kv_heads, without
 from .window import Window
 
 EXPERTS = without(FIXED, "moe") | ROUTED | {"moe.router": "top-k", "moe.every": 1, "moe.offset": 0}
@@ -94,4 +94,46 @@ QWEN3_MOE = Family(
     },
     ignored_entries=("intermediate_size",),  # only layers without experts use it
     window=Window(4096, switched=True),
+)
+
+GLM4_MOE = Family(
+    title="GLM-4.5",
+    architecture="Glm4MoeForCausalLM",
+    model_type="glm4_moe",
+    options={
+        **OPTIONS,
+        "kv_heads": kv_heads(8),
+        "norm_epsilon": Option("rms_norm_eps", 1e-5),
+        "qkv_bias": Option("attention_bias", False),
+        "qk_norm": Option("use_qk_norm", False),
+        "feed_forward": Option("moe_intermediate_size", 1408),
+        "moe.dense_feed_forward": Option("intermediate_size", 10944),
+        "moe.first_dense": Option("first_k_dense_replace", 1),
+        "moe.experts": Option(("n_routed_experts", "num_local_experts"), 128),
+        "moe.k": Option("num_experts_per_tok", 8),
+        "moe.renormalize": Option("norm_topk_prob", True),
+        "moe.expert_groups": Option("n_group", 1),
+        "moe.kept_groups": Option("topk_group", 1),
+        "moe.gate_factor": Option("routed_scaling_factor", 1.0),
+        "moe.shared": Option("n_shared_experts", 1),
+    },
+    derived={"moe.shared_width": lambda fields: fields["moe.shared"] * fields["feed_forward"]},
+    fixed=without(
+        EXPERTS,
+        *("qkv_bias", "qk_norm", "moe.dense_feed_forward", "moe.first_dense", "moe.expert_groups", "moe.gate_factor"),
+        *("moe.shared", "moe.shared_width"),
+    )
+    | {"moe.scores": "sigmoid", "moe.choice_bias": True, "moe.group_best": 2},
+    tensors=TENSORS
+    | _OF_QWEN
+    | {
+        "moe.choice_bias": Stored(f"{LAYER}.mlp.gate.e_score_correction_bias", "X"),
+        "moe.shared.w_in": Stored(f"{LAYER}.mlp.shared_experts.up_proj.weight", "FE"),
+        "moe.shared.w_gate": Stored(f"{LAYER}.mlp.shared_experts.gate_proj.weight", "FE"),
+        "moe.shared.w_out": Stored(f"{LAYER}.mlp.shared_experts.down_proj.weight", "EF"),
+    },
+    ignored_entries=("num_nextn_predict_layers", "num_mtp_layers"),
+    partial_rotary=0.5,
+    # The layers behind the last one predict further tokens; transformers leaves these out too.
+    ignored=(*Family.ignored, r"model\.layers\.(46|92)\..*"),
 )

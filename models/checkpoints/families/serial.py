@@ -63,6 +63,8 @@ FIXED = {
 
 #: Fields of experts that are the same in all families, except where a family says otherwise.
 ROUTED = {
+    "moe.first_dense": 0,
+    "moe.dense_feed_forward": 0,
     "moe.shared": 0,
     "moe.shared_width": 0,
     "moe.shared_mix": False,

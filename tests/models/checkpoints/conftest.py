@@ -98,6 +98,9 @@ def reference(transformers, tmp_path_factory):
             for path, value in model.named_parameters():
                 one = 1.0 if kind != "Gemma" and path.endswith(("norm.weight", "ln_1.weight", "ln_f.weight")) else 0.0
                 value.copy_(one + 0.25 * torch.randn_like(value))
+            for path, value in model.named_buffers():
+                if path.endswith("e_score_correction_bias"):
+                    value.copy_(0.25 * torch.randn_like(value))
         directory = tmp_path_factory.mktemp(name)
         model.save_pretrained(directory)
         prompts = np.random.default_rng(0).integers(0, entries["vocab_size"], (8, LENGTH))
