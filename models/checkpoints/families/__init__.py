@@ -2,7 +2,7 @@
 
 from .encoder_decoders import M2M_100, NLLB_MOE, SWITCH, T5
 from .family import Agreement, Family, Option, Stored
-from .mixtures import GLM4_MOE, MIXTRAL, QWEN2_MOE, QWEN3_MOE
+from .mixtures import DOTS, GLM4_MOE, MIXTRAL, QWEN2_MOE, QWEN3_MOE
 from .parallel import COHERE, GPTJ, PHI
 from .serial import GEMMA, LLAMA, MISTRAL, QWEN2, QWEN3
 
@@ -17,6 +17,7 @@ FAMILIES = (
     QWEN2_MOE,
     QWEN3_MOE,
     GLM4_MOE,
+    DOTS,
     GPTJ,
     PHI,
     COHERE,
