@@ -501,7 +501,7 @@ def _kind_faults(config: ModelConfig):
             yield f"layer_kinds has {kind!r}; its kinds are {', '.join(LAYER_KINDS)}" + (f". {near}" if near else "")
     if config.layer_kinds and config.layers % len(config.layer_kinds):
         yield f"layers is {config.layers}, which the {len(config.layer_kinds)} layer_kinds do not divide"
-    elif config.layers % config.pattern:
+    elif config.pattern and config.layers % config.pattern:
         yield (
             f"layers is {config.layers}, and the pattern of layer_kinds ({len(config.layer_kinds)}) and of experts "
             f"(moe.every = {config.moe and config.moe.every}) repeats after {config.pattern}; it must divide layers"

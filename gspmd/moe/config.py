@@ -59,8 +59,8 @@ class MoEConfig:
         experts: number of experts X in each block.
         every: every n-th layer of the model is a mixture-of-experts block.
         offset: which of n layers it is, counted from 0; None for the last.
-        first_dense: number of layers at the beginning that are none, whatever `every` says (DeepSeek, GLM).
-        dense_feed_forward: width of layers that are none; 0 for the width of an expert.
+        first_dense: number of first layers that are dense, whatever `every` says (DeepSeek, GLM).
+        dense_feed_forward: width of dense layers; 0 for the width of an expert.
         router: "noisy-top-k" (Shazeer et al. 2017), "gshard" (Lepikhin et al. 2020), "switch" (Fedus et al. 2021),
             "st-moe" (Zoph et al. 2022), "top-k" (as Mixtral's), or "expert-choice" (Zhou et al. 2022).
         k: choices per token for noisy-top-k and top-k; None means 2. In other routers it is fixed.

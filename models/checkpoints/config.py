@@ -425,6 +425,8 @@ def _value(config: ModelConfig, name: str) -> Any:
         return config.rotary
     if config.moe and name == "moe.k":
         return config.moe.choices
+    if name == "moe.kept_groups":
+        return config.moe.chosen_groups if config.moe else 1
     if name == "moe.shared_width":
         return width_of_shared(config)
     if name == "moe.offset":

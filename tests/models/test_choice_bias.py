@@ -12,6 +12,8 @@ import gspmd_models as models
 from gspmd.layouts import Layout
 from gspmd.moe import MoEConfig
 from gspmd.training import ConfigError, OptimizerConfig, jit_step
+from gspmd.training.checkpoints import Checkpoints
+from gspmd.training.state import abstract
 from gspmd_models import step
 from gspmd_models.finetuning.config import LoraConfig
 from gspmd_models.finetuning.freezing import balanced_paths, trained_paths
@@ -37,8 +39,9 @@ def run(
     moved=None,
     optimizer=OPTIMIZER,
     seeds=tuple(range(STEPS)),
+    folder=None,
 ):
-    """Biases [steps, N, X], and the figures of every step."""
+    """Biases [steps, N, X], and the figures of every step; with a folder, each is saved and resumed from."""
     layout = Layout.load(name).override(moved or {})
     sizes = layout.mesh_for(1 if name == "replicated" else 8)
     devices, types = jax.devices()[: np.prod([*sizes.values()])], (AXIS_TYPES[kind],) * len(sizes)
@@ -57,6 +60,10 @@ def run(
             state, figures = update(state, jax.device_put(ids, placed), jax.random.key(1))
             biases.append(np.asarray(state.params[PATH]))
             found.append(jax.tree.map(np.asarray, figures))
+            if folder is not None:
+                with Checkpoints(folder) as checkpoints:
+                    checkpoints.save(state, {})
+                    state, _ = checkpoints.restore(abstract(state))
     assert not any(
         "choice_bias" in jax.tree_util.keystr(path) for path, _ in jax.tree.leaves_with_path(state.optimizer)
     )
@@ -95,6 +102,13 @@ def test_the_bias_is_the_same_on_every_mesh(name, kind, microbatches, moved):
     wanted, of_one = alone()
     np.testing.assert_allclose([each["loss"] for each in figures], [each["loss"] for each in of_one], rtol=1e-4)
     np.testing.assert_array_equal(biases, wanted)
+
+
+def test_a_resumed_run_has_the_bias_of_one_that_goes_on(tmp_path):
+    biases, figures = run(CONFIG, "replicated", folder=tmp_path)
+    wanted, of_one = alone()
+    np.testing.assert_array_equal(biases, wanted)
+    assert [float(each["loss"]) for each in figures] == [float(each["loss"]) for each in of_one]
 
 
 @pytest.mark.slow

@@ -192,12 +192,18 @@ def _experts(d: Draw, devices: int, every: int, microbatches: int) -> dict[str, 
         moe["priority"] = True
     if router == "top-k" and d.happens(0.3):
         moe["renormalize"] = False
+    if router == "top-k" and d.happens(0.5):
+        moe["scores"] = d.one(("softmax", "sigmoid"))
+        moe |= d.one(({}, {"expert_groups": 2}, {"expert_groups": 2, "kept_groups": 1, "k": 1, "group_best": 1}))
+        moe["router_bias"] = d.happens(0.5)
+        moe["gate_factor"] = d.one((1.0, 2.5))
     if microbatches > 1:
         moe["jitter"] = 0.0
     elif d.happens(0.2):
         moe["groups"] = devices
     if d.happens(0.2):
         moe["shared"] = d.one((1, 2))
+        moe["shared_mix"] = d.happens(0.5)
     if d.happens(0.1) and microbatches == 1:
         moe["dropout"] = 0.25
     return moe

@@ -33,7 +33,7 @@ def _read(
         groups: defaults of the number of groups of experts, and of those that are kept; None if topk_method says
             whether there are groups.
     """
-    values = {key: json.get(key, default) for key, default in _DEFAULTS.items()}
+    values: dict[str, Any] = {key: json.get(key, default) for key, default in _DEFAULTS.items()}
     plain = json.get("qk_nope_head_dim", 128)
     for key, value in {**values, "qk_nope_head_dim": plain}.items():
         if not (key == "q_lora_rank" and value is None) and not (is_whole(value) and value >= 1):
@@ -155,7 +155,7 @@ _OPTIONS = without(OPTIONS, "head_size", "feed_forward") | {
 
 _FIXED = without(
     EXPERTS, "latent", "attention_scale", "moe.shared", "moe.shared_width", "moe.first_dense", "moe.dense_feed_forward",
-    "moe.gate_factor", "moe.expert_groups", "moe.kept_groups", "moe.group_best",
+    "moe.gate_factor", "moe.expert_groups",
 )  # fmt: skip
 
 _TENSORS = (

@@ -1,9 +1,11 @@
-"""Families with a mixture of experts in every layer, each token sent to its k most probable experts."""
+"""Families with mixtures of experts, each token sent to its k best experts."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from .family import Family, Option, Stored, fused
-from .serial import ATTENTION, ENDS, FIXED, GRANITE, LAYER, OPTIONS, QWEN3, ROUTED, kv_heads, without
+from .serial import ATTENTION, ENDS, FIXED, GRANITE, LAYER, OPTIONS, QWEN3, ROUTED, TENSORS, kv_heads, without
 from .window import Window
 
 EXPERTS = without(FIXED, "moe") | ROUTED | {"moe.router": "top-k", "moe.every": 1, "moe.offset": 0}
@@ -115,4 +117,73 @@ GRANITE_MOE = Family(
     }
     | fused(f"{LAYER}.block_sparse_moe.input_linear.weight", "X(F|F)E", "moe.w_gate", "moe.w_in"),
     multipliers=GRANITE.multipliers,
+)
+
+#: Experts as DeepSeek-V3's: sigmoid scores, groups, a bias of the choice, shared experts, and first layers without any.
+_DEEPSEEK = {
+    "feed_forward": Option("moe_intermediate_size", 1408),
+    "moe.dense_feed_forward": Option("intermediate_size", 10944),
+    "moe.experts": Option(("n_routed_experts", "num_local_experts"), 128),
+    "moe.expert_groups": Option("n_group", 1),
+    "moe.kept_groups": Option("topk_group", 1),
+    "moe.gate_factor": Option("routed_scaling_factor", 1.0),
+    "qkv_bias": Option("attention_bias", False),
+}
+_OF_DEEPSEEK: dict[str, Any] = {
+    "derived": {"moe.shared_width": lambda fields: fields["moe.shared"] * fields["feed_forward"]},
+    "tensors": TENSORS
+    | _OF_QWEN
+    | {
+        "moe.choice_bias": Stored(f"{LAYER}.mlp.gate.e_score_correction_bias", "X"),
+        "moe.shared.w_in": Stored(f"{LAYER}.mlp.shared_experts.up_proj.weight", "FE"),
+        "moe.shared.w_gate": Stored(f"{LAYER}.mlp.shared_experts.gate_proj.weight", "FE"),
+        "moe.shared.w_out": Stored(f"{LAYER}.mlp.shared_experts.down_proj.weight", "EF"),
+    },
+}
+_SCORED = without(EXPERTS, *_DEEPSEEK, "moe.first_dense", "moe.shared", "moe.shared_width") | {
+    "moe.scores": "sigmoid",
+    "moe.choice_bias": True,
+    "moe.group_best": 2,
+}
+
+GLM4_MOE = Family(
+    title="GLM-4.5",
+    architecture="Glm4MoeForCausalLM",
+    model_type="glm4_moe",
+    options={
+        **OPTIONS,
+        **_DEEPSEEK,
+        "kv_heads": kv_heads(8),
+        "norm_epsilon": Option("rms_norm_eps", 1e-5),
+        "qk_norm": Option("use_qk_norm", False, {True: "head", False: "none"}),
+        "moe.first_dense": Option("first_k_dense_replace", 1),
+        "moe.k": Option("num_experts_per_tok", 8),
+        "moe.renormalize": Option("norm_topk_prob", True),
+        "moe.shared": Option("n_shared_experts", 1),
+    },
+    fixed=without(_SCORED, "qk_norm"),
+    ignored_entries=("num_nextn_predict_layers", "num_mtp_layers"),
+    partial_rotary=0.5,
+    # The layers behind the last one predict further tokens; transformers leaves these out too.
+    ignored=(*Family.ignored, r"model\.layers\.(46|92)\..*"),
+    **_OF_DEEPSEEK,
+)
+
+DOTS = Family(
+    title="dots.llm1",
+    architecture="Dots1ForCausalLM",
+    model_type="dots1",
+    options={
+        **OPTIONS,
+        **_DEEPSEEK,
+        "kv_heads": kv_heads(32),
+        "out_bias": Option("attention_bias", False),
+        "moe.first_dense": Option("first_k_dense_replace", 0),
+        "moe.k": Option("num_experts_per_tok"),
+        "moe.renormalize": Option("norm_topk_prob", False),
+        "moe.shared": Option("n_shared_experts"),
+    },
+    fixed=without(_SCORED, "out_bias") | {"qk_norm": "head"},
+    window=Window(4096, layered=True),
+    **_OF_DEEPSEEK,
 )

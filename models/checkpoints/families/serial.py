@@ -77,8 +77,6 @@ ROUTED = {
     "moe.dense_feed_forward": 0,
     "moe.scores": "softmax",
     "moe.expert_groups": 1,
-    "moe.kept_groups": None,
-    "moe.group_best": 2,
     "moe.choice_bias": False,
     "moe.gate_factor": 1.0,
     "moe.gate_inputs": False,

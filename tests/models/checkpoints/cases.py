@@ -152,6 +152,23 @@ CASES = {
         | {"moe_intermediate_size": 24, "shared_expert_intermediate_size": 56, "num_experts": 5, "norm_topk_prob": True}
         | {"num_experts_per_tok": 2, "qkv_bias": False, "tie_word_embeddings": True},
     ),
+    "glm4-moe": (
+        "Glm4Moe",
+        _HEADS | {"moe_intermediate_size": 16, "n_routed_experts": 5, "num_experts_per_tok": 3, "num_hidden_layers": 3},
+    ),
+    "glm4-moe-groups": (
+        "Glm4Moe",
+        _HEADS
+        | {"moe_intermediate_size": 16, "n_routed_experts": 6, "n_group": 3, "topk_group": 2, "num_experts_per_tok": 3}
+        | {"n_shared_experts": 2, "use_qk_norm": True, "attention_bias": True, "norm_topk_prob": False}
+        | {"routed_scaling_factor": 2.5, "num_hidden_layers": 4, "first_k_dense_replace": 2},
+    ),
+    "dots1": (
+        "Dots1",
+        _HEADS
+        | {"moe_intermediate_size": 16, "n_routed_experts": 5, "num_experts_per_tok": 3, "n_shared_experts": 1}
+        | {"first_k_dense_replace": 1, "norm_topk_prob": True, "attention_bias": True, "routed_scaling_factor": 2.5},
+    ),
     "gptj": ("GPTJ", _GPTJ),
     "gptj-tied": ("GPTJ", _GPTJ | {"tie_word_embeddings": True, "n_inner": None, "activation_function": "gelu"}),
     "phi": ("Phi", _WIDE),
@@ -247,6 +264,8 @@ FIRST = {
     "gpt-neox": "weight-stationary-2d",
     "falcon": "megatron-1d",
     "falcon-two-norms": "replicated",
+    "glm4-moe": "replicated",
+    "dots1": "replicated",
     "gptj": "replicated",
     "phi": "replicated",
     "cohere": "replicated",
