@@ -35,8 +35,11 @@ def _read(
     """
     values: dict[str, Any] = {key: json.get(key, default) for key, default in _DEFAULTS.items()}
     plain = json.get("qk_nope_head_dim", 128)
-    for key, value in {**values, "qk_nope_head_dim": plain}.items():
-        if not (key == "q_lora_rank" and value is None) and not (is_whole(value) and value >= 1):
+    entries: dict[str, Any] = {**values, "qk_nope_head_dim": plain}
+    for key, value in entries.items():
+        if value is None and key == "q_lora_rank":
+            continue
+        if not (is_whole(value) and value >= 1):
             faults.append(f"{key} is {in_json(value)}; it must be a whole number.")
     width = json.get("intermediate_size")
     if fields["moe.first_dense"] and not (is_whole(width) and width >= 1):
