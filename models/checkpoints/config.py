@@ -14,7 +14,17 @@ from gspmd.reading import folder_fault
 from ..config import ModelConfig
 from ..tensors import width_of_shared
 from .families import FAMILIES, Family
-from .families.entries import IGNORED, IGNORED_BY_DECODERS, INACTIVE, REMEDIES, STACKS, in_json, is_number, is_whole
+from .families.entries import (
+    IGNORED,
+    IGNORED_BY_DECODERS,
+    INACTIVE,
+    REMEDIES,
+    STACKS,
+    in_json,
+    is_number,
+    is_read_packed,
+    is_whole,
+)
 from .families.family import REQUIRED
 from .families.local_rope import ENTRIES as LOCAL_ROPE
 from .families.local_rope import local_fields, local_rope_reasons, read_local_rope, write_local_rope
@@ -359,7 +369,7 @@ def _inactive_faults(family: Family, json: Mapping[str, Any]) -> Iterator[str]:
     """Yield a fault for every entry that asks for a feature that these models lack."""
     for key, values in {**INACTIVE, **STACKS[family.has_encoder], **family.inactive}.items():
         value = json.get(key, values[0])
-        if value not in values:
+        if value not in values and not (key == "quantization_config" and is_read_packed(value)):
             remedy = REMEDIES.get(key, f"which is not supported; {in_json(values[0])} is")
             yield f"{key} is {in_json(value)}, {remedy}."
 

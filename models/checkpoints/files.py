@@ -16,12 +16,16 @@ import numpy as np
 
 from gspmd import reading
 
+from . import packed
 from .form import Form
 
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 #: The dtypes of weights that are read, as the format names them.
 DTYPES: dict[str, np.dtype] = {"F32": np.dtype("float32"), "F16": np.dtype("float16"), "BF16": np.dtype(jnp.bfloat16)}
+
+#: The dtypes in which tensors are read: their own, or that of the values of packed ones.
+READ_AS: dict[str, np.dtype] = {**DTYPES, **packed.DTYPES}
 
 #: Bits per element of every dtype of the format: the extents of tensors that are not read are checked as well.
 _BITS = {
@@ -103,6 +107,7 @@ class Files:
                 self.tensors[name] = tensor
         if faults:
             raise CheckpointError(doing, faults)
+        self.tensors, self._packed = packed.unpacked(self.tensors)
 
     def __enter__(self) -> Files:
         return self
@@ -111,8 +116,8 @@ class Files:
         self._maps.clear()  # a map is closed once no array views it
 
     def dtype(self, name: str) -> np.dtype:
-        """Return the dtype of a tensor."""
-        return DTYPES[self.tensors[name].dtype]
+        """Return the dtype in which a tensor is read."""
+        return READ_AS[self.tensors[name].dtype]
 
     def equal(self, first: str, second: str) -> bool:
         """Return whether two tensors have the same shape, dtype and bits; they are read piece by piece."""
@@ -144,10 +149,9 @@ class Files:
         dtype = self.dtype(name)
         if not out.size:
             return 0
-        if tensor.path not in self._maps:
-            with tensor.path.open("rb") as file:
-                self._maps[tensor.path] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        mapped = self._maps[tensor.path]
+        if name in self._packed:
+            return self._convert_into(out, self._packed[name], form, region)
+        mapped = self._mapped(tensor)
         stored = np.frombuffer(mapped, dtype, math.prod(form.shape), tensor.start)
         piece = form.view(stored)[tuple(region)].reshape(out.shape)
         if out.dtype == dtype:  # as integers, which numpy copies without holding the GIL
@@ -160,6 +164,26 @@ class Files:
         if hasattr(mapped, "madvise"):
             mapped.madvise(mmap.MADV_DONTNEED, first, tensor.start + stored.nbytes - first)
         return out.size * dtype.itemsize
+
+    def _mapped(self, tensor: StoredTensor) -> mmap.mmap:
+        """Return the file of a tensor as memory."""
+        if tensor.path not in self._maps:
+            with tensor.path.open("rb") as file:
+                self._maps[tensor.path] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        return self._maps[tensor.path]
+
+    def _convert_into(self, out: np.ndarray, tensor: packed.Packed, form: Form, region: Sequence[slice]) -> int:
+        """Do as `read_into` for a packed tensor: convert all rows that the region has a part of."""
+
+        def read(part: StoredTensor) -> np.ndarray:
+            kind = np.dtype("float32") if part.dtype == "F32" else np.dtype("uint8")
+            return np.frombuffer(self._mapped(part), kind, math.prod(part.shape), part.start).reshape(part.shape)
+
+        first, last = form.rows(region)
+        values = np.empty(math.prod(form.shape), READ_AS[tensor.kind])  # only the rows that are written take memory
+        values.reshape(tensor.shape)[first:last] = tensor.values(first, last, read)
+        np.copyto(out, form.view(values)[tuple(region)].reshape(out.shape), casting="unsafe")
+        return tensor.bytes * (last - first) // tensor.shape[0]
 
     def _files(self, doing: str) -> dict[Path, list[str] | None]:
         """Return the files, each with the names that the index lists for it; None without an index."""

@@ -74,6 +74,22 @@ class Form:
         """Return the form of a parameter that is a whole tensor, of these sizes."""
         return cls((), tuple(sizes), tuple(sizes), tuple(sizes), tuple(slice(0, size) for size in sizes))
 
+    def rows(self, region: Sequence[slice]) -> tuple[int, int]:
+        """Return the first index of the tensor's first dimension that a region may have, and the last one plus 1.
+
+        >>> Form.of("X(F|F)E", 1, {"X": 8, "F": 4, "E": 2}).rows((slice(2, 5), slice(0, 4), slice(0, 1)))
+        (2, 5)
+        """
+        first = last = 0
+        size, place, plain = 1, 0, True
+        for width, part in zip(self.outer, self.window):
+            if size == self.shape[0]:
+                break
+            plain = plain and part == slice(0, width) and self.split[place] == width
+            start, stop, _ = (region[place] if plain else part).indices(width)  # behind parts, all rows of the part
+            first, last, size, place = first * width + start, last * width + stop - 1, size * width, place + 1
+        return first, last + 1
+
     def view(self, tensor: np.ndarray) -> np.ndarray:
         """Return the view of the parameter, of shape `split`, in a contiguous tensor."""
         return tensor.reshape(self.outer)[self.window].reshape(self.split)

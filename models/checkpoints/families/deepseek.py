@@ -41,7 +41,7 @@ def _read(
             continue
         if not (is_whole(value) and value >= 1):
             faults.append(f"{key} is {in_json(value)}; it must be a whole number.")
-    width = json.get("intermediate_size")
+    width: Any = json.get("intermediate_size")
     if fields["moe.first_dense"] and not (is_whole(width) and width >= 1):
         faults.append(f"intermediate_size is {in_json(width)}; it must be a whole number.")
     of_groups = _groups(json, faults, groups)

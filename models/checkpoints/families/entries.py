@@ -78,8 +78,20 @@ STACKS: Mapping[bool, Mapping[str, tuple[Any, ...]]] = {
 }
 """Likewise, by whether the models of a family have an encoder."""
 
-REMEDIES = {"quantization_config": "its weights are quantized; take a checkpoint with plain ones"}
+REMEDIES = {
+    "quantization_config": "its weights are quantized in a form that is not read (mxfp4 and fp8 in blocks of 128 by "
+    "128 are); take a checkpoint with plain ones"
+}
 """Remedies for entries whose value cannot simply be changed."""
+
+
+def is_read_packed(value: Any) -> bool:
+    """Return whether a quantization_config describes weights that are converted as they are read (`packed`)."""
+    if not isinstance(value, dict):
+        return False
+    method = value.get("quant_method")
+    blocks = method == "fp8" and value.get("fmt", "e4m3") == "e4m3" and value.get("weight_block_size") == [128, 128]
+    return method == "mxfp4" or blocks
 
 
 def is_number(value: Any) -> bool:

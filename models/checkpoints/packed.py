@@ -1,0 +1,106 @@
+"""Weights in four or eight bits, with a scale for each block of them, converted as they are read.
+
+Two formats of public checkpoints are known: MXFP4, of gpt-oss's experts, and eight bits in square blocks, as of
+DeepSeek V3.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import jax.numpy as jnp
+import numpy as np
+
+if TYPE_CHECKING:
+    from .files import StoredTensor
+
+Read = Callable[["StoredTensor"], np.ndarray]
+"""A function from a stored tensor to its bits, as unsigned integers or float32, in its shape."""
+
+MXFP4, FP8_BLOCKS = "MXFP4", "F8_E4M3 in blocks"
+
+DTYPES: dict[str, np.dtype] = {MXFP4: np.dtype(jnp.bfloat16), FP8_BLOCKS: np.dtype("float32")}
+"""The dtypes into which packed weights are converted: bfloat16 holds those of MXFP4 exactly."""
+
+#: The values of the sixteen codes of four bits: a sign, two bits of exponent and one of fraction.
+_FP4 = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0], np.float32)
+_BLOCK = 128
+"""Rows and columns of a block of eight-bit weights."""
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A tensor that a checkpoint holds as codes and scales.
+
+    Attributes:
+        kind: the format, a key of `DTYPES`.
+        shape: the shape of its values.
+        codes: its codes: [X, R, C/32, 16] bytes of two codes each, whose values are [X, C, R]; or [R, C] codes.
+        scales: [X, R, C/32] exponents of two, plus 127; or [R/128, C/128] float32, rounded up.
+    """
+
+    kind: str
+    shape: tuple[int, ...]
+    codes: StoredTensor
+    scales: StoredTensor
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of codes and scales."""
+        each = 4 if self.kind == FP8_BLOCKS else 1
+        return math.prod(self.codes.shape) + each * math.prod(self.scales.shape)
+
+    def values(self, first: int, last: int, read: Read) -> np.ndarray:
+        """Return the values at indices `first` to `last` - 1 of the first dimension.
+
+        Args:
+            first, last: the indices.
+            read: reads a stored tensor.
+        """
+        codes = read(self.codes)
+        if self.kind == FP8_BLOCKS:
+            rows, columns = np.arange(first, last) // _BLOCK, np.arange(self.shape[1]) // _BLOCK
+            scales = read(self.scales)[rows[:, None], columns[None]]
+            return codes[first:last].view(jnp.float8_e4m3fn).astype(np.float32) * scales
+        codes = codes[first:last]
+        pairs = np.stack([_FP4[codes & 15], _FP4[codes >> 4]], axis=-1)  # the lower four bits come first
+        values = np.ldexp(
+            pairs.reshape(*codes.shape[:3], 32), read(self.scales)[first:last, ..., None].astype(int) - 127
+        )
+        whole = values.reshape(*codes.shape[:2], -1).astype(DTYPES[MXFP4])
+        return whole.transpose(0, 2, 1)
+
+
+def unpacked(tensors: Mapping[str, StoredTensor]) -> tuple[dict[str, StoredTensor], dict[str, Packed]]:
+    """Find the packed tensors of a checkpoint by the names of their parts.
+
+    Returns:
+        The tensors with each packed one under the name of its values, and the packed ones by that name. Parts that do
+        not belong together stay as they are.
+    """
+    found = dict(tensors)
+    packed: dict[str, Packed] = {}
+    for name, codes in tensors.items():
+        base, _, ending = name.rpartition("_")
+        scales = tensors.get(f"{base}_scales" if ending == "blocks" else f"{name}_scale_inv")
+        if scales is None:
+            continue
+        if ending == "blocks" and (codes.dtype, scales.dtype) == ("U8", "U8") and len(codes.shape) == 4:
+            if codes.shape[3] != 16 or scales.shape != codes.shape[:3]:
+                continue
+            shape = (codes.shape[0], codes.shape[2] * 32, codes.shape[1])
+            packed[base] = Packed(MXFP4, shape, codes, scales)
+        elif (codes.dtype, scales.dtype) == ("F8_E4M3", "F32") and len(codes.shape) == 2:
+            if scales.shape != tuple(-(-size // _BLOCK) for size in codes.shape):
+                continue
+            packed[name] = Packed(FP8_BLOCKS, codes.shape, codes, scales)
+            base = name
+        else:
+            continue
+        for part in (name, f"{base}_scales", f"{base}_scale_inv"):
+            found.pop(part, None)
+        found[base] = replace(codes, dtype=packed[base].kind, shape=packed[base].shape)
+    return found, packed
