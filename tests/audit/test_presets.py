@@ -9,6 +9,7 @@ import pytest
 from gspmd.annotate import LayoutError
 from gspmd.layouts import Layout, presets
 from gspmd.moe import MoEConfig
+from gspmd_models.config import LatentConfig
 from tests.audit import golden, steps
 
 UNEXPLAINED = ("rewritten", "gone", "the compiler's choice", "not planned")
@@ -124,3 +125,27 @@ PAIRED = {"block": "parallel", "parallel_norms": 2, "norm": "layer", "norm_bias"
 )
 def test_what_is_planned_is_compiled_for_parallel_blocks_with_two_norms(name, changes):
     hold(steps.training(name, replace(steps.SMALL, **PAIRED, **changes)))
+
+
+LATENT = {"head_size": 16, "latent": LatentConfig(rank=24, query_rank=16, rotary=8, values=8), "moe": None}
+KINDS = {"layer_kinds": ("sliding", "full"), "sliding_window": 5, "local_rope_base": 100.0, "moe": None}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "changes", "lowering"),
+    [
+        ("weight-stationary-2d", LATENT, "blocking"),
+        ("megatron-1d", {**LATENT, "latent": replace(LATENT["latent"], query_rank=0), "remat": False}, "blocking"),
+        ("context-parallel", LATENT, "blocking"),
+        ("weight-gathered-xyz", {**LATENT, "norms": "both"}, "blocking"),
+        ("zero-3", {**KINDS, "qk_norm": "all", "norms": "after"}, "blocking"),
+        ("megatron-sequence", {**KINDS, "qk_norm": "all", "norms": "both", "sinks": True}, "looped"),
+        ("weight-stationary-2d", {**KINDS, "score_softcap": 3.0, "logit_softcap": 5.0, "sinks": True}, "blocking"),
+        ("context-parallel", {**KINDS, "layer_kinds": ("sliding", "unrotated"), "local_rope_base": None}, "blocking"),
+        ("data-parallel", {"positions": "learned", "context_length": 64, "moe": None}, "blocking"),
+        ("gshard", {"layer_kinds": ("full", "unrotated"), "norms": "after"}, "blocking"),
+    ],
+)
+def test_what_is_planned_is_compiled_for_kinds_of_attention(name, changes, lowering):
+    hold(steps.training(name, replace(steps.SMALL, **changes), lowering=lowering))

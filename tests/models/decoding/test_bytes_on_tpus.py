@@ -9,6 +9,7 @@ import gspmd
 import gspmd_models as models
 from gspmd.audit import compile_offline, topology
 from gspmd.layouts import Layout
+from gspmd_models.config import LatentConfig
 from gspmd_models.decoding import serving_program
 
 pytestmark = [
@@ -28,9 +29,13 @@ SIZES = {"embed": 4096, "layers": 2, "heads": 16, "head_size": 256, "feed_forwar
     ],
 )
 def test_what_is_planned_is_sent(preset, phase, block, kv_heads):
+    hold(preset, phase, models.ModelConfig(**SIZES, kv_heads=kv_heads, block=block))
+
+
+def hold(preset, phase, settings):
+    """Assert that the program of a phase sends what is planned, on eight chips."""
     target, layout = topology("tpu-v4:2x2x2"), Layout.load(preset)
     mesh = target.mesh(layout.mesh_for(8) if preset == "megatron-1d" else {"x": 2, "y": 2, "z": 2})
-    settings = models.ModelConfig(**SIZES, kv_heads=kv_heads, block=block)
     lengths = {"length": 64} if phase == "prefill" else {}
     program = serving_program(settings, layout, mesh, phase, batch=64, room=512, **lengths)
     with gspmd.lowering("blocking"):
@@ -43,3 +48,21 @@ def test_what_is_planned_is_sent(preset, phase, block, kv_heads):
     comparison = report.ledger.compare(plan)
     assert report.ledger.wire_bytes == plan.wire_bytes > 0
     assert comparison.agrees, comparison
+
+
+LATENT = models.ModelConfig(**SIZES, kv_heads=16, latent=LatentConfig(rank=512, query_rank=1024, rotary=64, values=128))
+SLIDING = models.ModelConfig(
+    **SIZES, kv_heads=8, layer_kinds=("sliding", "full"), sliding_window=128, norms="both", score_softcap=50.0
+)
+
+
+@pytest.mark.parametrize(
+    ("preset", "phase", "settings"),
+    [
+        ("weight-stationary-1d", "decode", LATENT), ("megatron-1d", "decode", LATENT),
+        ("weight-stationary-2d", "prefill", LATENT), ("weight-stationary-2d", "decode", SLIDING),
+        ("megatron-1d", "decode", SLIDING),
+    ],
+)  # fmt: skip
+def test_what_is_planned_is_sent_by_latent_attention_and_over_rings(preset, phase, settings):
+    hold(preset, phase, settings)
