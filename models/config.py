@@ -11,7 +11,7 @@ from gspmd.layouts.rules.keys import dims_of
 from gspmd.moe.config import MoEConfig
 from gspmd.moe.experts.activation import GATED, PLAIN
 
-from .finetuning.config import LoraConfig
+from .finetuning.config import TARGETS, LoraConfig
 from .rope_scaling import RopeScaling
 from .tensors import Tensor, tensor_sizes, tensors
 
@@ -196,6 +196,8 @@ class ModelConfig:
     @property
     def rotary(self) -> int:
         """Elements of a head that are rotated by position."""
+        if self.latent is not None:
+            return self.latent.rotary
         return self.rotary_size or self.head_size
 
     def layer_kind(self, place: int) -> str:
@@ -240,7 +242,7 @@ class ModelConfig:
     @property
     def by_length(self) -> bool:
         """Whether the rotary embedding of a text depends on its length."""
-        return self.positions == "rotary" and self.rope_scaling is not None and self.rope_scaling.by_length
+        return any(each.rope_scaling is not None and each.rope_scaling.by_length for each in self.rotaries)
 
     @property
     def has_dense_layers(self) -> bool:
@@ -256,6 +258,12 @@ class ModelConfig:
         if self.moe and self.moe.first_dense:
             return self.layers
         return lcm(self.moe.every if self.moe else 1, len(self.layer_kinds) or 1)
+
+    @property
+    def is_one_pattern(self) -> bool:
+        """Whether the blocks do not repeat, for their kinds of attention, or because only the first ones are dense."""
+        every = self.moe.every if self.moe else 1
+        return self.pattern == self.layers and self.pattern > every
 
     @property
     def period(self) -> int:
@@ -471,7 +479,8 @@ def _faults(config: ModelConfig):
     if config.lora:
         lacks = [key for key in config.lora.targets if not _has(config, key)]
         if lacks:
-            yield f"lora.targets has {', '.join(lacks)}, and this model has no such weight"
+            there = ", ".join(key for key in TARGETS if _has(config, key))
+            yield f"lora.targets has {', '.join(lacks)}, and this model has no such weight; it has {there}"
         if config.int8:
             yield "lora has adapters, and int8 weights are not trained; merge them first"
     if config.encoder_layers and not config.stacked:
@@ -513,6 +522,8 @@ def _kind_faults(config: ModelConfig):
         yield f"sliding_window is {config.sliding_window}, and layer_kinds has no 'sliding'; leave it out"
     if config.local_rope_base is not None and (config.sliding_window is None or config.positions != "rotary"):
         yield "local_rope_base is set, and there are no sliding layers that are rotated; leave it out"
+    if config.local_rope_base is not None and config.rope_scaling is not None and {*config.kinds} == {"sliding"}:
+        yield "rope_scaling is set, and all layers are sliding and rotated by local_rope_base; leave one out"
     if "unrotated" in config.layer_kinds and config.positions != "rotary":
         yield f"layer_kinds has 'unrotated', and positions are {config.positions}; write 'full'"
     if config.norms != "before" and config.block != "serial":
@@ -538,8 +549,12 @@ def _latent_faults(config: ModelConfig):
               "sliding_window": None, "layer_kinds": (), "positions": "rotary", "block": "serial", "int8": False,
               "encoder_layers": 0}  # fmt: skip
     for name, only in unread.items():
-        if getattr(config, name) != only:
-            yield f"{name} is {getattr(config, name)!r}, and latent attention is there for {only!r} only"
+        if getattr(config, name) == only:
+            continue
+        if name == "int8":
+            yield "int8 weights have no form for latent attention; leave them in bfloat16 (an int8 cache is possible)"
+        else:
+            yield f"{name} is {getattr(config, name)!r}, which latent attention does not have; leave it out"
 
 
 def _position_faults(config: ModelConfig):

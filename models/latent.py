@@ -24,7 +24,7 @@ class LatentAttention(Attention):
     """Self-attention whose keys and values are products of a latent [B, L, Z] of each token.
 
     Z is the latent's rank and the width of one rotated key, which all heads share. A query's first elements meet the
-    keys of the latent, and its last ones the rotated key. In training and in reading the first chunk of a prompt, keys
+    keys of the latent, and its last ones the rotated key. In training, and where a prompt is read in one chunk, keys
     and values of all heads are computed. With a cache they are not: w_k_up is multiplied into the queries, and w_v_up
     into the mixed latents, so that attention reads the cached latents alone: Z numbers of a token for all heads.
 
@@ -68,6 +68,7 @@ class LatentAttention(Attention):
         else:
             into = f"{where}, (w_q_down, w_k_down) -> (latent_query, latent)"
             down, latent = self.at.einsum(into, y, self.matrices("w_q_down", "w_k_down"))
+            down = checkpoint_name(down, "attention.query")
             down = self.at.rms_norm("latent_query, q_latent_norm", down, self.vector("q_latent_norm"), **self.epsilon)
             q = self.at.einsum("latent_query, w_q_up -> query", down, self.matrix("w_q_up"))
         return checkpoint_name(q, "attention.query"), checkpoint_name(latent, "attention.key")
@@ -96,18 +97,14 @@ class LatentAttention(Attention):
         """
         assert self.config.latent is not None
         query, of_latent, rank = self.at.spec("query"), self.at.spec("latent"), self.config.latent.rank
-        keys = query.with_axes("L", ()) if in_order else query
-        # [B, L, Z] -> [B, L, H, D], twice, and the shared key for every head, whose gradient is a sum over the heads
+        # A sequence is in the order of a ring if the layout shards the keys' L, and otherwise in that of the text.
+        keys = query.with_axes("L", () if in_order else self.at.spec("key").axes_of("L"))
+        # [B, L, Z] -> [B, L, H, D], twice
         k, v = (
             gspmd.einsum(Equation.product(of_latent, self.at.spec(name), keys), latent[..., :rank], self.matrix(name))
             for name in ("w_k_up", "w_v_up")
         )
-        shared = Spec(("B", "L", "D"), (*of_latent.axes[:2], ()))
-        beside = Spec(shared.dims, (*keys.axes[:2], ()))
-        each, ones = Spec(("H",), (keys.axes[2],)), jnp.ones(q.shape[2], latent.dtype)
-        ones = moved(ones, Spec(("H",), ((),)), each)
-        turned = gspmd.einsum(Equation.product(beside, each, keys), moved(latent[..., rank:], shared, beside), ones)
-        k = jnp.concatenate([k, turned], axis=-1)
+        k = jnp.concatenate([k, self.of_every_head(latent[..., rank:], q.shape[2], keys)], axis=-1)
         how: dict[str, Any] = self.scores(context)
         if context.segments and not in_order:
             how["segments"] = context.segments
@@ -115,6 +112,18 @@ class LatentAttention(Attention):
         q, k, v = (jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, width - x.shape[3]))) for x in (q, k, v))
         mixed = attention(q, k, v, query, keys.rename({"H": "K"}), causal=context.causal, **how)
         return mixed[..., :values]
+
+    def of_every_head(self, key: jax.Array, heads: int, keys: Spec) -> jax.Array:
+        """Return the shared key [B, L, D], placed as the latent, for every head: [B, L, H, D], placed as `keys`.
+
+        The gradient is a sum over the heads, which devices share. That of a broadcast would be left to the compiler,
+        and planned nowhere, so this is a product with a vector of ones.
+        """
+        before = Spec(("B", "L", "D"), (*self.at.spec("latent").axes[:2], ()))
+        beside = Spec(before.dims, (*keys.axes[:2], ()))
+        each = Spec(("H",), (keys.axes[2],))
+        ones = moved(jnp.ones(heads, key.dtype), each.with_axes("H", ()), each)
+        return gspmd.einsum(Equation.product(beside, each, keys), moved(key, before, beside), ones)
 
     def absorbed(self, q: jax.Array, latent: jax.Array, context: Context, past: Past) -> jax.Array:
         """Attend to cached latents; arguments and result are those of `expanded`."""

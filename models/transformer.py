@@ -236,7 +236,7 @@ def run_blocks(
 
     def run(block: Any, x: jax.Array, key: jax.Array | None) -> tuple[jax.Array, Figures]:
         of_block = lambda block, x, key: block(x, context, key=key, train=train)  # noqa: E731
-        if not (in_loop and config.moe and config.moe.first_dense):
+        if not (in_loop and config.is_one_pattern):
             return of_block(block, x, key)
         # Blocks that do not repeat are recomputed one by one.
         graph, own = nnx.split(block)
@@ -307,9 +307,10 @@ class Embedding(Layer):
 
     def learned(self, positions: np.ndarray | jax.Array, shape: tuple[int, ...], batch: Spec) -> jax.Array:
         """Return the vectors [B, L, E] of positions, placed as the residual stream; they are those of `__call__`."""
-        if shape[1] > (most := self.config.context_length or 0):
-            raise ValueError(f"a sequence has {shape[1]} tokens, and this model has {most} learned positions.")
         if isinstance(positions, np.ndarray):
+            # Elsewhere these are positions in texts of a row, or of a prompt whose length is checked, with padding.
+            if shape[1] > (most := self.config.context_length or 0):
+                raise ValueError(f"a sequence has {shape[1]} tokens, and this model has {most} learned positions.")
             positions = jnp.broadcast_to(jnp.asarray(positions, jnp.int32), shape)
             batch = Spec(batch.dims, ((), ()))
         placed = moved(positions, batch, self.at.spec("tokens"))

@@ -188,6 +188,10 @@ def check_ours(
     vocabulary, start = settings.model.vocabulary, settings.model.start_token
     objective = data.objective(training, vocabulary=vocabulary, start=start, tokenizer=tokenizer)
     automatic.asks_for_search(settings.sharding.layout, "cannot train this model:")
+    model = settings.model
+    if model.positions == "learned" and training.length > (model.context_length or 0):
+        fault = f"a sequence has {training.length} tokens, and this model has {model.context_length} learned positions"
+        raise ConfigError("cannot train this model:", [f"{fault}; take a smaller --length."])
     if not training.sample_bytes:
         return objective
     doing = "cannot begin the generated text:"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import signal
@@ -108,20 +109,25 @@ def render(source: str, name: str, variables: Mapping[str, Any], doing: str) -> 
         "seconds": _SECONDS,
         "bytes": _BYTES,
         "characters": _CHARACTERS,
-        "path": [str(entry) for entry in sys.path],
+        "path": _folders("jinja2", "markupsafe"),
     }
     try:
         request = json.dumps(limits | {"template": source, "variables": variables})
     except (TypeError, ValueError) as error:
         raise CheckpointError(doing, [f"messages must be plain data, as in JSON: {error}."]) from None
-    # -I and -S: no code of the caller's folder, no PYTHON* variable and no .pth file has a part in it.
+    # -I and -S: no code of the caller's folder, no PYTHON* variable and no .pth file has a part in it; and it has no
+    # variables of the caller's, among which are secrets.
     command = [sys.executable, "-I", "-S", str(Path(__file__).with_name("rendering.py"))]
     try:
-        ended = subprocess.run(command, input=request, capture_output=True, text=True, timeout=6 * _SECONDS)
+        ended = subprocess.run(
+            command, input=request, capture_output=True, text=True, timeout=6 * _SECONDS, env=_SYSTEM
+        )
     except subprocess.TimeoutExpired:
         raise _faulty(name, f"it takes more than {6 * _SECONDS} seconds", 0, doing) from None
-    if ended.returncode in (-signal.SIGXCPU, -signal.SIGKILL):
+    if ended.returncode == -signal.SIGXCPU:
         raise _faulty(name, f"it takes more than {_SECONDS} seconds", 0, doing)
+    if ended.returncode == -signal.SIGKILL:
+        raise _faulty(name, f"it takes more than {_SECONDS} seconds, or the system ran out of memory", 0, doing)
     try:
         answer = parse_json(ended.stdout)
     except ReadError:
@@ -132,10 +138,21 @@ def render(source: str, name: str, variables: Mapping[str, Any], doing: str) -> 
     return answer["text"]
 
 
+_SYSTEM = {name: os.environ[name] for name in ("SYSTEMROOT",) if name in os.environ}
+"""The variables without which Windows starts no process."""
+
+
+def _folders(*packages: str) -> list[str]:
+    """Return the folders from which packages are imported."""
+    found = [importlib.util.find_spec(name) for name in packages]
+    own = [str(Path(spec.origin).parents[1]) for spec in found if spec is not None and spec.origin]
+    return list(dict.fromkeys(own))
+
+
 def _faulty(name: str, fault: str, line: int, doing: str) -> CheckpointError:
     where = f", line {line}" if line else ""
     remedy = "Change the messages, take another template (--chat-template NAME), or write the text yourself (--prompt)."
-    return CheckpointError(doing, [f"chat template {name!r}{where}: {fault:.1000}.", remedy])
+    return CheckpointError(doing, [f"chat template {name!r}{where}: {fault.rstrip('.'):.1000}.", remedy])
 
 
 def checked(messages: Sequence[Mapping[str, Any]], doing: str) -> list[dict[str, Any]]:

@@ -15,6 +15,7 @@ from ..config import ModelConfig
 from ..tensors import width_of_shared
 from .families import FAMILIES, Family
 from .families.entries import (
+    BIASES,
     IGNORED,
     IGNORED_BY_DECODERS,
     INACTIVE,
@@ -97,10 +98,10 @@ def described(directory: str | os.PathLike) -> Described:
     generation = path.with_name("generation_config.json")
     if family.has_encoder and generation.exists():  # transformers writes the token that a decoder begins with there
         json = {key: value for key, value in read_json(generation, doing).items() if key == _START} | json
-    if family.text_part:
+    if family.text_part is not None:
         json = _text_part(family, json, doing)
     found = _described(family, json, doing)
-    if family.text_part:
+    if family.text_part is not None:
         found = replace(found, remark="the part of the model that reads text is loaded, and that of images is not")
     if not found.config.tied:
         return found
@@ -125,11 +126,12 @@ def _text_part(family: Family, json: Mapping[str, Any], doing: str) -> dict[str,
     if not isinstance(entries, dict):
         raise CheckpointError(doing, [f"text_config is {in_json(entries)}; it must be the table of the text model."])
     named = {"architectures": [family.architecture], "model_type": family.model_type}
-    outer = {key: json[key] for key in ("tie_word_embeddings",) if key in json}
-    return {**entries, **outer, **named}
+    outer = {key: json[key] for key in ("tie_word_embeddings", "quantization_config") if key in json}
+    return {**(family.text_part or {}), **entries, **outer, **named}
 
 
 def _described(family: Family, json: Mapping[str, Any], doing: str) -> Described:
+    json = _without_repetition(family, json)
     faults = [*_unknown_faults(family, json), *_inactive_faults(family, json)]
     values: dict[str, Any] = dict(family.fixed)
     for name, option in family.options.items():
@@ -199,6 +201,13 @@ def _multipliers(family: Family, json: Mapping[str, Any], faults: list[str]) -> 
     wrong = {key: value for key, value in values.items() if not is_number(value) or value <= 0}
     faults += [f"{key} is {in_json(value)}; it must be a positive number." for key, value in wrong.items()]
     return {key: float(value) for key, value in values.items() if key not in wrong}
+
+
+def _without_repetition(family: Family, json: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Leave out entries of the rotary embedding that repeat a family's own under their usual names."""
+    pairs = zip(family.rope_names, ("rope_theta", "partial_rotary_factor"))
+    repeated = {usual for own, usual in pairs if own != usual and own in json and json.get(usual) == json[own]}
+    return {key: value for key, value in json.items() if key not in repeated}
 
 
 def _length(family: Family, json: Mapping[str, Any], faults: list[str]) -> int | None:
@@ -352,7 +361,14 @@ def known_entries(family: Family) -> frozenset[str]:
         {*family.agreement.keys} if family.agreement else set()
     )
     ignored = IGNORED if family.has_encoder else IGNORED | IGNORED_BY_DECODERS
-    return frozenset(read | {*family.inactive, *family.ignored_entries, *INACTIVE, *STACKS[True], *ignored})
+    without_effect = {*family.inactive, *family.ignored_entries, *INACTIVE, *_absent_biases(family), *STACKS[True]}
+    return frozenset(read | without_effect | ignored)
+
+
+def _absent_biases(family: Family) -> Mapping[str, tuple]:
+    """Return the entries of biases that a family does not have, with the value that says so."""
+    read = {key for option in family.options.values() for key in option.keys} | {*family.inactive}
+    return {key: values for key, values in BIASES.items() if key not in read}
 
 
 def _unknown_faults(family: Family, json: Mapping[str, Any]) -> Iterator[str]:
@@ -361,13 +377,13 @@ def _unknown_faults(family: Family, json: Mapping[str, Any]) -> Iterator[str]:
     for key in (key for key in json if key not in known):
         yield (
             f"{key} is {in_json(json[key])}, an entry of config.json that is not known for {family.title}; "
-            "if it does not change what the model computes, delete it."
+            "delete it if the model's class in transformers does not read it."
         )
 
 
 def _inactive_faults(family: Family, json: Mapping[str, Any]) -> Iterator[str]:
     """Yield a fault for every entry that asks for a feature that these models lack."""
-    for key, values in {**INACTIVE, **STACKS[family.has_encoder], **family.inactive}.items():
+    for key, values in {**INACTIVE, **_absent_biases(family), **STACKS[family.has_encoder], **family.inactive}.items():
         value = json.get(key, values[0])
         if value not in values and not (key == "quantization_config" and is_read_packed(value)):
             remedy = REMEDIES.get(key, f"which is not supported; {in_json(values[0])} is")

@@ -30,7 +30,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
         >>> answer({"template": "a\\n{{ x.y.z }}", "path": sys.path, "variables": {}, "characters": 100})
         {'error': "'x' is undefined", 'line': 2}
     """
-    sys.path[:] = request["path"]
+    sys.path += request["path"]
     try:
         import jinja2
     except ModuleNotFoundError:
@@ -43,15 +43,22 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
             if count > request["characters"]:
                 return {"error": f"it writes more than {request['characters']:,} characters", "line": 0}
             written.append(piece)
-        return {"text": "".join(written)}
+        text = "".join(written)
+        text.encode()  # half of a surrogate pair is no text
+        return {"text": text}
     except jinja2.TemplateSyntaxError as error:
-        return {"error": str(error.message), "line": error.lineno}
+        return {"error": _short(error.message), "line": error.lineno}
     except jinja2.TemplateError as error:
-        return {"error": str(error.message), "line": _line(error.__traceback__)}
+        return {"error": _short(error.message), "line": _line(error.__traceback__)}
     except MemoryError:
         return {"error": f"it takes more than {request['bytes']:,} bytes of memory", "line": 0}
     except Exception as error:  # Whatever Python raises for what the template does.
-        return {"error": f"{type(error).__name__}: {error}", "line": _line(error.__traceback__)}
+        return {"error": _short(f"{type(error).__name__}: {error}"), "line": _line(error.__traceback__)}
+
+
+def _short(message: Any) -> str:
+    """Return the beginning of a message, which a template may have made as long as it likes."""
+    return str(message)[:1000].encode("utf-8", "replace").decode()
 
 
 def _limit(seconds: int | None, most: int | None) -> None:

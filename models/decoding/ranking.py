@@ -183,7 +183,9 @@ def _attention(
     for number in range(config.layers):
         window = config.window_of(config.layer_kind(number)) or room
         seen = min(cached, window / over(cache.axes_of("T")))
-        each = 2 * config.head_size if config.latent is None else 2 * sizes["Z"]  # of a key and a value
+        each = 2 * config.head_size  # of a key and a value
+        if config.latent is not None and length == 1:  # a prompt's keys and values are those of all heads
+            each = 2 * sizes["Z"]
         arrays, size = (2 * kept, config.head_size) if config.latent is None else (1, sizes["Z"])
         operations = 2 * rows * read * heads * (seen + min(length, window)) * each
         moved = arrays * rows * seen * (size * kind.itemsize + 4 * (kind == jax.numpy.int8))

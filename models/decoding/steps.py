@@ -322,6 +322,9 @@ class LayerCache:
             k, v = moved(k, key_spec, beside), moved(v, key_spec, beside)
             return ops.attention(q, k, v, query_spec, beside, **options)
         cached_k, cached_v = self.held
+        if "window" in options:  # a cache with room for a whole text may be shorter than a window
+            room = cached_k.shape[self.chunk.spec.dims.index("T")]
+            options["window"] = min(options["window"], room + 1)
         return ops.cached_attention(
             q, k, v, cached_k, cached_v, query_spec, key_spec, self.chunk.spec, lengths=self.chunk.lengths,
             **scales, **options,

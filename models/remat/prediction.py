@@ -71,7 +71,7 @@ def predicted(
         dtype: compute dtype.
 
     Returns:
-        A row for each of `REMATS`. No rows if there is only one repeat of blocks, which is never computed again, or a
+        A row for each of `REMATS`. No rows if there is only one repeat of blocks, which no stacks are kept of, or a
         pipeline, whose schedule decides what stages keep.
 
     Example:

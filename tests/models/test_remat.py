@@ -1,6 +1,7 @@
 """Rematerialization by name: no choice changes a gradient, and each keeps the bytes that are predicted."""
 
 import dataclasses
+import re
 
 import jax
 import numpy as np
@@ -156,3 +157,23 @@ def test_selective_sends_no_keys_round_again(config, make_mesh):
     layout, mesh = Layout.load("context-parallel"), make_mesh({"x": 1, "y": 4, "z": 1})
     rows = {row.remat: row for row in predicted(config(**SIZES), layout, mesh, 2, 16)}
     assert rows["selective"].flops == 0 < rows["dots"].flops
+
+
+AGAIN = r"\b(?:remat2?|checkpoint)\["
+"""The primitive of what is computed again, as jaxprs print it."""
+
+
+def test_blocks_whose_kinds_do_not_repeat_are_computed_again_one_by_one(config, make_mesh):
+    """A checkpoint of 26 layers with a pattern of 6 is one pattern of 26."""
+    layout, mesh = Layout.load("replicated"), make_mesh({"x": 1, "y": 1, "z": 1})
+
+    def again(**changes):
+        settings = config(layers=4, sliding_window=4, **changes)
+        model = models.abstract(settings, layout, mesh)
+        with jax.set_mesh(mesh):
+            run = jax.grad(lambda values, ids: models.loss(models.with_arrays(model, values), ids)[0])
+            return str(jax.make_jaxpr(run)(models.arrays(model), models.abstract_batch(layout, mesh, 2, 8)))
+
+    kinds = ("sliding", "sliding", "full", "sliding")
+    assert len(re.findall(AGAIN, again(layer_kinds=kinds, remat="full"))) >= 4
+    assert not re.findall(AGAIN, again(layer_kinds=kinds, remat="none"))

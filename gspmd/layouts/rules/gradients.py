@@ -66,8 +66,10 @@ ROWS = {
 _BESIDE = {
     "attention.query": (
         "attention.w_q", "attention.b_q", "attention.q_norm", "attention.q_norm_all", "attention.sinks",
-        "attention.relative", "attention.w_o",
+        "attention.relative", "attention.w_o", "attention.w_q_up", "attention.w_k_up", "attention.w_v_up",
     ),
+    "attention.latent_query": ("attention.w_q_down", "attention.q_latent_norm"),
+    "attention.latent": ("attention.w_k_down", "attention.latent_norm"),
     "attention.key": (
         "attention.w_k", "attention.w_v", "attention.b_k", "attention.b_v", "attention.k_norm",
         "attention.k_norm_all",

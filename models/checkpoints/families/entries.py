@@ -26,7 +26,8 @@ _PRECISION = frozenset({
 
 _TRAINING = frozenset({
     "initializer_range", "init_std", "initializer_factor", "gradient_checkpointing", "attention_dropout", "attn_pdrop",
-    "embd_pdrop", "resid_pdrop", "hidden_dropout", "dropout", "dropout_rate", "activation_dropout",
+    "embd_pdrop", "resid_pdrop", "attention_probs_dropout_prob", "hidden_dropout_prob", "hidden_dropout", "dropout",
+    "dropout_rate", "activation_dropout",
     "classifier_dropout", "encoder_layerdrop", "decoder_layerdrop", "router_aux_loss_coef", "router_z_loss_coef",
     "router_jitter_noise", "output_router_logits", "aux_loss_alpha", "embedding_dropout", "residual_dropout",
 })  # fmt: skip
@@ -37,7 +38,8 @@ _OUTPUTS = frozenset({
     "_output_attentions", "num_labels",
     "id2label", "label2id", "problem_type", "finetuning_task", "task_specific_params", "summary_type",
     "summary_use_proj", "summary_activation", "summary_proj_to_labels", "summary_first_dropout", "tf_legacy_loss",
-    "is_decoder", "tie_encoder_decoder", "cross_attention_hidden_size", "encoder_no_repeat_ngram_size",
+    "is_decoder", "tie_encoder_decoder", "_num_labels", "n_special", "predict_special_tokens",
+    "cross_attention_hidden_size", "encoder_no_repeat_ngram_size",
 })  # fmt: skip
 
 #: Fields of `transformers.GenerationConfig`. The caller says how to sample; bos_token_id and eos_token_id are read with
@@ -71,6 +73,13 @@ INACTIVE: Mapping[str, tuple[Any, ...]] = {
     "quantization_config": (None, {}),
 }
 """Maps an entry to the values with which it has no effect in any family; the first is its default."""
+
+BIASES: Mapping[str, tuple[Any, ...]] = {
+    "attention_bias": (False,),
+    "mlp_bias": (False,),
+    "lm_head_bias": (False,),
+}
+"""Likewise, in families without these biases."""
 
 STACKS: Mapping[bool, Mapping[str, tuple[Any, ...]]] = {
     False: {"is_encoder_decoder": (False,)},

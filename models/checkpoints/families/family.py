@@ -157,8 +157,9 @@ class Family:
         copies: tensors that are copies of the embedding table; they are written if the logits have their own table.
         default_length: default of the entry with the longest sequence; None for no limit.
         renamed: regular expressions of whole names of tensors in some files, each with what replaces it.
-        text_part: whether config.json has the entries of the text model in a table of their own, `text_config`, beside
-            those of images, which are not read.
+        text_part: if config.json has the entries of the text model in a table of their own, `text_config`, beside those
+            of images, which are not read: the defaults of entries that have none where the text model stands alone;
+            None for files of a text model.
     """
 
     title: str
@@ -188,7 +189,7 @@ class Family:
     copies: tuple[str, ...] = ()
     default_length: int | None = None
     renamed: tuple[tuple[str, str], ...] = ()
-    text_part: bool = False
+    text_part: Mapping[str, Any] | None = None
 
     #: Tensors that are computed rather than learned; old files contain them.
     ignored: tuple[str, ...] = (r".*\.rotary_emb\.inv_freq", r".*\.attn\.(masked_)?bias")

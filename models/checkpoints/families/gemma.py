@@ -66,11 +66,19 @@ def _read_scale(json: Mapping[str, Any], fields: Mapping[str, Any], faults: list
 
 
 def _written_scale(config: ModelConfig) -> dict[str, Any]:
-    if config.attention_scale is None:
-        return {"query_pre_attn_scalar": config.head_size}
-    scalar = config.attention_scale**-2
-    whole = round(scalar)  # transformers takes whole numbers only, and the power of a power is hardly ever one
-    return {"query_pre_attn_scalar": whole if abs(scalar - whole) < 1e-9 * scalar else scalar}
+    return {"query_pre_attn_scalar": round(_scalar(config))}
+
+
+def _scalar(config: ModelConfig) -> float:
+    return config.head_size if config.attention_scale is None else config.attention_scale**-2
+
+
+def _no_whole_scale(config: ModelConfig) -> list[str]:
+    """Return the reason why a model cannot be written whose scale has no whole number; transformers takes no other."""
+    scalar = _scalar(config)
+    if abs(scalar - round(scalar)) < 1e-9 * scalar:
+        return []
+    return [f"attention_scale is {config.attention_scale}, which is not 1/√n of a whole n"]
 
 
 GEMMA_2 = Family(
@@ -87,7 +95,9 @@ GEMMA_2 = Family(
     fixed=without(GEMMA.fixed, "norms", "score_softcap", "logit_softcap", "attention_scale") | {"norms": "both"},
     tensors=_around_one(SANDWICH),
     ignored_entries=("hidden_act",),
-    agreement=Agreement(("query_pre_attn_scalar",), _read_scale, _written_scale, ("attention_scale",)),
+    agreement=Agreement(
+        ("query_pre_attn_scalar",), _read_scale, _written_scale, ("attention_scale",), reasons=_no_whole_scale
+    ),
     window=Window(4096, layered=True, pattern=2),
     scale_embedding=True,
 )
@@ -126,6 +136,13 @@ GEMMA_3_IMAGES = replace(
         (r"(?:language_model\.model|model\.language_model)\.(.*)", r"model.\1"),
         (r"language_model\.lm_head\.(.*)", r"lm_head.\1"),
     ),
-    text_part=True,
+    # Published files leave out what is as in the model of 2 billion parameters that transformers' class describes.
+    text_part={
+        "vocab_size": 262208,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+    },
 )
 """Gemma 3 of 4 billion parameters and more, whose files hold a part for images too: its text model."""

@@ -61,7 +61,7 @@ GPT_2 = Family(
         "scale_attn_weights": (True,),
         "scale_attn_by_inverse_layer_idx": (False,),
     },
-    ignored_entries=("reorder_and_upcast_attn", "n_ctx"),
+    ignored_entries=("reorder_and_upcast_attn", "n_ctx", "output_past"),
     rope_base=None,
     length=("n_positions", "max_position_embeddings"),
     default_length=1024,

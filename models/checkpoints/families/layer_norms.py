@@ -70,6 +70,11 @@ STARCODER2 = Family(
     },
     fixed=without(_FIXED, "qkv_bias", "out_bias", "ffn_bias"),
     tensors=ENDS | ATTENTION | _NORMS | _feed_forward(f"{LAYER}.mlp.c_fc", f"{LAYER}.mlp.c_proj"),
+    inactive={"mlp_type": ("default",), "norm_type": ("layer_norm",)},
+    ignored_entries=(
+        *("activation_function", "attention_softmax_in_fp32", "layer_norm_epsilon"),
+        *("scale_attention_softmax_in_fp32", "scale_attn_weights"),
+    ),
     window=Window(None),
 )
 
@@ -87,7 +92,8 @@ STABLELM = Family(
     },
     fixed=without(_FIXED, "qkv_bias", "block"),
     tensors=ENDS | ATTENTION | FEED_FORWARD | _NORMS | _norm("norm", f"{LAYER}.input_layernorm"),
-    inactive={"qk_layernorm": (False,)},
+    inactive={"qk_layernorm": (False,), "rotary_scaling_factor": (1.0,)},
+    ignored_entries=("norm_eps", "rope_pct"),
     partial_rotary=0.25,
 )
 
@@ -196,6 +202,12 @@ FALCON = Family(
         **_fused_attention(f"{_H}.self_attention.query_key_value", f"{_H}.self_attention.dense"),
         **_feed_forward(f"{_H}.mlp.dense_h_to_4h", f"{_H}.mlp.dense_4h_to_h"),
     },
-    inactive={"alibi": (False,), "parallel_attn": (True,)},
+    inactive={
+        "alibi": (False,),
+        "parallel_attn": (True,),
+        "apply_residual_connection_post_layernorm": (False,),
+    },
+    ignored_entries=("ff_factor",),
+    default_length=2048,
     agreement=Agreement(tuple(_FALCON), _read_heads, _written_heads, ("kv_heads", "parallel_norms")),
 )

@@ -35,7 +35,10 @@ def read_local_rope(
             return json, None
     tables = {kind: given.get(kind) or {} for kind in (FULL, SLIDING)}
     if unknown := [key for key in given if key not in tables]:
-        faults.append(f"rope_parameters has {', '.join(unknown)}; its tables are {FULL} and {SLIDING}.")
+        faults.append(
+            f"rope_parameters has {', '.join(unknown)}; its tables are {FULL} and {SLIDING}. "
+            f"Put entries of all layers into {FULL}."
+        )
     for kind, table in tables.items():
         if not isinstance(table, dict):
             faults.append(f"rope_parameters of {kind} is {in_json(table)}; it must be a table of entries, or null.")
@@ -48,6 +51,10 @@ def read_local_rope(
         name = "rope_local_base_freq" if "rope_theta" not in local else f"rope_theta of {SLIDING}"
         faults.append(f"{name} is {in_json(base)}; it must be a positive number.")
         return json, None
+    if (tables[FULL] | scaling).get("truncate", True) is not True:  # transformers does not find it in such a table
+        faults.append(
+            "truncate is false in a table of its own for a kind of layers, where transformers reads it as true."
+        )
     rest = {key: value for key, value in json.items() if key not in ("rope_parameters", "rope_scaling")}
     return rest | {"rope_parameters": tables[FULL] | scaling}, float(base)
 
@@ -71,12 +78,15 @@ def write_local_rope(family: Family, config: ModelConfig) -> dict[str, Any]:
         return {}
     base = config.rope_base if config.local_rope_base is None else config.local_rope_base
     if family.local_rope_base == family.rope_base:  # OLMo 3 has no name of its own for it
-        return {"rope_parameters": {SLIDING: {"rope_type": "default", "rope_theta": base}}}
+        bases = {FULL: config.rope_base, SLIDING: base}
+        return {"rope_parameters": {kind: {"rope_type": "default", "rope_theta": each} for kind, each in bases.items()}}
     return {"rope_local_base_freq": base}
 
 
 def local_rope_reasons(family: Family, config: ModelConfig) -> list[str]:
     """Return the reasons why a family cannot express the rotary embedding of a model's sliding layers."""
+    if family.local_rope_base is not None and config.rope_scaling is not None and config.rope_scaling.truncate is False:
+        return ["rope_scaling.truncate is False, and always True in its files"]
     slides = any(config.layer_kind(number) == "sliding" for number in range(config.layers))
     if family.local_rope_base is None or not slides or config.local_rope_base is not None:
         return []

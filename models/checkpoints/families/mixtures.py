@@ -69,7 +69,7 @@ QWEN2_MOE = Family(
     },
     inactive={"decoder_sparse_step": (1,), "mlp_only_layers": ([], None)},
     ignored_entries=("intermediate_size",),  # only layers without experts use it
-    window=Window(4096, switched=True),
+    window=Window(4096, switched=True, layered=True, pattern=2, bounded=True),
 )
 
 QWEN3_MOE = Family(
@@ -184,6 +184,8 @@ DOTS = Family(
         "moe.shared": Option("n_shared_experts"),
     },
     fixed=without(_SCORED, "out_bias") | {"qk_norm": "head"},
+    inactive={"moe_layer_freq": (1,)},
+    ignored_entries=("scoring_func", "topk_method"),
     window=Window(4096, layered=True),
     **_OF_DEEPSEEK,
 )

@@ -206,6 +206,7 @@ def rope_reasons(family: Family, config: ModelConfig) -> list[str]:
     kinds = {*family.rope_types.values()} or {*_SCALINGS}
     if family.rope_base is not None and config.rope_scaling and config.rope_scaling.kind not in kinds:
         found.append(f"rope_scaling is {config.rope_scaling.kind}, not {' or '.join(sorted(kinds))}")
-    if family.partial_rotary is None and "rotary_size" not in family.options and config.rotary != config.head_size:
+    part = config.latent is None and config.rotary != config.head_size
+    if family.partial_rotary is None and "rotary_size" not in family.options and part:
         found.append(f"rotary_size is {config.rotary}, not the whole head ({config.head_size})")
     return found

@@ -180,6 +180,7 @@ PHI3 = Family(
     tensors=TENSORS
     | fused(f"{LAYER}.self_attn.qkv_proj.weight", "(HD|KD|KD)E", "attention.w_q", "attention.w_k", "attention.w_v")
     | fused(f"{LAYER}.mlp.gate_up_proj.weight", "(F|F)E", "ffn.w_gate", "ffn.w_in"),
+    ignored_entries=("full_attn_mod", "interpolate_factor"),
     rope_types={"longrope": "longrope", "su": "longrope", "yarn": "longrope"},
     original_length=4096,
     partial_rotary=1.0,

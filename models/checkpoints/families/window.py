@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 ENTRIES = (
     "sliding_window", "use_sliding_window", "max_window_layers", "layer_types", "sliding_window_pattern",
-    "_sliding_window_pattern",
+    "_sliding_window_pattern",  # which transformers writes, and does not read
 )  # fmt: skip
 """The entries that `read_window` reads."""
 
@@ -34,6 +34,7 @@ class Window:
         pattern: every layer of this number has full attention, and those between have a window; 0 for families whose
             layers are split by `max_window_layers`.
         patterned: whether the entry `sliding_window_pattern` sets another pattern, in files older than transformers 5.
+        bounded: whether layers from `max_window_layers` on have full attention, whatever the pattern.
         unrotated: whether layers with full attention have no rotary embedding.
     """
 
@@ -42,6 +43,7 @@ class Window:
     layered: bool = False
     pattern: int = 0
     patterned: bool = False
+    bounded: bool = False
     unrotated: bool = False
 
 
@@ -77,7 +79,7 @@ def read_window(window: Window | None, json: Mapping[str, Any], layers: int, fau
         return {}
     if window is None:
         # transformers would still truncate the cache of such a model, though not the attention within its prompts.
-        if size is not None:
+        if size is not None and json.get("use_sliding_window") is not False:
             faults.append(f"sliding_window is {size}, which models of this family do not have; null is supported.")
         if json.get("use_sliding_window"):
             faults.append("use_sliding_window is set, and models of this family have no sliding window.")
@@ -113,13 +115,20 @@ def _default_kinds(
             return None
         return [SLIDING if size is not None and number >= first else FULL for number in range(layers)]
     pattern = window.pattern
-    names = [name for name in ("sliding_window_pattern", "_sliding_window_pattern") if name in json]
-    if window.patterned and names:
-        pattern = json[names[0]]
+    if window.patterned and "sliding_window_pattern" in json:
+        pattern = json["sliding_window_pattern"]
         if not is_whole(pattern) or pattern < 1:
-            faults.append(f"{names[0]} is {in_json(pattern)}; it must be a whole number of layers.")
+            faults.append(f"sliding_window_pattern is {in_json(pattern)}; it must be a whole number of layers.")
             return None
-    return [SLIDING if (number + 1) % pattern else FULL for number in range(layers)]
+    if window.switched and size is None:
+        return [FULL] * layers
+    most = layers
+    if window.bounded:
+        most = json.get("max_window_layers", _FIRST)
+        if not is_whole(most):
+            faults.append(f"max_window_layers is {in_json(most)}; it must be a whole number.")
+            return None
+    return [SLIDING if (number + 1) % pattern and number < most else FULL for number in range(layers)]
 
 
 def repeating(kinds: Sequence[str]) -> tuple[str, ...]:

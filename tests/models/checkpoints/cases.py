@@ -91,6 +91,17 @@ CASES = {
     "gemma3": ("Gemma3", _HEADS | {"sliding_window": 4, "num_hidden_layers": 3, "layer_types": _KINDS}),
     "olmo2": ("Olmo2", _WIDE | {"attention_bias": True}),
     "olmo3": ("Olmo3", _WIDE | {"sliding_window": 4, "num_hidden_layers": 4}),
+    "olmo3-yarn": (
+        "Olmo3",
+        _WIDE
+        | {"sliding_window": 4, "num_hidden_layers": 4}
+        | {
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 900.0},
+                "full_attention": _YARN,
+            }
+        },
+    ),
     "smollm3": ("SmolLM3", _WIDE | {"num_hidden_layers": 4, "pad_token_id": 0}),
     "olmoe": ("Olmoe", _WIDE | {"num_experts": 5, "num_experts_per_tok": 3, "intermediate_size": 16}),
     "gpt2": ("GPT2", _GPT2),

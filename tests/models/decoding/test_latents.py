@@ -1,11 +1,13 @@
 """The cache of latent attention: its bytes, and what reads it."""
 
 import jax
+import numpy as np
 import pytest
 
+import gspmd
 import gspmd_models as models
 from gspmd.layouts import Layout
-from gspmd_models.config import LatentConfig
+from gspmd_models.config import LatentConfig, RopeScaling
 from gspmd_models.decoding import abstract_cache, cache_spec
 
 #: DeepSeek-V2-Lite.
@@ -49,3 +51,56 @@ def test_decoding_multiplies_by_fewer_numbers_than_there_are_in_keys_and_values_
     absorbed = 2 * 8 * room * (40 + 40)  # scores and values of 8 heads over Z
     expanded = 2 * 8 * room * 32 * (16 + 16)  # keys and values of 8 heads from latents
     assert absorbed < flops < expanded
+
+
+SMALL = models.ModelConfig(
+    vocabulary=64, embed=32, layers=2, heads=8, kv_heads=8, head_size=16, feed_forward=64, tied=False,
+    latent=LatentConfig(rank=6, query_rank=8, rotary=8, values=8),
+)  # fmt: skip
+
+
+def loss_and_gradients(config, layout, mesh, tokens, microbatches=1):
+    """The loss of tokens [B, L+1], and its gradients, all on the host."""
+    model = models.build(config, layout, mesh, jax.random.key(0))
+    with jax.set_mesh(mesh):
+        run = jax.jit(jax.value_and_grad(lambda values, ids: models.loss(models.with_arrays(model, values), ids)[0]))
+        return jax.tree.map(np.asarray, run(models.arrays(model), tokens))
+
+
+def test_keys_that_a_layout_keeps_whole_are_in_the_order_of_the_text(make_mesh):
+    """Queries sharded along L attend to all latents, which are not in the order of a ring."""
+    tokens = np.random.default_rng(0).integers(0, 64, (4, 17)).astype(np.int32)
+    alone = Layout.load("replicated")
+    wanted, wanted_gradients = loss_and_gradients(SMALL, alone, make_mesh({"x": 1, "y": 1, "z": 1}), tokens)
+    layout = alone.override({"attention.query": "BL_xHD"})
+    found, gradients = loss_and_gradients(SMALL, layout, make_mesh({"x": 2, "y": 1, "z": 1}), tokens)
+    np.testing.assert_allclose(found, wanted, rtol=1e-5)
+    for path, gradient in gradients.items():
+        np.testing.assert_allclose(gradient, wanted_gradients[path], rtol=2e-3, atol=2e-5, err_msg=path)
+
+
+@pytest.mark.parametrize("preset", ["megatron-sequence", "megatron-folded", "zero-2"])
+def test_gradients_of_latents_are_partial_sums_over_the_axes_of_their_rows(preset, make_mesh):
+    layout = Layout.load(preset)
+    mesh = make_mesh(layout.mesh_for(8))
+    trained = layout.for_loss(2)
+    for name in ("w_q_down", "w_k_down", "latent_norm", "q_latent_norm"):
+        line = "attention.latent_query" if "q" in name.replace("latent_", "") else "attention.latent"
+        rows = {axis for dim in "BL" for axis in layout.spec(line).axes_of(dim)}
+        assert {*gspmd.Spec.parse(trained[f"attention.{name}"]).reduced} <= rows, name
+    model = models.abstract(SMALL, layout, mesh)
+    with jax.set_mesh(mesh), gspmd.lowering("blocking"):
+        from gspmd.training import OptimizerConfig
+        from gspmd_models import step
+
+        state = step.abstract_state(model, OptimizerConfig(), 10, mesh)
+        arguments = state, models.abstract_batch(layout, mesh, 16, 16), models.abstract_key(mesh)
+        gspmd.trace(step.training_step(model, OptimizerConfig(), 10, 2), *arguments)
+
+
+def test_latent_attention_takes_every_scaling_of_its_rotated_part():
+    factors = tuple(1.0 + number for number in range(4))
+    scaling = RopeScaling(kind="longrope", factor=4.0, original_length=8, short_factors=factors, long_factors=factors)
+    config = models.ModelConfig(head_size=16, latent=LatentConfig(rotary=8), rope_scaling=scaling)
+    assert [rotary.rotary for rotary in config.rotaries] == [8]
+    assert config.by_length

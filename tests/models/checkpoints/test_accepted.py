@@ -1,0 +1,63 @@
+"""Entries that published files of config.json have beside sizes, which are no reason to refuse them."""
+
+import json
+
+import pytest
+
+from gspmd_models.checkpoints import CheckpointError, model_config
+from tests.models.checkpoints.published import PUBLISHED
+
+#: Name of a published model to further entries of its file, or of files of its family.
+FURTHER = {
+    "Phi-3-mini": {"attention_bias": False, "mlp_bias": False, "lm_head_bias": False, "full_attn_mod": 1,
+                   "interpolate_factor": 1, "embd_pdrop": 0.0, "resid_pdrop": 0.0},
+    "Falcon-7B": {"apply_residual_connection_post_layernorm": False, "ff_factor": 4},
+    "StarCoder2-3B": {"activation_function": "gelu", "attention_softmax_in_fp32": True, "layer_norm_epsilon": 1e-5,
+                      "mlp_type": "default", "norm_type": "layer_norm", "scale_attention_softmax_in_fp32": True,
+                      "scale_attn_weights": True},
+    "Pythia-1.4B": {"rotary_emb_base": 10000, "rope_theta": 10000, "rotary_pct": 0.25, "partial_rotary_factor": 0.25,
+                    "attention_probs_dropout_prob": 0, "hidden_dropout_prob": 0},
+    "StableLM-2-1.6B": {"norm_eps": 1e-5, "rope_pct": 0.25, "rotary_scaling_factor": 1.0},
+    "GPT-2": {"n_special": 0, "predict_special_tokens": True, "output_past": True, "_num_labels": 1},
+    "dots.llm1": {"moe_layer_freq": 1, "scoring_func": "noaux_tc", "topk_method": "noaux_tc"},
+    "Mistral-7B": {"attention_bias": False, "mlp_bias": False},
+    "SmolLM3-3B": {"use_sliding_window": False, "sliding_window": 4096},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FURTHER)
+def test_entries_of_published_files_change_nothing(name, tmp_path):
+    entries, _ = PUBLISHED[name]
+    (tmp_path / "config.json").write_text(json.dumps(entries))
+    wanted = model_config(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(entries | FURTHER[name]))
+    assert model_config(tmp_path) == wanted
+
+
+@pytest.mark.parametrize(
+    ("name", "entries", "words"),
+    [
+        ("Phi-3-mini", {"attention_bias": True}, "attention_bias is true, which is not supported; false is"),
+        ("Pythia-1.4B", {"rotary_emb_base": 10000, "rope_theta": 500}, "rope_theta is 500, an entry of config.json"),
+        ("Falcon-7B", {"apply_residual_connection_post_layernorm": True}, "which is not supported; false is"),
+        (
+            "Gemma-3-4b, with images",
+            {"quantization_config": {"quant_method": "gptq"}},
+            "quantized in a form that is not",
+        ),
+        ("Qwen1.5-MoE-A2.7B", {"use_sliding_window": True, "max_window_layers": "x"}, "max_window_layers is 'x'"),
+    ],
+)
+def test_values_that_would_change_the_model_are_refused(name, entries, words, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(PUBLISHED[name][0] | entries))
+    with pytest.raises(CheckpointError) as error:
+        model_config(tmp_path)
+    assert words in str(error.value)
+
+
+def test_windows_of_qwen2_moe_lie_in_every_other_layer_below_a_bound(tmp_path):
+    entries = PUBLISHED["Qwen1.5-MoE-A2.7B"][0] | {"use_sliding_window": True, "max_window_layers": 3}
+    (tmp_path / "config.json").write_text(json.dumps(entries | {"sliding_window": 64}))
+    config = model_config(tmp_path)
+    kinds = [config.layer_kind(number) for number in range(5)]
+    assert (kinds, config.sliding_window) == (["sliding", "full", "sliding", "full", "full"], 64)
