@@ -299,8 +299,9 @@ class Lines:
                     self._unread.add(line)
         own = {line: unknowns_in(self.spec(line, dims)) for line, dims in self.dims.items()}
         absent = {line for line, names in own.items() if not unknowns >= {*names}}
-        self._absent = {line for line in absent if not is_override(line)}
-        for line in absent - self._absent:  # Without it, the line that it overrides holds, as for a model without one.
+        follows = {line for line in absent if is_override(line) or (line in KEYS and KEYS[line].default is not None)}
+        self._absent = absent - follows
+        for line in follows:  # Without it, the line that it overrides or follows holds, as for a model without one.
             del self.dims[line]
 
     def _has_state(self, name: str, unknowns: Collection[str]) -> bool:

@@ -429,7 +429,13 @@ def _reasons(family: Family, config: ModelConfig) -> list[str]:
         if len(set(each.values())) > 1:
             found.append(f"{' and '.join(each)} differ, but are set by one option, {key}")
     found += family.agreement.reasons(config) if family.agreement else []
-    return [*found, *rope_reasons(family, config), *window_reasons(family, config), *local_rope_reasons(family, config)]
+    named = family.agreement is not None and "layer_kinds" in family.agreement.fields
+    return [
+        *found,
+        *rope_reasons(family, config),
+        *window_reasons(family.window, config, named=named),
+        *local_rope_reasons(family, config),
+    ]
 
 
 #: Routers that are equivalent to top-k when they draw nothing at random: whether they divide the gates by their sum.

@@ -27,7 +27,7 @@ from ..quantization import quantize_together, scale_groups
 from ..shapes import stored_dtype
 from ..transformer import Transformer
 from .config import Described, described
-from .files import READ_AS, CheckpointError, Files, all_finite
+from .files import DTYPES, READ_AS, CheckpointError, Files, all_finite
 from .sources import ParameterSource, Region, sources
 
 
@@ -162,7 +162,7 @@ def _tensor_faults(wanted: dict[str, tuple[int, ...]], files: Files) -> Iterator
         elif tensor.shape != shape:
             yield f"{name} has shape {tensor.shape} in the checkpoint, but the model needs {shape}."
         elif tensor.dtype not in READ_AS:
-            yield f"{name} has dtype {tensor.dtype}, which is not supported; {', '.join(READ_AS)} are."
+            yield f"{name} has dtype {tensor.dtype}, which is not supported; {', '.join(DTYPES)} are."
 
 
 class _ShardReader:

@@ -355,7 +355,7 @@ def of_part(section: str) -> tuple[Key, ...]:
     """Return the keys of one part of the model.
 
     >>> [key.name for key in of_part("embedding")]
-    ['embedding.table', 'embedding.tokens']
+    ['embedding.table', 'embedding.positions', 'embedding.tokens']
     """
     return tuple(key for key in KEYS.values() if key.section == section)
 

@@ -10,7 +10,6 @@ from .entries import in_json, is_whole
 
 if TYPE_CHECKING:
     from ...config import ModelConfig
-    from .family import Family
 
 ENTRIES = (
     "sliding_window", "use_sliding_window", "max_window_layers", "layer_types", "sliding_window_pattern",
@@ -160,16 +159,21 @@ def write_window(window: Window | None, config: ModelConfig) -> dict[str, Any]:
     return entries
 
 
-def window_reasons(family: Family, config: ModelConfig) -> list[str]:
-    """Return the reasons why a family with these entries cannot express the kinds of a model's layers."""
-    found, window = [], family.window
+def window_reasons(window: Window | None, config: ModelConfig, *, named: bool = False) -> list[str]:
+    """Return the reasons why a family with these entries cannot express the kinds of a model's layers.
+
+    Args:
+        window: the family's entries.
+        config: the model.
+        named: whether other entries of the family name the layers that are not rotated.
+    """
+    found = []
     kinds = {config.layer_kind(number) for number in range(config.layers)}
     if "sliding" in kinds and window is None:
         found.append(f"sliding_window is {config.sliding_window}, and its layers have none")
     elif "sliding" in kinds and len(kinds) > 1 and window is not None and not window.layered:
         found.append("layer_kinds differ, and all of its layers are sliding")
     unrotated = window is not None and window.unrotated
-    named = family.agreement is not None and "layer_kinds" in family.agreement.fields
     if "unrotated" in kinds and not (unrotated or named):
         found.append("layer_kinds has 'unrotated', and all of its layers are rotated")
     if "full" in kinds and unrotated:

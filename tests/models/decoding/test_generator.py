@@ -56,6 +56,25 @@ def test_a_text_is_the_same_in_another_batch_layout_and_chunk(drawn):
     assert len({tuple(text) for text in drawn}) == len(drawn)
 
 
+@pytest.mark.parametrize("layout", ["replicated", "weight-stationary-2d"])
+def test_a_window_may_be_longer_than_all_texts(drawn, layout):
+    """A cache then has room for fewer tokens than a window, and texts are those of attention to all tokens."""
+    devices = 1 if layout == "replicated" else 8
+    assert (
+        Machine(layout, devices, config=replace(CONFIG, sliding_window=64)).texts(PROMPTS, samples=2, seed=3) == drawn
+    )
+    both, full = {"sliding_window": 64, "layer_kinds": ("sliding", "full")}, {"layer_kinds": ("full", "full")}
+    with_window, without = (Machine(layout, devices, config=replace(CONFIG, **changes)) for changes in (both, full))
+    assert with_window.texts(PROMPTS, seed=3) == without.texts(PROMPTS, seed=3)
+
+
+def test_texts_reach_the_last_learned_position():
+    """The chunk of a prompt is padded beyond the positions that there are, which is no text."""
+    config = replace(CONFIG, positions="learned", context_length=19)
+    texts = Machine("replicated", 1, config=config).texts([[1, 2] * 9], tokens=1)
+    assert [len(text) for text in texts] == [1]
+
+
 def test_a_shared_prompt_is_read_once_and_copied(alone, drawn):
     with jax.set_mesh(alone.mesh):
         assert alone.generator.batch(PROMPTS, 6, samples=2).sizes.prefill_rows == 3
