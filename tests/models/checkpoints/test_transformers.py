@@ -39,7 +39,7 @@ def test_a_checkpoint_of_each_family_gives_the_logits_of_transformers_and_goes_b
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FIRST)
 def test_in_bfloat16_a_checkpoint_is_as_near_to_transformers_as_that_rounds(name, reference, placing, from_folder):
-    """Within 2% of the logits in float32, and no farther than transformers in bfloat16, by root mean square.
+    """Within 2% of the logits in float32, or nearer to them than transformers in bfloat16, by root mean square.
 
     With experts, two scores that round to one send a token to another expert here or there, by luck.
     """
@@ -51,7 +51,7 @@ def test_in_bfloat16_a_checkpoint_is_as_near_to_transformers_as_that_rounds(name
     ours, other = (size(each - wanted.logits) for each in (logits(model, mesh, wanted.tokens), theirs))
     assert ours <= (1.2 if model.config.moe is None else 2) * other
     if model.config.moe is None:
-        assert ours <= 2e-2 * size(wanted.logits)
+        assert ours <= max(2e-2 * size(wanted.logits), other)
 
 
 @pytest.mark.slow
