@@ -44,6 +44,9 @@ def _read(
     width: Any = json.get("intermediate_size")
     if fields["moe.first_dense"] and not (is_whole(width) and width >= 1):
         faults.append(f"intermediate_size is {in_json(width)}; it must be a whole number.")
+    if "head_dim" in json and json["head_dim"] != values["qk_rope_head_dim"]:
+        fact = f"head_dim is {in_json(json['head_dim'])}, and qk_rope_head_dim {in_json(values['qk_rope_head_dim'])}"
+        faults.append(f"{fact}; they are the same in transformers.")
     of_groups = _groups(json, faults, groups)
     if faults:
         return {}
@@ -71,6 +74,8 @@ def _groups(json: Mapping[str, Any], faults: list[str], defaults: tuple[int, int
     for key, value in (("n_group", count), ("topk_group", kept)):
         if not (is_whole(value) and value >= 1):
             faults.append(f"{key} is {in_json(value)}; it must be a whole number of groups.")
+    if not faults and kept > count:
+        faults.append(f"topk_group is {kept}, and n_group {count}; it must be at most that.")
     if faults or count == 1:
         return whole
     return {"moe.expert_groups": count, "moe.kept_groups": kept, "moe.group_best": 1 if defaults is None else 2}
@@ -135,7 +140,7 @@ def _reasons(config: ModelConfig) -> list[str]:
 
 
 _V3 = Agreement(
-    keys=(*_LATENT, "qk_nope_head_dim", "intermediate_size", "n_group", "topk_group"),
+    keys=(*_LATENT, "qk_nope_head_dim", "head_dim", "intermediate_size", "n_group", "topk_group"),
     read=partial(_read, groups=(8, 4)),
     write=_written,
     fields=(
@@ -213,7 +218,7 @@ DEEPSEEK_V3 = Family(
         "moe_layer_freq": (1,),
     },
     # Modules that predict further tokens are not read, as in transformers.
-    ignored_entries=("num_nextn_predict_layers", "num_mtp_layers", "ep_size", "seq_aux", "head_dim", "qk_head_dim"),
+    ignored_entries=("num_nextn_predict_layers", "num_mtp_layers", "ep_size", "seq_aux", "qk_head_dim"),
     ignored=(*Family.ignored, r"model\.layers\.61\..*"),
 )
 """Source: DeepSeek-AI 2024, *DeepSeek-V3 Technical Report* (arXiv 2412.19437), section 2.1."""
@@ -238,6 +243,6 @@ DEEPSEEK_V2 = Family(
         "scoring_func": ("softmax",),
         "moe_layer_freq": (1,),
     },
-    ignored_entries=("norm_topk_prob", "ep_size", "seq_aux", "head_dim", "qk_head_dim"),  # transformers reads none
+    ignored_entries=("norm_topk_prob", "ep_size", "seq_aux", "qk_head_dim"),  # transformers reads none
 )
 """Source: DeepSeek-AI 2024, *DeepSeek-V2* (arXiv 2405.04434), section 2."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from .entries import in_json, is_number
+from .entries import in_json, is_whole
 from .family import Agreement, Family, Option, Stored
 from .serial import FIXED, LAYER, OPTIONS, TENSORS, kv_heads, without
 from .window import Window
@@ -59,8 +59,8 @@ SANDWICH = TENSORS | {
 def _read_scale(json: Mapping[str, Any], fields: Mapping[str, Any], faults: list[str]) -> dict[str, Any]:
     """Read the factor of the scores: 1/√query_pre_attn_scalar."""
     scalar = json.get("query_pre_attn_scalar", 256)
-    if not is_number(scalar) or scalar <= 0:
-        faults.append(f"query_pre_attn_scalar is {in_json(scalar)}; it must be a positive number.")
+    if not is_whole(scalar) or scalar < 1:
+        faults.append(f"query_pre_attn_scalar is {in_json(scalar)}; it must be a whole number.")
         return {}
     return {"attention_scale": None if scalar == fields["head_size"] else scalar**-0.5}
 
@@ -108,11 +108,11 @@ GEMMA_3 = Family(
     architecture="Gemma3ForCausalLM",
     model_type="gemma3_text",
     options={
-        **GEMMA_2.options,
-        "score_softcap": Option("attn_logit_softcapping", None, null=None),
+        **without(GEMMA_2.options, "score_softcap"),
         "logit_softcap": Option("final_logit_softcapping", None, null=None),
     },
-    fixed=without(GEMMA_2.fixed, "qk_norm", "local_rope_base") | {"qk_norm": "head"},
+    fixed=without(GEMMA_2.fixed, "qk_norm", "local_rope_base") | {"qk_norm": "head", "score_softcap": None},
+    inactive={"attn_logit_softcapping": (None,)},  # which transformers reads, and does not apply
     tensors=_around_one(SANDWICH),
     ignored_entries=("hidden_act",),
     agreement=GEMMA_2.agreement,
