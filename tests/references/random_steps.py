@@ -43,7 +43,14 @@ NAMED = ("microbatches", "rounds", "schedule", "layers", "groups", "dispatch")
 SECONDS = 600  # after which a step hangs
 TOGETHER = 8  # steps of one process
 # The lines of a decoder, so that what encoder–decoders need changes no draw.
-KEYS = {name: key for name, key in ALL_KEYS.items() if key.section != "cross" and name != "attention.relative"}
+#: Lines of tensors that the drawn models do not have.
+_OTHERS = (
+    "attention.relative", "attention.sinks", "attention.q_norm_all", "attention.k_norm_all", "embedding.positions",
+    "attention.w_q_down", "attention.latent_query", "attention.q_latent_norm", "attention.w_q_up",
+    "attention.w_k_down", "attention.latent", "attention.latent_norm", "attention.w_k_up", "attention.w_v_up",
+    "attention.absorbed",
+)  # fmt: skip
+KEYS = {name: key for name, key in ALL_KEYS.items() if key.section != "cross" and name not in _OTHERS}
 REFUSALS = (LayoutError, PlanError, SpecError, ConfigError)
 
 Tables = dict[str, dict[str, object]]
