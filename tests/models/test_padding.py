@@ -69,7 +69,7 @@ GROUPS = [
 @pytest.mark.turns(1)
 @pytest.mark.parametrize(("heads", "kv_heads", "preset", "mesh", "lines"), GROUPS)
 def test_heads_are_padded_within_their_group(heads, kv_heads, preset, mesh, lines, config, make_mesh, tokens):
-    """Of 14 query and 2 key/value heads, 28 and 4, 12 and 2, on 8 devices, with a vocabulary of 257."""
+    """Pad 14 query and 2 key/value heads, 28 and 4, and 12 and 2 for 8 devices, with a vocabulary of 257."""
     settings = config(heads=heads, kv_heads=kv_heads, layers=1, remat=False, vocabulary=257, qkv_bias=True)
     layout = Layout.load(preset).override({"padding.V": 8} | lines)
     has_no_effect(settings, layout, mesh, "blocking", "explicit", make_mesh, tokens)

@@ -134,7 +134,7 @@ def test_windows_caps_and_sinks(options, mesh_axes, on_tpu, make_mesh, place):
 
 @pytest.mark.parametrize("window", [None, 1, 100, 128, 129, 130, 300, 512])
 def test_the_work_of_a_kernel_is_that_of_its_grid(window, on_tpu):
-    """By the tables that JAX makes of the mask: the blocks that are not empty, and the widest row of them."""
+    """Compare with the tables that JAX makes of the mask: the blocks that are not empty, and the widest row of them."""
     schedule = splash._Schedule.of(512, 256, Limits(window))
     assert (schedule.count, schedule.block) == (4, 128)
     for info, of_row in ((schedule.kernel().fwd_mask_info, -1), (schedule.kernel().dkv_mask_info, -2)):

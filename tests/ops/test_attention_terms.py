@@ -143,7 +143,7 @@ def test_blocks_that_no_query_sees_are_left_out(causal, window):
 
 
 def test_a_window_leaves_out_products(make_mesh):
-    """Of 16 by 16 blocks of 2,048, a window of 2,048 leaves 31 of the 136 that causality leaves."""
+    """Multiply 31 blocks with a window of 2,048, and 136 without one, of 16 by 16 causal blocks of 2,048 tokens."""
     q = jax.ShapeDtypeStruct((1, 32768, 2, 8), jnp.bfloat16)
 
     def trips(**more):

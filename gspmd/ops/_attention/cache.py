@@ -138,7 +138,7 @@ class _CacheWrite:
     """Positions of layers, batch, length, heads and head size in the cache."""
     ring: bool
     numbers: int
-    """How many numbers there are for each row: its length and, if not all new tokens are real, their count."""
+    """Number of integers given for each row: 1 for its length, 2 if the number of its real new tokens is given too."""
 
     @property
     def inputs(self) -> tuple[Spec, ...]:

@@ -244,7 +244,7 @@ class Extras:
 
     @property
     def learned(self) -> dict[str, OfHeads]:
-        """Those of them that have gradients."""
+        """The operands of `of_heads` that have gradients, by name."""
         return {name: each for name, each in self.of_heads.items() if name in _LEARNED}
 
     @property
@@ -279,7 +279,7 @@ class Extras:
         }
 
     def back(self, query: Spec, heads: int, ctx: Context) -> dict[str, tuple[Step, ...]]:
-        """Return the chains of their gradients, of which each device has the sums over its own rows and queries."""
+        """Return the chains that sum the gradients of bias and sinks over devices, which have those of their own queries."""
         found = {}
         for name, each in self.learned.items():
             made = by_heads(each.spec, query).with_partial((*query.axes[0], *query.axes[1]))

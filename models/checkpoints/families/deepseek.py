@@ -219,6 +219,7 @@ DEEPSEEK_V3 = Family(
     },
     # Modules that predict further tokens are not read, as in transformers.
     ignored_entries=("num_nextn_predict_layers", "num_mtp_layers", "ep_size", "seq_aux", "qk_head_dim"),
+    # Published files have 61 blocks, so layer 61 is the first such module; transformers ignores it by this number, too.
     ignored=(*Family.ignored, r"model\.layers\.61\..*"),
 )
 """Source: DeepSeek-AI 2024, *DeepSeek-V3 Technical Report* (arXiv 2412.19437), section 2.1."""

@@ -79,13 +79,13 @@ BIASES: Mapping[str, tuple[Any, ...]] = {
     "mlp_bias": (False,),
     "lm_head_bias": (False,),
 }
-"""Likewise, in families without these biases."""
+"""Maps an entry to the values with which it has no effect in families without these biases."""
 
 STACKS: Mapping[bool, Mapping[str, tuple[Any, ...]]] = {
     False: {"is_encoder_decoder": (False,)},
     True: {"is_encoder_decoder": (True,)},
 }
-"""Likewise, by whether the models of a family have an encoder."""
+"""Maps an entry to its only values in families whose models have an encoder (True), or none (False)."""
 
 REMEDIES = {
     "quantization_config": "its weights are quantized in a form that is not read (mxfp4 and fp8 in blocks of 128 by "

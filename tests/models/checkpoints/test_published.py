@@ -58,7 +58,7 @@ def test_text_is_encoded_and_decoded_as_by_transformers(smollm, continued, trans
 
 @pytest.mark.slow
 def test_a_chat_has_the_ids_of_transformers(smollm, transformers):
-    """By the template of the file, which begins with a message of the system if the chat has none."""
+    """Render the template of the file, which adds a system message where the chat has none."""
     folder, _ = smollm
     ours, theirs = tokenizer(folder), transformers.AutoTokenizer.from_pretrained(folder)
     user, answer = {"role": "user", "content": "Hi 42!"}, {"role": "assistant", "content": " Hello."}

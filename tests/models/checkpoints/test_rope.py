@@ -77,7 +77,7 @@ def written(transformers, tmp_path):
 @pytest.mark.turns(4)
 @pytest.mark.parametrize("name", TABLES)
 def test_a_scaled_llama_gives_the_logits_and_the_text_of_transformers(name, written, from_folder, placing, tmp_path):
-    """Of rows up to the original length, and of longer ones; and of prompts that stay on either side of it."""
+    """Compare rows up to the original length and beyond it, and a batch with a prompt on either side of it."""
     folder, theirs = written(name)
     layout, mesh = placing("replicated")
     model, _ = load(folder, layout, mesh, "float32")
@@ -101,7 +101,7 @@ def test_a_scaled_llama_gives_the_logits_and_the_text_of_transformers(name, writ
 
 @pytest.mark.parametrize("name", ["dynamic", pytest.param("longrope", marks=pytest.mark.slow)])
 def test_a_text_is_rotated_alike_from_its_first_token_to_its_last(name, written, placing):
-    """By the most tokens that it can have, also if it begins with fewer than the original length."""
+    """Angles follow the most tokens that a text can have, even if it begins with fewer than the original length."""
     folder, _ = written(name)
     layout, mesh = placing("replicated")
     model, _ = load(folder, layout, mesh, "float32")
