@@ -279,7 +279,7 @@ class Extras:
         }
 
     def back(self, query: Spec, heads: int, ctx: Context) -> dict[str, tuple[Step, ...]]:
-        """Return the chains that sum the gradients of bias and sinks over devices, which have those of their own queries."""
+        """Return the chains that add up the gradients of bias and sinks over the devices of all queries."""
         found = {}
         for name, each in self.learned.items():
             made = by_heads(each.spec, query).with_partial((*query.axes[0], *query.axes[1]))
