@@ -365,7 +365,9 @@ class _Routine:
             canvas.arrow([(left + x, node), (left + x, node + 20)])
             done.append(chain.draw(canvas, left + x, node + 20))
         settled = max(done)
-        return max((self._draw_output(canvas, left, n, done, settled) for n in range(len(self.outputs))), default=settled)
+        return max(
+            (self._draw_output(canvas, left, n, done, settled) for n in range(len(self.outputs))), default=settled
+        )
 
     def _nodes(self) -> Iterator[tuple[set[int], list[int]]]:
         """Yield the lanes and products of each node: products that share an operand are computed in one."""

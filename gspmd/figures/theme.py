@@ -25,7 +25,7 @@ FONT = "system-ui,-apple-system,'Segoe UI',Roboto,'Helvetica Neue',Arial,sans-se
 
 BLOCKS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#b8a900", "#7a6fb0")
 """Fills of up to eight blocks; for more see `fill`. They serve both themes, since every block has an outline."""
-_SCALE = ("#0072b2", "#56b4e9", "#cfd6da", "#e69f00", "#b34700")
+_SCALE = ("#0072b2", "#56b4e9", "#f0e442", "#e69f00", "#b34700")
 
 
 def fill(block: int, count: int) -> str:
@@ -73,7 +73,8 @@ _SHAPES = """\
 {root} .line{{stroke-width:1.25}}
 {root} .dashed{{stroke-dasharray:3 3}}
 {root} .block{{stroke-width:.75}}
-{root} .hatch{{stroke-width:1}}
+{root} .hatch{{stroke-width:.75;stroke-opacity:.7}}
+{root} .tint{{fill-opacity:.22}}
 """
 
 

@@ -6,9 +6,11 @@ from os import PathLike
 from typing import Any
 
 from gspmd.annotate import LayoutError, Spec, report
+from gspmd.annotate.equation import parse_via
 from gspmd.annotate.errors import shown
 from gspmd.display.plain import printable
 from gspmd.display.units import mesh_text
+from gspmd.figures.figure import Figure
 from gspmd.layouts import printed, read
 from gspmd.layouts.mesh import complete, factorise, nearest, read_sizes
 from gspmd.layouts.rules.check import faults_of, mesh_faults, resolved
@@ -82,6 +84,20 @@ class Layout(LayoutTable):
 
     def _repr_html_(self) -> str:
         return printed.html(self)
+
+    def figure(self) -> Figure:
+        """Draw the layout: a panel for each section, activations from top to bottom, weights from the right.
+
+        Returns:
+          A figure, which notebooks show, and `.save("layout.svg")` writes.
+
+        Example:
+          >>> Layout.load("megatron-1d").figure().title
+          'Layout megatron-1d'
+        """
+        from gspmd.figures.layout import layout_figure
+
+        return layout_figure(self, lambda text: parse_via(text).specs)
 
     def __getattr__(self, part: str) -> Section:
         """`layout.ffn` is `layout.section("ffn")`."""
