@@ -64,7 +64,8 @@ class Figure:
         size = f'width="{wide}" height="{high}" viewBox="{left} {top} {wide} {high}"'
         fitted = "" if standalone else ' style="max-width:100%;height:auto"'
         head = f'<svg xmlns="http://www.w3.org/2000/svg" class="gspmd-figure" role="img" {size}{fitted}'
-        ground = f'<rect class="ground" x="{left}" y="{top}" width="{wide}" height="{high}" rx="6"/>'
+        corner = "" if standalone else ' rx="6"'
+        ground = f'<rect class="ground" x="{left}" y="{top}" width="{wide}" height="{high}"{corner}/>'
         return "\n".join(
             (
                 f'{head} aria-label="{escape(self.title)}">',

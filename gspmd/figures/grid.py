@@ -67,8 +67,9 @@ class MeshGrid:
 
     def cells(self) -> Iterator[Cell]:
         """Yield the devices that are drawn."""
-        strides, size = {}, 1
-        for axis in reversed(self.mesh):
+        strides: dict[str, int] = {}
+        size = 1
+        for axis in reversed(list(self.mesh)):
             strides[axis] = size
             size *= self.mesh[axis]
         axes = list(self.shown)

@@ -56,8 +56,8 @@ class Ownership:
     def coordinates(self, device: int) -> dict[str, int]:
         """Return the place of a device along each mesh axis."""
         found = {}
-        for axis, size in reversed(self.mesh.items()):
-            device, found[axis] = divmod(device, size)
+        for axis in reversed(list(self.mesh)):
+            device, found[axis] = divmod(device, self.mesh[axis])
         return {axis: found[axis] for axis in self.mesh}
 
     def place(self, device: int) -> tuple[int, ...]:

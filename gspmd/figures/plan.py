@@ -330,7 +330,9 @@ class _Routine:
             x += lane + _GAP
         self.width = x - _GAP
         self.middles, self.edges = middles, [(m - w / 2, m + w / 2) for m, w in zip(middles, wide)]
-        self.under = [sum(middles[lane] for lane in lanes) / len(lanes) for lanes in own]
+        self.under = [
+            (min(self.edges[n][0] for n in lanes) + max(self.edges[n][1] for n in lanes)) / 2 for lanes in own
+        ]
         self.below = [sum(self.under[p] for p in o.products) / len(o.products) for o in self.routine.outputs]
 
     def _node_width(self, product: int) -> float:
@@ -365,9 +367,7 @@ class _Routine:
             canvas.arrow([(left + x, node), (left + x, node + 20)])
             done.append(chain.draw(canvas, left + x, node + 20))
         settled = max(done)
-        return max(
-            (self._draw_output(canvas, left, n, done, settled) for n in range(len(self.outputs))), default=settled
-        )
+        return max(self._draw_output(canvas, left, n, done, settled) for n in range(len(self.outputs)))
 
     def _nodes(self) -> Iterator[tuple[set[int], list[int]]]:
         """Yield the lanes and products of each node: products that share an operand are computed in one."""

@@ -2,8 +2,8 @@
 
 Colors are written out in every rule, without variables, which programs that put figures into papers do not read.
 
-Source: Okabe and Ito 2008, Color Universal Design (jfly.uni-koeln.de/color), made darker or lighter until a text in them
-has a contrast of 4.5 on its ground.
+Source: Okabe and Ito 2008, Color Universal Design (jfly.uni-koeln.de/color), made darker or lighter until a text in
+them has a contrast of 4.5 on its ground.
 """
 
 from collections.abc import Mapping, Sequence

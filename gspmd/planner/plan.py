@@ -4,17 +4,20 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from gspmd.annotate.equation import Equation, Via
 from gspmd.annotate.errors import PlanError, SpecError
 from gspmd.annotate.spec import Spec
-from gspmd.figures.figure import Figure
 from gspmd.frozen import FrozenDict
 from gspmd.hardware.chips import Chip
 from gspmd.hardware.dtypes import joint_dtype, wire_of
 from gspmd.planner.overlap import Overlap, kept
 from gspmd.planner.routines import plan_routine
 from gspmd.planner.steps import Environment, Routine, Step, Tensor
+
+if TYPE_CHECKING:
+    from gspmd.figures.figure import Figure
 
 Overlapping = Callable[[Routine, Sequence[Tensor], Sequence[Tensor], Environment], tuple[Overlap, float]]
 """A function that chooses the collectives to overlap in a routine; it returns them and the seconds that they hide."""
@@ -173,7 +176,7 @@ class Plan:
         parts = [_record(each) for each in self.gradients] if gradients else []
         return json.dumps({**_record(self), **asked, "gradients": parts}, indent=2)
 
-    def figure(self, *, gradients: bool = False) -> Figure:
+    def figure(self, *, gradients: bool = False) -> "Figure":
         """Draw the plan as papers do: specs in boxes, a collective on every arrow, with its bytes and seconds.
 
         Args:
@@ -195,7 +198,7 @@ class Plan:
 
         return plan_figure(self, gradients=gradients, notes=looped(self))
 
-    def steps_figure(self) -> Figure:
+    def steps_figure(self) -> "Figure":
         """Draw the operands of every step on the mesh, before it and after it: which device holds which block.
 
         Returns:
