@@ -11,6 +11,10 @@ class Printed:
         return text(self)
 
     def _repr_html_(self) -> str:
-        from gspmd.display.console import html
+        from gspmd.display.html import page, rendered
 
-        return html(self)
+        return page([*rendered(self), *self._figures_html()])
+
+    def _figures_html(self) -> list[str]:
+        """Return pictures below the tables, as HTML."""
+        return []

@@ -44,26 +44,32 @@ def blocks_figure(
     held, grid, canvas = Ownership(spec, shape, dict(mesh)), MeshGrid(mesh), Canvas()
     size = _FEW if grid.columns <= 4 else _SOME if grid.columns <= 6 else _MANY
     with canvas.group(data_spec=spec):
-        y = canvas.lines(0, 0, [[*spec_runs(spec), Run(f"  {_shape(shape)}")]], 600, "title ink", 19)
+        y = canvas.lines(
+            0, 0, [[*(spec_runs(spec) if spec.dims else []), Run(f"  {_shape(shape)}")]], 600, "title ink", 19
+        )
     lines = _captions(held, grid, mesh)
     wide, _ = draw_grid(canvas, 0, y - 2 + 15.5 * len(lines), held, size, devices)
     for line in lines:
         y = canvas.lines(0, y, [[Run(word + " ")] for word in line.split()], max(wide, _NARROW), "small soft", 15)
     text = tensor_text(held, devices)
-    return canvas.figure(f"{spec} {_shape(shape)} on {mesh_text(mesh)}", " ".join(f"{line}." for line in lines), text)
+    return canvas.figure(
+        f"{spec} {_shape(shape)} on {mesh_text(mesh) or 'one device'}".strip(),
+        " ".join(f"{line}." for line in lines),
+        text,
+    )
 
 
 def _shape(shape: Sequence[int]) -> str:
-    return " × ".join(map(str, shape)) or "scalar"
+    return " × ".join(map(str, shape)) or "a scalar"
 
 
 def _captions(held: Ownership, grid: MeshGrid, mesh: Mapping[str, int]) -> list[str]:
     local = _shape([size // count for size, count in zip(held.shape, held.parts)])
-    axes = " ".join(f"{axis}={size}" for axis, size in mesh.items())
+    axes = "mesh " + " ".join(f"{axis}={size}" for axis, size in mesh.items()) if mesh else "one device"
     said = f"{held.blocks:,} block{'s' * (held.blocks != 1)} of {local}" if held.blocks > 1 else "whole"
     copies = f", {held.copies:,} copies of each" if held.copies > 1 else ""
     summed = f", {held.summands:,} summands of each" if held.summands > 1 else ""
-    lines = [f"mesh {axes}" + (f" ({grid.named()})" if len(grid.shown) > 1 else ""), said + summed + copies]
+    lines = [axes + (f" ({grid.named()})" if len(grid.shown) > 1 else ""), said + summed + copies]
     if grid.elided:
         lines.append(f"{sum(1 for _ in grid.cells())} of {held.devices:,} devices are drawn")
     return lines

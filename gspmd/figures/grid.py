@@ -6,9 +6,9 @@ from functools import cached_property
 from itertools import product
 from math import ceil, prod
 
+from gspmd.display.theme import fill
 from gspmd.figures.canvas import Canvas, number
 from gspmd.figures.ownership import Ownership
-from gspmd.figures.theme import fill
 
 MOST = 64
 """The most devices that are drawn; of larger meshes, the first and the last along each axis."""

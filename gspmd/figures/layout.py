@@ -1,11 +1,11 @@
 """The figure of a layout: a model's blocks from top to bottom, with the spec of every activation and weight."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from gspmd.figures.canvas import Canvas, centered
 from gspmd.figures.figure import Figure
-from gspmd.figures.notation import Run, SpecLike, spec_runs
+from gspmd.figures.notation import Run
 
 Text = str | tuple[str, ...]
 
@@ -27,12 +27,6 @@ class LayoutLike(Protocol):
 
     def lowering_of(self, part: str) -> str | None:
         """Return the lowering of a part of the model."""
-
-
-class ReadsSpecs(Protocol):
-    """A function that reads a spec or a via: `Spec.parse` for each of its texts."""
-
-    def __call__(self, text: str) -> Sequence[SpecLike]: ...
 
 
 class _Op:
@@ -79,12 +73,12 @@ _MOST = 8
 """The most lines of an overriding section that are written."""
 
 
-def layout_figure(layout: LayoutLike, read: ReadsSpecs) -> Figure:
+def layout_figure(layout: LayoutLike, read: Callable[[str], list[Run]]) -> Figure:
     """Draw a layout: a panel for each section, in which activations run downwards and weights come from the right.
 
     Args:
         layout: a `gspmd.Layout`.
-        read: the reader of specs; `Layout.figure` passes the one of gspmd.
+        read: returns the notation of a line, a spec or a via, as runs with subscripts.
 
     Returns:
         The figure. Every line of the layout is a group with `data-key`, which has its spec as `data-spec`.
@@ -93,7 +87,7 @@ def layout_figure(layout: LayoutLike, read: ReadsSpecs) -> Figure:
 
 
 class _Drawing:
-    def __init__(self, layout: LayoutLike, read: ReadsSpecs):
+    def __init__(self, layout: LayoutLike, read: Callable[[str], list[Run]]):
         self.layout, self.read, self.canvas = layout, read, Canvas()
 
     def figure(self) -> Figure:
@@ -114,9 +108,7 @@ class _Drawing:
         return canvas.figure(f"Layout {layout.name}", f"{lines_}.", plain)
 
     def _runs(self, text: Text) -> list[Run]:
-        runs: list[Run] = []
-        for spec in self.read(_first(text)):
-            runs += [*([Run(" · ")] if runs else []), *spec_runs(spec)]
+        runs = self.read(_first(text))
         more = len(text) - 1 if isinstance(text, tuple) else 0
         return [*runs, Run(f" or {more} more", "sum")] if more else runs
 

@@ -146,5 +146,10 @@ def spec_html(spec: SpecLike) -> str:
     >>> spec_html(Spec.parse("B_xLE_{data,model}"))
     'B<sub>x</sub>LE<sub>data,model</sub>'
     """
+    return runs_html(spec_runs(spec))
+
+
+def runs_html(runs: Iterable[Run]) -> str:
+    """Return runs as HTML."""
     tags = {"": ("", ""), "sub": ("<sub>", "</sub>"), "sum": ("<small>", "</small>")}
-    return "".join(f"{tags[kind][0]}{escape(text)}{tags[kind][1]}" for text, kind in spec_runs(spec))
+    return "".join(f"{tags[kind][0]}{escape(text)}{tags[kind][1]}" for text, kind in runs)

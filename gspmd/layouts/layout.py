@@ -6,7 +6,6 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 from gspmd.annotate import LayoutError, Spec, report
-from gspmd.annotate.equation import parse_via
 from gspmd.annotate.errors import shown
 from gspmd.display.plain import printable
 from gspmd.display.units import mesh_text
@@ -97,9 +96,7 @@ class Layout(LayoutTable):
           >>> Layout.load("megatron-1d").figure().title
           'Layout megatron-1d'
         """
-        from gspmd.figures.layout import layout_figure
-
-        return layout_figure(self, lambda text: parse_via(text).specs)
+        return printed.figure(self)
 
     def __getattr__(self, part: str) -> Section:
         """`layout.ffn` is `layout.section("ffn")`."""

@@ -193,10 +193,9 @@ class Plan:
 
         Source: Pope et al. 2022 (arXiv 2211.05102), figures 2 and 3.
         """
-        from gspmd.figures.plan import plan_figure
-        from gspmd.planner.drawing import looped
+        from gspmd.planner.drawing import picture
 
-        return plan_figure(self, gradients=gradients, notes=looped(self))
+        return picture(self, gradients=gradients)
 
     def steps_figure(self) -> "Figure":
         """Draw the operands of every step on the mesh, before it and after it: which device holds which block.

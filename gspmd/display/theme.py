@@ -79,7 +79,11 @@ _SHAPES = """\
 
 
 def _rules(root: str, theme: Mapping[str, str], colored: Sequence[tuple[str, str, str]]) -> str:
-    return "".join(f"{root} {selector}{{{name}:{theme[color]}}}\n" for selector, name, color in colored)
+    lines = []
+    for selector, name, color in colored:
+        below = ",".join(f"{root} {each}".strip() for each in selector.split(","))
+        lines.append(f"{below}{{{name}:{theme[color]}}}\n")
+    return "".join(lines)
 
 
 def themed(root: str, colored: Sequence[tuple[str, str, str]], theme: str = "") -> str:
