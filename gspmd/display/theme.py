@@ -23,7 +23,7 @@ THEMES = {"light": LIGHT, "dark": DARK}
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute", "slice", "einsum")
 FONT = "system-ui,-apple-system,'Segoe UI',Roboto,'Helvetica Neue',Arial,sans-serif"
 
-BLOCKS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#b8a900", "#7a6fb0")
+BLOCKS = ("#0072b2", "#f0e442", "#d55e00", "#009e73", "#56b4e9", "#cc79a7", "#e69f00", "#5c1a4a")
 """Fills of up to eight blocks; for more see `fill`. They serve both themes, since every block has an outline."""
 _SCALE = ("#0072b2", "#56b4e9", "#f0e442", "#e69f00", "#b34700")
 
@@ -32,7 +32,7 @@ def fill(block: int, count: int) -> str:
     """Return the color of a block among `count`: its own among few, a place on a scale from blue to orange among many.
 
     >>> fill(0, 2), fill(1, 2), fill(0, 64), fill(63, 64)
-    ('#0072b2', '#e69f00', '#0072b2', '#b34700')
+    ('#0072b2', '#f0e442', '#0072b2', '#b34700')
     """
     if count <= len(BLOCKS):
         return BLOCKS[block]

@@ -37,7 +37,7 @@ def test_blocks_are_those_of_jax(placement):
         jax.make_mesh(tuple(mesh.values()), tuple(mesh)), spec.without_partial().partition_spec()
     )
     by_device = sharding.devices_indices_map(shape)
-    devices = sharding.mesh.devices.flat
+    devices = [*sharding.mesh.devices.flat]
     for number, device in enumerate(devices):
         expected = [index.indices(size)[:2] for index, size in zip(by_device[device], shape)]
         assert [(part.start, part.stop) for part in held.slices(number)] == expected
