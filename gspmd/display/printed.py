@@ -3,7 +3,10 @@ printed."""
 
 
 class Printed:
-    """Base of objects that `print` and notebooks show in full, by their `__rich__`; their `repr` is one line."""
+    """Base of objects that `print` and notebooks show in full, by their `__rich__`; their `repr` is one line.
+
+    A notebook shows the tables, and below them the picture if the class has a method `figure`.
+    """
 
     def __str__(self) -> str:
         from gspmd.display.console import text
@@ -13,8 +16,5 @@ class Printed:
     def _repr_html_(self) -> str:
         from gspmd.display.html import page, rendered
 
-        return page([*rendered(self), *self._figures_html()])
-
-    def _figures_html(self) -> list[str]:
-        """Return pictures below the tables, as HTML."""
-        return []
+        figure = getattr(self, "figure", None)
+        return page([*rendered(self), *([figure().document(standalone=False)] if figure else [])])

@@ -60,6 +60,7 @@ _COLORED: tuple[tuple[str, str, str], ...] = (
     (".hatch", "stroke", "ink"),
     (".ink", "fill", "ink"),
     (".soft", "fill", "soft"),
+    (".other", "fill", "rule"),
     *((f".{kind}", "fill", kind) for kind in KINDS),
 )
 _SHAPES = """\
@@ -75,6 +76,7 @@ _SHAPES = """\
 {root} .block{{stroke-width:.75}}
 {root} .hatch{{stroke-width:.75;stroke-opacity:.7}}
 {root} .tint{{fill-opacity:.22}}
+{root} .pale{{fill-opacity:.4}}
 """
 
 

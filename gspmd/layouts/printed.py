@@ -1,6 +1,6 @@
 """Print layouts and rankings: on one line, as plain text, and as HTML for notebooks."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from itertools import groupby
 from typing import Any
@@ -41,6 +41,13 @@ def html(layout: LayoutTable) -> str:
         rows += [(escape(section), escape(key), _html(text) if specs else escape(text)) for key, text in lines]
     sheet = html_table(layout.name, ("section", "key", "spec"), rows)
     return page([sheet, figure(layout).document(standalone=False)])
+
+
+def found_html(told: str, lines: Mapping[str, str], layout: LayoutTable) -> str:
+    """Return the lines of a layout that a search found, and its figure, as HTML below a sentence."""
+    rows = [(escape(key), _html(spec)) for key, spec in lines.items()]
+    figures = layout_figure(layout, notation).document(standalone=False)
+    return page([f"<p>{escape(told)}</p>", html_table(layout.name, ("line", "spec"), rows), figures])
 
 
 def figure(layout: LayoutTable) -> Figure:
