@@ -36,7 +36,7 @@ _SHAPES = """\
 {root} td.right,{root} th.right{{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap}}
 {root} tr.total td{{font-weight:600}}
 {root} tr.first td{{border-top-width:1px}}
-{root} td.bar{{vertical-align:middle;min-width:8em}}
+{root} td span,{root} small{{white-space:nowrap}}
 {root} .bold{{font-weight:600}}
 {root} p{{margin:.3em 0}}
 {root} sub{{font-size:.76em;line-height:0}}

@@ -17,7 +17,7 @@ class Bar:
 
     Attributes:
       label: its name, which stands above it on the left.
-      kind: the class that colors it: a collective's kind, or `"einsum"`.
+      kind: the class that colors it: a collective's kind, or `"other"`.
       amounts: the lengths of its bars, one below the other.
       told: the same as text, which stands above it on the right.
     """
@@ -45,7 +45,7 @@ def bars_figure(title: str, bars: Sequence[Bar], total: str = "", plain: str = "
     longest = max((amount for bar in bars for amount in bar.amounts), default=0.0) or 1.0
     for bar in bars[:_MOST]:
         with canvas.group(data_bar=bar.label):
-            canvas.text(0, y + 8, bar.label, f"strong {bar.kind}")
+            canvas.text(0, y + 8, bar.label, f"strong {'ink' if bar.kind == 'other' else bar.kind}")
             canvas.text(_WIDE, y + 8, bar.told, "ink", "end")
             y += 14
             for number, amount in enumerate(bar.amounts):

@@ -71,7 +71,7 @@ _WIDTHS = {
     **dict.fromkeys("CDHNRU", 722), **dict.fromkeys("GOQ", 778), **dict.fromkeys("FTZL", 611), "w": 722, "W": 944,
     "→": 1000, "·": 333, "×": 584, "+": 584, "=": 584, "…": 1000, "%": 889,
 }  # fmt: skip
-_WIDER = 1.09
+_WIDER = 1.14
 
 
 def text_width(text: str, size: float) -> float:

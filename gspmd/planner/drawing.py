@@ -115,10 +115,9 @@ def as_html(plan: PlanFigures) -> str:
         )
         for step in plan.steps
     ]
-    notes = [f'<p class="dim">{escape(line)}</p>' for line in (" · ".join(_setting(plan)), *looped(plan), totals(plan))]
     heads = ("from", "step", "to", "amount", "time")
     steps = table(str(plan.equation), heads, rows, right=(3, 4)) if rows else "<p>nothing to do</p>"
-    return page([steps, *notes, picture(plan).document(standalone=False)])
+    return page([steps, picture(plan).document(standalone=False)])
 
 
 def picture(plan: PlanFigures, *, gradients: bool = False) -> "Figure":

@@ -51,7 +51,7 @@ def test_bars_are_as_long_as_their_amounts():
 
 
 def test_long_lists_are_counted():
-    figure = bars_figure("a title", [Bar(f"bar {n}", "einsum", (1.0,), "1 B") for n in range(200)])
+    figure = bars_figure("a title", [Bar(f"bar {n}", "other", (1.0,), "1 B") for n in range(200)])
     assert len(_rows(figure)) == 14
     assert "… and 186 more" in words(root(figure))
     check_places(figure)

@@ -98,7 +98,7 @@ class SearchResult(Printed):
         for each in self._rows():
             answer = self.answer if each is self.best else each.answer
             name = " ".join(filter(None, (each.named, each.remat and f"remat {each.remat}", each.in_microbatches)))
-            kind = "all-reduce" if each is self.best else "einsum"
+            kind = "all-gather" if each is self.best else "other"
             if answer:
                 told = f"{amount_of_seconds(answer.seconds)}, {amount_of_bytes(answer.bytes)}"
                 bars.append(Bar(name, kind, (answer.seconds,), told))
