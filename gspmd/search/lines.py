@@ -13,7 +13,7 @@ from gspmd.annotate.errors import listed, suggestion
 from gspmd.layouts import Layout
 from gspmd.layouts.naming import via_of
 from gspmd.layouts.rules import own
-from gspmd.layouts.rules.keys import ALIKE, KEYS, is_override, keys_of_override
+from gspmd.layouts.rules.keys import ALIKE, KEYS, in_dims, is_override, keys_of_override
 from gspmd.planner.graph.placements import fitting, sequences
 from gspmd.planner.unknown import PREFIX, Known, placed, unknowns_in
 
@@ -300,9 +300,20 @@ class Lines:
         own = {line: unknowns_in(self.spec(line, dims)) for line, dims in self.dims.items()}
         absent = {line for line, names in own.items() if not unknowns >= {*names}}
         follows = {line for line in absent if is_override(line) or (line in KEYS and KEYS[line].default is not None)}
+        follows |= {line for line in self.dims if self._is_as_default(line)}
         self._absent = absent - follows
         for line in follows:  # Without it, the line that it overrides or follows holds, as for a model without one.
             del self.dims[line]
+
+    def _is_as_default(self, line: str) -> bool:
+        """Return whether a line that the layout does not write is tied to its default in all of its dimensions.
+
+        It says nothing, and most models have no tensor of such a line, such as the latents of attention.
+        """
+        if line in self.layout.table or line in self.fixed or line not in KEYS or KEYS[line].default not in self.dims:
+            return False
+        default = KEYS[line].default
+        return self.spec(line, self.dims[line]) == in_dims(self.spec(default, self.dims[default]), self.dims[line])
 
     def _has_state(self, name: str, unknowns: Collection[str]) -> bool:
         return any(each in unknowns for each in unknowns_in(self.spec(f"optimizer.{name}", self.dims[name])))

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 import jax.numpy as jnp
 import tyro
 
+from gspmd.annotate import LayoutError
 from gspmd.commands import configs, flags
 from gspmd.commands.file import File, checked_source, file_of, group_faults, source_length_of
 from gspmd.commands.own import is_own
@@ -75,6 +76,8 @@ class SearchSettings:
     """A line that is fixed to a spec, such as ffn.w_in=EF_x; repeatable."""
     why: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
     """A line to ask about, such as ffn.w_in=EF_x: its cost, and the lines that would change with it; repeatable."""
+    beside: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    """A layout file to price beside the presets, on the mesh that is best for it; repeatable."""
     stages: bool = False
     """Also search pipelines: print a table of stages and microbatches, each with the best layout of a stage, on every
     mesh of the remaining devices, regardless of --mesh."""
@@ -192,6 +195,8 @@ def _for_ours(settings: SearchSettings) -> Iterator[str]:
     """Yield the given flags that do not apply to a custom model."""
     if settings.stages:
         yield "--stages"
+    if settings.beside:
+        yield "--beside"
     if settings.remat is not None:
         yield "--remat"
     for name in ("weights", "cache"):
@@ -276,6 +281,11 @@ def _faults_of_lines(settings: SearchSettings) -> Iterator[str]:
                 yield f"--{flag} reads KEY=SPEC, such as ffn.w_in=EF_x, not {asked!r}."
     if settings.layout and not is_own(settings):
         yield "--layout is for a custom model (--model); the lines of this model are known. Leave it out."
+    for name in settings.beside:
+        try:
+            Layout.load(name)
+        except LayoutError as error:
+            yield f"--beside {name}: {error}"
     if settings.fixed and settings.stages:
         yield "--fixed gives lines of a layout without stages; leave it, or --stages, out."
 

@@ -476,7 +476,7 @@ def look_up(table: Mapping[str, Text], key: str) -> str | None:
         raise LayoutError("\n  ".join(unknown_key(key, (*KEYS, *table))))
     if known.default is not None:
         text = look_up(table, known.default)
-        return text if text is None or known.kind == "via" else _in_dims(text, known.dims)
+        return text if text is None or known.kind == "via" else str(in_dims(Spec.parse(text), known.dims))
     if not known.optional:
         section, _, short = key.partition(".")
         remedy = f'Write {short} = "{known.dims}" in [{section}], with its mesh axes.'
@@ -484,11 +484,8 @@ def look_up(table: Mapping[str, Text], key: str) -> str | None:
     return None
 
 
-def _in_dims(text: str, dims: str | tuple[str, ...]) -> str:
+def in_dims(spec: Spec, dims: str | tuple[str, ...]) -> Spec:
     """Return a spec in other dimensions: those that it has are sharded alike, T as its L, and others are whole."""
-    spec = Spec.parse(text)
-    if spec.dims == tuple(dims):
-        return text
     held = dict(zip(spec.dims, spec.axes))
     held.setdefault("T", held.get("L", ()))
-    return str(Spec(tuple(dims), tuple(held.get(dim, ()) for dim in dims), spec.partial, spec.reduced))
+    return Spec(tuple(dims), tuple(held.get(dim, ()) for dim in dims), spec.partial, spec.reduced)

@@ -48,7 +48,9 @@ class Placed:
         return self.answer is not None and self.answer.bytes <= self.candidate.limit
 
 
-def placed_presets(candidates: Iterable[Candidate], ranges: Iterable[Range] = ()) -> list[Placed]:
+def placed_presets(
+    candidates: Iterable[Candidate], ranges: Iterable[Range] = (), names: Iterable[str] | None = None
+) -> list[Placed]:
     """Place every preset on its best mesh, with its best order of mesh axes; those that fit first, the cheapest first.
 
     Presets that are the same layout under two names appear twice.
@@ -56,12 +58,13 @@ def placed_presets(candidates: Iterable[Candidate], ranges: Iterable[Range] = ()
     Args:
         candidates: the meshes.
         ranges: further numbers of microbatches, searched for presets that fit.
+        names: presets, or layout files; all presets if not given.
     """
     # The numbers that the search tried are in its ranges: several microbatches have to gain there for a preset too.
     ranges, every = [*ranges], [*candidates]
     first = [each for each in every if each.microbatches == 1] if ranges else every
     spaces = [_Space(each, Search(each.unlimited)) for each in first or every]
-    layouts = [Layout.load(name) for name in presets()]
+    layouts = [Layout.load(name) for name in (presets() if names is None else names)]
     phase = spaces[0].of.phase.phase if spaces else "train"
     layouts = [layout if phase == "train" else layout.phase(phase) for layout in layouts]
     known = _Known()
