@@ -28,9 +28,9 @@ class Context:
     """The arrays that attention reads beside the residual stream; None for what a model or a batch does not have.
 
     Attributes:
-        causal: whether a token attends to none after it: in a decoder, and not in an encoder.
-        angles: by the model of `ModelConfig.rotary_of`, the rotary angles at the position of every token in its
-            segment, placed as queries and as keys are.
+        causal: whether tokens do not attend to later ones: True in a decoder, False in an encoder.
+        angles: maps the model that `ModelConfig.rotary_of` returns to the rotary angles at the position of every token
+            in its segment, placed as queries and as keys are.
         segments: [B, L] int32, the segment of every token, 0 for padding, placed as queries and as keys are.
         relative: [R, H], the table of the relative position bias.
         memory: [B, T, E], the output of the encoder, placed as `cross.memory`.
@@ -152,7 +152,7 @@ def check_inputs(
 
 
 def _unordered(segments: np.ndarray) -> int | None:
-    """Return the first row whose segments decrease, but to 0 at the end, or are below 0; None if there is none."""
+    """Return the first row whose segments are negative, or decrease before padding; None if there is none."""
     last = np.iinfo(np.int64).max
     wrong = (np.diff(np.where(segments == 0, last, segments.astype(np.int64)), axis=1) < 0).any(axis=1)
     wrong |= (segments < 0).any(axis=1)

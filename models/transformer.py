@@ -368,7 +368,7 @@ def memory_of(config: ModelConfig, layout: Layout, output: Layer, x: jax.Array) 
 def sinusoids(config: ModelConfig, positions: np.ndarray | jax.Array, batch: Spec, spec: Spec) -> jax.Array:
     """Return sinusoidal positions [B, L, E], with B of size 1 for constant ones, placed as `spec`.
 
-        [b, l, i] = sin(p · w_i) for i < E/2, and cos(p · w_(i - E/2)) behind;  w_i = 10000^(-i / (E/2 - 1))
+        [b, l, i] = sin(p · w_i) for i < E/2, else cos(p · w_(i - E/2));  w_i = 10000^(-i / (E/2 - 1))
 
     Args:
         config: the model; `position_offset` is added to every position.

@@ -82,7 +82,7 @@ def _common_operand(routine: Routine) -> int | None:
 
 
 def _sides(routine: Routine, output: int) -> list[tuple[int, int | None]]:
-    """Return, for one output's cotangent, the move whose cotangent each product gives, and the other move it needs."""
+    """Return, for each product with an output's cotangent, the move it differentiates and the other move it reads."""
     sides = []
     for p in routine.outputs[output].products:
         product = routine.products[p]

@@ -162,7 +162,7 @@ class Plan:
         Keys:
             equation, lowering, dtypes (of the operands), wire_bytes, flops, seconds, hidden_seconds, peak_bytes: as
                 the attributes of the same names.
-            steps: a list in the order of execution, each with kind, axes, operand, before, other (null but for a
+            steps: a list in the order of execution, each with kind, axes, operand, before, other (null except for a
                 product of two), after, wire_bytes, flops, seconds.
             mesh, sizes, chip, via: the request.
             gradients: a list with one entry for each operand, which has all keys except those of the line above and

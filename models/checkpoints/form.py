@@ -41,7 +41,7 @@ class Form:
         """Return the form of the given part of a tensor with these dimensions.
 
         Args:
-            dims, part: as of `Stored`.
+            dims, part: the fields of a `Stored`.
             sizes: of all letters in `dims`.
         """
         letters: list[str] = []

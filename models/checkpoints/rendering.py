@@ -52,7 +52,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
         return {"error": _short(error.message), "line": _line(error.__traceback__)}
     except MemoryError:
         return {"error": f"it takes more than {request['bytes']:,} bytes of memory", "line": 0}
-    except Exception as error:  # Whatever Python raises for what the template does.
+    except Exception as error:  # A template can make Python raise any exception.
         return {"error": _short(f"{type(error).__name__}: {error}"), "line": _line(error.__traceback__)}
 
 

@@ -65,7 +65,7 @@ _NORMALIZERS = {
 
 
 def _bytes(made_by: str, prefix: bool) -> pre_tokenizers.PreTokenizer:
-    """Return the way to words of bytes; with `prefix`, a text begins with a space."""
+    """Return the splitter of texts into words of bytes; with `prefix`, a text begins with a space."""
     if made_by == "Qwen2Tokenizer":
         split = pre_tokenizers.Split(Regex(_QWEN), "isolated")
         return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=prefix, use_regex=False)])
@@ -76,8 +76,10 @@ def _bytes(made_by: str, prefix: bool) -> pre_tokenizers.PreTokenizer:
 
 
 def _pieces(made_by: str, prefix: bool, legacy: bool) -> pre_tokenizers.PreTokenizer:
-    """Return the way to pieces with ▁ for spaces; with `prefix`, the first has one, and in old files every other one
-    after a special token."""
+    """Return the splitter into pieces with ▁ for spaces.
+
+    With `prefix` the first piece begins with one; in legacy files, so does every piece after a special token.
+    """
     if made_by == "GemmaTokenizer":
         return pre_tokenizers.Split(" ", "merged_with_previous")
     scheme = "always" if legacy and made_by == "LlamaTokenizer" else "first"

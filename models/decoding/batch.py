@@ -84,7 +84,7 @@ class Batch:
         return np.array([ids[-1] for ids in of_rows], np.int32), np.array([len(ids) - 1 for ids in of_rows], np.int32)
 
     def totals(self, tokens: int, prompts: Sequence[int | None]) -> np.ndarray:
-        """Return the number of tokens that are read of texts of these prompts with so many new tokens, 0 for None."""
+        """Return how many tokens are read of the text of each prompt with this many new tokens; 0 for None."""
         return np.array([0 if at is None else len(self.prompts[at]) + tokens - 1 for at in prompts], np.int32)
 
     def chunks(self) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -135,8 +135,8 @@ def make_batch(
         layout: the layout for decoding, as for `phases`; the number of rows decides between its alternatives.
         prefill: the layout for reading prompts, likewise; None for the same layout.
         mesh: devices with the layouts' axes.
-        prompts: the token ids of each prompt; at least one prompt. With an encoder they are what each text begins with
-            after the start token, and may be empty; None if all are.
+        prompts: the token ids of each prompt; at least one prompt. With an encoder they follow the start token of each
+            text, and may be empty; None if all are empty.
         tokens: the most tokens that a text adds to its prompt.
         sources: the token ids that the encoder reads for each prompt; at least one source; None for a decoder alone.
         samples: number of texts of each prompt.
@@ -220,7 +220,7 @@ def read_sources(
     sources: Sequence[Sequence[int]] | None,
     source_length: int | None = None,
 ) -> tuple[Sequence[Sequence[int]], tuple[np.ndarray, ...]]:
-    """Return what each text begins with, with an encoder after the start token, and the sources, after checking them.
+    """Return the tokens that each text begins with (with an encoder, after the start token) and the sources, checked.
 
     The arguments are those of `make_batch`.
 
@@ -251,7 +251,7 @@ def token_ids(vocabulary: int, texts: Sequence[Sequence[int]], empty: str, calle
         vocabulary: number of tokens.
         texts: the token ids of each.
         empty: what an error says of an empty one.
-        called: the name by which it counts them.
+        called: the name by which an error counts them.
 
     Raises:
         GenerationError: one is empty, or has a token that is not in the vocabulary.

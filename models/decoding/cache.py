@@ -42,11 +42,10 @@ class Cache:
         key_scales: scales of an int8 cache, one float32 [N, B, K, T] for each block of the pattern; otherwise None.
         value_scales: scales of the values, likewise.
         lengths: [B] int32, the number of each row's tokens that are in the cache.
-        source: likewise the keys and values to which a decoder's cross-attention attends, one for each of its blocks,
-            of each row's encoded source; None for a decoder alone.
-        totals: [B] int32, the number of tokens that each row's text has in the end, as far as they are read, if the
-            rotary embedding depends on it (`RopeScaling.by_length`); None otherwise. The caller sets it before the
-            first token is read.
+        source: a cache of the keys and values of each row's encoded source, one for each block of the decoder, for its
+            cross-attention; None for a decoder alone.
+        totals: [B] int32, the number of tokens of each row's complete text that are read, if the rotary embedding
+            depends on it (`RopeScaling.by_length`); None otherwise. The caller sets it before the first token is read.
     """
 
     keys: tuple[jax.Array, ...]
