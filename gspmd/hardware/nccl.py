@@ -1,8 +1,8 @@
 """Ways in which NCCL, the library of collectives on GPUs, can run one: latency, and share of the bandwidth.
 
 NCCL has three protocols. The one for small messages has the least latency, and wastes bandwidth on flags; for each
-collective the fastest is taken, as NCCL does by the same table. RCCL of AMD, which derives from it, is taken to be
-alike.
+collective the fastest is taken, as NCCL does by the same table. RCCL of AMD, which derives from it, is assumed to do
+the same.
 """
 
 from collections.abc import Iterator
@@ -62,8 +62,8 @@ def ways(kind: str, group: int, near: int, chip: Chip) -> Iterator[Way]:
     """Yield the ways to run a collective.
 
     A ring takes a step for each device but one, and twice as many in an all-reduce. An all-reduce between nodes can
-    also go up and down a tree, and one in a node or two can be added up by the switch if it has more than two devices
-    there. In an all-to-all, and in a permute, all devices send at once.
+    also go up and down a tree. The switch can add up an all-reduce within one or two nodes, if it has more than two
+    devices there. In an all-to-all, and in a permute, all devices send at once.
 
     Args:
         kind: as for `gspmd.hardware.links.wire_bytes`, but neither slice nor einsum.

@@ -433,7 +433,7 @@ _MESH = re.compile(r"AbstractMesh\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)")
 _WANTED = re.compile(
     rf"is (?:sharded over ({PREFIX}\d+)|unsharded), "
     rf"and (?:has to be over ({PREFIX}\d+)|has to be unsharded|every device needs)"
-)  # The message of operations for a dimension that is sharded otherwise than they need it.
+)  # The message of operations for a dimension that is not sharded as they need it.
 _TYPE = re.compile(r"\w+\[([^\]]*)\]")
 _TUPLE = re.compile(r"\(([^()]*)\)")
 _SPEC = re.compile(r"'([^']*)'")

@@ -242,6 +242,6 @@ def _staying(spec: Spec, wanted: Mapping[str, tuple[str, ...]]) -> Spec:
 
 
 def _moved(specs: Sequence[Spec], stay: Sequence[Spec], mesh: Mapping[str, int]) -> list[str]:
-    """Return the dimensions of rows that are sharded otherwise, ignoring mesh axes of size 1."""
+    """Return the dimensions of rows that are sharded differently, ignoring mesh axes of size 1."""
     pairs = [(a.without_trivial(mesh), b.without_trivial(mesh)) for a, b in zip(specs, stay)]
     return [d for d in "GXC" if any(d in a.dims and a.axes_of(d) != b.axes_of(d) for a, b in pairs)]

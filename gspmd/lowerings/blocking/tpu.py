@@ -6,9 +6,9 @@ benchmarks/ledgers.py` shows the differences that are left:
 - many gathers and reduce-scatters over all devices of a slice become all-reduces, with twice the bytes
   (`hardware.links.stays_whole`). As two collectives, over a part of the devices and then over the rest, they send the
   planned bytes and are compiled as written;
-- one over several torus axes goes round a single ring through all their devices. Axis by axis it sends as many bytes
-  over fewer hops, which is faster for few bytes. For many bytes, putting the parts in order costs more. A gather of
-  many bytes is made of permutes instead, round all axes at the same time (`blocking.torus`);
+- a collective over several torus axes goes round a single ring through all their devices. Axis by axis it sends as many
+  bytes over fewer hops, which is faster for few bytes. For many bytes, putting the parts in order costs more. A gather
+  of many bytes is made of permutes instead, round all axes at the same time (`blocking.torus`);
 - a reduce-scatter of two-byte numbers along the last dimension stays if its pieces are multiples of 256, two rows of
   lanes. Other multiples of 128 become an all-reduce; with the scattered dimension in front, and the others flattened,
   they stay, and the transpose costs about what the bytes would. Narrower pieces stay if another dimension fills the
@@ -75,7 +75,7 @@ class OverSlices(NamedTuple):
         between: the part over the network; None if all devices of a group are in one slice.
         inside: the parts within a slice, major first.
         sizes: number of devices along each axis, first between slices and then within them, in the order of the axes,
-            such as ((2, 4), (1, 8)) of two axes of which the first lies over two slices.
+            such as ((2, 4), (1, 8)) for two axes, the first of which spans two slices.
     """
 
     between: CollectivePart | None
@@ -243,8 +243,8 @@ def _scatter_in_parts(x: jax.Array, parts: Sequence[CollectivePart], dimension: 
 def _over_slices(axes: tuple[str, ...], mesh: Mapping[str, int], kind: str, size: int) -> OverSlices | None:
     """Return the parts of a collective over several slices.
 
-    None on one slice, and if an axis that lies over slices and within them is beside another axis over slices: JAX has
-    no name for such groups, and the compiler runs the collective as it likes.
+    None on one slice. None too if one axis lies both over slices and within them, and another axis also lies over
+    slices: JAX cannot name such groups, so the compiler chooses how the collective runs.
 
     Args:
         axes: mesh axes of the collective, major first.
@@ -267,7 +267,7 @@ def _over_slices(axes: tuple[str, ...], mesh: Mapping[str, int], kind: str, size
     # Of the axis that lies over slices and within them, places are numbered slice by slice.
     inner, at = within[mixed], wide.index(mixed)
     whole = inner < prod(within.values()) or _stays_whole(kind, inner, size)
-    minor = 1 if whole else _ring(inner)  # As of `_parts`, over all devices in two.
+    minor = 1 if whole else _ring(inner)  # As in `_parts`: over all devices, in two parts.
     along = [
         ((mixed,), parts, _groups(mesh[mixed], parts, stride))
         for parts, stride in ((inner // minor, minor), (minor, 1))

@@ -22,9 +22,10 @@ def route(
         aux = α · X · Σ_i f_i · P_i, of all k choices            α = config.aux_weight, P_i the mean of s_i / Σ s
         C = (k L / X) · capacity_factor
 
-    With `expert_groups`, experts of all but `chosen_groups` groups are excluded, as if s were -∞. A group has the sum
-    of its `group_best` largest s + bias. Sums with a bias are compared exactly, so that no bias, however large, hides
-    a score. With softmax, renormalized gates are the softmax of the chosen logits (Mixtral, gpt-oss).
+    With `expert_groups`, only the experts of the best `kept_groups` groups can be chosen, as if s were -∞ for others. A
+    group has the sum of its `group_best` largest s + bias. Sums with a bias are compared exactly, so that no bias,
+    however large, hides a score. With softmax, renormalized gates are the softmax of the chosen logits (Mixtral,
+    gpt-oss).
 
     Args:
         logits: [G, L, X]; cast to float32.

@@ -105,7 +105,7 @@ def attended(form: Form, q, k, v, terms: Terms, dtype, scales=(), sinks=None) ->
         terms: which keys are seen, and biases.
         dtype: the dtype of the output.
         scales: the scales of keys and of values, [B, T, K], or empty.
-        sinks: [H], a logit more for each head, which has no value; None for none.
+        sinks: [H], one more logit for each head, without a value; None for none.
     """
     blocks, shape, window = form.blocks, q.shape, form.window(terms)
     block = (blocks.rows, *shape[1:3], blocks.queries)

@@ -112,7 +112,7 @@ def quantize_heads(x: jax.Array) -> tuple[jax.Array, jax.Array]:
         int8 [..., D] between -127 and 127, and float32 scales [...], the largest magnitude over 127.
 
     Raises:
-        SpecError: `x` is a scalar, or no array.
+        SpecError: `x` is a scalar, or not an array.
 
     Example:
         >>> whole, scale = quantize_heads(jnp.array([[2.54, -1.27], [0.0, 0.0]]))

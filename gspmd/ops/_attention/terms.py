@@ -110,7 +110,7 @@ class Terms(NamedTuple):
         return keys[:, None, :] - queries[:, :, None]
 
     def visible(self) -> jax.Array | None:
-        """Return which keys are no padding, in the segment of a query and in its window, causality aside.
+        """Return which keys are not padding, and are in the segment and the window of a query, causality aside.
 
         Returns:
             Booleans that broadcast to [B, L, T]; None for all.
@@ -335,7 +335,7 @@ def read_limits(doing: str, causal: bool, window: Any, softcap: Any) -> Limits:
             raise SpecError(f"{doing}: window is {shown(window)}.\n  {remedy}")
         if not causal:
             raise SpecError(
-                f"{doing}: a window is that of keys before a query, and attention is not causal.\n"
+                f"{doing}: a window counts keys before a query, but attention is not causal.\n"
                 "  Leave window out, or attend causally."
             )
         window = size
@@ -378,7 +378,7 @@ def read_segments(doing: str, segments: Any, query: Spec, key: Spec, q: jax.Arra
     """Return the segments of queries and of keys as int32.
 
     Raises:
-        SpecError: they are no pair, have no integers, or another shape than queries and keys.
+        SpecError: they are not a pair, not integers, or have another shape than queries and keys.
     """
     if not isinstance(segments, (tuple, list)) or len(segments) != 2 or any(each is None for each in segments):
         raise SpecError(
