@@ -158,7 +158,7 @@ class Prefix:
         return _Split(part.tokens, self._window(length), split, sides)
 
     def text_share(self, length: int) -> float:
-        mean = self._window(length) / 2  # of the target, which has an end token more
+        mean = self._window(length) / 2  # of the target, which has one more token, its end
         return mean / (mean + 1)
 
     def identity(self) -> dict[str, Any]:
@@ -209,7 +209,7 @@ def objective(config: Any, *, vocabulary: int, start: int, tokenizer: Any = None
         config: a `TrainingConfig`.
         vocabulary: of the model.
         start: the model's start token.
-        tokenizer: as of `load`; None if tokens are bytes.
+        tokenizer: as for `load`; None if tokens are bytes.
 
     Raises:
         ConfigError: the vocabulary has no room for these tokens, a row has no room for a target, or the tokenizer adds

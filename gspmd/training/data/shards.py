@@ -118,12 +118,13 @@ def read_index(
 ) -> dict[str, Any] | None:
     """Return the index of a folder of tokens, all of which are checked, or None if there is no such folder.
 
-    The tokens are read once, and compared with the SHA-256 in the index: a flipped bit would train on unseen otherwise.
+    The tokens are read once, and compared with the SHA-256 in the index: otherwise training would not notice a flipped
+    bit.
 
     Args:
-        folder: of the tokens.
-        names: of its parts.
-        key: what the tokens are of, as the index has it.
+        folder: the folder of the tokens.
+        names: the names of its parts.
+        key: the texts and the tokenizer that the tokens are of, as in the index.
         read: called with the numbers of bytes read.
 
     Raises:

@@ -204,7 +204,7 @@ def pairs(path: Path, source: str, target: str, faults: Faults) -> Iterator[tupl
     """Yield the pairs of a file of JSON lines, Parquet or tab-separated lines as UTF-8: place, source and target.
 
     Args:
-        path: the file; of one with tabs, a line is SOURCE, a tab, TARGET.
+        path: the file; a line of one with tabs is SOURCE, a tab, TARGET.
         source: the field or column with the source.
         target: the field or column with the target.
         faults: gets a line for every pair without one of its sides, which is skipped.
