@@ -64,7 +64,7 @@ def open_file(path: str | os.PathLike) -> BinaryIO:
     try:
         mode = os.stat(path).st_mode
         if not (stat.S_ISREG(mode) or (stat.S_ISFIFO(mode) and os.fspath(path).startswith(_PIPES))):
-            raise ReadError(f"it is {_KINDS.get(stat.S_IFMT(mode), 'something else')}, and no regular file")
+            raise ReadError(f"it is {_KINDS.get(stat.S_IFMT(mode), 'something else')}, not a regular file")
         return open(path, "rb")
     except (OSError, ValueError) as error:
         raise _reason(error) from None

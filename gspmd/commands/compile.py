@@ -81,7 +81,7 @@ class CompileSettings:
     """Dtype in which serving stores keys and values; int8 has a float32 scale for each token and head."""
     smallest: bool = False
     """Look for the fewest devices of this chip that the model fits on: slices of TPUs that double in size, or parts of
-    a node of GPUs and then 1, 2, 4, ... nodes. Of each size the layout's own mesh is tried; with another --mesh the
+    a node of GPUs and then 1, 2, 4, ... nodes. For each size the layout's own mesh is tried; with another --mesh the
     model may fit on fewer."""
     json: str = ""
     """File for the figures, as JSON."""

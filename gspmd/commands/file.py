@@ -73,7 +73,7 @@ def checked_source(settings: S, default: Any) -> tuple[S, list[str]]:
     faults = []
     if given.source_length != default.source_length:
         faults.append("--source-length is for an encoder–decoder, and this model has no encoder.")
-    if given.phase == "encode" and not is_own(given):  # Of a custom model every phase but one is refused.
+    if given.phase == "encode" and not is_own(given):  # A custom model with a phase is refused elsewhere.
         faults.append("--phase encode is for an encoder–decoder, and this model has no encoder.")
     return replace(given, source_length=0), faults
 

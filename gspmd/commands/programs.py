@@ -165,7 +165,7 @@ def explain(console: Console, settings: RunSettings, arrangement: Arrangement, s
 def sample(
     settings: RunSettings, arrangement: Arrangement, params: Tree, tokenizer: checkpoints.Tokenizer | None = None
 ) -> str:
-    """Return the prompt as the trained model continues it; of an encoder–decoder, what it writes for that source."""
+    """Return the prompt as the trained model continues it; for an encoder–decoder, its output for that source."""
     training, tokenizer = settings.training, tokenizer or bytes_of(settings.model)
     model = merge(models.with_arrays(abstract_model(settings, arrangement), params))
     encode = tokenizer.source if settings.model.encoder_layers else tokenizer.encode

@@ -30,7 +30,7 @@ _FOLLOWS = (
     ("attention.latent_query", "attention.query", "BL"),
     ("attention.w_k_down", "attention.w_q_down", "E"),
 )
-"""Lines that are tied to other lines: sharding them otherwise costs a move and gains nothing."""
+"""Lines that are tied to other lines: sharding them differently costs a move and gains nothing."""
 
 
 @dataclass

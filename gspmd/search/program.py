@@ -400,7 +400,7 @@ def _marked(own: Run, once: int, others: list[Run]) -> Iterator[tuple[Unknown, i
 
 
 def _saved(what: Unknown, change: Change, trips: int) -> Iterator[tuple[Unknown, int, int]]:
-    """Yield the reductions that a compiler saves: see `gspmd.tracing.sums`."""
+    """Yield the reductions that a compiler removes: see `gspmd.tracing.sums`."""
     merged = change.merged if change.first is None else [change.first]
     steps = [each.equation.params["mark"].what for each in merged]
     others = tuple(each for each in steps if _is_chain(each))

@@ -79,7 +79,7 @@ def _whole(body: Computation) -> set[str]:
 
 
 def _unchanged(body: Computation) -> frozenset[int]:
-    """Return the places in the carried tuple of what an iteration passes on as it found it."""
+    """Return the places in the carried tuple whose values an iteration passes on unchanged."""
     taken = {
         each.name: int(each.attribute("index"))
         for each in body.instructions
@@ -212,7 +212,7 @@ def _constant(computation: Computation, name: str) -> int | None:
 
 
 def _place(computation: Computation, name: str) -> int | None:
-    """Return the element of the loop's tuple that a value is; None if it is no element."""
+    """Return the element of the loop's tuple that a value is; None if it is not an element."""
     if name.startswith("="):
         return None
     source = _through(computation, computation.by_name[name])

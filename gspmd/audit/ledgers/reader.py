@@ -39,7 +39,7 @@ def ledger(compiled: Any, mesh: Any = None) -> Ledger:
     Raises:
         PlanError: `compiled` is not compiled; `mesh` is not a mesh; no mesh is given or found; or mesh and program have
             different numbers of devices.
-        HloError: the text is no HLO module.
+        HloError: the text is not an HLO module.
 
     Example:
         >>> mesh = jax.make_mesh((1,), ("x",))

@@ -62,9 +62,9 @@ def by_bytes(
 
 
 def whole_permutes(entries: Sequence[Entry]) -> list[Entry]:
-    """Return the entries, without what permutes over slices send within them.
+    """Return the entries, without the bytes that permutes over slices send within slices.
 
-    The compiler writes that as a permute of its own. A device sends its piece one way or the other, so the bytes of one
+    The compiler writes those as a separate permute. A device sends its piece one way or the other, so the bytes of one
     device are those of one of the two: of the nearest permute of as many bytes, over the same axes or some of them.
     """
     rest: set[int] = set()
@@ -97,7 +97,7 @@ class _Pool:
                 self._alike[entry.kind, frozenset(entry.axes), each].append(number)
 
     def take(self, ways: Iterator[Sequence[Part]], count: int, name: tuple[str, str]) -> list[Entry]:
-        """Take `count` executions of each part of the first way of which all are there; nothing if there is none."""
+        """Take `count` executions of each part of the first way whose parts are all there; nothing if no way is."""
         for parts in ways:
             found = [(number, runs) for part in parts for number, runs in self._find(part, count, name)]
             if sum(runs for _, runs in found) == count * len(parts):

@@ -145,7 +145,7 @@ class Machine:
         return tuple((each.span.instruction, round(each.busy, 15), round(each.latency, 15)) for each in transfers)
 
     def alike(self, ahead: float, launching: float, left: int) -> int:
-        """Return how many of the iterations `left` are for the host like the last one.
+        """Return how many of the `left` iterations are like the last one for the host.
 
         Args:
             ahead: seconds that the host was ahead before it; `least` is that of the iteration.
@@ -166,7 +166,7 @@ class Machine:
         """
         gained = more * (self.ahead - ahead)
         self.ahead += gained
-        self.least += min(0.0, gained)  # The last of them is as far below the one that was simulated.
+        self.least += min(0.0, gained)  # In the last iteration the host is this much less far ahead.
         for key in list(self.sums):
             self.sums[key] += more * (self.sums[key] - sums[key])
         self.spans[recorded:] = [replace(span, times=span.times * (more + 1)) for span in self.spans[recorded:]]

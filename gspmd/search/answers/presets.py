@@ -139,7 +139,7 @@ def _placings(space: _Space, layout: Layout, known: _Known) -> Iterator[Placed]:
 
 @dataclass(frozen=True)
 class _Refused:
-    """The reason why a layout is not in a space, or, unless `usable`, on no such mesh."""
+    """The reason why a layout is not in a space or, if not `usable`, why no such mesh can have it."""
 
     reason: str
     usable: bool
