@@ -82,7 +82,7 @@ def moves(count: int, chips: tuple[str, ...], seed: int) -> Iterator[Move]:
 def compiled(name: str, rng: random.Random) -> Move | None:
     """Draw a move on a slice and compile it; None if it is too small or too large, or sends nothing."""
     slices = topology(name)
-    # Several slices are an axis of their own, and so are the two devices of a chip.
+    # Several slices are a separate axis, and so are the two devices of a chip.
     shape = (*([slices.slices] * (slices.slices > 1)), *slices.shape, *([slices.cores] * (slices.cores > 1)))
     axes = dict(zip("xyzw", shape))
     before, after = specs(tuple(axes), rng)

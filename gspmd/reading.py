@@ -193,7 +193,7 @@ def folder_fault(path: str | os.PathLike) -> str | None:
 def whole_number(text: str) -> int | None:
     """Parse a whole number of at most 18 digits, as flags accept it; None for any other text.
 
-    `int` alone accepts digits of other scripts and underscores, and has an error of its own for 5,000 digits;
+    `int` alone accepts digits of other scripts and underscores, and raises another error for 5,000 digits;
     `str.isdigit` is true for `²`, which `int` does not accept.
 
     Example:

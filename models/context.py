@@ -94,8 +94,8 @@ def with_memory(
     """Return the context of a decoder with the output of an encoder.
 
     Args:
-        context: of the decoder's own tokens.
-        layout: of the decoder.
+        context: the context of the decoder's own tokens.
+        layout: the layout of the decoder.
         memory: [B, T, E], placed as `cross.memory`.
         length: L, the tokens of a row of targets.
         segments: [B, L], those of the targets, placed as `batch_spec`, in the order of the text; None if every row is
@@ -185,7 +185,7 @@ def token_positions(layout: Layout, length: int, segments: jax.Array | None) -> 
     """Return the positions of a decoder's tokens, in the order in which `Transformer.hidden` takes them.
 
     Args:
-        layout: of the decoder.
+        layout: the layout of the decoder.
         length: tokens of a row.
         segments: [B, L], in the order of the text, placed as `batch_spec`.
 

@@ -35,8 +35,8 @@ class RopeScaling:
       original_length tokens, and one of `long_factors` in longer ones. Cosines and sines are multiplied by
       `attention_factor`.
 
-    The length of a text is that of all its tokens, so that all of them are rotated alike: of a row in training, or of
-    each text in a packed row; in generation the most that the text can have, its prompt and all new tokens.
+    The length of a text is that of all its tokens, so that all of them are rotated alike. In training a text is a row,
+    or each text in a packed row. In generation its length is the most that it can have, its prompt and all new tokens.
 
     Raises:
         ValueError: listing every fault, if the fields do not fit the kind.

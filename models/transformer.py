@@ -127,7 +127,7 @@ class Transformer(BlockStack):
         Args:
             tokens: [B, L] integers, placed as `embedding.tokens`. An id outside of the vocabulary is not refused, since
                 a compiled program cannot: it reads a row of zeros.
-            source, segments, source_segments: as of `hidden`.
+            source, segments, source_segments: as for `hidden`.
             key: random key of the routers, for training.
             train: whether to use the routers' random draws and capacity of training.
         """
@@ -191,7 +191,7 @@ class Transformer(BlockStack):
 
         Args:
             source, segments: as the source and its segments of `hidden`.
-            key, train: as of `hidden`.
+            key, train: as for `hidden`.
         """
         if not self.config.encoder_layers:
             raise ValueError("this model is a decoder alone, and encodes nothing.\n  Set encoder_layers.")
@@ -222,7 +222,7 @@ def run_blocks(
         config: the configuration of the model.
         stack: the blocks of one period, and the weights of N periods.
         x: [B, L, E], the residual stream.
-        context: of attention, the same for all blocks.
+        context: the context of attention, the same for all blocks.
         keys: [N] random keys of the routers, for training.
         train: whether to use the routers' random draws and capacity of training.
         in_loop: whether to scan them; otherwise each is traced by itself, and nothing is recomputed.
@@ -288,8 +288,8 @@ class Embedding(Layer):
 
         Args:
             tokens: [B, L], placed as `embedding.tokens`.
-            positions: [L] or [B, L], placed as `batch_spec`: of the tokens, if the model adds positions; None for
-                their order.
+            positions: [L] or [B, L], placed as `batch_spec`: the positions of the tokens, if the model adds positions;
+                None for their order.
         """
         equation, options = self.at.equation(f"tokens, table -> {stream_line(self.config)}"), {}
         if self.parameter("scale") is not None:
@@ -337,10 +337,10 @@ def embedded_source(
 
     Args:
         config: the model.
-        layout: of the decoder, with that of the encoder in it.
-        weights: of the embedding.
-        source: [B, T], as of `Transformer.hidden`.
-        segments: of the source, from `in_encoder`.
+        layout: the layout of the decoder, with that of the encoder in it.
+        weights: the weights of the embedding.
+        source: [B, T], as for `Transformer.hidden`.
+        segments: the segments of the source, from `in_encoder`.
         dtype: compute dtype.
     """
     inner = layout.stack(ENCODER)
@@ -355,7 +355,7 @@ def memory_of(config: ModelConfig, layout: Layout, output: Layer, x: jax.Array) 
 
     Args:
         config: the model.
-        layout: of the decoder, with that of the encoder in it.
+        layout: the layout of the decoder, with that of the encoder in it.
         output: the encoder's last norm.
         x: [B, T, E], the residual stream after the encoder's last block.
     """
@@ -374,7 +374,7 @@ def sinusoids(config: ModelConfig, positions: np.ndarray | jax.Array, batch: Spe
         config: the model; `position_offset` is added to every position.
         positions: [L] constants, or [B, L] placed as `batch`.
         batch: the spec of a batch of tokens, with L whole.
-        spec: of the residual stream.
+        spec: the spec of the residual stream.
 
     Source: Vaswani et al. 2017 (arXiv 1706.03762), section 3.5.
     Differs: all sines come before all cosines, and the longest wavelength is exactly 10000 · 2π, as in tensor2tensor,

@@ -58,7 +58,7 @@ def source_length_of(file: File) -> int:
 
 
 def checked_source(settings: S, default: Any) -> tuple[S, list[str]]:
-    """Return the settings of a command with `--source-length` and `--phase`, and what is wrong with their source.
+    """Return the settings of a command with `--source-length` and `--phase`, and the faults of their source.
 
     Args:
         settings: the settings, as changed by flags; returned without a source if flags took the encoder of the file

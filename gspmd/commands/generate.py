@@ -146,7 +146,7 @@ class GenerateSettings:
     cache: Literal["int8"] | None = None
     """Dtype of stored keys and values; int8 has a scale for every token and head. The compute dtype if not given."""
     unstacked: bool = False
-    """Whether every block has weights of its own, which TPUs load ahead of it: faster steps of few rows, longer
+    """Whether every block has separate weights, which TPUs load ahead of it: faster steps of few rows, longer
     compilation."""
     dtype: Literal["float32", "bfloat16"] | None = None
     """Dtype of computation and weights; if not given, float32 on a CPU and bfloat16 elsewhere."""
@@ -584,7 +584,7 @@ def write(
 
 
 def _title(number: int, count: int, scores: Sequence[float]) -> str:
-    """Return the line above a text, if there are several; with scores, its own: of its tokens, as `beam_loop` says."""
+    """Return the line above a text, if there are several texts; it has the text's score (`beam_loop`) if given."""
     if count == 1:
         return ""
     return f"=== text {number + 1} of {count}{f', score {scores[number]:.4f}' if scores else ''} ===\n"

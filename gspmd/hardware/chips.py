@@ -81,7 +81,7 @@ class Chip(Printed):
         return self.hbm_bandwidth * self.stream_efficiency
 
     def nodes(self, mesh: Mapping[str, int]) -> int:
-        """Number of nodes (slices, of a TPU) that the devices of a mesh fill.
+        """Return the number of nodes (slices, for a TPU) that the devices of a mesh fill.
 
         >>> CHIPS["h100"].nodes({"data": 32, "model": 8}), CHIPS["tpu-v4"].nodes({"data": 32, "model": 8})
         (32, 1)

@@ -1,9 +1,9 @@
 """Bytes that one device sends in a collective, and the seconds it takes on the links of a chip.
 
 Bytes are those of ring algorithms. Seconds follow the roofline of the *scaling book* (jax-ml, parts 1 to 3, and 12 for
-GPUs): bytes over the bandwidth of all rings that are used at once, plus the latency of a start and of each hop.
-Between nodes, bytes go over the network: of GPUs at the same time as within them, of TPU slices one after the other.
-On GPUs bandwidth and latency are those of NCCL.
+GPUs): bytes over the bandwidth of all rings that are used at once, plus the latency of a start and of each hop. Between
+nodes, bytes go over the network: for GPUs at the same time as within nodes, for TPU slices afterwards. On GPUs
+bandwidth and latency are those of NCCL.
 """
 
 from collections.abc import Mapping, Sequence
@@ -102,7 +102,7 @@ def stays_whole(kind: str, group: int, buffer: float, chip: Chip) -> bool:
 
 
 def _sides(group: int, chip: Chip) -> tuple[int, ...]:
-    """Return the torus axes of a slice of so many devices; of an unknown one, two that are as equal as possible."""
+    """Return the torus axes of a slice of so many devices; for an unknown one, two that are as equal as possible."""
     if prod(chip.slice_shape) == group:
         return chip.slice_shape
     side = max(size for size in range(1, isqrt(group) + 1) if group % size == 0)

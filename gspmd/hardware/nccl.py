@@ -19,8 +19,8 @@ class Protocol(NamedTuple):
         start: seconds more to start.
         hop: seconds more for a step in a node.
         network: seconds more for a step of a ring between nodes.
-        tree: the same of a tree.
-        share: of the bandwidth.
+        tree: the same for a tree.
+        share: the share of the bandwidth.
 
     Source: NVIDIA NCCL, src/graph/tuning.cc: `baseLatencies`, `hwLatencies`; `llMaxBws` over the links' bandwidth,
     which is 0.37 to 0.39 from Ampere to Blackwell.
@@ -49,7 +49,7 @@ class Way(NamedTuple):
 
     Attributes:
         latency: seconds, whatever the bytes.
-        share: of the bandwidth of links and network that it uses.
+        share: the share of the bandwidth of links and network that it uses.
         bandwidth: bus bandwidth in the node instead of that of the links, bytes/s; or 0.
     """
 

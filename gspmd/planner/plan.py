@@ -157,7 +157,7 @@ class Plan:
         return None if self.pinned is None else self.pinned.text
 
     def to_json(self, *, gradients: bool = True) -> str:
-        """Write the plan as JSON: every figure, per device and execution, and the same of the gradients.
+        """Write the plan as JSON: every figure, per device and execution, and the same for the gradients.
 
         Keys:
             equation, lowering, dtypes (of the operands), wire_bytes, flops, seconds, hidden_seconds, peak_bytes: as

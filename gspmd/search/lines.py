@@ -43,7 +43,7 @@ class Lines:
         whole: for each line, the dimensions that are not sharded.
         vias: lines of vias, with the dimensions of both operands.
         fixed: lines whose spec, or via, is given and is their only option.
-        trained: lines of parameters, whose gradient and optimizer state have lines of their own.
+        trained: lines of parameters, whose gradient and optimizer state have separate lines.
         around: mesh axes that are present whatever is chosen, with their sizes, such as that of the stages of a
             pipeline.
         beside: those of `around` over which every batch is sharded, before its unknown: pipelines run side by side on
@@ -75,7 +75,7 @@ class Lines:
         known = KEYS | own.keys(layout.own)
         written = {name: known[name] for name in layout.table if name in known}
         lines = {name: key for name, key in written.items() if key.kind != "via" and key.section != "pipeline"}
-        for key in KEYS.values():  # Keys that default to another line have a line of their own in the search.
+        for key in KEYS.values():  # Keys that default to another line have a separate line in the search.
             if key.default in lines and key.kind != "via" and len(key.dims) > 1 and "scale" not in key.name:
                 lines.setdefault(key.name, key)
         vias = [key for key in KEYS.values() if key.kind == "via" and key.dims[0] in lines and key.dims[1] in lines]

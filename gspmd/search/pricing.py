@@ -58,7 +58,7 @@ class Prices:
     """The seconds of steps on one mesh.
 
     Args:
-        choices: of the search.
+        choices: the choices of the search.
         mesh: sizes of the mesh axes, all above 1.
         chip: the chip whose seconds are assumed.
     """

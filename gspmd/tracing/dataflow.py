@@ -1,7 +1,7 @@
 """The dataflow of a program: its operations in one list, where it uses each value, and the program that made it.
 
 Compilers inline all calls, so the operations of called programs stand in the list, too, in place of their calls. A loop
-is one operation, and its body has a dataflow of its own.
+is one operation, and its body has a separate dataflow.
 """
 
 from collections import defaultdict

@@ -92,7 +92,7 @@ def changed_reductions(jaxpr: Jaxpr) -> Mapping[Path, Changes]:
 
 
 class _Program:
-    """The reductions of a program without its loops, whose bodies are programs of their own.
+    """The reductions of a program without its loops, whose bodies are separate programs.
 
     Args:
         flow: the program.

@@ -90,7 +90,7 @@ def chosen(templates: Mapping[str, str], name: str, doing: str) -> str:
 
 
 def render(source: str, name: str, variables: Mapping[str, Any], doing: str) -> str:
-    """Render a template in a process of its own, which has 10 seconds, 1 GiB of memory and 16 million characters.
+    """Render a template in a separate process, which has 10 seconds, 1 GiB of memory and 16 million characters.
 
     The operating system enforces the limits, so no template exceeds them; on macOS, memory is not limited. The process
     may not write files. Only jinja2's sandbox keeps the template from reading files.

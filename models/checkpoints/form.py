@@ -42,7 +42,7 @@ class Form:
 
         Args:
             dims, part: the fields of a `Stored`.
-            sizes: of all letters in `dims`.
+            sizes: the sizes of all letters in `dims`.
         """
         letters: list[str] = []
         shape: list[int] = []

@@ -19,10 +19,10 @@ _PIECES = ("LlamaTokenizer", "CodeLlamaTokenizer", "GemmaTokenizer")
 def rebuild(backend: tokenizers.Tokenizer, made_by: str, settings: Mapping[str, Any], named: Mapping[str, str]) -> None:
     """Give a tokenizer the steps that its class in transformers gives it, in place of those of tokenizer.json.
 
-    Since version 5, a class of its own takes the vocabulary, the merges, the added tokens and the last step from
+    Since version 5, a separate class takes the vocabulary, the merges, the added tokens and the last step from
     tokenizer.json. How a text is normalised and split is up to the class. Some files of Llama 2 and its descendants
-    have other steps: there a space before a text, or after a special token, has another id. GPT-NeoX and T5 also
-    decide which tokens begin and end a text.
+    have other steps: there a space before a text, or after a special token, has another id. GPT-NeoX and T5 also decide
+    which tokens begin and end a text.
 
     Args:
         backend: the library's tokenizer, with the steps of tokenizer.json.

@@ -69,7 +69,7 @@ def check_beams(
     """Refuse settings that beam search does not support, and its own settings where there is no beam search.
 
     Args:
-        beams: of each text; 0 for none.
+        beams: the number of beams of each text; 0 for none.
         length_penalty: the exponent of a text's length.
         samples: texts of each prompt.
         draws: whether the settings of sampling differ from their defaults.
@@ -109,10 +109,10 @@ def beam_loop(model: Transformer, beams: int, length_penalty: float, stop: Seque
         score(text) = sum over its new tokens of log p(token | those before it) / |new tokens| ^ length_penalty
 
     In each step the b beams of a text are continued by all tokens, and the (1 + stop tokens) · b likeliest
-    continuations, at least 2 b, are kept. Those of the b likeliest that are a stop token are ends; of the rest, the b
-    likeliest are the next beams. The b ends with the best scores are kept. A text is complete once it has b ends, and
-    the score of its best beam, at the present length, is not above the worst score of an end. At the most tokens, beams
-    end as they are.
+    continuations, at least 2 b, are kept. Those among the b likeliest that end in a stop token are ends; among the
+    rest, the b likeliest are the next beams. The b ends with the best scores are kept. A text is complete once it has b
+    ends, and the score of its best beam, at the present length, is not above the worst score of an end. At the most
+    tokens, beams end as they are.
 
     Every device finds the likeliest tokens of its own part of the vocabulary, and these few numbers are gathered: the
     logits are not. A text's beams lie together on one device, so that each device reorders the rows of its own cache,
@@ -120,7 +120,7 @@ def beam_loop(model: Transformer, beams: int, length_penalty: float, stop: Seque
 
     Args:
         model: as for `decode_step`.
-        beams: of each text, b.
+        beams: the number of beams of each text, b.
         length_penalty: the exponent of a text's length; above 0 it favours longer texts, below 0 shorter ones.
         stop: tokens that end a text; they count in its length and its score, and are not part of it.
 
@@ -247,11 +247,11 @@ def begin(cache: Cache, tokens: jax.Array, groups: int, texts: int, beams: int, 
     """Return a search whose beams have no tokens yet; all but the first of each text are impossible.
 
     Args:
-        cache: of the prompts without their last tokens.
+        cache: the cache of the prompts without their last tokens.
         tokens: [G · b] int32, these last tokens.
         groups: number of texts with rows, G.
         texts: how many of them are real.
-        beams: of each, b.
+        beams: the number of beams of each, b.
         room: the most tokens of a text, M, or more.
     """
     lowest: Any = np.full((groups, beams), _LOWEST)

@@ -72,7 +72,7 @@ def cache_spec(layout: Layout, line: str = SELF, *, latent: bool = False) -> Spe
 
     Args:
         layout: the layout that places the cache.
-        line: of a text's own tokens, or of its encoded source.
+        line: the line of a text's own tokens, or of its encoded source.
         latent: whether it holds latents, which all heads share: K is 1 and unsharded.
     """
     held, dims = Spec.parse(layout.cache(line)), ("B", "K", "T", "D")
@@ -169,11 +169,11 @@ def empty_cache(
     """Return a sharded cache that holds no token.
 
     Args:
-        config, layout, mesh, batch, length, dtype, int8, source_length: as of `abstract_cache`.
+        config, layout, mesh, batch, length, dtype, int8, source_length: as for `abstract_cache`.
         totals: [B], the `Cache.totals`, if the rotary embedding depends on them.
 
     Raises:
-        SpecError, ValueError: as of `abstract_cache`; or totals are missing, or nothing depends on them.
+        SpecError, ValueError: as for `abstract_cache`; or totals are missing, or nothing depends on them.
     """
     shapes = abstract_cache(config, layout, mesh, batch, length, dtype, int8=int8, source_length=source_length)
     if (shapes.totals is None) != (totals is None):

@@ -282,7 +282,7 @@ class LayerCache:
     cache dtype, they are rounded before the chunk attends to itself, so that results do not depend on chunk borders.
 
     Args:
-        chunk: of the step.
+        chunk: the chunk of the step.
         held: the cached keys and values, and their scales.
         source: likewise those of a source, and the number of its tokens in each row [B]; None for a decoder alone.
     """

@@ -54,7 +54,7 @@ def balanced_paths(config: ModelConfig, layout: Layout, frozen: Sequence[str] = 
     Frozen biases do not change, and none change without `moe.bias_rate` or with adapters.
 
     Args:
-        config, layout, frozen: as of `trained_paths`.
+        config, layout, frozen: as for `trained_paths`.
     """
     if config.lora or not (config.moe and config.moe.bias_rate):
         return ()

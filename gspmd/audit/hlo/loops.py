@@ -53,8 +53,8 @@ def cut_out(module: Module, body: Computation) -> list[Instruction]:
     """Return the instructions of a loop's body that copy a part of an array that no iteration changes, in main memory.
 
     In a loop over layers these are the weights of one layer, copied out of their stack. Most products read them where
-    they are. A kernel, such as that of `jax.lax.ragged_dot`, needs an array of its own. Fewer bytes than `LEAST` are no
-    weights: a loop over rows that writes a cache looks up the position of each row.
+    they are. A kernel, such as that of `jax.lax.ragged_dot`, needs a separate array. Slices of fewer bytes than `LEAST`
+    are not weights: a loop over rows that writes a cache looks up the position of each row.
 
     Args:
         module: the program.
@@ -103,7 +103,7 @@ def _reorders(module: Module, instruction: Instruction) -> bool:
 
 
 def _cut_from(module: Module, instruction: Instruction) -> str:
-    """Return the name of the operand of which the result is a part, in main memory; empty if more is computed."""
+    """Return the name of the operand, in main memory, that the result is a part of; empty if more is computed."""
     if re.search(r"S\(\d+\)", instruction.type):  # It is loaded onto the chip.
         return ""
     if instruction.opcode == "dynamic-slice":

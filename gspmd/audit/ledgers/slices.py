@@ -62,10 +62,11 @@ def by_bytes(
 
 
 def whole_permutes(entries: Sequence[Entry]) -> list[Entry]:
-    """Return the entries, without the bytes that permutes over slices send within slices.
+    """Return the entries, without the permutes within slices that belong to a permute over slices.
 
-    The compiler writes those as a separate permute. A device sends its piece one way or the other, so the bytes of one
-    device are those of one of the two: of the nearest permute of as many bytes, over the same axes or some of them.
+    The compiler writes a permute over slices as two, one over slices and one within them. A device sends its piece by
+    one of the two, so only the first is counted. The second is the nearest permute of as many bytes, over the same axes
+    or some of them.
     """
     rest: set[int] = set()
     for number, crossing in enumerate(entries):
@@ -172,7 +173,7 @@ _Along = tuple[frozenset[str], int]
 def _inside(axes: Sequence[str], mesh: Mapping[str, int], across: Mapping[str, int]) -> Iterator[list[_Along]]:
     """Yield the parts of a collective within a slice, major first: at once, or in two.
 
-    An axis that lies over slices and within them is a part of its own, without a name in the compiled program.
+    An axis that lies over slices and within them is a separate part, without a name in the compiled program.
     """
     parts: list[list[str]] = [[]]
     for axis in axes:

@@ -66,7 +66,7 @@ def require_cuda_plugin(name: str, chip: Chip) -> None:
             f"  Install it with pip install 'gspmd[gpu-offline]', on Linux (jax {jax_version} needs "
             f"jax-cuda12-plugin=={wanted})."
         )
-    # The plugin loads the compiler, which is in a package of its own, and says nothing if that is missing.
+    # The plugin loads the compiler, which is in a separate package, and reports nothing if that is missing.
     plugin = next((each for each, version in found.items() if version == wanted), next(iter(found)))
     pjrt = plugin.replace("plugin", "pjrt")
     for package in (plugin, pjrt):

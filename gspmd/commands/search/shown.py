@@ -14,7 +14,7 @@ from gspmd.search.answers.presets import Placed
 from gspmd.search.answers.why import Why
 
 _SMALL = 0.005
-"""The share of the slowest layout's seconds below which a part of the cost has no column of its own."""
+"""The share of the slowest layout's seconds below which a part of the cost has no separate column."""
 
 
 def groups(terms: Mapping[str, float]) -> dict[str, float]:

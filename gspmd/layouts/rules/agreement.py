@@ -128,9 +128,8 @@ def parted_groups(line: Line, query: Spec, key: Spec, given: GivenSizes) -> Iter
     of equal size, with their key heads.
 
     Args:
-      line: the line of the queries.
-      query, key: the specs; K is sharded over the first of the mesh axes of H.
-      given: sizes and mesh; without H and K there is no fault.
+      line: the line of the queries. query, key: the specs; K is sharded over the first of the mesh axes of H. given:
+      sizes and mesh; there is no fault if they lack H and K.
     """
     heads, key_heads = given.sizes.get("H", 0), given.sizes.get("K", 0)
     wanted, held = (spec.without_trivial(given.mesh).axes_of(dim) for spec, dim in ((query, "H"), (key, "K")))

@@ -63,7 +63,7 @@ def gather(
 ) -> jax.Array:
     """Gather a dimension over mesh axes, major first, tiled; shards are cut along another dimension.
 
-    Shards that are not whole tiles get a dimension of their own, and are reordered at the end. Nothing is sent before
+    Shards that are not whole tiles get a separate dimension, and are reordered at the end. Nothing is sent before
     `zero` is known, a zero that comes from whatever has to be done first.
 
     Source: Jain and Sabharwal 2010, *Optimal bucket algorithms for large MPI collectives on torus interconnects* (ICS):

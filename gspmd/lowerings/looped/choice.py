@@ -105,7 +105,7 @@ class _Chooser:
         return sent + sum(self.costs.product(p, {}) for p in self.routine.products)
 
     def to_beat(self, overlap: Overlap) -> float:
-        """Return the seconds of `blocking` if what is looped had the links of all its axes.
+        """Return the seconds of `blocking` if the looped moves had the links of all their axes.
 
         On v4 and v5p a gather over several axes uses the links of one. Permutes could use all, and the model of a loop
         counts on it; compiled, they seldom do. The model expects the loops of 14 products of gathered weights on these

@@ -56,7 +56,7 @@ def route(
 
     Differs: Mixtral has no capacity: use dispatch "dropless". Its paper gives no loss; public code for it omits the
     factor 1/k of f_i, so that balanced experts cost k · α. The loss is per group of tokens; with the default groups
-    this is DeepSeek-V3's, of a sequence.
+    this is DeepSeek-V3's loss per sequence.
     """
     log_score = log_scores(logits, config)
     probabilities = jax.nn.softmax(log_score, axis=-1)

@@ -211,7 +211,7 @@ def gradients(form: Form, kept, g) -> tuple[jax.Array, ...]:
 
 
 # JAX would transpose `_forward` with the probabilities of all blocks in memory, so it is a primitive whose transpose is
-# `gradients`. Its operands are the leaves of what is kept, `tree`, and then the tangents. `batches` has the batch
+# `gradients`. Its operands are the leaves of the kept values, `tree`, and then the tangents. `batches` has the batch
 # dimensions of the operands, or None, for each vmap around it, innermost first.
 _tangent = Primitive("gspmd_attention_tangent")
 

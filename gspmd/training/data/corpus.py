@@ -48,7 +48,7 @@ class Corpus:
         unit: what texts are, "file" or "record".
         digest: the hash that `identity` returns, if it is known.
         objective: how rows are made of the texts; None for windows of the joined texts.
-        starts: of both parts, the index of each text's first token and the end of the last text, [texts + 1], if the
+        starts: for both parts, the index of each text's first token and the end of the last text, [texts + 1], if the
             objective needs them.
     """
 

@@ -56,7 +56,7 @@ class Part:
     """A part of a corpus.
 
     Attributes:
-        tokens: of its texts, joined, [N].
+        tokens: the tokens of its texts, joined, [N].
         starts: the index of each text's first token, and the end of the last text, [texts + 1]; a source and its target
             are two texts. None where borders are not kept.
     """
@@ -207,7 +207,7 @@ def objective(config: Any, *, vocabulary: int, start: int, tokenizer: Any = None
 
     Args:
         config: a `TrainingConfig`.
-        vocabulary: of the model.
+        vocabulary: the vocabulary of the model.
         start: the model's start token.
         tokenizer: as for `load`; None if tokens are bytes.
 

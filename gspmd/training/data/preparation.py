@@ -200,8 +200,8 @@ class _Part:
 
     Args:
         folder: where.
-        name: of the part.
-        encoding: of the tokens.
+        name: the name of the part.
+        encoding: the encoding of the tokens.
         masked: whether some tokens are only read.
         borders: whether the beginnings of texts are kept; then the last text ends as the others do.
     """
@@ -283,7 +283,7 @@ class _PairedPart(_Part):
 
 
 class _Gzip:
-    """Bytes of texts under gzip -9, each by itself; of an answer, the bytes that it adds to its prompt's."""
+    """Bytes of texts under gzip -9, each by itself; for an answer, the bytes that it adds to its prompt's."""
 
     def __init__(self) -> None:
         self.plain = self.packed = 0

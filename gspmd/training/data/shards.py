@@ -64,8 +64,8 @@ class Writer:
 
     Args:
         folder: an existing folder.
-        name: of the part.
-        dtype: of the tokens.
+        name: the name of the part.
+        dtype: the dtype of the tokens.
     """
 
     def __init__(self, folder: Path, name: str, dtype: np.dtype):
@@ -106,7 +106,7 @@ class Writer:
 
 
 def write_index(folder: Path, index: Mapping[str, Any]) -> None:
-    """Write what `read_index` reads, with a checksum of its own."""
+    """Write the index that `read_index` reads, with the index's checksum."""
     with (folder / _INDEX).open("w", encoding="utf-8") as file:
         file.write(json.dumps({**index, "checksum": _checksum(index)}, indent=2) + "\n")
         file.flush()

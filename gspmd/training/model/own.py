@@ -68,7 +68,7 @@ class Own:
         """Return every parameter by its path, as the model has it.
 
         Raises:
-            ConfigError: the model returns anything else than parameters, or has no sizes of their dimensions.
+            ConfigError: the model returns anything except parameters, or has no sizes of their dimensions.
         """
         found = self.model.parameters(layout)
         if not isinstance(found, Mapping) or not found:
@@ -237,7 +237,7 @@ class Own:
         """Return the spec, shape and dtype of every array that the model keeps, for `batch` texts of `room` tokens.
 
         Raises:
-            ConfigError: the model returns anything else than `Kept`, or has no sizes of its dimensions.
+            ConfigError: the model returns anything except `Kept`, or has no sizes of its dimensions.
             LayoutError: the layout lacks a line, or it has other dimensions.
         """
         given: Any = cast(Decoder, self.model).kept()  # checked below, since the class is a user's
