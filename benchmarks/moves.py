@@ -70,7 +70,7 @@ def specs(axes: tuple[str, ...], rng: random.Random) -> tuple[str, str]:
 
 
 def moves(count: int, chips: tuple[str, ...], seed: int) -> Iterator[Move]:
-    """Yield random moves, compiled. Those that are slices alone are drawn again."""
+    """Yield random moves, compiled. Moves that only slice are drawn again."""
     rng = random.Random(seed)
     while count:
         found = compiled(rng.choice(chips), rng)

@@ -128,7 +128,7 @@ def check_inputs(
     if source is None and config.encoder_layers:
         raise ValueError("this model has an encoder, and there is no source for it.\n  Pass source=, integers [B, T].")
     if source is not None and not config.encoder_layers:
-        raise ValueError("this model is a decoder alone and reads no source.\n  Leave it out, or set encoder_layers.")
+        raise ValueError("this model is decoder-only and reads no source.\n  Leave it out, or set encoder_layers.")
     if source is None and source_segments is not None:
         raise ValueError("there are source_segments, and no source.\n  Pass source=, or leave source_segments out.")
     if source is not None and segments is not None and source_segments is None:

@@ -156,7 +156,7 @@ class Transformer(BlockStack):
                 shards L; the stream has the same order.
             source: [B, T] integers that the encoder reads, placed as `batch_spec`; for an encoder–decoder only.
             segments: [B, L] integers in the order of the text, placed as `batch_spec`: the text to which each token
-                belongs, 1, 2 and so on, and 0 for padding at the end. Tokens attend to their own text alone, whose
+                belongs, 1, 2 and so on, and 0 for padding at the end. Tokens attend only to their own text, whose
                 positions begin at 0. None if every row is one text.
             source_segments: [B, T], likewise of the source; text s is generated from source s, and from nothing if the
                 row has no such source.
@@ -194,7 +194,7 @@ class Transformer(BlockStack):
             key, train: as for `hidden`.
         """
         if not self.config.encoder_layers:
-            raise ValueError("this model is a decoder alone, and encodes nothing.\n  Set encoder_layers.")
+            raise ValueError("this model is decoder-only, and encodes nothing.\n  Set encoder_layers.")
         segments = in_encoder(self.layout, segments)
         x = embedded_source(self.config, self.layout, self.embedding.weights, source, segments, self.dtype)
         x, figures = self.encoder(x, segments, key=key, train=train)

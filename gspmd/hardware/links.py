@@ -110,10 +110,10 @@ def _sides(group: int, chip: Chip) -> tuple[int, ...]:
 
 
 ROUND_EACH_AXIS = 2**26
-"""The smallest number of gathered bytes for which `gathers_round_each_axis`.
+"""The smallest number of gathered bytes for which `gathers_round_each_axis` returns True.
 
-As compiled it would be faster from 4 MB (v4) or 32 MB (v5p) on, but that does not count what it takes to start some
-fifty instructions instead of one.
+Compiled programs are faster from 4 MB (v4) or 32 MB (v5p) on, but their seconds do not include starting some fifty
+instructions instead of one.
 """
 
 _COPIES: Mapping[int, float] = MappingProxyType({2: 1.0, 3: 1.75})

@@ -40,7 +40,7 @@ def backward(
 
     searches, common, aims = groups(targets), _common_operand(routine), list(targets)
     # The cotangent of an operand of several products is a sum of one part per product. The parts are brought to one
-    # placement, added there, and reduced once; reducing each part alone would send every one of them.
+    # placement, added there, and reduced once; reducing each part separately would send every one of them.
     if common is not None:
         sources = [[routine.moves[own].source for own, _ in _sides(routine, n)] for n in range(len(outputs))]
         terms = [g.result_costs(environment, part.index(common)) for g, part in zip(searches, sources)]

@@ -226,7 +226,8 @@ class MeshProblem:
         chip: the chip whose seconds are assumed.
         microbatches: as in `search`.
         dimensions: sizes by which a layout is checked, as in `gspmd.search.lines.choices_of`.
-        like: a program that differs in sizes alone, at whose moment of most bytes memory is counted; None for its own.
+        like: a program that differs only in sizes; memory is counted at its moment of most bytes. None for the program
+            itself.
         whole: the whole mesh, in order, if it has axes around the searched ones (`Lines.around`).
     """
 

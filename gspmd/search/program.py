@@ -502,7 +502,7 @@ def _pairs(message: str) -> Iterator[tuple[str, str]]:
     dimension."""
     written = [_named_dims(text) for text in _TUPLE.findall(message) if _NAME.search(text)]
     types = [_named_dims(text) for text in _TYPE.findall(message) if _NAME.search(text)]
-    specs: dict[str, list[list[str]]] = {}  # By their letters: a query and a cache are not compared.
+    specs: dict[str, list[list[str]]] = {}  # by letters: a query is not compared with a cache
     for text in filter(_NAME.search, _SPEC.findall(message)):
         specs.setdefault("".join(_LETTER.findall(text)), []).append(_spec_dims(text))
     for found in (types, *specs.values(), written):

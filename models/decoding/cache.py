@@ -43,7 +43,7 @@ class Cache:
         value_scales: scales of the values, likewise.
         lengths: [B] int32, the number of each row's tokens that are in the cache.
         source: a cache of the keys and values of each row's encoded source, one for each block of the decoder, for its
-            cross-attention; None for a decoder alone.
+            cross-attention; None for a decoder-only model.
         totals: [B] int32, the number of tokens of each row's complete text that are read, if the rotary embedding
             depends on it (`RopeScaling.by_length`); None otherwise. The caller sets it before the first token is read.
     """
@@ -120,7 +120,7 @@ def abstract_cache(
         ((2, 4, 8, 32, 16), ('x', 'y', 'z'))
     """
     if bool(config.encoder_layers) != (source_length > 0):
-        fact = "this model has an encoder" if config.encoder_layers else "this model is a decoder alone"
+        fact = "this model has an encoder" if config.encoder_layers else "this model is decoder-only"
         remedy = "at least 1" if config.encoder_layers else "0"
         raise ValueError(f"{fact}, and source_length is {source_length}; it must be {remedy}")
     repeats = config.layers // config.pattern

@@ -102,7 +102,7 @@ def check_lengths(layout: Layout, sizes: Mapping[str, int], mesh: Any, room: int
         sizes: size of each dimension except T.
         mesh: as for `Layout.check`.
         room: length of the cache of texts; 0 for a program without one.
-        source: length of the cache of sources; 0 for a decoder alone.
+        source: length of the cache of sources; 0 for a decoder-only model.
 
     Raises:
         LayoutError: the layout does not fit the sizes.

@@ -50,7 +50,7 @@ def encode_step(
         ValueError: the model has no encoder.
     """
     if not model.config.encoder_layers:
-        raise ValueError("this model is a decoder alone, and encodes no source.\n  Take its prefill_step.")
+        raise ValueError("this model is decoder-only, and encodes no source.\n  Take its prefill_step.")
     layout, kept = model.layout, jnp.dtype(model.dtype if dtype is None else dtype)
     key, held = layout.spec(CROSS), cache_spec(layout, CROSS)
 
@@ -284,7 +284,7 @@ class LayerCache:
     Args:
         chunk: the chunk of the step.
         held: the cached keys and values, and their scales.
-        source: likewise those of a source, and the number of its tokens in each row [B]; None for a decoder alone.
+        source: likewise those of a source, and the number of its tokens in each row [B]; None for a decoder-only model.
     """
 
     def __init__(self, chunk: Chunk, held: Sequence[Any], source: Sequence[Any] | None):
@@ -332,7 +332,7 @@ class LayerCache:
 
     @property
     def fresh(self) -> bool:
-        """Whether no token is cached, so that the new ones attend to one another alone."""
+        """Whether no token is cached, so that the new ones attend only to one another."""
         return self.chunk.fresh
 
     def keep(self, latent: jax.Array) -> jax.Array:

@@ -33,8 +33,8 @@ def trips(module: Module, computation: Computation, loop: Instruction) -> int | 
 def reordered(module: Module, body: Computation) -> list[Instruction]:
     """Return the instructions of a loop's body that copy a whole array which no iteration changes.
 
-    One copy before the loop would do. XLA makes one in every iteration where it wants a part of the array in another
-    order in memory: for a scan over layers this is a copy of the weights of all layers, for each layer.
+    One copy before the loop would be enough. XLA makes one in every iteration if it wants a part of the array in
+    another order in memory: for a scan over layers this is a copy of the weights of all layers, for each layer.
 
     Args:
         module: the program.

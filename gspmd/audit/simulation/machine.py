@@ -68,8 +68,8 @@ class Machine:
     seconds under `"compute"`, `"hidden"`, `"exposed"`, `"memory"` and `"launch"`, operations under `"flops"`, and
     executions, seconds and exposed seconds under `(category, rows, "count" | "seconds" | "exposed")`.
 
-    A host launches what the device runs, `ahead` seconds before the device is done with all before; it gets further
-    ahead while the device is busy, and falls back with every launch. `least` is the least that it was ahead.
+    A host launches what the device runs, `ahead` seconds before the device finishes the earlier work. The host gets
+    further ahead while the device is busy, and falls back with every launch. `least` is the smallest value of `ahead`.
     """
 
     now: float = 0.0
@@ -100,7 +100,7 @@ class Machine:
         self.least = min(self.least, self.ahead)
 
     def synchronize(self) -> None:
-        """Let the host wait until the device is done with all before, to read a value that decides what comes next."""
+        """Let the host wait until the device has finished, to read a value that decides what comes next."""
         self.ahead = self.least = 0.0
 
     def compute(self, span: Span, flops: int = 0, memory_bound: bool = False) -> None:

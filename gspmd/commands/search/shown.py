@@ -169,7 +169,7 @@ def compiled(shortlist: Sequence[Listed]) -> Sheet:
 
 
 def warnings(shortlist: Sequence[Listed]) -> list[str]:
-    """Return what the compiled programs do that costs more than it needs to, a line each."""
+    """Return a line for everything in the compiled programs that costs more than necessary."""
     timelines = [(each.called, each.report.timeline) for each in shortlist if each.report and each.report.timeline]
     return [f"warning: {called}: {warning}" for called, timeline in timelines for warning in timeline.warnings]
 

@@ -44,7 +44,7 @@ OVERRIDES = {
     ),
     "encoder": (
         "any tensor of the encoder of an encoder–decoder, except the tables, which both stacks share: "
-        '`Layout.stack("encoder")`. A decoder alone ignores it.'
+        '`Layout.stack("encoder")`. A decoder-only model ignores it.'
     ),
     "prefill": (
         'any tensor, while `gspmd_models.Generator` reads a prompt: `Layout.phase("prefill")`. '

@@ -62,7 +62,8 @@ def zero_after(x: jax.Array) -> jax.Array | int:
         bits = lax.bitcast_convert_type(first.astype(jnp.float32), jnp.uint32)
         return (lax.shift_right_logical(bits, jnp.uint32(31)) & jnp.uint32(2)).astype(jnp.int32)
 
-    # One zero for a whole batch: with one for each, what waits would be sliced, and sent, once for each.
+    # One zero for a whole batch. With one zero per element, the waiting array would be sliced and sent once per
+    # element.
     made = jax.custom_batching.custom_vmap(zero)
     made.def_vmap(lambda size, batched, x: (made(x), False))
     return made(lax.stop_gradient(x))

@@ -99,7 +99,7 @@ def attended(form: Form, q, k, v, terms: Terms, dtype, scales=(), sinks=None) ->
     """Return output [B, K, Q, L, D], largest logit and denominator [B, K, Q, L] of queries, block by block.
 
     Args:
-        form: sizes of blocks, scale of the logits, and whether query i attends to keys j ≤ i + terms.ahead alone.
+        form: sizes of blocks, scale of the logits, and whether query i attends only to keys j ≤ i + terms.ahead.
         q: [B, K, Q, L, D]; L is a multiple of the blocks' length.
         k, v: [B, T, K, D] of any dtype.
         terms: which keys are seen, and biases.

@@ -1,7 +1,7 @@
 """The zigzag order of a sequence that is sharded over devices, in which every device has the same causal work.
 
 Except for attention and experts, a model works on each token by itself. So tokens and labels are brought into this
-order while L is unsharded, and nothing is sent for it. If attention alone used this order, the queries, keys, values
+order while L is unsharded, and nothing is sent for it. If only attention used this order, the queries, keys, values
 and output of every layer would be sent to their places and back.
 """
 

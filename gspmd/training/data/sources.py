@@ -24,14 +24,14 @@ PIECE = 1 << 16
 #: Largest number of bytes of a line of JSON, which is whole in memory, several times while it is parsed. A file of 0.4
 #: MB may be a line of 400 MB, compressed.
 LINE = 1 << 24
-# What pip put there is not the standard library, and the tests repeat what they test.
+# Folders of pip are not the standard library, and tests repeat the text that they test.
 _SKIPPED = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"})
 _COMPRESSED = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 _RECORDS = {".jsonl": "json", ".ndjson": "json", ".parquet": "parquet"}
 _SHOWN = 20
 FIELD = "text"
 """The field of a record that has its text, unless another one is named."""
-# Where it makes no difference to the tokenizers of GPT-2 and its successors: they split blanks by what follows them.
+# Cuts that do not change the tokens of GPT-2 and its successors, which split blanks by the text after them.
 _BETWEEN_LINES = re.compile(rb"(?<=\S)\n(?=\S)")
 _BEFORE_WORDS = re.compile(rb" (?=\S)")
 
