@@ -256,7 +256,7 @@ def generate(settings: GenerateSettings) -> int:
 def beginnings(
     settings: GenerateSettings, source: Source, config: models.ModelConfig, ids: list[list[int]]
 ) -> tuple[list[list[int]], dict[str, Any]]:
-    """Return what the texts begin with, and, for a model with an encoder, the sources as an argument.
+    """Return the beginnings of the texts and, for a model with an encoder, the sources as an argument.
 
     Raises:
         ConfigError: --target-prompt or --source-length is given for a decoder-only model.

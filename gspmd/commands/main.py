@@ -179,7 +179,7 @@ def _interrupt_soon(number: int) -> None:
 
 
 def _without_command(name: str) -> int:
-    """Handle arguments that are no command: print the list of commands, the version, or the nearest name."""
+    """Handle arguments that are not a command: print the list of commands, the version, or the nearest name."""
     from gspmd.display.console import console
 
     if name in ("", "-h", "--help"):

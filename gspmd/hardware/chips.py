@@ -106,7 +106,7 @@ class Chip(Printed):
     def flops(self, dtype: str) -> float:
         """Peak FLOP/s of a matrix product with operands of this dtype (a name).
 
-        `float32` is at full precision, and `tensorfloat32` what JAX makes of it on a GPU by default.
+        `float32` is at full precision, and `tensorfloat32` is JAX's default for float32 on a GPU.
         """
         if dtype == "tensorfloat32" and self.tf32_flops:
             return self.tf32_flops

@@ -61,7 +61,7 @@ class Way(NamedTuple):
 def ways(kind: str, group: int, near: int, chip: Chip) -> Iterator[Way]:
     """Yield the ways to run a collective.
 
-    A ring takes a step for each device but one, and twice as many in an all-reduce. An all-reduce between nodes can
+    A ring takes a step for each device except one, and twice as many in an all-reduce. An all-reduce between nodes can
     also go up and down a tree. The switch can add up an all-reduce within one or two nodes, if it has more than two
     devices there. In an all-to-all, and in a permute, all devices send at once.
 

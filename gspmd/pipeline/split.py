@@ -104,7 +104,7 @@ def _needed(whole: Jaxpr, results: list[Any], there: set[Any]) -> list[Any]:
             continue
         if not all(used):
             less = without_unused_results(equation, used)
-            # If taking it apart saves no operation, for instance of a gathered operand, its results are kept instead.
+            # If splitting it saves no operation, for instance of a gathered operand, its results are kept instead.
             equation = less if _operations(less) < _operations(equation) else equation
         found.append(equation)
         wanted |= {var for var in equation.invars if not isinstance(var, Literal)} - there

@@ -131,7 +131,8 @@ class Plan:
     def gradients(self) -> tuple["Plan", ...]:
         """One plan for each operand's cotangent; a step that several need belongs to the first of them only.
 
-        The seconds hidden by the loops of the backward routine are divided among the plans as their sending seconds.
+        The seconds hidden by the loops of the backward routine are divided among the plans in proportion to their
+        sending seconds.
         """
         from gspmd.planner.gradients import parts
 

@@ -301,7 +301,7 @@ class Lines:
         absent = {line for line, names in own.items() if not unknowns >= {*names}}
         follows = {line for line in absent if is_override(line) or (line in KEYS and KEYS[line].default is not None)}
         self._absent = absent - follows
-        for line in follows:  # Without it, the line that it overrides or follows holds, as for a model without one.
+        for line in follows:  # Without it, the line that it overrides or follows applies.
             del self.dims[line]
 
     def _has_state(self, name: str, unknowns: Collection[str]) -> bool:

@@ -111,7 +111,7 @@ class TracedProgram:
         return work(self.jaxpr)
 
     def held(self, devices: int, like: TracedProgram | None = None) -> Held:
-        """Return the arrays held when most is held, on this number of devices: see `gspmd.search.held.held`.
+        """Return the arrays when most bytes are held, on this number of devices: `gspmd.search.held.held`.
 
         Args:
             devices: number of devices of the mesh.

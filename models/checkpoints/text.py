@@ -92,8 +92,8 @@ class Tokenizer:
     ) -> list[int]:
         """Return the ids of a chat, as transformers' `apply_chat_template`: the template writes all special tokens.
 
-        The template is a program of the checkpoint's. It runs in jinja2's sandbox, in a separate process with limits of
-        time, memory and output.
+        The template is a program that comes with the checkpoint. It runs in jinja2's sandbox, in a separate process
+        with limits of time, memory and output.
 
         Args:
             messages: the turns, such as `{"role": "user", "content": "Hi!"}`.

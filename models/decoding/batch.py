@@ -250,7 +250,7 @@ def token_ids(vocabulary: int, texts: Sequence[Sequence[int]], empty: str, calle
     Args:
         vocabulary: number of tokens.
         texts: the token ids of each.
-        empty: what an error says of an empty one.
+        empty: the text of an error for an empty one.
         called: the name by which an error counts them.
 
     Raises:

@@ -195,7 +195,7 @@ def likeliest(logits: jax.Array, spec: Spec, count: int) -> tuple[jax.Array, jax
     Args:
         logits: [B, V] float32.
         spec: their spec.
-        count: how many tokens are found; fewer of a vocabulary that has fewer.
+        count: the number of tokens that are found; fewer if the vocabulary has fewer.
 
     Returns:
         [B, C] float32 log-probabilities, the largest first, and [B, C] int32 tokens; of equal ones the lowest first. A

@@ -63,7 +63,7 @@ class Cache:
 
     @property
     def room(self) -> int:
-        """T of the layers that keep most: the tokens that a row has room for, unless all layers are sliding."""
+        """T of the layers with the most tokens: a row's room, unless all layers are sliding."""
         return max(keys.shape[3] for keys in self.keys)
 
 

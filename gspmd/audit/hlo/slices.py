@@ -43,7 +43,7 @@ def of_all_slices(module: Module, mesh: Any) -> Module:
 
     Args:
         module: the program.
-        mesh: the mesh that it was compiled for; anything but a `jax.sharding.Mesh` says nothing about slices.
+        mesh: the mesh that it was compiled for; only a `jax.sharding.Mesh` has slices.
 
     Raises:
         PlanError: the slices do not fill the mesh one after the other, or another number of devices runs the program.

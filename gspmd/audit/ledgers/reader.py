@@ -149,7 +149,7 @@ class _ModuleReader:
             )
 
     def _away(self, part: Collective, near: int, times: int) -> int:
-        """Return the bytes that one device sends over the network, of groups of which `near` devices share a node."""
+        """Return the bytes that one device sends over the network, in groups in which `near` devices share a node."""
         assert self.chip is not None
         return network_bytes(part.kind, part.group, near, part.wire_bytes, self.chip) * times
 

@@ -28,7 +28,7 @@ def by_bytes(
     """Return the entries of a program of several slices under the names, kinds and axes of the steps that they run.
 
     A step gets as many executions as it has trips, of collectives with exactly the kinds, axes and bytes of its parts:
-    those of its own name first, and then those without a name. A step of which a part is not found gets none.
+    those of its own name first, and then those without a name. A step gets none if one of its parts is not found.
 
     Args:
         steps: the planned steps that run.

@@ -169,7 +169,7 @@ class CommandResults:
         stages: the pipelines, for --stages.
         shortlist: the layouts compiled for --compile.
         lowering: the lowering of the fastest of these programs; empty if none was compiled.
-        faults: questions of --why that are no line of this mesh; the answer is printed all the same.
+        faults: questions of --why that name no line on this mesh; the answer is printed all the same.
         interrupted: whether some results are missing.
     """
 

@@ -48,7 +48,7 @@ class SearchSettings:
     on --source-length tokens of every row, --length tokens of every row into a cache, or one token after a full cache;
     each phase is searched by itself."""
     mesh: str = ""
-    """Mesh axes and their sizes, such as x=4,y=8,z=8; if not given, every mesh whose axes are whole torus axes, and of
+    """Mesh axes and their sizes, such as x=4,y=8,z=8; if not given, every mesh whose axes are whole torus axes, and for
     GPUs every mesh of at most three axes."""
     batch: int = 32
     """Sequences, over all devices."""

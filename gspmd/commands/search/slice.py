@@ -41,8 +41,8 @@ class Slice:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Chips along each torus axis of one slice; for GPUs the number of nodes, if there are several, and of GPUs in
-        a node."""
+        """Chips along each torus axis of one slice; for GPUs the nodes, if there are several, and the GPUs in a
+        node."""
         return self.topology.shape
 
     @property

@@ -168,7 +168,7 @@ def key_via_faults(table: Mapping[str, Any]) -> Iterator[Fault]:
 
 
 def _pinned_to(via: Any) -> Spec | None:
-    """Return the spec of the activation in a via; None if it is absent or unreadable, for which there is a fault."""
+    """Return the spec of the activation in a via; None if it is absent, or unreadable, which is reported elsewhere."""
     try:
         return parse_via(via).specs[0] if isinstance(via, str) else None
     except SpecError:

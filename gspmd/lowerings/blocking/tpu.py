@@ -265,7 +265,7 @@ def _over_slices(axes: tuple[str, ...], mesh: Mapping[str, int], kind: str, size
         between = (tuple(away), prod(across[axis] for axis in away), None) if away else None
         near = tuple(axis for axis in wide if axis not in away)
         return OverSlices(between, _parts(near, within, kind, size) if near else [], sizes)
-    # Of the axis that lies over slices and within them, places are numbered slice by slice.
+    # The places of an axis that lies over slices and within them are numbered slice by slice.
     inner, at = within[mixed], wide.index(mixed)
     whole = inner < prod(within.values()) or _stays_whole(kind, inner, size)
     minor = 1 if whole else _ring(inner)  # As in `_parts`: over all devices, in two parts.

@@ -234,7 +234,7 @@ class _Chooser:
 
 
 def _split(shard: Mapping[str, int], span: CollectiveSpan, within: Sequence[str], free: set[str]) -> str | None:
-    """Return the dimension along which shards are cut into parts: a free one that stays as it is, if there is one."""
+    """Return the dimension along which shards are cut into parts: a free one that does not change, if there is one."""
 
     def rank(dim: str) -> tuple:
         return shard[dim] < 2, dim not in free, dim in span.changed_axes, -shard[dim]

@@ -46,8 +46,8 @@ class Blocks:
     def starts(self, rows: int, queries: int, keys: int, causal: bool, window: int | None = None) -> np.ndarray:
         """Return [n, 4] starts of blocks: row, query, key, and the first key that no earlier block has.
 
-        Keys come innermost. `causal` leaves out blocks whose keys all come after their queries; `window`, too, those
-        before the window of all their queries. But queries that see nothing have a block.
+        Keys come innermost. `causal` leaves out blocks whose keys all come after their queries; `window` also leaves
+        out those before the windows of all their queries. Queries that see nothing still have a block.
         """
         return np.array(
             [
@@ -90,7 +90,7 @@ class Form:
         return self.blocks.starts(q.shape[0], q.shape[3], k.shape[1], causal, self.window(terms))
 
     def window(self, terms: Terms) -> int | None:
-        """Return the window by which blocks are left out; None if places in the array do not say which."""
+        """Return the window by which blocks are left out; None if places in the array do not decide that."""
         # Positions of causal attention differ by at least as much as places in the array, in zigzag order too.
         return terms.limits.window if self.causal and terms.ahead is None else None
 

@@ -85,7 +85,7 @@ def in_order(x: jax.Array, devices: int) -> jax.Array:
 
 
 class ZigzagPairs:
-    """The products of a device's queries with the chunks of another: two of half by half, without a mask.
+    """The two products of halves of a device's queries with chunks of another device, without a mask.
 
     The late queries attend to the other device's early keys. If the other device is before this one, the early queries
     attend to them too; if it is after this one, the late queries attend to its late keys too. Both products are

@@ -40,8 +40,8 @@ HALVINGS = 6
 
 
 GAIN = 0.02
-"""The fraction of a step's seconds that several microbatches must gain over one. Compiled steps lost more than a
-smaller planned gain to work other than products and collectives, of which only a tenth is priced."""
+"""The fraction of a step's seconds that several microbatches must gain over one. In compiled steps, other work than
+products and collectives, of which only a tenth is priced, cost more than a smaller planned gain."""
 
 
 def to_beat(seconds: float, microbatches: int) -> float:

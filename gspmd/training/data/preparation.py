@@ -199,7 +199,7 @@ class _Part:
     """A part of the corpus while it is written.
 
     Args:
-        folder: where.
+        folder: the folder to write in.
         name: the name of the part.
         encoding: the encoding of the tokens.
         masked: whether some tokens are only read.

@@ -99,7 +99,7 @@ def _standard_library() -> list[Path]:
 
 
 def kind(path: Path) -> str:
-    """Return what a file holds by its name: "text" (one document), "json" or "parquet" (a document per record).
+    """Return the kind of a file by its name: "text" (one document), "json" or "parquet" (a document per record).
 
     >>> [kind(Path(name)) for name in ("a.py", "a.jsonl", "a.jsonl.gz", "a.parquet")]
     ['text', 'json', 'json', 'parquet']
@@ -115,7 +115,7 @@ def compression(path: Path) -> str:
 
 @contextmanager
 def opened(path: Path, faults: Faults) -> Iterator[BinaryIO | None]:
-    """Open a file, decompressing it by its suffix; what cannot be read is a fault, and None if it cannot be opened."""
+    """Open a file, decompressing it by its suffix; yield None if that is not possible, and add errors to the faults."""
     opening: Any = _COMPRESSED.get(path.suffix, open)
     if path.suffix == ".zst":
         if sys.version_info < (3, 14):
@@ -136,7 +136,7 @@ def opened(path: Path, faults: Faults) -> Iterator[BinaryIO | None]:
 
 
 def text_pieces(file: BinaryIO, cut: int | None = None) -> Iterator[tuple[int, bytes]]:
-    """Yield a text in pieces, of at most `PIECE` bytes, joined the text.
+    """Yield a text in pieces of at most `PIECE` bytes.
 
     A piece ends where most tokenizers end a token anyway: after a line, else before a space; never within a character
     of UTF-8.
@@ -229,7 +229,7 @@ def is_of_pairs(path: Path) -> bool:
 
 
 def _fields(path: Path, fields: Mapping[str, str], faults: Faults) -> Iterator[tuple[str, list[str]]]:
-    """Yield the texts of some fields of every record, and where it stands."""
+    """Yield the texts of some fields of every record, and the record's place."""
     rows = _parquet(path, fields, faults) if kind(path) == "parquet" else _json_lines(path, fields, faults)
     for where, texts in rows:
         wrong = [
@@ -248,7 +248,7 @@ _NAMES = {type(None): "null", bool: "true or false", dict: "an object", list: "a
 
 
 def _lines(path: Path, faults: Faults) -> Iterator[tuple[str, str]]:
-    """Yield the lines of a file that are not blank, and where each stands."""
+    """Yield the lines of a file that are not blank, and the place of each."""
     with opened(path, faults) as file:
         for number, line in enumerate(iter(lambda: file.readline(LINE + 1), b"") if file else (), 1):
             where = f"line {number}"
