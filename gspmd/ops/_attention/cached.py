@@ -91,8 +91,8 @@ def cached_attention(
         window: the number of keys that a query sees, itself included, as in `attention`. The cache is then a ring: the
             key at position p is in slot p mod T, as `write_cache(..., ring=True)` writes it, and `lengths` may exceed
             T, which is at least window - 1. A cache with room for all positions is the same with and without a ring.
-        chunk: the number of tokens of a chunk, to which a query's keys belong, as in `attention`. The cache is a ring as
-            with a window, of chunk - 1 slots or more.
+        chunk: the number of tokens of a chunk, to which a query's keys belong, as in `attention`. The cache is then a
+            ring, as with a window, of chunk - 1 slots or more.
         softcap: a cap of the logits, as in `attention`.
         sinks, sinks_spec: a logit more of each head, which has no value, as in `attention`.
         slopes, slopes_spec: those of ALiBi, as in `attention`, with the positions of `bias`, also in a ring.
@@ -101,8 +101,8 @@ def cached_attention(
         [B, L, H, D] in q's dtype; logits and softmax are float32. A query of a row without any key gets 0.
 
     Raises:
-        SpecError: a spec does not fit its array or the mesh, the shapes do not agree, the cache is shorter than window or
-            chunk need, both are given, or there is one of them and no new key.
+        SpecError: a spec does not fit its array or the mesh, the shapes do not agree, the cache is shorter than window
+            or chunk need, both are given, or there is one of them and no new key.
         PlanError: D is sharded; or the result is differentiated, which only lowering "xla" can do.
 
     Example:

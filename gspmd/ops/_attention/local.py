@@ -31,8 +31,8 @@ def local_attention(
 
     If a device has more than 2**25 logits, they are never in memory at once. A GPU then runs cuDNN's fused attention,
     if it takes the arrays: float16 or bfloat16, a head size that 8 divides, up to 128, no mask except `causal`, no
-    window, chunk, soft cap, bias or sinks. Everything else attends in blocks, including TPUs if their own kernels, which are
-    tried first, do not fit.
+    window, chunk, soft cap, bias or sinks. Everything else attends in blocks, including TPUs if their own kernels,
+    which are tried first, do not fit.
 
     Args:
         q, k, v: arrays of one device, or of all devices for the compiler to partition.
