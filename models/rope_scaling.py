@@ -110,7 +110,7 @@ def _faults(scaling: RopeScaling) -> Iterator[str]:
         yield f"original_length is {scaling.original_length}; it must be at least 2"
     high = scaling.high_frequency
     rises = high is not None and (scaling.low_frequency < high or (kind == "llama3" and scaling.low_frequency == high))
-    if high is not None and not (rises and 0 < scaling.low_frequency and high < math.inf):
+    if high is not None and not (rises and scaling.low_frequency > 0 and high < math.inf):
         yield f"low_frequency is {scaling.low_frequency}, and high_frequency {high}; both must be positive, and rise"
     if scaling.attention_factor is not None and not 0 < scaling.attention_factor < math.inf:
         yield f"attention_factor is {scaling.attention_factor}; it must be positive, or be left out"

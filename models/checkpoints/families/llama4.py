@@ -70,7 +70,7 @@ def _growth(json: Mapping[str, Any], faults: list[str]) -> dict[str, Any]:
         json.get(key, default)
         for key, default in (("attn_temperature_tuning", True), ("floor_scale", _INTERVAL), ("attn_scale", 0.1))
     )
-    if not isinstance(tuned, bool) and not (is_whole(tuned) and tuned in (0, 4)):  # 4 in the first published files
+    if not isinstance(tuned, bool) and tuned != 4:  # the default of the first release, which means true
         faults.append(f"attn_temperature_tuning is {in_json(tuned)}; it must be true or false.")
     if not (is_whole(interval) and interval >= 1):
         faults.append(f"floor_scale is {in_json(interval)}; it must be a whole number of tokens.")
