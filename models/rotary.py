@@ -146,9 +146,9 @@ def query_growth(positions: np.ndarray | jax.Array, config: ModelConfig) -> Any:
         config: the model.
 
     Example:
-        >>> query_growth(np.array([[0, 2, 3]]), ModelConfig(layer_kinds=("unrotated",), query_growth=0.5,
-        ...              growth_interval=4)).ravel().round(4).tolist()
-        [1.0, 1.0, 1.3466]
+        >>> config = ModelConfig(layer_kinds=("unrotated",), query_growth=0.5, growth_interval=4)
+        >>> [f"{factor:.4f}" for factor in query_growth(np.array([[0, 2, 3]]), config).ravel()]
+        ['1.0000', '1.0000', '1.3466']
 
     Source: Nakanishi 2025, *Scalable-Softmax Is Superior for Attention* (arXiv 2501.19399), for such factors.
     """
