@@ -21,7 +21,7 @@ from gspmd.ops._attention.zigzag import ring_size, zigzag_positions
 from .config import ModelConfig
 from .context import Context
 from .layer import Layer
-from .rotary import Angles, cos_sin, rotate, turns
+from .rotary import Angles, cos_sin, query_growth, rotate, turns
 from .vectors import masked, padded_dimensions
 
 
@@ -30,6 +30,9 @@ class Past(Protocol):
 
     def angles(self, spec: Spec, kind: str) -> Angles:
         """Return the angles of a layer of this kind at the positions of the new tokens, placed as B and L of `spec`."""
+
+    def growth(self) -> jax.Array:
+        """Return the factors [B, L, 1, 1] of queries that grow, at the positions of the new tokens."""
 
     def attend(
         self, q: jax.Array, k: jax.Array, v: jax.Array, query_spec: Spec, key_spec: Spec, **options: Any
@@ -63,12 +66,13 @@ class Attention(Layer):
     The parallel block calls `core` and computes the products around it itself, to share collectives with feed-forward.
 
     Args:
-        kind: full, sliding or unrotated, see `ModelConfig.layer_kinds`.
+        kind: full, sliding, chunked or unrotated, see `ModelConfig.layer_kinds`.
     """
 
     def __init__(self, config: ModelConfig, layout: Layout, weights: Mapping[str, jax.Array], dtype: Any, kind: str):
         super().__init__(config, layout.section("attention"), weights, dtype)
         self.kind, self.rotary, self.window = kind, config.rotary_of(kind), config.window_of(kind)
+        self.chunk, self.grows = config.chunk_of(kind), config.grows(kind)
         self.padded_heads = padded_dimensions(config, layout)
         self.padded = self.padded_heads.get("H")
 
@@ -97,7 +101,7 @@ class Attention(Layer):
             x = checkpoint_name(self.adapted(f"{where}, w_{weight} -> {line}", x, y), f"attention.{kept}")
             found.append(self.affine(line, x, weight))
         q, k, v = found
-        if self.config.qk_norm != "none":
+        if self.config.qk_norm in ("head", "all"):
             q, k = self.normed_heads("query", q, "q_norm", "H"), self.normed_heads("key", k, "k_norm", "K")
         return q, k, v
 
@@ -110,6 +114,19 @@ class Attention(Layer):
             options["count"] = padded.real * self.config.head_size
         return self.at.rms_norm(f"{line}, {norm}_all", x, self.vector(norm), **options)
 
+    def normed_after_rotation(self, q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Normalise rotated queries and keys, each head by itself and without a scale, if the model does so."""
+        if self.config.qk_norm != "rotated":
+            return q, k
+        return _unscaled_norm(q, self.config.norm_epsilon), _unscaled_norm(k, self.config.norm_epsilon)
+
+    def growth_of_text(self, length: int, context: Context) -> jax.Array | np.ndarray:
+        """Return the factors of queries that grow, in the order of training."""
+        if context.growth is not None:
+            return context.growth
+        ring = ring_size(self.at.spec("key")) if context.causal else 1
+        return query_growth(zigzag_positions(length, ring)[None], self.config)
+
     def core(self, q: jax.Array, k: jax.Array, v: jax.Array, context: Context, past: Past | None = None) -> jax.Array:
         """Compute softmax attention of queries [B, L, H, D] and keys [B, L, K, D], placed as the queries.
 
@@ -120,12 +137,21 @@ class Attention(Layer):
         if past is not None:
             if self.rotary is not None:
                 q, k = (rotate(x, self.rotary, past.angles(spec, self.kind)) for x, spec in ((q, query), (k, key)))
+                q, k = self.normed_after_rotation(q, k)
+            elif self.grows:
+                q = _grown(q, past.growth())
             out = past.attend(q, k, v, query, key, **how)
             return masked(out, self.padded, "H", query)
         if self.rotary is not None:
             q, k = checkpoint_name(self.rotated(self.rotary, q, k, context), "attention.rotated")
+            q, k = self.normed_after_rotation(q, k)
+        elif self.grows:
+            q = _grown(q, self.growth_of_text(q.shape[1], context))
         if context.segments:
             how["segments"] = context.segments
+            if self.chunk is not None:  # chunks of a text in a packed row begin where it does
+                how["segments"] = context.chunks
+                how["window"] = how.pop("chunk")  # no key of a chunk is further away
         out = attention(q, k, v, query, key, causal=context.causal, **how)
         return masked(out, self.padded, "H", query)
 
@@ -134,6 +160,8 @@ class Attention(Layer):
         found = bias_of(self.config, self.at, context) | {"scale": self.config.attention_scale}
         if self.window is not None:
             found["window"] = self.window
+        if self.chunk is not None:
+            found["chunk"] = self.chunk
         if self.config.score_softcap is not None:
             found["softcap"] = self.config.score_softcap
         if (sinks := self.parameter("sinks")) is not None:
@@ -192,6 +220,17 @@ class CrossAttention(Layer):
             x = checkpoint_name(self.adapted(f"memory, w_{weight} -> key", x, memory), f"attention.{kept}")
             found.append(self.affine("key", x, weight))
         return found[0], found[1]
+
+
+def _unscaled_norm(x: jax.Array, epsilon: float) -> jax.Array:
+    """Divide each head [D] by its root mean square. D is whole on every device, so nothing is sent."""
+    wide = x.astype(jnp.float32)
+    return (wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + epsilon)).astype(x.dtype)
+
+
+def _grown(q: jax.Array, growth: jax.Array | np.ndarray) -> jax.Array:
+    """Return queries [B, L, H, D] times the factors of their positions."""
+    return (q.astype(jnp.float32) * growth).astype(q.dtype)
 
 
 def bias_of(config: ModelConfig, at: Section, context: Context) -> dict[str, Any]:

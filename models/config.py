@@ -19,8 +19,8 @@ BLOCKS = ("serial", "parallel")
 POSITIONS = ("rotary", "relative", "sinusoidal", "learned", "none")
 NORMS = ("rms", "layer")
 NORM_PLACES = ("before", "after", "both")
-LAYER_KINDS = ("full", "sliding", "unrotated")
-HeadNorm = Literal["none", "head", "all"]
+LAYER_KINDS = ("full", "sliding", "chunked", "unrotated")
+HeadNorm = Literal["none", "head", "all", "rotated"]
 HEAD_NORMS: tuple[HeadNorm, ...] = get_args(HeadNorm)
 PAIRS = ("halves", "neighbours")
 Remat = Literal["none", "full", "dots-except-hidden", "dots", "selective"]
@@ -88,7 +88,8 @@ class ModelConfig:
     """Whether attention's output has a bias."""
     qk_norm: Literal[HeadNorm, True, False] = "none"
     """RMS norm of queries and keys before they are rotated: none; head: of each head by itself, with one scale for all
-    heads (Qwen3); all: over all heads together (OLMo 2). True means head, and False none."""
+    heads (Qwen3); all: over all heads together (OLMo 2). Or rotated: of each head by itself after rotation, without a
+    scale, in layers that are rotated (Llama 4). True means head, and False none."""
     sinks: bool = False
     """Whether each query head has a learned logit in the denominator of its softmax, which no value belongs to
     (gpt-oss)."""
@@ -96,9 +97,18 @@ class ModelConfig:
     """Bound c of the scores of attention, which become c · tanh(score / c) (Gemma 2); None for no bound."""
     sliding_window: int | None = None
     """Number of last tokens, itself among them, to which a token attends in sliding layers."""
+    attention_chunk: int | None = None
+    """Number of tokens of the chunks into which chunked layers cut a text; a token attends to those of its own chunk up
+    to itself (Llama 4)."""
     layer_kinds: tuple[str, ...] = ()
     """Kinds of attention of successive blocks, a pattern that repeats: full; sliding, to the last `sliding_window`
-    tokens; unrotated: full, without rotary embedding. Empty for all sliding if there is a window, else all full."""
+    tokens; chunked, within chunks of `attention_chunk` tokens; unrotated: full, without rotary embedding. Empty for all
+    sliding if there is a window, all chunked if there is a chunk, else all full."""
+    query_growth: float = 0.0
+    """Growth a of queries in unrotated layers: at position p they are multiplied by 1 + a · ln(1 + ⌊(p + 1) /
+    growth_interval⌋) (Llama 4); 0 for none."""
+    growth_interval: int = 8192
+    """Number of tokens after which queries grow next."""
     feed_forward: int = 256
     """Width of the feed-forward layer, or of one expert."""
     activation: str = "swiglu"
@@ -201,7 +211,7 @@ class ModelConfig:
         return self.rotary_size or self.head_size
 
     def layer_kind(self, place: int) -> str:
-        """Return the kind of attention of a block, counted from the first: full, sliding or unrotated.
+        """Return the kind of attention of a block, counted from the first: full, sliding, chunked or unrotated.
 
         >>> config = ModelConfig(sliding_window=32, layer_kinds=("sliding", "sliding", "full"), layers=6)
         >>> [config.layer_kind(number) for number in range(4)]
@@ -212,7 +222,11 @@ class ModelConfig:
 
     @property
     def _kinds(self) -> tuple[str, ...]:
-        return self.layer_kinds or ("full" if self.sliding_window is None else "sliding",)
+        if self.layer_kinds:
+            return self.layer_kinds
+        if self.sliding_window is not None:
+            return ("sliding",)
+        return ("full" if self.attention_chunk is None else "chunked",)
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -222,6 +236,18 @@ class ModelConfig:
     def window_of(self, kind: str) -> int | None:
         """Return the number of last tokens that a token of a layer of this kind attends to; None for all."""
         return self.sliding_window if kind == "sliding" else None
+
+    def chunk_of(self, kind: str) -> int | None:
+        """Return the number of tokens of a chunk, in which layers of this kind attend; None for no chunks."""
+        return self.attention_chunk if kind == "chunked" else None
+
+    def reach_of(self, kind: str) -> int | None:
+        """Return the most last tokens to which a token of a layer of this kind attends; None for all."""
+        return self.window_of(kind) or self.chunk_of(kind)
+
+    def grows(self, kind: str) -> bool:
+        """Return whether queries of a layer of this kind grow with their position."""
+        return kind == "unrotated" and self.query_growth > 0
 
     def rotary_of(self, kind: str) -> ModelConfig | None:
         """Return the model with the rotary embedding of its layers of this kind; None if they have none."""
@@ -323,8 +349,8 @@ class ModelConfig:
 
         Returns:
             6 per active parameter of matrix products, plus 12 · layers · heads · head_size · length for attention
-            scores, with the window in place of the length in sliding layers; the embedding look-up is not counted, the
-            logits are.
+            scores, with the window in place of the length in sliding layers, and the chunk in chunked ones; the
+            embedding look-up is not counted, the logits are.
 
         Example:
             >>> ModelConfig(layers=1).flops_per_token(length=256)
@@ -335,7 +361,7 @@ class ModelConfig:
         """
         of_target = self._flops_of_matrices[1]
         scores = 6 * self.heads * (self.head_size + (self.latent.values if self.latent else self.head_size))
-        reach = (self.window_of(self.layer_kind(number)) or length for number in range(self.layers))
+        reach = (self.reach_of(self.layer_kind(number)) or length for number in range(self.layers))
         of_target += scores * sum(min(each, length) for each in reach)
         if not self.encoder_layers:
             return of_target
@@ -454,7 +480,7 @@ def _faults(config: ModelConfig):
             near = suggestion(str(getattr(config, name)), known).strip()
             remedy = f"one of {', '.join(known)}" + (f". {near}" if near else "")
             yield f"{name} is {getattr(config, name)!r}; it must be {remedy}"
-    for name in ("context_length", "sliding_window"):
+    for name in ("context_length", "sliding_window", "attention_chunk"):
         if getattr(config, name) is not None and getattr(config, name) < 1:
             yield f"{name} is {getattr(config, name)}; it must be at least 1, or be left out"
     for name in ("score_softcap", "logit_softcap", "local_rope_base"):
@@ -515,11 +541,24 @@ def _kind_faults(config: ModelConfig):
             f"layers is {config.layers}, and the pattern of layer_kinds ({len(config.layer_kinds)}) and of experts "
             f"(moe.every = {config.moe and config.moe.every}) repeats after {config.pattern}; it must divide layers"
         )
-    sliding = "sliding" in config.layer_kinds
-    if sliding and config.sliding_window is None:
-        yield "layer_kinds has 'sliding', and there is no sliding_window; set it"
-    if config.layer_kinds and not sliding and config.sliding_window is not None:
-        yield f"sliding_window is {config.sliding_window}, and layer_kinds has no 'sliding'; leave it out"
+    for kind, name in (("sliding", "sliding_window"), ("chunked", "attention_chunk")):
+        size = getattr(config, name)
+        if kind in config.layer_kinds and size is None:
+            yield f"layer_kinds has {kind!r}, and there is no {name}; set it"
+        if config.layer_kinds and kind not in config.layer_kinds and size is not None:
+            yield f"{name} is {size}, and layer_kinds has no {kind!r}; leave it out"
+    if not config.layer_kinds and config.sliding_window is not None and config.attention_chunk is not None:
+        yield "sliding_window and attention_chunk are set, and no layer_kinds say which layers have them; set these"
+    if not 0 <= config.query_growth < inf:
+        yield f"query_growth is {config.query_growth}; it must not be negative"
+    elif config.query_growth and "unrotated" not in config.layer_kinds:
+        yield f"query_growth is {config.query_growth}, and layer_kinds has no 'unrotated'; leave it out"
+    if config.growth_interval < 1:
+        yield f"growth_interval is {config.growth_interval}; it must be at least 1"
+    elif config.growth_interval != ModelConfig.growth_interval and not config.query_growth:
+        yield f"growth_interval is {config.growth_interval}, and query_growth is 0; leave it out"
+    if config.qk_norm == "rotated" and (config.positions != "rotary" or {*config.kinds} == {"unrotated"}):
+        yield "qk_norm is 'rotated', and no layers are rotated; leave it out"
     if config.local_rope_base is not None and (config.sliding_window is None or config.positions != "rotary"):
         yield "local_rope_base is set, and there are no sliding layers that are rotated; leave it out"
     if config.local_rope_base is not None and config.rope_scaling is not None and {*config.kinds} == {"sliding"}:
@@ -546,8 +585,8 @@ def _latent_faults(config: ModelConfig):
     if config.kv_heads != config.heads:
         yield f"kv_heads is {config.kv_heads}, and latent attention has keys for each of {config.heads} heads; set both"
     unread = {"qkv_bias": False, "out_bias": False, "qk_norm": "none", "rotary_size": 0, "sinks": False,
-              "sliding_window": None, "layer_kinds": (), "positions": "rotary", "block": "serial", "int8": False,
-              "encoder_layers": 0}  # fmt: skip
+              "sliding_window": None, "attention_chunk": None, "layer_kinds": (), "positions": "rotary",
+              "block": "serial", "int8": False, "encoder_layers": 0}  # fmt: skip
     for name, only in unread.items():
         if getattr(config, name) == only:
             continue
@@ -602,7 +641,7 @@ def _encoder_faults(config: ModelConfig):
         yield 'block is parallel, and cross-attention has a norm of its own; set block = "serial"'
     if config.qk_norm != "none":
         yield "qk_norm is set, and cross-attention has no norms of heads"
-    for name in ("sliding_window", "score_softcap"):
+    for name in ("sliding_window", "attention_chunk", "score_softcap"):
         if getattr(config, name) is not None:
             yield f"{name} is {getattr(config, name)}, which attention of an encoder–decoder does not have"
     if config.positions == "learned":

@@ -18,7 +18,7 @@ from gspmd.ops._attention.zigzag import ring_size, zigzag, zigzag_positions
 
 from .config import ModelConfig
 from .placement import batch_spec, moved, tokens_spec
-from .rotary import Angles, angles_at
+from .rotary import Angles, angles_at, query_growth
 
 Pair = tuple[jax.Array, jax.Array]
 
@@ -32,6 +32,9 @@ class Context:
         angles: maps the model that `ModelConfig.rotary_of` returns to the rotary angles at the position of every token
             in its segment, placed as queries and as keys are.
         segments: [B, L] int32, the segment of every token, 0 for padding, placed as queries and as keys are.
+        chunks: likewise segments that also begin anew with every chunk of a text, for chunked layers.
+        growth: [B, L, 1, 1] float32, the factors of queries that grow with their position in their segment, placed as
+            queries are.
         relative: [R, H], the table of the relative position bias.
         memory: [B, T, E], the output of the encoder, placed as `cross.memory`.
         memory_segments: the segments of the targets [B, L], placed as the queries of cross-attention, and of the source
@@ -42,6 +45,8 @@ class Context:
     causal: bool = True
     angles: Mapping[ModelConfig, tuple[Angles, Angles]] | None = None
     segments: Pair | None = None
+    chunks: Pair | None = None
+    growth: jax.Array | None = None
     relative: jax.Array | None = None
     memory: jax.Array | None = None
     memory_segments: Pair | None = None
@@ -65,7 +70,12 @@ def context_of(
     query, key = layout.spec("attention.query"), layout.spec("attention.key")
     ring = ring_size(key) if causal else 1
     placed = in_both(layout, zigzag(segments, ring), query, key)
-    angles = None
+    angles = growth = chunks = None
+    if config.attention_chunk is not None:
+        chunks = in_both(layout, zigzag(chunks_in(segments, config.attention_chunk), ring), query, key)
+    if any(map(config.grows, config.kinds)):
+        of_queries = along_text(layout, zigzag(positions_in(segments), ring), query)
+        growth = jax.lax.optimization_barrier(query_growth(of_queries, config))
     if rotaries := config.rotaries:
         positions = in_both(layout, zigzag(positions_in(segments), ring), query, key)
         lengths: tuple[jax.Array | None, jax.Array | None] = None, None
@@ -80,7 +90,7 @@ def context_of(
         placed_angles = jax.lax.optimization_barrier([of_both(rotary) for rotary in rotaries])
         angles = dict(zip(rotaries, placed_angles))
     real = moved(segments > 0, batch_spec(layout), tokens_spec(layout)) if config.moe else None
-    return Context(causal, angles, placed, relative, real=real)
+    return Context(causal, angles, placed, chunks, growth, relative, real=real)
 
 
 def with_memory(
@@ -169,6 +179,17 @@ def positions_in(segments: jax.Array) -> jax.Array:
     at = jnp.arange(segments.shape[1], dtype=jnp.int32)[None]
     begins = jnp.concatenate([jnp.ones_like(segments[:, :1]), (segments[:, 1:] != segments[:, :-1])], axis=1)
     return at - jax.lax.cummax(jnp.where(begins > 0, at, 0), axis=1)
+
+
+def chunks_in(segments: jax.Array, size: int) -> jax.Array:
+    """Return segments [B, L] that also begin anew with every chunk of a segment; 0 stays 0.
+
+    Example:
+        >>> chunks_in(jnp.array([[1, 1, 1, 2, 2, 0]]), 2)[0].tolist()
+        [1, 1, 2, 3, 3, 0]
+    """
+    begins = positions_in(segments) % size == 0
+    return jnp.where(segments > 0, jnp.cumsum(begins, axis=1, dtype=jnp.int32), 0)
 
 
 def lengths_in(segments: jax.Array) -> jax.Array:

@@ -26,7 +26,8 @@ class RopeScaling:
 
     - `linear`: every wavelength is multiplied by `factor`.
     - `llama3`: wavelengths above original_length / low_frequency are multiplied by `factor`. Those below
-      original_length / high_frequency are unchanged. Between the two the frequency is interpolated.
+      original_length / high_frequency are unchanged. Between the two the frequency is interpolated, and there is
+      nothing between if both frequencies are the same, as in Llama 4 Scout.
     - `yarn`: likewise, but interpolated by the number of the pair. Cosines and sines are multiplied by
       `attention_factor`.
     - `dynamic`: the base grows with the length L of a text beyond the original one: it is multiplied by
@@ -109,7 +110,8 @@ def _faults(scaling: RopeScaling) -> Iterator[str]:
     if scaling.original_length < 2:
         yield f"original_length is {scaling.original_length}; it must be at least 2"
     high = scaling.high_frequency
-    if high is not None and not 0 < scaling.low_frequency < high < math.inf:
+    rises = high is not None and (scaling.low_frequency < high or (kind == "llama3" and scaling.low_frequency == high))
+    if high is not None and not (rises and scaling.low_frequency > 0 and high < math.inf):
         yield f"low_frequency is {scaling.low_frequency}, and high_frequency {high}; both must be positive, and rise"
     if scaling.attention_factor is not None and not 0 < scaling.attention_factor < math.inf:
         yield f"attention_factor is {scaling.attention_factor}; it must be positive, or be left out"

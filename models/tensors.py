@@ -202,7 +202,7 @@ def _attention(
         yield f"{section}.w_{name}", f"{section}.w_{name}", scaled("E", sizes)
         if config.qkv_bias:
             yield f"{section}.b_{name}", f"{section}.b_{name}", zeros
-    for name in ("q_norm", "k_norm") if config.qk_norm != "none" else ():
+    for name in ("q_norm", "k_norm") if config.qk_norm in ("head", "all") else ():
         yield f"{section}.{name}", f"{section}.{name}" + "_all" * (config.qk_norm == "all"), ones
     if config.sinks:
         yield f"{section}.sinks", f"{section}.sinks", zeros

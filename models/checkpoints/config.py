@@ -170,7 +170,9 @@ def _described(family: Family, json: Mapping[str, Any], doing: str) -> Described
     if faults:
         raise CheckpointError(doing, faults)
     values |= {name: function(values) for name, function in family.derived.items()}
-    values |= {"context_length": length, **read_window(family.window, json, values["layers"], faults)}
+    own = {} if family.agreement is None else {*family.agreement.keys}
+    others = {key: value for key, value in json.items() if key not in own}
+    values |= {"context_length": length, **read_window(family.window, others, values["layers"], faults)}
     if family.default_rope and not json.get("rope_scaling") and json.get("rope_parameters") is None:
         json = {**json, "rope_parameters": family.default_rope}
     json, local = read_local_rope(family, json, faults)
@@ -383,7 +385,9 @@ def _unknown_faults(family: Family, json: Mapping[str, Any]) -> Iterator[str]:
 
 def _inactive_faults(family: Family, json: Mapping[str, Any]) -> Iterator[str]:
     """Yield a fault for every entry that asks for a feature that these models lack."""
-    for key, values in {**INACTIVE, **_absent_biases(family), **STACKS[family.has_encoder], **family.inactive}.items():
+    own = () if family.agreement is None else family.agreement.keys
+    general = {key: values for key, values in INACTIVE.items() if key not in own}
+    for key, values in {**general, **_absent_biases(family), **STACKS[family.has_encoder], **family.inactive}.items():
         value = json.get(key, values[0])
         if value not in values and not (key == "quantization_config" and is_read_packed(value)):
             remedy = REMEDIES.get(key, f"which is not supported; {in_json(values[0])} is")

@@ -32,8 +32,8 @@ class Cache:
     rows have room for T tokens each. Heads come before tokens: in the other order, if a device has several heads, the
     compiler for TPUs copies every layer before it multiplies.
 
-    A sliding layer keeps the last tokens only, as many as its window: T is then the length of a ring, in which a token
-    at position p is at p modulo T.
+    A sliding layer keeps the last tokens only, as many as its window, and a chunked one as many as a chunk: T is then
+    the length of a ring, in which a token at position p is at p modulo T.
 
     Attributes:
         keys: rotated keys, one [N, B, K, T, D] for each block of the pattern.
@@ -63,7 +63,7 @@ class Cache:
 
     @property
     def room(self) -> int:
-        """T of the layers with the most tokens: a row's room, unless all layers are sliding."""
+        """T of the layers that keep most: the tokens that a row has room for, unless no layer keeps all."""
         return max(keys.shape[3] for keys in self.keys)
 
 
@@ -133,8 +133,8 @@ def abstract_cache(
         parts = math.prod(mesh.shape[axis] for axis in spec.axes_of("T"))
         shapes = []
         for place in range(config.pattern):
-            window = config.window_of(config.layer_kind(place)) if line == SELF else None
-            kept = length if window is None else min(length, -(-window // parts) * parts)
+            reach = config.reach_of(config.layer_kind(place)) if line == SELF else None
+            kept = length if reach is None else min(length, -(-reach // parts) * parts)
             shapes.append(tuple((sizes | {"T": kept})[dim] for dim in spec.dims))
             spec.check(shapes[-1], dict(mesh.shape))
 

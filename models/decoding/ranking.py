@@ -181,13 +181,13 @@ def _attention(
     kind = jax.numpy.dtype(kept_as)
     seconds = 0.0
     for number in range(config.layers):
-        window = config.window_of(config.layer_kind(number)) or room
-        seen = min(cached, window / over(cache.axes_of("T")))
+        reach = config.reach_of(config.layer_kind(number)) or room
+        seen = min(cached, reach / over(cache.axes_of("T")))
         each = 2 * config.head_size  # of a key and a value
         if config.latent is not None and length == 1:  # a prompt's keys and values are those of all heads
             each = 2 * sizes["Z"]
         arrays, size = (2 * kept, config.head_size) if config.latent is None else (1, sizes["Z"])
-        operations = 2 * rows * read * heads * (seen + min(length, window)) * each
+        operations = 2 * rows * read * heads * (seen + min(length, reach)) * each
         moved = arrays * rows * seen * (size * kind.itemsize + 4 * (kind == jax.numpy.int8))
         seconds += max(operations / chip.flops(str(dtype)), moved / chip.hbm_bandwidth)
     return seconds

@@ -20,7 +20,7 @@ from gspmd.planner.unknown import is_unknown
 from ..blocks import part
 from ..context import Context
 from ..placement import batch_spec, moved, tokens_spec
-from ..rotary import Angles, angles_at
+from ..rotary import Angles, angles_at, query_growth
 from ..transformer import Transformer, stream, with_arrays
 from .cache import CROSS, Cache, cache_spec, stacked
 from .serving import one_position
@@ -238,7 +238,8 @@ class Chunk:
         source_spec: spec of the cache of one layer of encoded sources.
         angles: `angles_at` the positions of the chunk's tokens, by the kind of a layer and the mesh axes that shard
             their B and L; empty unless queries and keys are rotated.
-        rings: for each block of the pattern, whether its cache is a ring, as that of a sliding layer is.
+        growth: the factors of queries at these positions, in layers whose queries grow; None if there are none.
+        rings: for each block of the pattern, whether its cache is a ring, as that of a sliding or chunked layer is.
         counts: [B] int32, number of real tokens of each row; None for all.
         fresh: whether the cache holds no tokens yet.
     """
@@ -247,6 +248,7 @@ class Chunk:
     spec: Spec
     source_spec: Spec
     angles: Mapping[tuple[str, tuple[tuple[str, ...], ...]], Angles]
+    growth: jax.Array | None
     rings: tuple[bool, ...]
     counts: jax.Array | None = None
     fresh: bool = False
@@ -266,13 +268,18 @@ class Chunk:
                 lengths_of = moved(totals, whole, of_rows) if totals is not None and rotary.by_length else None
                 wanted.append((rotary, axes))
                 made.append(angles_at(moved(positions, whole, of_rows), rotary, lengths_of))
+        growth = None
+        if any(map(config.grows, config.kinds)):
+            of_queries = Spec(whole.dims, layout.spec("attention.query").axes[:2])
+            growth = query_growth(moved(positions, whole, of_queries), config)
         # Without the barrier, the TPU compiler moves these few operations back into the loop over layers.
-        found = dict(zip(wanted, jax.lax.optimization_barrier(made)))
+        made, growth = jax.lax.optimization_barrier((made, growth))
+        found = dict(zip(wanted, made))
         rotated = [(kind, rotary) for kind in config.kinds if (rotary := config.rotary_of(kind)) is not None]
         angles = {(kind, axes): found[rotary, axes] for kind, rotary in rotated for axes in places}
         held = cache_spec(layout, latent=config.latent is not None)
-        rings = tuple(config.layer_kind(place) == "sliding" for place in range(config.pattern))
-        return cls(lengths, held, cache_spec(layout, CROSS), angles, rings)
+        rings = tuple(config.reach_of(config.layer_kind(place)) is not None for place in range(config.pattern))
+        return cls(lengths, held, cache_spec(layout, CROSS), angles, growth, rings)
 
 
 class LayerCache:
@@ -295,6 +302,11 @@ class LayerCache:
     def angles(self, spec: Spec, kind: str) -> Angles:
         """Return the angles of a layer of this kind at the chunk's positions, placed as B and L of `spec`."""
         return self.chunk.angles[kind, spec.axes[:2]]
+
+    def growth(self) -> jax.Array:
+        """Return the factors [B, L, 1, 1] of queries at the chunk's positions, placed as B and L of queries."""
+        assert self.chunk.growth is not None, "queries of this model do not grow"
+        return self.chunk.growth
 
     def attend(
         self, q: jax.Array, k: jax.Array, v: jax.Array, query_spec: Spec, key_spec: Spec, **options: Any
@@ -322,9 +334,11 @@ class LayerCache:
             k, v = moved(k, key_spec, beside), moved(v, key_spec, beside)
             return ops.attention(q, k, v, query_spec, beside, **options)
         cached_k, cached_v = self.held
+        room = cached_k.shape[self.chunk.spec.dims.index("T")]
         if "window" in options:  # a cache with room for a whole text may be shorter than a window
-            room = cached_k.shape[self.chunk.spec.dims.index("T")]
             options["window"] = min(options["window"], room + 1)
+        if options.get("chunk", 0) > room:  # or than a chunk, which then hides nothing
+            del options["chunk"]
         return ops.cached_attention(
             q, k, v, cached_k, cached_v, query_spec, key_spec, self.chunk.spec, lengths=self.chunk.lengths,
             **scales, **options,

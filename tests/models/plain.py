@@ -104,6 +104,11 @@ def _attention(config, w, y, heads, kind):
         q, k = ((_unit(config, wide) * scale[None, None]).reshape(t.shape) for t, wide, scale in over)
     if config.positions == "rotary" and kind != "unrotated":
         q, k = _rotate(config, q, kind), _rotate(config, k, kind)
+        if config.qk_norm == "rotated":
+            q, k = _unit(config, q), _unit(config, k)
+    if kind == "unrotated":
+        steps = jnp.floor((jnp.arange(q.shape[1]) + 1) / config.growth_interval)
+        q = q * (1 + config.query_growth * jnp.log(1 + steps))[None, :, None, None]
     heads.append((k, v))
     k, v = (jnp.repeat(t, config.heads // config.kv_heads, axis=2) for t in (k, v))
     scale = config.head_size**-0.5 if config.attention_scale is None else config.attention_scale
@@ -111,6 +116,9 @@ def _attention(config, w, y, heads, kind):
     seen = jnp.tri(q.shape[1], dtype=bool)
     if kind == "sliding":
         seen &= ~jnp.tri(q.shape[1], k=-config.sliding_window, dtype=bool)
+    if kind == "chunked":
+        of_chunk = jnp.arange(q.shape[1]) // config.attention_chunk
+        seen &= of_chunk[:, None] == of_chunk[None]
     scores = jnp.where(seen[None, None], scores, -jnp.inf)
     if config.sinks:
         sinks = jnp.broadcast_to(w["attention.sinks"][None, :, None, None], (*scores.shape[:3], 1))

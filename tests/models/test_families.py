@@ -42,6 +42,10 @@ FAMILIES = {
     "unrotated": {
         "layers": 2, "layer_kinds": ("unrotated", "full"), "sinks": True, "attention_scale": 0.4, "norms": "after",
     },
+    "llama4": {
+        "layers": 4, "layer_kinds": ("chunked", "chunked", "unrotated", "chunked"), "attention_chunk": 5, "kv_heads": 2,
+        "qk_norm": "rotated", "rotary_pairs": "neighbours", "query_growth": 0.6, "growth_interval": 3, "tied": False,
+    },
     "latent": {"head_size": 10, "latent": LatentConfig(rank=6, query_rank=5, rotary=4, values=7), "tied": False},
     "latent of keys": {"head_size": 8, "latent": LatentConfig(rank=12, rotary=2, values=9), "attention_scale": 0.5},
     "gpt2": {
@@ -55,6 +59,7 @@ FAMILIES = {
 CASES = [
     ("gpt-j", "weight-stationary-2d", "blocking", "explicit"),
     ("every bias", "megatron-1d", "blocking", "auto"),
+    ("llama4", "context-parallel", "looped", "explicit"),
 ]
 MORE = [
     ("gpt-neox", "weight-stationary-2d", "blocking", "explicit"),
@@ -77,6 +82,9 @@ MORE = [
     ("gemma3", "weight-stationary-2d", "blocking", "explicit"),
     ("gemma3", "context-parallel", "looped", "explicit"),
     ("unrotated", "zero-3", "blocking", "auto"),
+    ("llama4", "weight-stationary-2d", "blocking", "explicit"),
+    ("llama4", "context-parallel", "xla", "auto"),
+    ("llama4", "zero-3", "xla", "explicit"),
     ("clamped", "megatron-1d", "looped", "explicit"),
     ("plain silu", "weight-stationary-2d", "blocking", "explicit"),
 ]

@@ -12,7 +12,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from gspmd.ops._attention.online import Attended, attend, sink_gradient, sink_statistics, ungroup
-from gspmd.ops._attention.terms import Terms, biases, table_gradient
+from gspmd.ops._attention.terms import UNLIMITED, Limits, Terms, biases, table_gradient
 
 LARGEST = 2**25
 """The number of logits of one device above which attention runs in blocks: 128 MiB of float32."""
@@ -43,11 +43,11 @@ class Blocks:
         fitting = min(max(fitting // query_block, 1), rows)
         return cls(max(n for n in range(1, fitting + 1) if rows % n == 0), query_block, key_block)
 
-    def starts(self, rows: int, queries: int, keys: int, causal: bool, window: int | None = None) -> np.ndarray:
+    def starts(self, rows: int, queries: int, keys: int, causal: bool, limits: Limits = UNLIMITED) -> np.ndarray:
         """Return [n, 4] starts of blocks: row, query, key, and the first key that no earlier block has.
 
-        Keys come innermost. `causal` leaves out blocks whose keys all come after their queries; `window` also leaves
-        out those before the windows of all their queries. Queries that see nothing still have a block.
+        Keys come innermost. `causal` leaves out blocks whose keys all come after their queries; `limits`, too, those
+        before the window or the chunk of all their queries. But queries that see nothing have a block.
         """
         return np.array(
             [
@@ -55,7 +55,7 @@ class Blocks:
                 for row in range(0, rows, self.rows)
                 for query in np.arange(0, queries, self.queries)
                 for key in range(
-                    self.first_key(query, keys, window),
+                    self.first_key(query, keys, limits),
                     min(keys, int(query) + self.queries) if causal else keys,
                     self.keys,
                 )
@@ -63,11 +63,11 @@ class Blocks:
             np.int32,
         ).reshape(-1, 4)
 
-    def first_key(self, query: jax.Array | np.integer, keys: int, window: int | None) -> Any:
+    def first_key(self, query: jax.Array | np.integer, keys: int, limits: Limits) -> Any:
         """Return the start of the first block of keys of the block of queries that begins at `query`."""
-        if window is None:
+        if limits.reach is None:
             return 0
-        return ((query - window + 1) // self.keys).clip(0, (keys - 1) // self.keys) * self.keys
+        return (limits.first_place(query) // self.keys).clip(0, (keys - 1) // self.keys) * self.keys
 
 
 def _even(size: int, most: int, multiple: int) -> int:
@@ -87,12 +87,12 @@ class Form:
     def starts(self, q: jax.Array, k: jax.Array, terms: Terms) -> np.ndarray:
         """Return the starts of the blocks of queries [B, K, Q, L, D] and keys [B, T, K, D] that some query sees."""
         causal = self.causal and terms.ahead is None
-        return self.blocks.starts(q.shape[0], q.shape[3], k.shape[1], causal, self.window(terms))
+        return self.blocks.starts(q.shape[0], q.shape[3], k.shape[1], causal, self.limits(terms))
 
-    def window(self, terms: Terms) -> int | None:
-        """Return the window by which blocks are left out; None if places in the array do not decide that."""
+    def limits(self, terms: Terms) -> Limits:
+        """Return the limits by which blocks are left out; none if places in the array do not say which."""
         # Positions of causal attention differ by at least as much as places in the array, in zigzag order too.
-        return terms.limits.window if self.causal and terms.ahead is None else None
+        return terms.limits if self.causal and terms.ahead is None else UNLIMITED
 
 
 def attended(form: Form, q, k, v, terms: Terms, dtype, scales=(), sinks=None) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -107,12 +107,12 @@ def attended(form: Form, q, k, v, terms: Terms, dtype, scales=(), sinks=None) ->
         scales: the scales of keys and of values, [B, T, K], or empty.
         sinks: [H], one more logit for each head, without a value; None for none.
     """
-    blocks, shape, window = form.blocks, q.shape, form.window(terms)
+    blocks, shape, limits = form.blocks, q.shape, form.limits(terms)
     block = (blocks.rows, *shape[1:3], blocks.queries)
 
     def step(carry, at):
         state, out, top, total = carry
-        first = at[3] == blocks.first_key(at[1], k.shape[1], window)
+        first = at[3] == blocks.first_key(at[1], k.shape[1], limits)
         state = Attended(*(jnp.where(first, start, x) for start, x in zip(nothing, state)))
         q_block, k_block, v_block, *of_scales = _cut(form, at, q, k, v, *scales)
         part = _terms(form, at, terms)

@@ -54,6 +54,7 @@ def cached_attention(
     bias_spec: str | Spec | None = None,
     buckets: Buckets | None = None,
     window: int | None = None,
+    chunk: int | None = None,
     softcap: float | None = None,
     sinks: jax.Array | None = None,
     sinks_spec: str | Spec | None = None,
@@ -90,6 +91,8 @@ def cached_attention(
         window: the number of keys that a query sees, itself included, as in `attention`. The cache is then a ring: the
             key at position p is in slot p mod T, as `write_cache(..., ring=True)` writes it, and `lengths` may exceed
             T, which is at least window - 1. A cache with room for all positions is the same with and without a ring.
+        chunk: the number of tokens of a chunk, to which a query's keys belong, as in `attention`. The cache is then a
+            ring, as with a window, of chunk - 1 slots or more.
         softcap: a cap of the logits, as in `attention`.
         sinks, sinks_spec: one more logit for each head, without a value, as in `attention`.
         slopes, slopes_spec: those of ALiBi, as in `attention`, with the positions of `bias`, also in a ring.
@@ -98,8 +101,8 @@ def cached_attention(
         [B, L, H, D] in q's dtype; logits and softmax are float32. A query of a row without any key gets 0.
 
     Raises:
-        SpecError: a spec does not fit its array or the mesh, the shapes do not agree, the cache is shorter than the
-            window needs, or there is a window and no new key.
+        SpecError: a spec does not fit its array or the mesh, the shapes do not agree, the cache is shorter than window
+            or chunk need, both are given, or there is one of them and no new key.
         PlanError: D is sharded; or the result is differentiated, which only lowering "xla" can do.
 
     Example:
@@ -139,12 +142,12 @@ def cached_attention(
     table, of_table, buckets = read_bias(doing, bias, bias_spec, buckets, query, q.shape[2], ctx) or (None, None, None)
     sinks, of_sinks = read_of_heads(doing, "sinks", sinks, sinks_spec, query, q.shape[2], ctx) or (None, None)
     slopes, of_slopes = read_slopes(doing, slopes, slopes_spec, query, q.shape[2], ctx) or (None, None)
-    limits = read_limits(doing, bool(new), window, softcap)
-    if limits.window is not None and cache[0].shape[order[1]] < limits.window - 1:
+    limits = read_limits(doing, bool(new), window, softcap, chunk)
+    if limits.reach is not None and cache[0].shape[order[1]] < limits.reach - 1:
         fact = (
-            f"the cache has room for {cache[0].shape[order[1]]} keys, and queries see {limits.window - 1} before them."
+            f"the cache has room for {cache[0].shape[order[1]]} keys, and queries see {limits.reach - 1} before them."
         )
-        remedy = f"Give it {limits.window - 1} slots or more."
+        remedy = f"Give it {limits.reach - 1} slots or more."
         raise report(SpecError, doing, [fault(held, held.dims[order[1]], fact, remedy)]) from None
     scales_order = [held.without(held.dims[order[3]]).dims.index(held.dims[at]) for at in order[:3]]
     # Nothing is copied in memory: products read their operands in any order.
@@ -226,17 +229,32 @@ class _CachedAttention:
         """
         k, v, *scales = cache
         slots, limits, ended = positions(k.shape[1], first), self.extras.limits, lengths[:, None]
-        if limits.window is None:
+        if limits.reach is None:
             keys, held = slots, slots < ended
         else:  # a slot of a ring has the last token that was written there, of this round or of the one before
             next_slot = ended % max(total, 1)
             keys = ended - next_slot + slots - jnp.where(slots < next_slot, 0, total)
             held = keys >= 0
         extras = self.extras
-        if q.shape[1] == 1 and limits.window is not None:  # then the window is as simple as a mask of keys
-            held, extras = held & (keys > queries - limits.window), replace(extras, limits=replace(limits, window=None))
+        if q.shape[1] == 1 and limits.reach is not None:  # then the window is as simple as a mask of keys
+            held, extras = held & (keys >= limits.first(queries)), replace(extras, limits=limits.without_reach)
         terms = extras.terms(given._replace(mask=held), queries, keys, None)
         return local_attended(q, k, v, terms, False, self.scale_of(q), *scales, shards=shards)
+
+    def terms_of_new(self, given: Given, lengths, queries, keys, ahead: jax.Array | None) -> Terms:
+        """Return the terms of the new tokens' keys.
+
+        Args:
+            given: which new keys count, and the operands of each head.
+            lengths: [B], the number of tokens of each row before the new ones.
+            queries, keys: [1, L], the places of queries and keys among the new tokens.
+            ahead: the place of the first query minus that of the first key; None for 0.
+        """
+        extras = self.extras
+        if extras.limits.chunk is not None:  # where chunks begin depends on the positions in the whole row
+            queries, keys = (lengths[:, None] + x for x in (queries, keys))
+            extras = replace(extras, limits=replace(extras.limits, displaced=True))
+        return extras.terms(given, queries, keys, ahead)
 
     def attend_new(self, q, k, v, terms: Terms, shards: Shards | None = None) -> Attended:
         """Attend to the new tokens' keys, or a part of them, up to each query.
@@ -246,7 +264,8 @@ class _CachedAttention:
             terms: which new keys count, the position of the first query minus that of the first new key, and a bias.
             shards: the shards of the new keys, for arrays of all devices; None for the pieces of one device.
         """
-        if shards is None and terms.is_plain and terms.ahead is None and splash.fits(q, k, v):
+        in_place = terms.ahead is None and not terms.limits.displaced
+        if shards is None and terms.is_plain and in_place and splash.fits(q, k, v):
             form = splash.Form(self.scale_of(q), self.extras.limits)
             out, normaliser = splash.attended(form, q, k, v, None, None)
             return Attended(normaliser, jnp.ones_like(normaliser), out.astype(jnp.float32))
@@ -351,9 +370,8 @@ def _value(form: _CachedAttention, shapes: _Shapes, ctx: Context):
             ahead = first - first_new if at.query.axes[1] or at.key.axes[1] else None
             # replicated on every part, each new key counts once
             counted = jnp.broadcast_to(part == 0, new[0].shape[:2]) if parts and not at.key.axes[1] else None
-            terms = form.extras.terms(
-                of_heads._replace(mask=counted), queries, positions(new[0].shape[1], first_new), ahead
-            )
+            keys, counting = positions(new[0].shape[1], first_new), of_heads._replace(mask=counted)
+            terms = form.terms_of_new(counting, lengths, queries, keys, ahead)
             found = found.merge(form.attend_new(q, *new, terms))
         found = found.with_sinks(of_heads.sinks, part == 0)
         if in_parts:
@@ -418,7 +436,7 @@ def _whole(form: _CachedAttention, at: CachePlacement, mesh: Mapping[str, int], 
     found = form.attend_cached(q, cache, of_heads, lengths, lengths[:, None] + queries, 0, total, shards(at.cache))
     if form.has_new:
         k, v = (placed(given[name], at.key) for name in ("key", "value"))
-        terms = form.extras.terms(of_heads, queries, positions(k.shape[1]), None)
+        terms = form.terms_of_new(of_heads, lengths, queries, positions(k.shape[1]), None)
         found = found.merge(form.attend_new(q, k, v, terms, shards(at.key)))
     found = found.with_sinks(of_heads.sinks)
     # the result is constrained too: jax 0.10.2 miscompiles it if it is moved right after the product

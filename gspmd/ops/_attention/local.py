@@ -31,8 +31,8 @@ def local_attention(
 
     If a device has more than 2**25 logits, they are never in memory at once. A GPU then runs cuDNN's fused attention,
     if it takes the arrays: float16 or bfloat16, a head size that 8 divides, up to 128, no mask except `causal`, no
-    window, soft cap, bias or sinks. Everything else attends in blocks, including TPUs if their own kernels, which are
-    tried first, do not fit.
+    window, chunk, soft cap, bias or sinks. Everything else attends in blocks, including TPUs if their own kernels,
+    which are tried first, do not fit.
 
     Args:
         q, k, v: arrays of one device, or of all devices for the compiler to partition.
@@ -95,7 +95,7 @@ def local_attended(
     """
     blocks = _blocks(q, k.shape[1], shards, terms)
     if q.shape[1] == 1 < k.shape[1] and not causal and in_force.is_tpu():
-        simple = terms.segments is None and terms.limits.window is None and not terms.adds
+        simple = terms.segments is None and terms.limits.reach is None and not terms.adds
         if shards == ALONE and blocks is None and simple and suits(q.shape[2], k.shape[2], bool(scales)):
             return attend_together(q, k, v, terms.seen, scale, *scales, limits=terms.limits)
         if q.shape[2] == k.shape[2]:

@@ -7,6 +7,7 @@ from .gemma import GEMMA, GEMMA_2, GEMMA_3, GEMMA_3_IMAGES
 from .glm import GLM, GLM_4
 from .gpt import GPT_2, GPT_OSS
 from .layer_norms import FALCON, GPT_NEOX, STABLELM, STARCODER2
+from .llama4 import LLAMA_4, LLAMA_4_IMAGES
 from .mixtures import DOTS, GLM4_MOE, GRANITE_MOE, MIXTRAL, QWEN2_MOE, QWEN3_MOE
 from .olmo import OLMO_2, OLMO_3, OLMOE
 from .parallel import COHERE, GPTJ, PHI
@@ -17,9 +18,10 @@ from .unrotated import COHERE_2, SMOLLM_3
 FAMILIES = (
     *(LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA, GEMMA_2, GEMMA_3, OLMO_2, OLMO_3, SMOLLM_3, PHI3, GRANITE, GLM, GLM_4),
     *(MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, GRANITE_MOE, GPT_OSS, DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE, DOTS),
+    LLAMA_4,
     *(GPT_2, GPTJ, PHI, COHERE, COHERE_2, STARCODER2, STABLELM, GPT_NEOX, FALCON),
     *(M2M_100, NLLB_MOE, T5, SWITCH),
-    GEMMA_3_IMAGES,
+    *(GEMMA_3_IMAGES, LLAMA_4_IMAGES),
 )
 
 __all__ = ["FAMILIES", "Agreement", "Family", "Option", "Stored"]

@@ -69,6 +69,15 @@ _YARN = {
     "mscale_all_dim": 1.0,
     "original_max_position_embeddings": 16,
 }
+_LLAMA_4 = _HEADS | {
+    "num_hidden_layers": 4,
+    "intermediate_size": 16,
+    "intermediate_size_mlp": 40,
+    "num_local_experts": 5,
+    "attention_chunk_size": 3,
+    "floor_scale": 4,
+    "attn_scale": 0.5,
+}
 
 #: Name to the prefix of its classes in transformers, and the arguments of its config.
 CASES = {
@@ -101,6 +110,14 @@ CASES = {
                 "full_attention": _YARN,
             }
         },
+    ),
+    "llama4": ("Llama4", _LLAMA_4 | {"interleave_moe_layer_step": 2, "rope_parameters": _SCALED}),
+    "llama4-sparse": ("Llama4", _LLAMA_4 | {"no_rope_layers": [0, 1, 1, 0], "tie_word_embeddings": True}),
+    "llama4-biases": (
+        "Llama4",
+        _LLAMA_4
+        | {"attention_bias": True, "use_qk_norm": False, "moe_layers": [0, 2], "attn_temperature_tuning": False}
+        | {"layer_types": ["full_attention", "chunked_attention"] * 2, "no_rope_layers": [1, 1, 0, 1]},
     ),
     "smollm3": ("SmolLM3", _WIDE | {"num_hidden_layers": 4, "pad_token_id": 0}),
     "olmoe": ("Olmoe", _WIDE | {"num_experts": 5, "num_experts_per_tok": 3, "intermediate_size": 16}),
@@ -256,6 +273,7 @@ FIRST = {
     "olmo2": "megatron-1d",
     "olmo3": "replicated",
     "smollm3": "replicated",
+    "llama4": "weight-stationary-2d",
     "olmoe": "replicated",
     "cohere2": "replicated",
     "gpt2": "megatron-1d",

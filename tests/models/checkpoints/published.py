@@ -50,6 +50,64 @@ _NEOX = {
 }
 _FALCON = {"architectures": ["FalconForCausalLM"], "num_hidden_layers": 32, "vocab_size": 65024}
 
+_LLAMA_4 = {
+    "architectures": ["Llama4ForConditionalGeneration"],
+    "boi_token_index": 200080,
+    "eoi_token_index": 200081,
+    "image_token_index": 200092,
+    "model_type": "llama4",
+    "torch_dtype": "bfloat16",
+    "vision_config": {"hidden_size": 1408, "model_type": "llama4_vision_model"},
+}
+_LLAMA_4_TEXT = {
+    "_attn_implementation_autoset": True,
+    "attention_bias": False,
+    "attention_chunk_size": 8192,
+    "attention_dropout": 0.0,
+    "bos_token_id": 200000,
+    "eos_token_id": [200001, 200007, 200008],
+    "for_llm_compressor": False,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 5120,
+    "initializer_range": 0.02,
+    "intermediate_size": 8192,
+    "intermediate_size_mlp": 16384,
+    "model_type": "llama4_text",
+    "num_attention_heads": 40,
+    "num_experts_per_tok": 1,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 8,
+    "output_router_logits": False,
+    "pad_token_id": 200018,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "router_aux_loss_coef": 0.001,
+    "router_jitter_noise": 0.0,
+    "use_cache": True,
+    "vocab_size": 202048,
+}
+_SCOUT = {
+    "interleave_moe_layer_step": 1,
+    "max_position_embeddings": 10485760,
+    "num_local_experts": 16,
+    "rope_scaling": {
+        "factor": 16.0,
+        "high_freq_factor": 1.0,
+        "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "use_qk_norm": True,
+}
+_MAVERICK = {
+    "interleave_moe_layer_step": 2,
+    "max_position_embeddings": 1048576,
+    "num_local_experts": 128,
+    "rope_scaling": None,
+    "use_qk_norm": False,
+}
+
 #: Name to the entries of config.json, and the number of parameters.
 PUBLISHED = {
     "Llama-2-7b": (_of("Llama", 4096, 11008, 32, 32, 32, 32000, rms_norm_eps=1e-5), 6_738_415_616),
@@ -441,6 +499,15 @@ PUBLISHED = {
             "vision_config": {"hidden_size": 1152, "model_type": "siglip_vision_model"},
         },
         3_880_263_168,
+    ),
+    "Llama-4-Scout-17B-16E, with images": (_LLAMA_4 | {"text_config": _LLAMA_4_TEXT | _SCOUT}, 107_769_861_120),
+    "Llama-4-Maverick-17B-128E, with images": (
+        _LLAMA_4 | {"text_config": _LLAMA_4_TEXT | _MAVERICK},
+        400_711_848_960,
+    ),
+    "Llama-4-Maverick-17B-128E": (
+        _LLAMA_4_TEXT | _MAVERICK | {"architectures": ["Llama4ForCausalLM"]},
+        400_711_848_960,
     ),
     "Gemma-2b": (_of("Gemma", 2048, 16384, 18, 8, 1, 256000, hidden_act="gelu"), 2_506_172_416),
     "Command-R": (_of("Cohere", 8192, 22528, 40, 64, 64, 256000, rope_theta=8000000.0), 34_980_831_232),

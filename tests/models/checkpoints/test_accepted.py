@@ -22,6 +22,9 @@ FURTHER = {
     "dots.llm1": {"moe_layer_freq": 1, "scoring_func": "noaux_tc", "topk_method": "noaux_tc"},
     "Mistral-7B": {"attention_bias": False, "mlp_bias": False},
     "SmolLM3-3B": {"use_sliding_window": False, "sliding_window": 4096},
+    "Llama-4-Maverick-17B-128E": {"no_rope_layers": [], "attn_temperature_tuning": 4, "floor_scale": 8192,
+                                  "attn_scale": 0.1, "moe_layers": [*range(1, 48, 2)], "no_rope_layer_interval": 4,
+                                  "layer_types": [*["chunked_attention"] * 3, "full_attention"] * 12},
 }  # fmt: skip
 
 
@@ -45,6 +48,27 @@ def test_entries_of_published_files_change_nothing(name, tmp_path):
             {"quantization_config": {"quant_method": "gptq"}},
             "quantized in a form that is not",
         ),
+        ("Llama-4-Maverick-17B-128E", {"num_experts_per_tok": 2}, "num_experts_per_tok is 2, which is not supported"),
+        (
+            "Llama-4-Maverick-17B-128E",
+            {"moe_layers": [0, 1, 5]},
+            "moe_layers is [0, 1, 5]; of 48 layers every nth must have experts",
+        ),
+        ("Llama-4-Maverick-17B-128E", {"interleave_moe_layer_step": 5}, "of 48 layers every nth must have experts"),
+        ("Llama-4-Maverick-17B-128E", {"sliding_window": 64}, "sliding_window is 64, which models of this family"),
+        ("Llama-4-Maverick-17B-128E", {"attention_chunk_size": 0}, "attention_chunk_size is 0; it must be a whole"),
+        (
+            "Llama-4-Maverick-17B-128E",
+            {"layer_types": ["chunked_attention"] * 48},
+            "layer 3 is chunked_attention (layer_types), and not rotated (no_rope_layers); only layers with full",
+        ),
+        (
+            "Llama-4-Maverick-17B-128E",
+            {"layer_types": ["chunked_attention"] * 48, "no_rope_layers": [1] * 48, "attention_chunk_size": None},
+            "layer_types has 'chunked_attention', and attention_chunk_size is null",
+        ),
+        ("Llama-4-Maverick-17B-128E", {"floor_scale": 0}, "floor_scale is 0; it must be a whole number of tokens"),
+        ("Llama-4-Maverick-17B-128E", {"attn_scale": -1}, "attn_scale is -1; it must be a number that is not negative"),
         ("Qwen1.5-MoE-A2.7B", {"use_sliding_window": True, "max_window_layers": "x"}, "max_window_layers is 'x'"),
     ],
 )

@@ -27,8 +27,16 @@ ADDED: dict[str, list[Any]] = {
     "use_bidirectional_attention": [True, False],
     "sliding_window": [None, 4, 7, 64],
     "use_sliding_window": [True, False],
-    "layer_types": [["full_attention"] * 2, ["sliding_attention"] * 2, ["full_attention", "sliding_attention"]],
+    "layer_types": [
+        *(["full_attention"] * 2, ["sliding_attention"] * 2, ["full_attention", "sliding_attention"]),
+        *(["full_attention"] * 4, ["chunked_attention"] * 3 + ["full_attention"]),
+        *(["chunked_attention"] * 4, ["chunked_attention", "full_attention"] * 2),
+    ],
     "max_window_layers": [0, 28],
+    "attention_chunk_size": [None, 2, 4, 64],
+    "no_rope_layers": [[1, 1, 1, 1], [0, 0, 0, 0], [1, 0, 0, 1]],
+    "moe_layers": [[0, 2], [3], [0], [0, 1, 2, 3], [3, 1], [1, 2]],
+    "interleave_moe_layer_step": [1, 4],
     "rope_theta": [200.0, "1", 0],
     "rope_scaling": [
         {"rope_type": "yarn", "factor": 4.0},
