@@ -146,8 +146,10 @@ _ALL = (
     _parameter("attention.k_norm_all", "KD", "Scale of the norm of all heads' keys together.", default="attention.key"),
     _parameter("attention.w_q_down", "EU", "Projection to the latent of queries.", default="attention.w_q"),
     _activation("attention.latent_query", "BLU", "The latent of queries.", default="attention.query", local="U"),
+    _parameter("attention.b_q_down", "U", "Scales of an int8 w_q_down.", default="attention.latent_query"),
     _parameter("attention.q_latent_norm", "U", "Scale of its norm.", default="attention.latent_query"),
     _parameter("attention.w_q_up", "UHD", "Query projection of this latent.", default="attention.w_q"),
+    _parameter("attention.b_q_up", "HD", "Scales of an int8 w_q_up.", default="attention.query"),
     _parameter("attention.w_k_down", "EZ", "Projection to latent and rotated key.", default="attention.w_k"),
     _activation(
         "attention.latent",
@@ -156,9 +158,12 @@ _ALL = (
         default="attention.key",
         local="Z",
     ),
+    _parameter("attention.b_k_down", "Z", "Scales of an int8 w_k_down.", default="attention.latent"),
     _parameter("attention.latent_norm", "Z", "Scale of the latent's norm.", default="attention.latent"),
     _parameter("attention.w_k_up", "ZHD", "Keys of the latent.", default="attention.w_q"),
+    _parameter("attention.b_k_up", "HD", "Scales of an int8 w_k_up.", default="attention.query"),
     _parameter("attention.w_v_up", "ZHD", "Values of the latent.", default="attention.w_k_up"),
+    _parameter("attention.b_v_up", "HD", "Scales of an int8 w_v_up.", default="attention.query"),
     _activation(
         "attention.absorbed",
         "BLHZ",
