@@ -42,7 +42,7 @@ class LatentAttention(Attention):
         q, turned = self.turned(q, latent[:, :, None, rank:], context, past)
         latent = jnp.concatenate([normed, turned[:, :, 0]], axis=-1)
         if past is not None:
-            latent = past.keep(latent)
+            latent = past.keep(latent, rank)
         if past is not None and not past.fresh:
             mixed = self.absorbed(q, latent, context, past)
         else:
@@ -138,9 +138,9 @@ class LatentAttention(Attention):
         there = jnp.concatenate([there, q[..., first:]], axis=-1)
         query = self.at.spec("absorbed").rename({"Z": "D"})
         key = self.at.spec("key")
-        mixed = past.attend_latents(there, latent, query, key.with_axes(key.dims[2], ()), **self.scores(context))
+        mixed = past.attend_latents(there, latent, rank, query, key.with_axes(key.dims[2], ()), **self.scores(context))
         # [B, L, H, Z] -> [B, L, H, D]
-        values = self.at.einsum("absorbed, w_v_up -> query", mixed[..., :rank], self.matrix("w_v_up"))
+        values = self.at.einsum("absorbed, w_v_up -> query", mixed, self.matrix("w_v_up"))
         return self.scaled("query", values, "v_up")
 
     def scores(self, context: Context) -> dict[str, Any]:
