@@ -46,14 +46,19 @@ class Past(Protocol):
     def fresh(self) -> bool:
         """Whether no token is cached, so that the new ones attend only to one another."""
 
-    def keep(self, latent: jax.Array) -> jax.Array:
-        """Store the latents [B, L, Z] of the new tokens, and return them as they are kept."""
+    def keep(self, latent: jax.Array, rank: int) -> jax.Array:
+        """Store latents and rotated keys [B, L, Z] of the new tokens, and return them as they are kept.
 
-    def attend_latents(self, q: jax.Array, latent: jax.Array, query_spec: Spec, key_spec: Spec, **options: Any):
+        The first `rank` numbers are the latent.
+        """
+
+    def attend_latents(
+        self, q: jax.Array, latent: jax.Array, rank: int, query_spec: Spec, key_spec: Spec, **options: Any
+    ) -> jax.Array:
         """Attend with queries [B, L, H, Z] to the cached latents and to those of the new tokens [B, L, Z].
 
         Returns:
-            [B, L, H, Z], the mixed latents with their rotated keys. The options are those of `attend`.
+            [B, L, H, Z], the mixed latents, of `rank` numbers. The options are those of `attend`.
         """
 
     def attend_source(self, q: jax.Array, query_spec: Spec, key_spec: Spec, **options: Any) -> jax.Array:

@@ -586,13 +586,9 @@ def _latent_faults(config: ModelConfig):
         yield f"kv_heads is {config.kv_heads}, and latent attention has keys for each of {config.heads} heads; set both"
     unread = {"qkv_bias": False, "out_bias": False, "qk_norm": "none", "rotary_size": 0, "sinks": False,
               "sliding_window": None, "attention_chunk": None, "layer_kinds": (), "positions": "rotary",
-              "block": "serial", "int8": False, "encoder_layers": 0}  # fmt: skip
+              "block": "serial", "encoder_layers": 0}  # fmt: skip
     for name, only in unread.items():
-        if getattr(config, name) == only:
-            continue
-        if name == "int8":
-            yield "int8 weights have no form for latent attention; leave them in bfloat16 (an int8 cache is possible)"
-        else:
+        if getattr(config, name) != only:
             yield f"{name} is {getattr(config, name)!r}, which latent attention does not have; leave it out"
 
 

@@ -30,7 +30,9 @@ _OTHER_SIZES = {
     **{key: {"F": "dense"} for key in OF_DENSE},
     "attention.latent_norm": {"Z": "rank"},
     "attention.w_k_up": {"Z": "rank", "D": "keys"},
+    "attention.b_k_up": {"D": "keys"},
     "attention.w_v_up": {"Z": "rank", "D": "values"},
+    "attention.b_v_up": {"D": "values"},
     "attention.w_o": {"D": "values"},
 }
 

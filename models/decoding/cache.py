@@ -40,7 +40,8 @@ class Cache:
         values: values, with the same shapes; None for latent attention, whose keys [N, B, 1, T, Z] are the latents and
             rotated keys of all heads.
         key_scales: scales of an int8 cache, one float32 [N, B, K, T] for each block of the pattern; otherwise None.
-        value_scales: scales of the values, likewise.
+        value_scales: scales of the values, likewise; in latent attention those of the rotated keys, and `key_scales`
+            are of the latents.
         lengths: [B] int32, the number of each row's tokens that are in the cache.
         source: a cache of the keys and values of each row's encoded source, one for each block of the decoder, for its
             cross-attention; None for a decoder-only model.
@@ -147,7 +148,7 @@ def abstract_cache(
         scaled = tensors(spec.without("D"), jnp.float32) if int8 else None
         lengths: Any = abstract_whole(mesh, (batch,), jnp.int32)
         if config.latent is not None:
-            return Cache(held, None, scaled, None, lengths)
+            return Cache(held, None, scaled, scaled, lengths)
         return Cache(held, held, scaled, scaled, lengths)
 
     totals: Any = abstract_whole(mesh, (batch,), jnp.int32) if config.by_length else None

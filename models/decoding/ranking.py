@@ -188,7 +188,8 @@ def _attention(
             each = 2 * sizes["Z"]
         arrays, size = (2 * kept, config.head_size) if config.latent is None else (1, sizes["Z"])
         operations = 2 * rows * read * heads * (seen + min(length, reach)) * each
-        moved = arrays * rows * seen * (size * kind.itemsize + 4 * (kind == jax.numpy.int8))
+        scales = 4 if config.latent is None else 8  # a latent and its rotated key have one each
+        moved = arrays * rows * seen * (size * kind.itemsize + scales * (kind == jax.numpy.int8))
         seconds += max(operations / chip.flops(str(dtype)), moved / chip.hbm_bandwidth)
     return seconds
 

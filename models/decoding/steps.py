@@ -349,26 +349,31 @@ class LayerCache:
         """Whether no token is cached, so that the new ones attend only to one another."""
         return self.chunk.fresh
 
-    def keep(self, latent: jax.Array) -> jax.Array:
-        """Store the latents [B, L, Z] of the new tokens, and return them as they are kept, in their own dtype."""
+    def keep(self, latent: jax.Array, rank: int) -> jax.Array:
+        """Store the latents [B, L, Z] of the new tokens, and return them as they are kept, in their own dtype.
+
+        In an int8 cache the latent, of `rank` numbers, and the rotated key have a scale each: the latent is normalised,
+        the key is not, and numbers much smaller than the largest of their scale would be rounded to 0.
+        """
         each = latent[:, :, None]  # [B, L, 1, Z]
         if self.scales[0] is None:
             self.new = each.astype(self.held[0].dtype), None, None, None
             return self.new[0][:, :, 0].astype(latent.dtype)
-        whole, scales = ops.quantize_heads(each)
-        self.new = whole, None, scales, None
-        return (whole * scales[..., None])[:, :, 0].astype(latent.dtype)
+        (whole, scales), (rest, rest_scales) = map(ops.quantize_heads, (each[..., :rank], each[..., rank:]))
+        self.new = jnp.concatenate([whole, rest], axis=-1), None, scales, rest_scales
+        kept = jnp.concatenate([whole * scales[..., None], rest * rest_scales[..., None]], axis=-1)
+        return kept[:, :, 0].astype(latent.dtype)
 
     def attend_latents(
-        self, q: jax.Array, latent: jax.Array, query_spec: Spec, key_spec: Spec, **options: Any
+        self, q: jax.Array, latent: jax.Array, rank: int, query_spec: Spec, key_spec: Spec, **options: Any
     ) -> jax.Array:
         """Attend with queries [B, L, H, Z] to the cached latents and, causally, to those of the chunk [B, L, Z]."""
         if self.scales[0] is not None:
-            options |= {"key_scales": self.scales[0], "value_scales": self.scales[0]}
-        each = latent[:, :, None]
-        # A latent is the key and the value of all heads; it is read once.
+            options |= {"key_scales": self.scales[0], "value_scales": self.scales[0], "rest_scales": self.scales[1]}
+        each, held = latent[:, :, None], self.held[0]
+        # A latent with its rotated key is the key of all heads, and its first numbers are the value.
         return ops.cached_attention(
-            q, each, each, self.held[0], self.held[0], query_spec, key_spec, self.chunk.spec,
+            q, each, each[..., :rank], held, held[..., :rank], query_spec, key_spec, self.chunk.spec,
             lengths=self.chunk.lengths, **options,
         )  # fmt: skip
 

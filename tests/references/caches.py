@@ -11,8 +11,8 @@ MESHES = ({"x": 8, "y": 1, "z": 1}, {"x": 2, "y": 2, "z": 2}, {"x": 4, "y": 2, "
 
 
 def plain(q, k, v, cached_k, cached_v, lengths, scale=None):
-    """Attend in each row and head separately: softmax over its cached keys and over the new ones up to the query."""
-    out = np.zeros(q.shape)
+    """Every row and head by itself: softmax over its cached keys and over the new ones up to the query."""
+    out = np.zeros((*q.shape[:3], v.shape[3]))
     for b, i, h in np.ndindex(*q.shape[:3]):
         head = h * k.shape[2] // q.shape[2]
         keys = np.concatenate([cached_k[b, : lengths[b], head], k[b, : i + 1, head]]).astype(np.float64)
@@ -40,22 +40,35 @@ def stored(x, held):
 
 
 class Case:
-    """Arrays and specs; the cache is [B, T, K, D] for numpy, and among the operands in the order of its spec."""
+    """Arrays and specs; the cache is [B, T, K, D] for numpy, and among the operands in the order of its spec.
 
-    def __init__(self, rng, sizes, specs, int8=False):
+    With a `width`, values are the first numbers of the keys, and the keys' rest, which is larger, has its own scales.
+    """
+
+    def __init__(self, rng, sizes, specs, int8=False, width=None):
         b, n, t, h, k, d = (sizes[dim] for dim in "BLTHKD")
         draw = lambda *shape: rng.normal(size=shape).astype(np.float32)  # noqa: E731
         self.new = draw(b, n, h, d), draw(b, n, k, d), draw(b, n, k, d)
         self.cache = 3 * draw(b, t, k, d), draw(b, t, k, d)
+        if width:
+            larger = np.where(np.arange(d) < width, 1, 30).astype(np.float32)
+            self.new = self.new[0] / larger, self.new[1] * larger, (self.new[1] * larger)[..., :width]
+            self.cache = self.cache[0] * larger, (self.cache[0] * larger)[..., :width]
         self.lengths = rng.integers(0, t + 1, b).astype(np.int32)
         self.lengths[: min(b, 3)] = (0, t, min(1, t))[: min(b, 3)]
         self.query, self.key, self.held = specs
         self.specs, self.scales, cache = [self.query, *[self.key] * 2], {}, self.cache
         if int8:
-            (whole_k, k_scales), (whole_v, v_scales) = (map(np.asarray, quantize_heads(x)) for x in self.cache)
-            self.cache = whole_k * k_scales[..., None], whole_v * v_scales[..., None]
-            cache, spec = (whole_k, whole_v), gspmd.Spec.parse(self.held).without("D")
-            self.scales = {"key_scales": stored(k_scales, spec), "value_scales": stored(v_scales, spec)}
+            spec, parts = gspmd.Spec.parse(self.held).without("D"), [*self.cache]
+            if width:
+                parts = [self.cache[0][..., :width], self.cache[1], self.cache[0][..., width:]]
+            found = [[*map(np.asarray, quantize_heads(x))] for x in parts]
+            self.scales = {
+                name: stored(scales, spec)
+                for name, (_, scales) in zip(("key_scales", "value_scales", "rest_scales"), found)
+            }
+            whole, near = [x for x, _ in found], [x * scales[..., None] for x, scales in found]
+            cache, self.cache = ((np.concatenate([k, *rest], axis=-1), v) for k, v, *rest in (whole, near))
         self.operands = *self.new, *(stored(x, self.held) for x in cache)
         self.specs += [self.held] * 2
 

@@ -101,11 +101,11 @@ def attended(form: Form, q, k, v, terms: Terms, dtype, scales=(), sinks=None) ->
     Args:
         form: sizes of blocks, scale of the logits, and whether query i attends only to keys j ≤ i + terms.ahead.
         q: [B, K, Q, L, D]; L is a multiple of the blocks' length.
-        k, v: [B, T, K, D] of any dtype.
+        k, v: [B, T, K, D] of any dtype; the values' D, and that of the output, may differ.
         terms: which keys are seen, and biases.
         dtype: the dtype of the output.
-        scales: the scales of keys and of values, [B, T, K], or empty.
-        sinks: [H], one more logit for each head, without a value; None for none.
+        scales: the scales of keys and of values, and perhaps of the keys' rest, [B, T, K], as of `attend`; or empty.
+        sinks: [H], a logit more for each head, which has no value; None for none.
     """
     blocks, shape, limits = form.blocks, q.shape, form.limits(terms)
     block = (blocks.rows, *shape[1:3], blocks.queries)
@@ -125,8 +125,8 @@ def attended(form: Form, q, k, v, terms: Terms, dtype, scales=(), sinks=None) ->
         return (state, out, top, total), None
 
     begun = (jnp.full(block, -jnp.inf), jnp.zeros(block)) if sinks is None else _sinks(sinks, block)
-    nothing = Attended(*begun, jnp.zeros((*block, shape[4])))
-    results = jnp.zeros(shape, dtype), jnp.zeros(shape[:4]), jnp.zeros(shape[:4])
+    nothing = Attended(*begun, jnp.zeros((*block, v.shape[3])))
+    results = jnp.zeros((*shape[:4], v.shape[3]), dtype), jnp.zeros(shape[:4]), jnp.zeros(shape[:4])
     return jax.lax.scan(step, (nothing, *results), form.starts(q, k, terms))[0][1:]
 
 
@@ -173,7 +173,7 @@ def _forward(form: Form, kept, d_q, d_k, d_v, *learned):
     if d_sinks:
         of_sink, weight = (x.reshape(1, *q.shape[1:3], 1) for x in (*d_sinks, sinks))
         mean += of_sink * jnp.exp(weight - top) / total
-    (d_out, mean), _ = jax.lax.scan(step, (jnp.zeros(q.shape, jnp.float32), mean), starts)
+    (d_out, mean), _ = jax.lax.scan(step, (jnp.zeros(out.shape, jnp.float32), mean), starts)
     return (d_out - mean[..., None] * out.astype(jnp.float32)).astype(q.dtype)
 
 

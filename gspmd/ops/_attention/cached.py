@@ -50,6 +50,7 @@ def cached_attention(
     scale: float | None = None,
     key_scales: jax.Array | None = None,
     value_scales: jax.Array | None = None,
+    rest_scales: jax.Array | None = None,
     bias: jax.Array | None = None,
     bias_spec: str | Spec | None = None,
     buckets: Buckets | None = None,
@@ -74,7 +75,7 @@ def cached_attention(
     Args:
         q: [B, L, H, D] the new tokens' queries.
         k, v: [B, L, K, D] the new tokens' own keys and values; K divides H, and query head h attends to key head
-            h // (H/K). Both None for attention to the cache alone.
+            h // (H/K). Both None for attention to the cache alone. Values may have another D than keys.
         cached_k, cached_v: [B, K, T, D] finite numbers, in any order of dimensions; int8 if scales are given.
         query_spec: the spec of `q` and of the result, `"BLH_xyzD"`.
         key_spec: the spec of `k` and `v`, `"BLKD"`, in the order of `k`; without them only its letters count. D is
@@ -86,6 +87,8 @@ def cached_attention(
         scale: the factor of the logits; 1/sqrt(D) when None.
         key_scales, value_scales: [B, K, T] float32 scales of an int8 cache, ordered and placed like the cache; they
             scale logits and probabilities, and the cache is never widened in memory.
+        rest_scales: [B, K, T] likewise, of the keys' last numbers, beyond the width of the values, which `key_scales`
+            are then not of. So a latent, which is a key and a value, and a rotated key behind it have a scale each.
         bias, bias_spec, buckets: T5's relative position bias, as in `attention`. Query i and new key i of row b are at
             position lengths[b] + i, cached key t is at t.
         window: the number of keys that a query sees, itself included, as in `attention`. The cache is then a ring: the
@@ -98,7 +101,7 @@ def cached_attention(
         slopes, slopes_spec: those of ALiBi, as in `attention`, with the positions of `bias`, also in a ring.
 
     Returns:
-        [B, L, H, D] in q's dtype; logits and softmax are float32. A query of a row without any key gets 0.
+        [B, L, H, D] in q's dtype, with D of the values; logits and softmax are float32. A query of a row without any key gets 0.
 
     Raises:
         SpecError: a spec does not fit its array or the mesh, the shapes do not agree, the cache is shorter than window
@@ -129,16 +132,18 @@ def cached_attention(
     if (key_scales is None) != (value_scales is None):
         raise SpecError(f"{doing}: an int8 cache has key_scales and value_scales; one is missing.\n  Give both.")
     if key_scales is not None:
-        scales = (("key_scales", key_scales), ("value_scales", value_scales))
-        cache += [array(doing, name, x, "real numbers") for name, x in scales]
+        scales = (("key_scales", key_scales), ("value_scales", value_scales), ("rest_scales", rest_scales))
+        cache += [array(doing, name, x, "real numbers") for name, x in scales if x is not None]
+    elif rest_scales is not None:
+        raise SpecError(f"{doing}: there are rest_scales, and no key_scales.\n  Give all, or none.")
     query = read(doing, query_spec, q, ctx)
     if new:
         key = read(doing, key_spec, new[0], ctx)
     else:
         key = Spec.parse(key_spec)
         key = Spec(key.dims, ((),) * len(key.dims))
-    held, quantized = read(doing, cache_spec, cache[0], ctx), key_scales is not None
-    order = _check(doing, (query, key, held), quantized, q, new, *cache, lengths=lengths)
+    held = read(doing, cache_spec, cache[0], ctx)
+    order = _check(doing, (query, key, held), q, new, *cache, lengths=lengths)
     table, of_table, buckets = read_bias(doing, bias, bias_spec, buckets, query, q.shape[2], ctx) or (None, None, None)
     sinks, of_sinks = read_of_heads(doing, "sinks", sinks, sinks_spec, query, q.shape[2], ctx) or (None, None)
     slopes, of_slopes = read_slopes(doing, slopes, slopes_spec, query, q.shape[2], ctx) or (None, None)
@@ -155,7 +160,7 @@ def cached_attention(
     ordered = Spec(tuple(held.dims[at] for at in order), tuple(held.axes[at] for at in order))
     name = f"cached attention {query}, {held}"
     extras = Extras(bias=of_table, sinks=of_sinks, slopes=of_slopes, buckets=buckets, limits=limits)
-    form = _CachedAttention(query, key, ordered, scale, quantized, name, bool(new), extras)
+    form = _CachedAttention(query, key, ordered, scale, len(cache) - 2, name, bool(new), extras)
     operands = q, *new, *cache, *Given(bias=table, sinks=sinks, slopes=slopes).operands, lengths
     if ctx.compiler_chooses and not extras.keeps_partial_sums:
         at = placement(form.query, form.key, form.cache, q.shape, cache[0].shape[2], ctx.mesh)
@@ -167,7 +172,7 @@ def cached_attention(
 _Shapes = tuple[tuple[tuple[int, ...], int], ...]
 """The shape of every operand, and the bytes of an element."""
 
-_CACHED = ("cached keys", "cached values", "key scales", "value scales")
+_CACHED = ("cached keys", "cached values", "key scales", "value scales", "scales of the keys' rest")
 _COMBINED = ("maximum", "total", "result")
 _CALLED = {"key": "new keys", "value": "new values", "total": "denominator"}
 """The names that plans use for tensors with other names here."""
@@ -179,7 +184,8 @@ class _CachedAttention:
     key: Spec
     cache: Spec
     scale: float | None
-    quantized: bool
+    scales_given: int
+    """The number of arrays of scales: 0, 2 for int8, or 3 with those of the keys' rest."""
     name: str
     has_new: bool
     """Whether the new tokens have keys of their own."""
@@ -193,7 +199,7 @@ class _CachedAttention:
     def names(self) -> tuple[str, ...]:
         """The names of the operands, in order."""
         new = ("key", "value") * self.has_new
-        return ("query", *new, *_CACHED[: 4 if self.quantized else 2], *self.extras.of_heads, "lengths")
+        return ("query", *new, *_CACHED[: 2 + self.scales_given], *self.extras.of_heads, "lengths")
 
     @property
     def inputs(self) -> tuple[Spec, ...]:
@@ -203,7 +209,7 @@ class _CachedAttention:
             "value": self.key,
             "lengths": Spec(("B",), ((),)),
         }
-        of |= dict(zip(_CACHED, (self.cache, self.cache, self.scales, self.scales)))
+        of |= dict(zip(_CACHED, (self.cache, self.cache, *(self.scales,) * 3)))
         of |= {name: each.spec for name, each in self.extras.of_heads.items()}
         return tuple(of[name] for name in self.names)
 
@@ -267,8 +273,9 @@ class _CachedAttention:
         in_place = terms.ahead is None and not terms.limits.displaced
         if shards is None and terms.is_plain and in_place and splash.fits(q, k, v):
             form = splash.Form(self.scale_of(q), self.extras.limits)
-            out, normaliser = splash.attended(form, q, k, v, None, None)
-            return Attended(normaliser, jnp.ones_like(normaliser), out.astype(jnp.float32))
+            wide = jnp.pad(v, (*((0, 0),) * 3, (0, k.shape[3] - v.shape[3])))  # the kernel takes values as wide as keys
+            out, normaliser = splash.attended(form, q, k, wide, None, None)
+            return Attended(normaliser, jnp.ones_like(normaliser), out[..., : v.shape[3]].astype(jnp.float32))
         return local_attended(q, k, v, terms, True, self.scale_of(q), shards=shards or ALONE)
 
     def scale_of(self, q: jax.Array) -> float:
@@ -284,7 +291,7 @@ def _is_int(x: jax.Array) -> bool:
     return jnp.issubdtype(x.dtype, jnp.integer)
 
 
-def _check(doing: str, specs: tuple[Spec, ...], quantized: bool, q, new, *cache, lengths) -> tuple[int, ...]:
+def _check(doing: str, specs: tuple[Spec, ...], q, new, *cache, lengths) -> tuple[int, ...]:
     """Check that specs and shapes agree; return the dimensions of the cache with batch, length, heads and head size."""
     faults = [
         Fault(str(spec), 0, len(str(spec)), f"the {name} have four dimensions: batch, length, heads, head size.")
@@ -293,10 +300,14 @@ def _check(doing: str, specs: tuple[Spec, ...], quantized: bool, q, new, *cache,
     ]
     if faults:
         raise report(SpecError, doing, faults) from None
-    (query, key, held), (cached_k, cached_v, *scales), fact = specs, cache, _SCALED if quantized else _UNSCALED
+    (query, key, held), (cached_k, cached_v, *scales) = specs, cache
+    quantized = bool(scales)
+    fact = _SCALED if quantized else _UNSCALED
     batch, along, heads, size = order = by_position(doing, held, key)
     as_cached = jax.ShapeDtypeStruct((*q.shape[:2], cached_k.shape[heads], cached_k.shape[size]), q.dtype)
     k, v = new or (as_cached, as_cached)
+    widths = k.shape[3], v.shape[3] if new else cached_v.shape[size]
+    as_values = (*cached_k.shape[:size], widths[1], *cached_k.shape[size + 1 :])
     cached_heads = cached_k.shape[heads], cached_k.shape[size]
     there = (*cached_k.shape[:size], *cached_k.shape[size + 1 :])
     checks = (
@@ -305,10 +316,17 @@ def _check(doing: str, specs: tuple[Spec, ...], quantized: bool, q, new, *cache,
         (key, 1, k.shape[1] != q.shape[1], f"there are {q.shape[1]} queries in a row, and {k.shape[1]} keys."),
         (key, 3, k.shape[3] != q.shape[3], f"the queries' head size is {q.shape[3]}, the keys' {k.shape[3]}."),
         (query, 2, q.shape[2] % max(k.shape[2], 1), f"{k.shape[2]} key heads do not divide {q.shape[2]} heads."),
-        (key, 1, v.shape != k.shape, f"values have shape {v.shape}, keys {k.shape}."),
+        (key, 1, v.shape[:3] != k.shape[:3], f"values have shape {v.shape}, keys {k.shape}."),
+        (
+            key,
+            3,
+            not widths[1] or widths[1] > widths[0],
+            f"the values' head size is {widths[1]}, the keys' {widths[0]}.",
+        ),
+        (key, 3, len(scales) == 3 and widths[0] == widths[1], "values are as wide as keys, whose rest has no number."),
         (held, batch, (rows := cached_k.shape[batch]) != q.shape[0], f"batch {q.shape[0]} has a cache of {rows} rows."),
         (held, heads, cached_heads != k.shape[2:], f"cached heads are {cached_heads}, new {k.shape[2:]}."),
-        (held, along, cached_v.shape != cached_k.shape, f"values have shape {cached_v.shape}, keys {cached_k.shape}."),
+        (held, along, cached_v.shape != as_values, f"values have shape {cached_v.shape}, keys {cached_k.shape}."),
         *((held, along, x.shape != there, f"scales have shape {x.shape}, not {there}.") for x in scales),
         *((held, size, _is_int(x) != quantized, fact.format(x.dtype)) for x in (cached_k, cached_v)),
         (held, batch, lengths.shape != q.shape[:1], f"lengths have shape {lengths.shape}, not one number per row."),
@@ -405,15 +423,16 @@ def _moves(form: _CachedAttention, shapes: _Shapes, ctx: Context) -> dict[str, U
     per_query = at.query.without(at.query.dims[3])
     scales = at.cache.without(at.cache.dims[3])
     there = {"query": at.query, "key": at.key, "value": at.key, "lengths": Spec(("B",), (at.query.axes[0],))}
-    there |= dict(zip(_CACHED, (at.cache, at.cache, scales, scales)))
+    there |= dict(zip(_CACHED, (at.cache, at.cache, *(scales,) * 3)))
     there |= {name: by_heads(each.spec, at.query) for name, each in form.extras.of_heads.items()}
     queries, width = shapes[0]
+    values = *queries[:3], shapes[form.names.index("cached values")][0][3]
     rows, split = queries[:3], per_query.with_partial(parts)
     return {
         **{name: UnknownMove((src,), there[name], *of) for name, src, of in zip(form.names, form.inputs, shapes)},
         "maximum": UnknownMove((split,), per_query, rows, FLOAT32, "max"),
         "total": UnknownMove((split,), per_query, rows, FLOAT32),
-        "result": UnknownMove((at.query.with_partial(parts),), form.query, queries, width),
+        "result": UnknownMove((at.query.with_partial(parts),), form.query, values, width),
     }
 
 

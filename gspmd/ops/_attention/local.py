@@ -90,7 +90,7 @@ def local_attended(
 
     Args:
         q, k, v, terms, causal, scale: as in `local_attention`.
-        scales: the scales of int8 keys and values, [B, T, K], or empty.
+        scales: the scales of int8 keys and values, and perhaps of the keys' rest, [B, T, K], as of `attend`; or empty.
         shards: the shards of arrays of all devices.
     """
     blocks = _blocks(q, k.shape[1], shards, terms)
@@ -121,10 +121,9 @@ def _attended(q, k, v, terms: Terms, causal: bool, scale: float, *scales: jax.Ar
         rows, columns = (jax.lax.broadcasted_iota(jnp.int32, (1, 1, 1, q.shape[1], k.shape[1]), at) for at in (3, 4))
         past = rows + (0 if terms.ahead is None else terms.ahead) >= columns
         visible = past if visible is None else visible & past
-    key_scales, value_scales = scales or (None, None)
     bias, limits = terms.added(terms.chosen(), k.shape[2]), terms.limits
     grouped = group(q, k.shape[2])
-    return attend(grouped, k, v, visible, scale, key_scales, value_scales, bias=bias, limits=limits).by_query()
+    return attend(grouped, k, v, visible, scale, *scales, bias=bias, limits=limits).by_query()
 
 
 def local_gradients(
