@@ -311,6 +311,7 @@ def _family(json: Mapping[str, Any], doing: str) -> Family:
     if not (isinstance(named, list) and all(isinstance(name, str) for name in named)):
         raise CheckpointError(doing, [f"architectures is {in_json(named)}; it must be a list of names."])
     known = {family.architecture: family for family in FAMILIES}
+    known |= {alias: family for family in FAMILIES for alias in family.aliases}
     names = named or [family.architecture for family in FAMILIES if family.model_type == kind]
     family = next((known[name] for name in names if name in known), None)
     if not names and kind is None:

@@ -1,5 +1,6 @@
 """Tables of the families of public models whose checkpoints can be read and written."""
 
+from .alibi import BLOOM, MPT
 from .deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from .encoder_decoders import M2M_100, NLLB_MOE, SWITCH, T5
 from .family import Agreement, Family, Option, Stored
@@ -17,7 +18,7 @@ from .unrotated import COHERE_2, SMOLLM_3
 FAMILIES = (
     *(LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA, GEMMA_2, GEMMA_3, OLMO_2, OLMO_3, SMOLLM_3, PHI3, GRANITE, GLM, GLM_4),
     *(MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, GRANITE_MOE, GPT_OSS, DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE, DOTS),
-    *(GPT_2, GPTJ, PHI, COHERE, COHERE_2, STARCODER2, STABLELM, GPT_NEOX, FALCON),
+    *(GPT_2, GPTJ, PHI, COHERE, COHERE_2, STARCODER2, STABLELM, GPT_NEOX, FALCON, BLOOM, MPT),
     *(M2M_100, NLLB_MOE, T5, SWITCH),
     GEMMA_3_IMAGES,
 )

@@ -48,6 +48,9 @@ _GPTJ = {
     "eos_token_id": 2,
 }
 
+_BLOOM = {"vocab_size": 50, "hidden_size": 48, "n_layer": 2, "n_head": 12}
+_MPT = {"vocab_size": 50, "d_model": 48, "n_layers": 2, "n_heads": 12, "max_seq_len": 80}
+_CLIPPED = {"alibi_bias_max": 11, "clip_qkv": 0.75, "softmax_scale": 0.3}
 _GPT2 = {"vocab_size": 50, "n_embd": 48, "n_layer": 2, "n_head": 12, "n_inner": 40, "n_positions": 80}
 _GPT_OSS = _HEADS | {"sliding_window": 4, "num_local_experts": 5, "num_experts_per_tok": 3, "intermediate_size": 16}
 
@@ -153,6 +156,16 @@ CASES = {
         | {"tie_word_embeddings": False},
     ),
     "falcon-all-heads": ("Falcon", _FALCON | {"multi_query": False}),
+    "falcon-serial": ("Falcon", _FALCON | {"parallel_attn": False}),
+    "falcon-alibi": (
+        "Falcon",
+        _FALCON | {"alibi": True, "parallel_attn": False, "multi_query": False, "bias": True},
+    ),
+    "falcon-alibi-parallel": ("Falcon", _FALCON | {"alibi": True}),
+    "bloom": ("Bloom", _BLOOM),
+    "bloom-untied": ("Bloom", _BLOOM | {"tie_word_embeddings": False, "layer_norm_epsilon": 0.1}),
+    "mpt": ("Mpt", _MPT),
+    "mpt-clipped-untied": ("Mpt", _MPT | {"tie_word_embeddings": False, "attn_config": _CLIPPED}),
     "qwen2-moe": (
         "Qwen2Moe",
         _WIDE | {"moe_intermediate_size": 16, "shared_expert_intermediate_size": 24, "num_experts": 5},
@@ -275,6 +288,9 @@ FIRST = {
     "gpt-neox": "weight-stationary-2d",
     "falcon": "megatron-1d",
     "falcon-two-norms": "replicated",
+    "falcon-alibi": "replicated",
+    "bloom": "megatron-1d",
+    "mpt": "weight-stationary-2d",
     "glm4-moe": "replicated",
     "dots1": "replicated",
     "gptj": "replicated",

@@ -126,6 +126,48 @@ PUBLISHED = {
         | {"num_kv_heads": 8, "new_decoder_architecture": True},
         41_303_293_952,
     ),
+    "Falcon-RW-1B": (
+        _FALCON
+        | {"hidden_size": 2048, "num_attention_heads": 32, "num_hidden_layers": 24, "vocab_size": 50304}
+        | {"alibi": True, "bias": True, "multi_query": False, "parallel_attn": False, "model_type": "falcon"},
+        1_311_625_216,
+    ),
+    "BLOOM-560m": (
+        {
+            "architectures": ["BloomForCausalLM"],
+            "model_type": "bloom",
+            "n_embed": 1024,
+            "n_layer": 24,
+            "num_attention_heads": 16,
+            "vocab_size": 250880,
+            "seq_length": 2048,
+        },
+        559_214_592,
+    ),
+    "MPT-7B": (
+        {
+            "architectures": ["MPTForCausalLM"],
+            "model_type": "mpt",
+            "d_model": 4096,
+            "n_heads": 32,
+            "n_layers": 32,
+            "max_seq_len": 2048,
+            "vocab_size": 50432,
+            "attn_config": {
+                "alibi": True,
+                "alibi_bias_max": 8,
+                "attn_impl": "torch",
+                "attn_pdrop": 0,
+                "attn_type": "multihead_attention",
+                "attn_uses_sequence_id": False,
+                "clip_qkv": None,
+                "prefix_lm": False,
+                "qk_ln": False,
+                "softmax_scale": None,
+            },
+        },
+        6_649_286_656,
+    ),
     "GLM-4.5-Air": (
         _of(
             "Glm4Moe",
