@@ -43,12 +43,33 @@ class Blocks:
         fitting = min(max(fitting // query_block, 1), rows)
         return cls(max(n for n in range(1, fitting + 1) if rows % n == 0), query_block, key_block)
 
-    def starts(self, rows: int, queries: int, keys: int, causal: bool, window: int | None = None) -> np.ndarray:
+    def starts(
+        self,
+        rows: int,
+        queries: int,
+        keys: int,
+        causal: bool,
+        window: int | None = None,
+        ahead: jax.Array | None = None,
+    ) -> np.ndarray | jax.Array:
         """Return [n, 4] starts of blocks: row, query, key, and the first key that no earlier block has.
 
         Keys come innermost. `causal` leaves out blocks whose keys all come after their queries; `window`, too, those
         before the window of all their queries. But queries that see nothing have a block.
+
+        With a window and `ahead`, as of `Terms`, the places of the blocks are known when the program runs. Their number
+        is the most that a window touches.
         """
+        if ahead is not None and window is not None:
+            each = [
+                (row, query, number)
+                for row in range(0, rows, self.rows)
+                for query in range(0, queries, self.queries)
+                for number in range(self.in_reach(window))
+            ]
+            row, query, number = np.array(each, np.int32).reshape(-1, 3).T
+            key = self.first_key(query, keys, window, ahead) + number * self.keys
+            return jnp.stack([row, query, jnp.minimum(key, keys - self.keys), key], axis=1)
         return np.array(
             [
                 (row, query, min(key, keys - self.keys), key)
@@ -63,11 +84,18 @@ class Blocks:
             np.int32,
         ).reshape(-1, 4)
 
-    def first_key(self, query: jax.Array | np.integer, keys: int, window: int | None) -> Any:
+    def in_reach(self, window: int) -> int:
+        """Return the most blocks of keys that the queries of a block see, wherever these are."""
+        return (self.queries + window - 1 + self.keys - 2) // self.keys + 1
+
+    def first_key(self, query: Any, keys: int, window: int | None, ahead: jax.Array | None = None) -> Any:
         """Return the start of the first block of keys of the block of queries that begins at `query`."""
         if window is None:
             return 0
-        return ((query - window + 1) // self.keys).clip(0, (keys - 1) // self.keys) * self.keys
+        last = (keys - 1) // self.keys
+        if ahead is not None:  # all blocks in reach are computed, so the last of them is at most the last there is
+            query, last = query + ahead, last + 1 - self.in_reach(window)
+        return ((query - window + 1) // self.keys).clip(0, last) * self.keys
 
 
 def _even(size: int, most: int, multiple: int) -> int:
@@ -84,15 +112,20 @@ class Form:
     scale: float
     causal: bool
 
-    def starts(self, q: jax.Array, k: jax.Array, terms: Terms) -> np.ndarray:
+    def starts(self, q: jax.Array, k: jax.Array, terms: Terms) -> np.ndarray | jax.Array:
         """Return the starts of the blocks of queries [B, K, Q, L, D] and keys [B, T, K, D] that some query sees."""
-        causal = self.causal and terms.ahead is None
-        return self.blocks.starts(q.shape[0], q.shape[3], k.shape[1], causal, self.window(terms))
+        causal, (window, ahead) = self.causal and terms.ahead is None, self.reach(k.shape[1], terms)
+        return self.blocks.starts(q.shape[0], q.shape[3], k.shape[1], causal, window, ahead)
 
-    def window(self, terms: Terms) -> int | None:
-        """Return the window by which blocks are left out; None if places in the array do not say which."""
-        # Positions of causal attention differ by at least as much as places in the array, in zigzag order too.
-        return terms.limits.window if self.causal and terms.ahead is None else None
+    def reach(self, keys: int, terms: Terms) -> tuple[int | None, jax.Array | None]:
+        """Return the window by which blocks are left out, and `ahead` if it moves them; None for all blocks."""
+        window = terms.limits.window if self.causal else None
+        # Positions of causal attention differ by at least as much as places in the array, in zigzag order too. With
+        # `ahead` they differ by just as much.
+        if window is None or terms.ahead is None:
+            return window, None
+        few = self.blocks.in_reach(window) < ceil(keys / self.blocks.keys)
+        return (window, terms.ahead) if few else (None, None)
 
 
 def attended(form: Form, q, k, v, terms: Terms, dtype, scales=(), sinks=None) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -107,12 +140,12 @@ def attended(form: Form, q, k, v, terms: Terms, dtype, scales=(), sinks=None) ->
         scales: the scales of keys and of values, [B, T, K], or empty.
         sinks: [H], a logit more for each head, which has no value; None for none.
     """
-    blocks, shape, window = form.blocks, q.shape, form.window(terms)
+    blocks, shape, reach = form.blocks, q.shape, form.reach(k.shape[1], terms)
     block = (blocks.rows, *shape[1:3], blocks.queries)
 
     def step(carry, at):
         state, out, top, total = carry
-        first = at[3] == blocks.first_key(at[1], k.shape[1], window)
+        first = at[3] == blocks.first_key(at[1], k.shape[1], *reach)
         state = Attended(*(jnp.where(first, start, x) for start, x in zip(nothing, state)))
         q_block, k_block, v_block, *of_scales = _cut(form, at, q, k, v, *scales)
         part = _terms(form, at, terms)
