@@ -125,6 +125,9 @@ def _text_part(family: Family, json: Mapping[str, Any], doing: str) -> dict[str,
     entries = json.get("text_config")
     if not isinstance(entries, dict):
         raise CheckpointError(doing, [f"text_config is {in_json(entries)}; it must be the table of the text model."])
+    if (kind := entries.get("model_type", family.text_type)) != family.text_type:
+        fault = f"model_type of text_config is {in_json(kind)}, which is not supported; {in_json(family.text_type)} is."
+        raise CheckpointError(doing, [fault])
     named = {"architectures": [family.architecture], "model_type": family.model_type}
     outer = {key: json[key] for key in ("tie_word_embeddings", "quantization_config") if key in json}
     return {**(family.text_part or {}), **entries, **outer, **named}

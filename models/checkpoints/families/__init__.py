@@ -11,16 +11,32 @@ from .layer_norms import FALCON, GPT_NEOX, STABLELM, STARCODER2
 from .mixtures import DOTS, GLM4_MOE, GRANITE_MOE, MIXTRAL, QWEN2_MOE, QWEN3_MOE
 from .olmo import OLMO_2, OLMO_3, OLMOE
 from .parallel import COHERE, GPTJ, PHI
-from .serial import GRANITE, LLAMA, MISTRAL, PHI3, QWEN2, QWEN3
+from .serial import GRANITE, LLAMA, LLAVA, MINISTRAL, MISTRAL, MISTRAL_3, PHI3, QWEN2, QWEN3
 from .unrotated import COHERE_2, SMOLLM_3
 
 #: In the order in which saving tries them.
 FAMILIES = (
-    *(LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA, GEMMA_2, GEMMA_3, OLMO_2, OLMO_3, SMOLLM_3, PHI3, GRANITE, GLM, GLM_4),
+    *(
+        LLAMA,
+        MISTRAL,
+        MINISTRAL,
+        QWEN2,
+        QWEN3,
+        GEMMA,
+        GEMMA_2,
+        GEMMA_3,
+        OLMO_2,
+        OLMO_3,
+        SMOLLM_3,
+        PHI3,
+        GRANITE,
+        GLM,
+        GLM_4,
+    ),
     *(MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, GRANITE_MOE, GPT_OSS, DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE, DOTS),
     *(GPT_2, GPTJ, PHI, COHERE, COHERE_2, STARCODER2, STABLELM, GPT_NEOX, FALCON, BLOOM, MPT),
     *(M2M_100, NLLB_MOE, T5, SWITCH),
-    GEMMA_3_IMAGES,
+    *(GEMMA_3_IMAGES, MISTRAL_3, LLAVA),
 )
 
 __all__ = ["FAMILIES", "Agreement", "Family", "Option", "Stored"]

@@ -85,6 +85,8 @@ CASES = {
     "qwen3-biases": ("Qwen3", _HEADS | {"attention_bias": True}),
     "gemma": ("Gemma", _HEADS | {"num_key_value_heads": 1}),
     "mistral-window": ("Mistral", _HEADS | {"sliding_window": 4}),
+    "ministral": ("Ministral", _HEADS | {"sliding_window": 4, "num_hidden_layers": 3, "layer_types": _KINDS}),
+    "ministral-window": ("Ministral", _HEADS | {"sliding_window": 3}),
     "qwen2-window": ("Qwen2", _HEADS | {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1}),
     "gemma2": ("Gemma2", _HEADS | {"sliding_window": 4, "query_pre_attn_scalar": 6, "attn_logit_softcapping": 2.0}),
     "gemma2-uncapped": (
@@ -261,6 +263,7 @@ ENCODER_DECODERS = {
 FIRST = {
     "llama-tied-scaled": "megatron-1d",
     "mistral": "replicated",
+    "ministral": "replicated",
     "qwen2": "weight-stationary-2d",
     "qwen3": "replicated",
     "gemma": "replicated",

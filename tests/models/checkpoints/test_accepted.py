@@ -50,6 +50,11 @@ def test_entries_of_published_files_change_nothing(name, tmp_path):
         ("Pythia-1.4B", {"rotary_emb_base": 10000, "rope_theta": 500}, "rope_theta is 500, an entry of config.json"),
         ("Falcon-7B", {"apply_residual_connection_post_layernorm": True}, "which is not supported; false is"),
         (
+            "Mistral-Small-3.1-24B, with images",
+            {"text_config": {"model_type": "ministral3"}},
+            "model_type of text_config is 'ministral3', which is not supported; 'mistral' is.",
+        ),
+        (
             "Gemma-3-4b, with images",
             {"quantization_config": {"quant_method": "gptq"}},
             "quantized in a form that is not",

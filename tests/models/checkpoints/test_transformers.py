@@ -107,6 +107,40 @@ def test_logits_and_greedy_text_are_those_of_transformers_in_any_layout(name, re
             assert texts == wanted.tokens[:, wanted.prompt :].tolist()
 
 
+def _with_images(transformers, name: str):
+    """A small model of texts and images by transformers, and the sizes of its text part."""
+    seen = {"hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes = {key: value for key, value in CASES["mistral"][1].items() if key != "sliding_window"}
+    if name == "Llava":
+        vision = transformers.CLIPVisionConfig(**seen, image_size=28, patch_size=14)
+        text = transformers.LlamaConfig(**sizes)
+    elif name == "Gemma3":
+        vision = transformers.SiglipVisionConfig(**seen, image_size=28, patch_size=14)
+        text = transformers.Gemma3TextConfig(**CASES["gemma3"][1])
+    else:
+        vision = transformers.PixtralVisionConfig(**seen, head_dim=8, image_size=28, patch_size=14)
+        text = transformers.MistralConfig(**sizes, sliding_window=4)
+    config = getattr(transformers, f"{name}Config")(vision_config=vision, text_config=text, tie_word_embeddings=False)
+    return getattr(transformers, f"{name}ForConditionalGeneration")(config).eval()
+
+
+@pytest.mark.turns(1)
+@pytest.mark.parametrize("name", ["Mistral3", "Llava", "Gemma3"])
+def test_the_text_part_of_a_model_with_images_has_the_logits_of_transformers(
+    name, transformers, placing, from_folder, tmp_path
+):
+    transformers.set_seed(0)
+    theirs = _with_images(transformers, name)
+    for value in theirs.parameters():
+        value.data += 0.2 * value.new_empty(value.shape).normal_()
+    theirs.save_pretrained(tmp_path)
+    layout, mesh = placing("replicated")
+    model, report = load(tmp_path, layout, mesh, "float32")
+    assert "that of images is not" in str(report)
+    ids = np.random.default_rng(0).integers(11, 50, (2, 9))  # 10 stands for a part of an image
+    close(logits(model, mesh, ids), logits_of(theirs, ids))
+
+
 def own(placing, **changes) -> tuple[models.Transformer, jax.sharding.Mesh]:
     """A fresh model of our own."""
     sizes = {"embed": 24, "layers": 2, "heads": 12, "kv_heads": 3, "head_size": 8, "feed_forward": 40, "vocabulary": 50}
