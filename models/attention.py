@@ -18,6 +18,7 @@ from gspmd.layouts.section import Section
 from gspmd.ops import Buckets, attention
 from gspmd.ops._attention.zigzag import ring_size, zigzag_positions
 
+from .alibi import slopes_of
 from .config import ModelConfig
 from .context import Context
 from .layer import Layer
@@ -99,16 +100,21 @@ class Attention(Layer):
     def heads(self, where: str, products: Sequence[jax.Array], y: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Return queries [B, L, H, D], keys and values [B, L, K, D] of y, from its products with the three weights.
 
-        Adapters, scales, biases and norms of heads are applied to the products, as far as the model has them.
+        Adapters, scales, biases, a bound and norms of heads are applied to the products, as far as the model has them.
         """
         found = []
         for x, line, weight, kept in zip(products, ("query", "key", "key"), "qkv", ("query", "key", "value")):
             x = checkpoint_name(self.adapted(f"{where}, w_{weight} -> {line}", x, y), f"attention.{kept}")
-            found.append(self.affine(line, x, weight))
+            found.append(self.clipped(self.affine(line, x, weight)))
         q, k, v = found
         if self.config.qk_norm in ("head", "all"):
             q, k = self.normed_heads("query", q, "q_norm", "H"), self.normed_heads("key", k, "k_norm", "K")
         return q, k, v
+
+    def clipped(self, x: jax.Array) -> jax.Array:
+        """Return queries, keys or values within the model's bound, if it has one."""
+        bound = self.config.qkv_clip
+        return x if bound is None else jnp.clip(x, -bound, bound)
 
     def normed_heads(self, line: str, x: jax.Array, norm: str, heads: str) -> jax.Array:
         """Normalise queries or keys: each head [D] by itself, or all heads [H, D] together."""
@@ -169,6 +175,8 @@ class Attention(Layer):
             found["chunk"] = self.chunk
         if self.config.score_softcap is not None:
             found["softcap"] = self.config.score_softcap
+        if self.config.positions == "alibi":
+            found["slopes"] = slopes_of(self.config, self.padded)
         if (sinks := self.parameter("sinks")) is not None:
             found |= {"sinks": sinks[...], "sinks_spec": self.at.spec("sinks")}
         return found

@@ -16,7 +16,7 @@ from .rope_scaling import RopeScaling
 from .tensors import Tensor, tensor_sizes, tensors
 
 BLOCKS = ("serial", "parallel")
-POSITIONS = ("rotary", "relative", "sinusoidal", "learned", "none")
+POSITIONS = ("rotary", "relative", "alibi", "sinusoidal", "learned", "none")
 NORMS = ("rms", "layer")
 NORM_PLACES = ("before", "after", "both")
 LAYER_KINDS = ("full", "sliding", "chunked", "unrotated")
@@ -90,6 +90,9 @@ class ModelConfig:
     """RMS norm of queries and keys before they are rotated: none; head: of each head by itself, with one scale for all
     heads (Qwen3); all: over all heads together (OLMo 2). Or rotated: of each head by itself after rotation, without a
     scale, in layers that are rotated (Llama 4). True means head, and False none."""
+    qkv_clip: float | None = None
+    """Bound of queries, keys and values as they come from their products, in both directions (MPT); None for no
+    bound."""
     sinks: bool = False
     """Whether each query head has a learned logit in the denominator of its softmax, which no value belongs to
     (gpt-oss)."""
@@ -126,18 +129,26 @@ class ModelConfig:
     """Whether the logits reuse the embedding table."""
     scale_embedding: bool = True
     """Whether embedded tokens are multiplied by √embed."""
+    embedding_norm: bool = False
+    """Whether embedded tokens are normalised before the first block (BLOOM)."""
     output_bias: bool = False
     """Whether the logits have a bias."""
     logit_softcap: float | None = None
     """Bound c of the logits, which become c · tanh(logit / c) (Gemma 2); None for no bound."""
     positions: str = "rotary"
     """rotary; relative: a bias of the scores for the distance of query and key, in buckets, shared by all blocks of a
-    stack (T5); sinusoidal, or learned: vectors that are added to the embedded tokens (Transformer, GPT-2), the latter
+    stack (T5); alibi: a bias that falls with their distance, more steeply in some heads than in others (BLOOM);
+    sinusoidal, or learned: vectors that are added to the embedded tokens (Transformer, GPT-2), the latter
     one for each of `context_length` positions; or none."""
     relative_buckets: int = 32
     """Number of buckets of distances."""
     relative_distance: int = 128
     """Distance from which on all keys are in one bucket."""
+    alibi_max: float = 8.0
+    """For alibi, the exponent of the flattest head: the slopes of n heads are 2^(-alibi_max · i / n) for i = 1 .. n, if
+    n is a power of two (`gspmd_models.alibi.slopes`)."""
+    alibi_scaled: bool = False
+    """Whether alibi's biases are multiplied by the factor of the scores, as products are (Falcon)."""
     position_offset: int = 0
     """Position of the first token, for sinusoidal positions (2 in M2M-100)."""
     attention_scale: float | None = None
@@ -483,7 +494,7 @@ def _faults(config: ModelConfig):
     for name in ("context_length", "sliding_window", "attention_chunk"):
         if getattr(config, name) is not None and getattr(config, name) < 1:
             yield f"{name} is {getattr(config, name)}; it must be at least 1, or be left out"
-    for name in ("score_softcap", "logit_softcap", "local_rope_base"):
+    for name in ("score_softcap", "logit_softcap", "local_rope_base", "qkv_clip"):
         if getattr(config, name) is not None and not 0 < getattr(config, name) < inf:
             yield f"{name} is {getattr(config, name)}; it must be positive, or be left out"
     for name in ("rope_base", "norm_epsilon"):
@@ -586,7 +597,7 @@ def _latent_faults(config: ModelConfig):
         yield f"kv_heads is {config.kv_heads}, and latent attention has keys for each of {config.heads} heads; set both"
     unread = {"qkv_bias": False, "out_bias": False, "qk_norm": "none", "rotary_size": 0, "sinks": False,
               "sliding_window": None, "attention_chunk": None, "layer_kinds": (), "positions": "rotary",
-              "block": "serial", "encoder_layers": 0}  # fmt: skip
+              "block": "serial", "encoder_layers": 0, "qkv_clip": None}  # fmt: skip
     for name, only in unread.items():
         if getattr(config, name) != only:
             yield f"{name} is {getattr(config, name)!r}, which latent attention does not have; leave it out"
@@ -600,7 +611,13 @@ def _position_faults(config: ModelConfig):
     if config.relative_distance <= config.relative_buckets // 2:
         least = f"for {config.relative_buckets} buckets, at least {config.relative_buckets // 2 + 1}"
         yield f"relative_distance is {config.relative_distance}; {least}"
-    of = {"relative": ("relative_buckets", "relative_distance"), "sinusoidal": ("position_offset",)}
+    if not 0 < config.alibi_max < inf:
+        yield f"alibi_max is {config.alibi_max}; it must be positive"
+    of = {
+        "relative": ("relative_buckets", "relative_distance"),
+        "alibi": ("alibi_max", "alibi_scaled"),
+        "sinusoidal": ("position_offset",),
+    }
     for kind, names in of.items():
         for name in names if config.positions != kind else ():
             if getattr(config, name) != getattr(ModelConfig, name):
@@ -640,8 +657,11 @@ def _encoder_faults(config: ModelConfig):
     for name in ("sliding_window", "attention_chunk", "score_softcap"):
         if getattr(config, name) is not None:
             yield f"{name} is {getattr(config, name)}, which attention of an encoder–decoder does not have"
-    if config.positions == "learned":
-        yield "positions are learned, which an encoder–decoder does not have; relative, sinusoidal and rotary are"
+    if config.positions in ("learned", "alibi"):
+        fact = f"positions are {config.positions}, which an encoder–decoder does not have"
+        yield f"{fact}; relative, sinusoidal and rotary are"
+    if config.embedding_norm or config.qkv_clip is not None:
+        yield "embedding_norm and qkv_clip are set for a decoder alone; leave them out of an encoder–decoder"
     if config.layer_kinds or config.sinks or config.norms != "before":
         yield "layer_kinds, sinks and norms are set for a decoder-only model; leave them out of an encoder–decoder"
 

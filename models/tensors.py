@@ -118,6 +118,10 @@ def tensors(config: ModelConfig) -> Iterator[Tensor]:
     yield Tensor("embedding.table", "embedding.table", scaled("E", sizes))
     if config.positions == "learned":
         yield Tensor("embedding.positions", "embedding.positions", scaled("E", sizes))
+    if config.embedding_norm:
+        yield Tensor("embedding.norm", "embedding.norm", ones)
+        if config.norm_bias:
+            yield Tensor("embedding.norm_bias", "embedding.norm_bias", zeros)
     if config.encoder_layers:
         yield from _stack(config, "encoder.", config.encoder_layers, sizes)
         yield Tensor("encoder.output.norm", "output.norm", ones)

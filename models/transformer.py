@@ -286,6 +286,8 @@ class Embedding(Layer):
     def __call__(self, tokens: jax.Array, positions: np.ndarray | jax.Array | None = None) -> jax.Array:
         """Return rows of the table, times √E if the configuration scales them, placed as the residual stream.
 
+        Positions are added to them, and they are normalised, if the model says so.
+
         Args:
             tokens: [B, L], placed as `embedding.tokens`.
             positions: [L] or [B, L], placed as `batch_spec`: the positions of the tokens, if the model adds positions;
@@ -297,13 +299,17 @@ class Embedding(Layer):
             scales = moved(self.vector("scale"), self.at.spec("output.bias"), along_rows)
             options = {"scales": scales, "dtype": self.dtype}
         x = embed(tokens, self.matrix("table"), equation, **options) * self.factor  # [B, L] -> [B, L, E]
-        if self.config.positions not in ("sinusoidal", "learned"):
-            return x
-        positions = np.arange(tokens.shape[1]) if positions is None else positions
+        if self.config.positions in ("sinusoidal", "learned"):
+            x = x + self.added(tokens.shape, positions, equation.outputs[0]).astype(x.dtype)
+        return self.normed(stream_line(self.config), x) if self.config.embedding_norm else x
+
+    def added(self, shape: tuple[int, ...], positions: np.ndarray | jax.Array | None, spec: Spec) -> jax.Array:
+        """Return the vectors [B, L, E] of positions, or [1, L, E], placed as the residual stream, `spec`."""
+        positions = np.arange(shape[1]) if positions is None else positions
         batch = self.at.spec("tokens").with_axes("L", ())
         if self.config.positions == "learned":
-            return x + self.learned(positions, tokens.shape, batch).astype(x.dtype)
-        return x + sinusoids(self.config, positions, batch, equation.outputs[0]).astype(x.dtype)
+            return self.learned(positions, shape, batch)
+        return sinusoids(self.config, positions, batch, spec)
 
     def learned(self, positions: np.ndarray | jax.Array, shape: tuple[int, ...], batch: Spec) -> jax.Array:
         """Return the vectors [B, L, E] of positions, placed as the residual stream; they are those of `__call__`."""

@@ -57,8 +57,8 @@ DRAWN = ("temperature", "top_k", "top_p", "min_p")
 
 @dataclass(frozen=True)
 class SamplingFlags:
-    """Settings of sampling; the filters apply in this order. One that is not given is that of the checkpoint's
-    generation_config.json; without such a file, no filter applies."""
+    """Settings of sampling; the filters apply in this order. One that is not given is that of generation_config.json of
+    the checkpoint, or of that with which the run began; without such a file, no filter applies."""
 
     temperature: float | None = None
     """Divides the logits; 0 takes the likeliest token. 1 if neither this flag nor the file gives it."""
@@ -196,8 +196,7 @@ def generate(settings: GenerateSettings) -> int:
         return generate_own(console, settings, folder, run, prompts, sampling)
     source = Source.at(folder)
     config = decoding.for_serving(source.config)
-    if source.run is None:
-        sampling = sampling_of(console, settings, folder)
+    sampling = sampling_of(console, settings, folder if source.run is None else folder / "tokenizer")
     if settings.unstacked and config.encoder_layers:
         raise ConfigError(
             _DOING, ["--unstacked is for decoder-only models, and this one has an encoder; leave it out."]
@@ -272,7 +271,7 @@ def beginnings(
 
 
 def sampling_of(console: Console, settings: GenerateSettings, folder: Path) -> decoding.Sampling:
-    """Return the settings of sampling of the flags, or else of a checkpoint's file; print those of the file.
+    """Return the settings of sampling of the flags, or else of the file in a folder; print those of the file.
 
     Raises:
         ConfigError: the file asks for settings that are not supported, and no flag says to leave them out.

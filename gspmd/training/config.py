@@ -98,7 +98,8 @@ class TrainingConfig:
     prompt: str = "def "
     """Beginning of the text that is generated at the end."""
     sample_bytes: int = 256
-    """Length of that text in tokens: bytes, without a tokenizer; 0 for none."""
+    """Length of that text in tokens: bytes, without a tokenizer; 0 for none. If the model's context has room for fewer,
+    it has these."""
 
     def __post_init__(self):
         faults: list[str] = []

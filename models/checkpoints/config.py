@@ -125,6 +125,9 @@ def _text_part(family: Family, json: Mapping[str, Any], doing: str) -> dict[str,
     entries = json.get("text_config")
     if not isinstance(entries, dict):
         raise CheckpointError(doing, [f"text_config is {in_json(entries)}; it must be the table of the text model."])
+    if (kind := entries.get("model_type", family.text_type)) != family.text_type:
+        fault = f"model_type of text_config is {in_json(kind)}, which is not supported; {in_json(family.text_type)} is."
+        raise CheckpointError(doing, [fault])
     named = {"architectures": [family.architecture], "model_type": family.model_type}
     outer = {key: json[key] for key in ("tie_word_embeddings", "quantization_config") if key in json}
     return {**(family.text_part or {}), **entries, **outer, **named}
@@ -313,6 +316,7 @@ def _family(json: Mapping[str, Any], doing: str) -> Family:
     if not (isinstance(named, list) and all(isinstance(name, str) for name in named)):
         raise CheckpointError(doing, [f"architectures is {in_json(named)}; it must be a list of names."])
     known = {family.architecture: family for family in FAMILIES}
+    known |= {alias: family for family in FAMILIES for alias in family.aliases}
     names = named or [family.architecture for family in FAMILIES if family.model_type == kind]
     family = next((known[name] for name in names if name in known), None)
     if not names and kind is None:

@@ -17,7 +17,7 @@ from gspmd.reading import ReadError, read_text
 from . import chat, special, steps
 from .files import CheckpointError
 
-FILE = "tokenizer.json"
+FILE, GENERATION = "tokenizer.json", "generation_config.json"
 
 
 class Tokenizer:
@@ -201,7 +201,7 @@ def tokenizer(directory: str | os.PathLike) -> Tokenizer:
         raise CheckpointError(doing, [f"{file} is missing; {_instead(folder)}"])
     text, backend = _backend(folder / file, doing)
     settings = special.read_settings(folder, doing)
-    files = {name: special.optional(folder / name, doing) for name in ("generation_config.json", "config.json")}
+    files = {name: special.optional(folder / name, doing) for name in (GENERATION, "config.json")}
     made_by = special.class_of(settings, files["config.json"], text)
     named = special.texts(settings, made_by, doing)
     special.add(backend, settings, doing)
@@ -295,7 +295,8 @@ def byte_tokenizer(vocabulary: int = 256) -> Tokenizer:
 
 
 def keep_tokenizer(folder: Path, tokenizer: Tokenizer, checkpoint: str) -> None:
-    """Save a tokenizer, and the checkpoint's config.json, with a run, for `gspmd generate` and `gspmd export`.
+    """Save a tokenizer with a run, and its checkpoint's config.json and settings of generation, for `gspmd generate`
+    and `gspmd export`.
 
     Args:
         folder: where to save them; created if needed.
@@ -305,6 +306,11 @@ def keep_tokenizer(folder: Path, tokenizer: Tokenizer, checkpoint: str) -> None:
     folder.mkdir(exist_ok=True)
     tokenizer.save(folder)
     ids = {"eos_token_id": sorted(tokenizer.ends) or None, "bos_token_id": tokenizer.begin}
-    (folder / "generation_config.json").write_text(json.dumps(ids) + "\n", encoding="utf-8")
+    kept = folder / GENERATION
+    if checkpoint and not kept.exists():  # a resume may not have the checkpoint any more
+        entries = special.optional(Path(checkpoint) / GENERATION, f"cannot read checkpoint {checkpoint!r}:")
+    else:
+        entries = special.optional(kept, f"cannot read the tokenizer of the run {str(folder.parent)!r}:")
+    kept.write_text(json.dumps(entries | ids) + "\n", encoding="utf-8")
     if checkpoint and not (folder / "config.json").exists():
         shutil.copyfile(Path(checkpoint) / "config.json", folder / "config.json")

@@ -16,6 +16,8 @@ def forward(config, values, tokens):
     x = values["embedding.table"][tokens] * (config.embed**0.5 if config.scale_embedding else 1.0)
     if config.positions == "learned":
         x = x + values["embedding.positions"][None, : tokens.shape[1]]
+    if config.embedding_norm:
+        x = _norm(config, x, values, "embedding.norm")
     heads = []
     for layer in range(config.layers):
         place = f"blocks.{layer % config.pattern}."
@@ -94,6 +96,8 @@ def _attention(config, w, y, heads, kind):
     q, k, v = (
         jnp.einsum("BLE,EHD->BLHD", y, w[f"attention.w_{name}"]) + _bias(w, f"attention.b_{name}") for name in "qkv"
     )
+    if config.qkv_clip is not None:
+        q, k, v = (jnp.minimum(jnp.maximum(t, -config.qkv_clip), config.qkv_clip) for t in (q, k, v))
     if config.qk_norm == "head":
         q, k = (_unit(config, t) * w[f"attention.{name}_norm"][None, None, None] for t, name in ((q, "q"), (k, "k")))
     if config.qk_norm == "all":
@@ -113,6 +117,10 @@ def _attention(config, w, y, heads, kind):
     k, v = (jnp.repeat(t, config.heads // config.kv_heads, axis=2) for t in (k, v))
     scale = config.head_size**-0.5 if config.attention_scale is None else config.attention_scale
     scores = _capped(jnp.einsum("BLHD,BTHD->BHLT", q, k) * scale, config.score_softcap)
+    if config.positions == "alibi":
+        at = jnp.arange(q.shape[1])
+        slopes = jnp.array(alibi_slopes(config.heads, config.alibi_max)) * (scale if config.alibi_scaled else 1.0)
+        scores = scores - slopes[None, :, None, None] * (at[:, None] - at[None])[None, None]
     seen = jnp.tri(q.shape[1], dtype=bool)
     if kind == "sliding":
         seen &= ~jnp.tri(q.shape[1], k=-config.sliding_window, dtype=bool)
@@ -127,6 +135,14 @@ def _attention(config, w, y, heads, kind):
         shares = jax.nn.softmax(scores)
     out = jnp.einsum("BHLT,BTHD,HDE->BLE", shares, v, w["attention.w_o"])
     return out + _bias(w, "attention.b_o")
+
+
+def alibi_slopes(heads, most):
+    """The slopes of ALiBi as its paper defines them, those of half as many heads and of twice as many in between."""
+    if heads & (heads - 1) == 0:
+        return [2.0 ** (-most * (head + 1) / heads) for head in range(heads)]
+    lower = 2 ** (len(bin(heads)) - 3)
+    return alibi_slopes(lower, most) + alibi_slopes(2 * lower, most)[::2][: heads - lower]
 
 
 def _rotate(config, x, kind):

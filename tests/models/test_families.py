@@ -52,6 +52,18 @@ FAMILIES = {
         "positions": "learned", "context_length": 40, "norm": "layer", "norm_bias": True, "activation": "gelu",
         "ffn_bias": True, "qkv_bias": True, "out_bias": True, "scale_embedding": False,
     },
+    "bloom": {
+        "positions": "alibi", "norm": "layer", "norm_bias": True, "activation": "gelu", "embedding_norm": True,
+        "ffn_bias": True, "qkv_bias": True, "out_bias": True, "scale_embedding": False,
+    },
+    "mpt": {
+        "positions": "alibi", "alibi_max": 5.0, "norm": "layer", "activation": "gelu_exact", "qkv_clip": 0.2,
+        "scale_embedding": False,
+    },
+    "falcon": {
+        "positions": "alibi", "alibi_scaled": True, "block": "parallel", "norm": "layer", "kv_heads": 4,
+        "activation": "gelu_exact", "attention_scale": 0.3, "embedding_norm": True,
+    },
     "clamped": {"activation": "swiglu_clamped", "ffn_bias": True, "qkv_bias": True, "out_bias": True},
     "plain silu": {"activation": "silu"},
     "exact": {"activation": "gelu_exact", "norm": "layer", "rotary_pairs": "neighbours", "block": "parallel"},
@@ -60,6 +72,7 @@ CASES = [
     ("gpt-j", "weight-stationary-2d", "blocking", "explicit"),
     ("every bias", "megatron-1d", "blocking", "auto"),
     ("llama4", "context-parallel", "looped", "explicit"),
+    ("bloom", "context-parallel", "blocking", "explicit"),
 ]
 MORE = [
     ("gpt-neox", "weight-stationary-2d", "blocking", "explicit"),
@@ -79,6 +92,12 @@ MORE = [
     ("gpt2", "weight-stationary-2d", "blocking", "explicit"),
     ("gpt2", "context-parallel", "xla", "auto"),
     ("olmo2", "weight-gathered-xy", "xla", "auto"),
+    ("bloom", "megatron-sequence", "looped", "explicit"),
+    ("bloom", "zero-3", "xla", "auto"),
+    ("mpt", "weight-stationary-2d", "blocking", "explicit"),
+    ("mpt", "context-parallel", "looped", "auto"),
+    ("falcon", "weight-gathered-xyz", "xla", "explicit"),
+    ("falcon", "megatron-1d", "blocking", "auto"),
     ("gemma3", "weight-stationary-2d", "blocking", "explicit"),
     ("gemma3", "context-parallel", "looped", "explicit"),
     ("unrotated", "zero-3", "blocking", "auto"),

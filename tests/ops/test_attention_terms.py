@@ -152,6 +152,40 @@ def test_blocks_that_no_query_sees_are_left_out(causal, limits):
         assert (count == 1)[:, seen].all()
 
 
+@pytest.mark.parametrize("name", ["window", "chunk"])
+@pytest.mark.parametrize("reach", [1, 2, 5, 9])
+def test_blocks_move_with_the_position_of_the_first_query(name, reach):
+    """As above, from any position: all pairs that are seen are in one block, of as few as a window can touch."""
+    limits = Limits(**{name: reach})
+    for queries, keys, block in ((24, 48, (1, 4, 6)), (21, 80, (1, 7, 5)), (8, 30, (1, 8, 4))):
+        blocks = Blocks(*block)
+        for ahead in (-40, -3, 0, 1, 7, 26, 50, 90):
+            starts = np.asarray(blocks.starts(1, queries, keys, True, limits, jnp.int32(ahead)))
+            assert len(starts) == queries // block[1] * blocks.in_reach(reach) < queries // block[1] * (keys / block[2])
+            count = np.zeros((queries, keys), int)
+            relative = np.arange(keys)[None] - np.arange(queries)[:, None] - ahead
+            for _, query, key, new in starts:
+                assert 0 <= key <= keys - block[2]
+                count[query : query + block[1], max(key, new) : key + block[2]] += 1
+                others = starts[starts[:, 1] == query, 3]
+                assert (new == blocks.first_key(query, keys, limits, ahead)) == (new == others.min())
+            assert count.max() == 1
+            assert (count == 1)[(relative <= 0) & (relative > -reach)].all()
+
+
+@pytest.mark.parametrize("by", ["offset", "shards"])
+def test_a_window_leaves_out_products_from_any_position(by, make_mesh):
+    """Of 32,768 keys, 8,192 queries multiply 4 by 3 blocks of 2,048, wherever they are, and not 4 by 16."""
+    long, short = (jax.ShapeDtypeStruct((1, length, 2, 8), jnp.bfloat16) for length in (32768, 8192))
+    options = {"window": 2048} | ({"offset": jnp.int32(12345)} if by == "offset" else {})
+    queries, query = (short, "BLHD") if by == "offset" else (long, "BL_xHD")
+    with jax.set_mesh(make_mesh({"x": 4}, "auto")), gspmd.lowering("blocking"):
+        attend = lambda q, k, v: attention(q, k, v, query, "BTKD", **options).astype(float).sum()  # noqa: E731
+        for function in (attend, jax.grad(attend)):
+            program = str(jax.make_jaxpr(function)(queries, long, long))
+            assert set(re.findall(r"length=(\d+)", program)) == {"12"}
+
+
 def test_a_window_or_a_chunk_leaves_out_products(make_mesh):
     """Multiply blocks of 2,048 tokens, 16 by 16 of which 136 are causal: 31 with a window of 2,048; 24 with
     chunks of two blocks, and 16 with chunks of one."""

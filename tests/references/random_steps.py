@@ -46,6 +46,7 @@ TOGETHER = 8  # the steps that one process runs
 #: Lines of tensors that the drawn models do not have.
 _OTHERS = (
     "attention.relative", "attention.sinks", "attention.q_norm_all", "attention.k_norm_all", "embedding.positions",
+    "embedding.norm", "embedding.norm_bias",
     "attention.w_q_down", "attention.latent_query", "attention.q_latent_norm", "attention.w_q_up",
     "attention.w_k_down", "attention.latent", "attention.latent_norm", "attention.w_k_up", "attention.w_v_up",
     "attention.absorbed",

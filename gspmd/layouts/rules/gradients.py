@@ -30,6 +30,8 @@ WEIGHTS = {
 ROWS = {
     "embedding.table": ("embedding.tokens", "attention.residual"),
     "embedding.positions": ("embedding.tokens", "attention.residual"),
+    "embedding.norm": ("attention.residual",),
+    "embedding.norm_bias": ("attention.residual",),
     "attention.norm": ("attention.residual",),
     "attention.norm_bias": ("attention.residual",),
     "attention.b_q": ("attention.query",),

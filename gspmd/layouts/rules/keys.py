@@ -123,6 +123,8 @@ _ALL = (
     ),
     _parameter("embedding.table", "VE", "The embedding table."),
     _parameter("embedding.positions", "PE", "Vectors of learned positions.", default="embedding.table"),
+    _parameter("embedding.norm", "E", "Scale of a norm of embedded tokens.", default="attention.norm"),
+    _parameter("embedding.norm_bias", "E", "Bias of this norm.", default="embedding.norm"),
     _activation("embedding.tokens", "BL", "Token ids."),
     _activation("attention.residual", "BLE", "The residual stream around attention."),
     _parameter("attention.norm", "E", "Scale of the norm before attention, and of one after it."),
@@ -388,6 +390,8 @@ def keys_of_override(section: str) -> dict[str, Key]:
         shared = (
             "embedding.table",
             "embedding.positions",
+            "embedding.norm",
+            "embedding.norm_bias",
             "output.table",
             "output.logits",
             "output.bias",

@@ -43,12 +43,33 @@ class Blocks:
         fitting = min(max(fitting // query_block, 1), rows)
         return cls(max(n for n in range(1, fitting + 1) if rows % n == 0), query_block, key_block)
 
-    def starts(self, rows: int, queries: int, keys: int, causal: bool, limits: Limits = UNLIMITED) -> np.ndarray:
+    def starts(
+        self,
+        rows: int,
+        queries: int,
+        keys: int,
+        causal: bool,
+        limits: Limits = UNLIMITED,
+        ahead: jax.Array | None = None,
+    ) -> np.ndarray | jax.Array:
         """Return [n, 4] starts of blocks: row, query, key, and the first key that no earlier block has.
 
-        Keys come innermost. `causal` leaves out blocks whose keys all come after their queries; `limits`, too, those
-        before the window or the chunk of all their queries. But queries that see nothing have a block.
+        Keys come innermost. `causal` leaves out blocks whose keys all come after their queries. `limits` also leaves
+        out those before the window or the chunk of all their queries. Queries that see nothing still have a block.
+
+        With `limits` and `ahead`, which is that of `Terms`, the places of the blocks are known when the program runs.
+        Their number is the most that a window touches.
         """
+        if ahead is not None and limits.reach is not None:
+            each = [
+                (row, query, number)
+                for row in range(0, rows, self.rows)
+                for query in range(0, queries, self.queries)
+                for number in range(self.in_reach(limits.reach))
+            ]
+            row, query, number = np.array(each, np.int32).reshape(-1, 3).T
+            key = self.first_key(query, keys, limits, ahead) + number * self.keys
+            return jnp.stack([row, query, jnp.minimum(key, keys - self.keys), key], axis=1)
         return np.array(
             [
                 (row, query, min(key, keys - self.keys), key)
@@ -63,11 +84,22 @@ class Blocks:
             np.int32,
         ).reshape(-1, 4)
 
-    def first_key(self, query: jax.Array | np.integer, keys: int, limits: Limits) -> Any:
+    def in_reach(self, reach: int) -> int:
+        """Return the most blocks of keys that the queries of a block see, wherever these are."""
+        return (self.queries + reach - 1 + self.keys - 2) // self.keys + 1
+
+    def first_key(self, query: Any, keys: int, limits: Limits, ahead: jax.Array | None = None) -> Any:
         """Return the start of the first block of keys of the block of queries that begins at `query`."""
         if limits.reach is None:
             return 0
-        return (limits.first_place(query) // self.keys).clip(0, (keys - 1) // self.keys) * self.keys
+        last = (keys - 1) // self.keys
+        if ahead is None:
+            first = limits.first_place(query)
+        else:
+            # Chunks begin at positions, which `ahead` does not give: a query sees at most the last keys in its reach.
+            # All blocks in reach are computed, so the last of them is at most the last there is.
+            first, last = query + ahead - limits.reach + 1, last + 1 - self.in_reach(limits.reach)
+        return (first // self.keys).clip(0, last) * self.keys
 
 
 def _even(size: int, most: int, multiple: int) -> int:
@@ -84,15 +116,20 @@ class Form:
     scale: float
     causal: bool
 
-    def starts(self, q: jax.Array, k: jax.Array, terms: Terms) -> np.ndarray:
+    def starts(self, q: jax.Array, k: jax.Array, terms: Terms) -> np.ndarray | jax.Array:
         """Return the starts of the blocks of queries [B, K, Q, L, D] and keys [B, T, K, D] that some query sees."""
-        causal = self.causal and terms.ahead is None
-        return self.blocks.starts(q.shape[0], q.shape[3], k.shape[1], causal, self.limits(terms))
+        causal, (limits, ahead) = self.causal and terms.ahead is None, self.reach(k.shape[1], terms)
+        return self.blocks.starts(q.shape[0], q.shape[3], k.shape[1], causal, limits, ahead)
 
-    def limits(self, terms: Terms) -> Limits:
-        """Return the limits by which blocks are left out; none if places in the array do not say which."""
-        # Positions of causal attention differ by at least as much as places in the array, in zigzag order too.
-        return terms.limits if self.causal and terms.ahead is None else UNLIMITED
+    def reach(self, keys: int, terms: Terms) -> tuple[Limits, jax.Array | None]:
+        """Return the limits by which blocks are left out, and `ahead` if it moves them; no limits for all blocks."""
+        limits = terms.limits if self.causal else UNLIMITED
+        # Positions of causal attention differ by at least as much as places in the array, in zigzag order too. With
+        # `ahead` they differ by just as much.
+        if limits.reach is None or terms.ahead is None:
+            return limits, None
+        few = self.blocks.in_reach(limits.reach) < ceil(keys / self.blocks.keys)
+        return (limits, terms.ahead) if few else (UNLIMITED, None)
 
 
 def attended(form: Form, q, k, v, terms: Terms, dtype, scales=(), sinks=None) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -107,12 +144,12 @@ def attended(form: Form, q, k, v, terms: Terms, dtype, scales=(), sinks=None) ->
         scales: the scales of keys and of values, and perhaps of the keys' rest, [B, T, K], as of `attend`; or empty.
         sinks: [H], a logit more for each head, which has no value; None for none.
     """
-    blocks, shape, limits = form.blocks, q.shape, form.limits(terms)
+    blocks, shape, reach = form.blocks, q.shape, form.reach(k.shape[1], terms)
     block = (blocks.rows, *shape[1:3], blocks.queries)
 
     def step(carry, at):
         state, out, top, total = carry
-        first = at[3] == blocks.first_key(at[1], k.shape[1], limits)
+        first = at[3] == blocks.first_key(at[1], k.shape[1], *reach)
         state = Attended(*(jnp.where(first, start, x) for start, x in zip(nothing, state)))
         q_block, k_block, v_block, *of_scales = _cut(form, at, q, k, v, *scales)
         part = _terms(form, at, terms)

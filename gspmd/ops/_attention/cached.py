@@ -16,7 +16,7 @@ from gspmd.lowerings.xla.constrained import left_to_compiler
 from gspmd.ops._attention.buckets import Buckets
 from gspmd.ops._attention.kernels import splash
 from gspmd.ops._attention.local import ALONE, Shards, local_attended
-from gspmd.ops._attention.online import Attended
+from gspmd.ops._attention.online import LOW, Attended
 from gspmd.ops._attention.placement import CachePlacement, by_position, placement
 from gspmd.ops._attention.terms import (
     Extras,
@@ -101,7 +101,8 @@ def cached_attention(
         slopes, slopes_spec: those of ALiBi, as in `attention`, with the positions of `bias`, also in a ring.
 
     Returns:
-        [B, L, H, D] in q's dtype, with D of the values; logits and softmax are float32. A query of a row without any key gets 0.
+        [B, L, H, D] in q's dtype, with D of the values; logits and softmax are float32. A query of a row without any key
+        gets 0.
 
     Raises:
         SpecError: a spec does not fit its array or the mesh, the shapes do not agree, the cache is shorter than window
@@ -233,6 +234,13 @@ class _CachedAttention:
             total: the number of slots of the whole cache.
             shards: the shards of the cached keys, for arrays of all devices.
         """
+        near = None if self.extras.limits.window is None else max(self.extras.limits.window - 1, 1)
+        if near is not None and near < q.shape[1] and shards[2] == 1:
+            # Queries that begin a window after the cached keys see none of them.
+            found = self.attend_cached(q[:, :near], cache, given, lengths, queries[:, :near], first, total, shards)
+            rest = ((0, 0), (0, q.shape[1] - near), (0, 0))
+            top = jnp.pad(found.top, rest, constant_values=LOW)
+            return Attended(top, jnp.pad(found.total, rest), jnp.pad(found.values, (*rest, (0, 0))))
         k, v, *scales = cache
         slots, limits, ended = positions(k.shape[1], first), self.extras.limits, lengths[:, None]
         if limits.reach is None:

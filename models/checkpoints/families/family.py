@@ -160,6 +160,8 @@ class Family:
         text_part: if config.json has the entries of the text model in a table of their own, `text_config`, beside those
             of images, which are not read: the defaults of entries that have none where the text model stands alone;
             None for files of a text model.
+        text_type: the `model_type` of that text model.
+        aliases: other names of the architecture, in files that were published with their own classes.
     """
 
     title: str
@@ -190,6 +192,8 @@ class Family:
     default_length: int | None = None
     renamed: tuple[tuple[str, str], ...] = ()
     text_part: Mapping[str, Any] | None = None
+    text_type: str = ""
+    aliases: tuple[str, ...] = ()
 
     #: Tensors that are computed rather than learned; old files contain them.
     ignored: tuple[str, ...] = (r".*\.rotary_emb\.inv_freq", r".*\.attn\.(masked_)?bias")

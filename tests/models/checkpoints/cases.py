@@ -48,6 +48,9 @@ _GPTJ = {
     "eos_token_id": 2,
 }
 
+_BLOOM = {"vocab_size": 50, "hidden_size": 48, "n_layer": 2, "n_head": 12}
+_MPT = {"vocab_size": 50, "d_model": 48, "n_layers": 2, "n_heads": 12, "max_seq_len": 80}
+_CLIPPED = {"alibi_bias_max": 11, "clip_qkv": 0.75, "softmax_scale": 0.3}
 _GPT2 = {"vocab_size": 50, "n_embd": 48, "n_layer": 2, "n_head": 12, "n_inner": 40, "n_positions": 80}
 _GPT_OSS = _HEADS | {"sliding_window": 4, "num_local_experts": 5, "num_experts_per_tok": 3, "intermediate_size": 16}
 
@@ -91,6 +94,8 @@ CASES = {
     "qwen3-biases": ("Qwen3", _HEADS | {"attention_bias": True}),
     "gemma": ("Gemma", _HEADS | {"num_key_value_heads": 1}),
     "mistral-window": ("Mistral", _HEADS | {"sliding_window": 4}),
+    "ministral": ("Ministral", _HEADS | {"sliding_window": 4, "num_hidden_layers": 3, "layer_types": _KINDS}),
+    "ministral-window": ("Ministral", _HEADS | {"sliding_window": 3}),
     "qwen2-window": ("Qwen2", _HEADS | {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1}),
     "gemma2": ("Gemma2", _HEADS | {"sliding_window": 4, "query_pre_attn_scalar": 6, "attn_logit_softcapping": 2.0}),
     "gemma2-uncapped": (
@@ -170,6 +175,16 @@ CASES = {
         | {"tie_word_embeddings": False},
     ),
     "falcon-all-heads": ("Falcon", _FALCON | {"multi_query": False}),
+    "falcon-serial": ("Falcon", _FALCON | {"parallel_attn": False}),
+    "falcon-alibi": (
+        "Falcon",
+        _FALCON | {"alibi": True, "parallel_attn": False, "multi_query": False, "bias": True},
+    ),
+    "falcon-alibi-parallel": ("Falcon", _FALCON | {"alibi": True}),
+    "bloom": ("Bloom", _BLOOM),
+    "bloom-untied": ("Bloom", _BLOOM | {"tie_word_embeddings": False, "layer_norm_epsilon": 0.1}),
+    "mpt": ("Mpt", _MPT),
+    "mpt-clipped-untied": ("Mpt", _MPT | {"tie_word_embeddings": False, "attn_config": _CLIPPED}),
     "qwen2-moe": (
         "Qwen2Moe",
         _WIDE | {"moe_intermediate_size": 16, "shared_expert_intermediate_size": 24, "num_experts": 5},
@@ -265,6 +280,7 @@ ENCODER_DECODERS = {
 FIRST = {
     "llama-tied-scaled": "megatron-1d",
     "mistral": "replicated",
+    "ministral": "replicated",
     "qwen2": "weight-stationary-2d",
     "qwen3": "replicated",
     "gemma": "replicated",
@@ -293,6 +309,9 @@ FIRST = {
     "gpt-neox": "weight-stationary-2d",
     "falcon": "megatron-1d",
     "falcon-two-norms": "replicated",
+    "falcon-alibi": "replicated",
+    "bloom": "megatron-1d",
+    "mpt": "weight-stationary-2d",
     "glm4-moe": "replicated",
     "dots1": "replicated",
     "gptj": "replicated",

@@ -28,10 +28,29 @@ def transformers() -> ModuleType:
         library = pytest.importorskip("transformers", reason=reason)
     library.utils.logging.set_verbosity_error()
     library.utils.logging.disable_progress_bar()
-    library.NllbMoeConfig  # noqa: B018  (transformers imports its modules when they are asked for)
-    if experts := getattr(library.models.nllb_moe.modeling_nllb_moe, "NllbMoeExperts", None):
-        experts.forward = functools.wraps(experts.forward)(nllb_experts)
+    _correct(library)
     return library
+
+
+def _correct(library: ModuleType) -> None:
+    """Replace functions of transformers that do not compute what the models do; `__wrapped__` is the original."""
+    for name in ("Falcon", "Bloom", "Mpt", "NllbMoe"):
+        getattr(library, f"{name}Config")  # transformers imports its modules when they are asked for
+    found = library.models
+    if experts := getattr(found.nllb_moe.modeling_nllb_moe, "NllbMoeExperts", None):
+        experts.forward = functools.wraps(experts.forward)(nllb_experts)
+    # Falcon rounds its biases to bfloat16, and BLOOM does not; `test_alibi_of_falcon_is_that_of_transformers` has both.
+    falcon, unrounded = found.falcon.modeling_falcon, found.bloom.modeling_bloom.build_alibi_tensor
+    falcon.build_alibi_tensor = functools.wraps(falcon.build_alibi_tensor)(lambda *a, **more: unrounded(*a, **more))
+    mpt = found.mpt.modeling_mpt.MptModel
+    mpt.build_mpt_alibi_tensor = functools.wraps(mpt.build_mpt_alibi_tensor)(mpt_biases)
+
+
+def mpt_biases(self: Any, heads: int, length: int, device: Any = None) -> Any:
+    """Return the biases of an MPT by its own `alibi_bias_max`, instead of which transformers 5 takes 8 (see
+    `test_transformers_has_one_exponent_for_all_mpts`)."""
+    module = importlib.import_module("transformers.models.mpt.modeling_mpt")
+    return module.build_mpt_alibi_tensor(heads, length, self.config.attn_config.alibi_bias_max, device)
 
 
 def nllb_experts(self: Any, x: Any, chosen: Any, gates: Any) -> Any:
@@ -68,6 +87,7 @@ def smollm(transformers, tmp_path_factory) -> tuple[Path, Any]:
 
 #: The ends of the names of norms' scales.
 _NORMS = ("norm.weight", "ln_1.weight", "ln_f.weight", "ln_attn.weight", "ln_mlp.weight")
+_NORMS += ("norm_1.weight", "norm_2.weight", "norm_f.weight")
 
 
 @dataclass(frozen=True)

@@ -329,8 +329,11 @@ FALCON = {
     "num_attention_heads": 6,
 }
 REFUSED_OF_FALCON = {
-    "Falcon's biases by distance": ({"alibi": True}, "alibi is true, which is not supported; false is"),
-    "Falcon's serial block": ({"parallel_attn": False}, "parallel_attn is false, which is not supported"),
+    "Falcon's biases that are no switch": ({"alibi": 1}, "alibi is 1, which is not supported; supported: False"),
+    "Falcon's serial block of the newer form": (
+        {"parallel_attn": False, "new_decoder_architecture": True},
+        "parallel_attn is false, which new_decoder_architecture does not have",
+    ),
     "heads that Falcon does not group": (
         {"multi_query": False, "num_kv_heads": 3},
         "num_kv_heads is 3, and num_attention_heads 6; fewer key/value heads need multi_query or new_decoder",
@@ -351,6 +354,57 @@ def test_what_falcons_here_do_not_have_is_refused_by_name(what, read):
         read(FALCON | entries)
     (fault,) = error.value.faults
     assert fault.startswith(words)
+
+
+BLOOM = {"architectures": ["BloomForCausalLM"], "vocab_size": 50, "hidden_size": 24, "n_layer": 2, "n_head": 6}
+MPT = {"architectures": ["MptForCausalLM"], "vocab_size": 50, "d_model": 24, "n_layers": 2, "n_heads": 6}
+REFUSED_OF_ALIBI = {
+    "norms as residuals": (
+        BLOOM,
+        {"apply_residual_connection_post_layernorm": True},
+        "apply_residual_connection_post_layernorm is true, which is not supported; false is.",
+    ),
+    "another width": (BLOOM, {"n_inner": 40}, "n_inner is 40, which is not supported; null is."),
+    "two names of one entry": (BLOOM, {"n_embed": 12}, "hidden_size is 24, n_embed is 12; they are names of one entry"),
+    "no biases": (MPT, {"attn_config": {"alibi": False}}, "alibi of attn_config is false, which is not supported"),
+    "norms of heads": (MPT, {"attn_config": {"qk_ln": True}}, "qk_ln of attn_config is true, which is not supported"),
+    "a prefix": (MPT, {"attn_config": {"prefix_lm": True}}, "prefix_lm of attn_config is true, which is not"),
+    "one key head": (
+        MPT,
+        {"attn_config": {"attn_type": "multiquery_attention"}},
+        "attn_type of attn_config is 'multiquery_attention', which is not supported; 'multihead_attention' is.",
+    ),
+    "an unknown entry": (MPT, {"attn_config": {"kv_n_heads": 2}}, "attn_config has kv_n_heads, which is not known"),
+    "a bound of 0": (MPT, {"attn_config": {"clip_qkv": 0}}, "clip_qkv of attn_config is 0; it must be a positive num"),
+    "no exponent": (MPT, {"attn_config": {"alibi_bias_max": None}}, "alibi_bias_max of attn_config is null; it must"),
+    "no table": (MPT, {"attn_config": [1]}, "attn_config is [1]; it must be a table."),
+    "another width of MPT": (MPT, {"expansion_ratio": 2}, "expansion_ratio is 2, which is not supported; 4 is."),
+    "scaled logits": (MPT, {"logit_scale": "inv_sqrt_d_model"}, "logit_scale is 'inv_sqrt_d_model', which is not"),
+    "biases of MPT": (MPT, {"no_bias": False}, "no_bias is false, which is not supported; true is."),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED_OF_ALIBI)
+def test_what_models_with_alibi_here_do_not_have_is_refused_by_name(what, read):
+    entries, changes, words = REFUSED_OF_ALIBI[what]
+    with pytest.raises(CheckpointError) as error:
+        read(entries | changes)
+    (fault,) = error.value.faults
+    assert fault.startswith(words)
+
+
+def test_the_table_of_attention_of_an_mpt_is_read(read):
+    config = read(MPT | {"attn_config": {"alibi_bias_max": 16, "clip_qkv": 6, "softmax_scale": 0.125}})
+    assert (config.alibi_max, config.qkv_clip, config.attention_scale) == (16.0, 6.0, 0.125)
+    config = read(MPT)
+    assert (config.alibi_max, config.qkv_clip, config.attention_scale, config.context_length) == (8.0, None, None, 2048)
+
+
+def test_a_serial_falcon_with_groups_of_heads_has_no_form(read):
+    config = dataclasses.replace(read(FALCON | {"parallel_attn": False, "alibi": True}), kv_heads=3)
+    with pytest.raises(CheckpointError) as error:
+        expressing(config)
+    assert "Falcon: kv_heads is 3, and a serial block has 1 or 6 of them." in error.value.faults
 
 
 def test_a_falcon_has_the_heads_and_norms_of_its_form(read):

@@ -130,6 +130,11 @@ ALWAYS = [
 WINDOWS = {
     "mistral": ALWAYS,
     "mixtral": ALWAYS,
+    "ministral": [
+        {"sliding_window": size, **kinds}
+        for size in (3, LENGTH)
+        for kinds in ({}, {"layer_types": [FULL] * 3}, {"layer_types": [SLIDING, FULL, FULL]})
+    ],
     "phi3": ALWAYS,
     "starcoder2": ALWAYS,
     "qwen2": SWITCHED + NAMED,

@@ -311,6 +311,13 @@ DIAGONAL = [
         changes={"cache.attention.key": "B_xT_yKD"}, lowering="looped", mesh={"x": 2, "y": 2, "z": 2},
     ),
     Case({"positions": "learned", "context_length": 32, "norm": "layer"}, "weight-gathered-xy"),
+    Case({"positions": "alibi", "heads": 6, "kv_heads": 3, "embedding_norm": True}, "megatron-1d", chunk=3,
+         mesh={"x": 1, "y": 4, "z": 2}, changes={"padding.H": 8, "padding.K": 8}),
+    Case({"positions": "alibi", "layer_kinds": ("sliding", "full"), "sliding_window": 3, "alibi_scaled": True},
+         "weight-stationary-2d", "weight-gathered-xyz", chunk=4, lowering="looped"),
+    Case({"positions": "alibi", "kv_heads": 1, "block": "parallel", "qkv_clip": 0.5, "alibi_max": 4.0},
+         "weight-stationary-1d", chunk=4, mesh={"x": 2, "y": 2, "z": 2}, axis_type="auto", lowering="xla",
+         changes={"cache.attention.key": "B_xT_yzKD"}),
     pytest.param(
         Case(
             {"block": "parallel", "parallel_norms": 2, "norm": "layer", "norm_bias": True}, "weight-stationary-2d",
@@ -379,8 +386,9 @@ def test_every_preset_reads_and_decodes(preset, config, make_mesh):
 
 
 @pytest.mark.slow
-def test_an_int8_cache_is_nearly_the_same_and_does_not_depend_on_chunks(config, make_mesh):
-    case = Case({"kv_heads": 4}, "weight-stationary-2d", chunk=3)
+@pytest.mark.parametrize("changes", [{}, {"positions": "alibi", "embedding_norm": True}], ids=["rotary", "alibi"])
+def test_an_int8_cache_is_nearly_the_same_and_does_not_depend_on_chunks(changes, config, make_mesh):
+    case = Case({"kv_heads": 4} | changes, "weight-stationary-2d", chunk=3)
     (whole, chunks), _ = check(case, config, make_mesh, tolerance=0.02, int8=True)
     read = np.arange(ROOM)[None] < READ[:, None]
     for one, other in ((whole.keys, chunks.keys), (whole.values, chunks.values)):
