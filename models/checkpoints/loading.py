@@ -139,6 +139,7 @@ def _check(checkpoint: Described, config: ModelConfig, table: dict[str, Paramete
         if {name, own} <= files.tensors.keys() and not files.equal(name, own)
     ]
     ignored = [*family.ignored, *map(re.escape, family.copies), *_second_table(checkpoint, config)]
+    ignored += [re.escape(f"{name}.") + ".*" for name in _modules(checkpoint, config, files)]
     faults += [
         f"{name} is in the checkpoint, but the model has no such tensor."
         for name in files.tensors
@@ -152,6 +153,17 @@ def _second_table(checkpoint: Described, config: ModelConfig) -> list[str]:
     """Return a pattern of the table of the logits if the model is tied, where a file may have it all the same."""
     table = checkpoint.family.tensors.get("output.table")
     return [re.escape(table.name)] if table and config.tied else []
+
+
+def _modules(checkpoint: Described, config: ModelConfig, files: Files) -> Iterator[str]:
+    """Yield the names of the modules behind the last layer, each of which has a matrix that layers do not have.
+
+    Without that matrix a tensor behind the last layer is of one more layer, and config.json is wrong.
+    """
+    layer = checkpoint.family.tensors["attention.norm"].name.partition("{N}")[0]
+    for number in range(config.layers, config.layers + checkpoint.modules):
+        if f"{layer}{number}.eh_proj.weight" in files.tensors:
+            yield f"{layer}{number}"
 
 
 def _tensor_faults(wanted: dict[str, tuple[int, ...]], files: Files) -> Iterator[str]:
