@@ -110,6 +110,7 @@ class BlockStack(nnx.Module):
             return stack
         rows, gathered = parameters(self.config, self.layout), []
         for (place, *path), leaf in nnx.to_flat_state(stack.weights):
+            assert isinstance(place, int)
             spec = rows[".".join(map(str, (*self.within, "blocks", lead + place, *path)))].spec
             # The leaf belongs to the model, whose weights must stay sharded: so it is not changed in place.
             gathered.append(((place, *path), leaf.replace(moved(leaf.get_value(), spec, spec.with_axes("N", ())))))

@@ -27,6 +27,7 @@ from ..quantization import quantize_together, scale_groups
 from ..shapes import stored_dtype
 from ..transformer import Transformer
 from .config import Described, described
+from .families.serial import LAYER
 from .files import DTYPES, READ_AS, CheckpointError, Files, all_finite
 from .sources import ParameterSource, Region, sources
 
@@ -160,10 +161,10 @@ def _modules(checkpoint: Described, config: ModelConfig, files: Files) -> Iterat
 
     Without that matrix a tensor behind the last layer is of one more layer, and config.json is wrong.
     """
-    layer = checkpoint.family.tensors["attention.norm"].name.partition("{N}")[0]
     for number in range(config.layers, config.layers + checkpoint.modules):
-        if f"{layer}{number}.eh_proj.weight" in files.tensors:
-            yield f"{layer}{number}"
+        name = LAYER.format(N=number)
+        if f"{name}.eh_proj.weight" in files.tensors:
+            yield name
 
 
 def _tensor_faults(wanted: dict[str, tuple[int, ...]], files: Files) -> Iterator[str]:
