@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import gcd, inf, lcm
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from gspmd.annotate.errors import suggestion
 from gspmd.layouts.rules.keys import dims_of
@@ -288,25 +289,57 @@ class ModelConfig:
 
     @property
     def pattern(self) -> int:
-        """Blocks of the pattern of dense and expert blocks, and of kinds of attention, which repeats.
-
-        If the first blocks are dense, nothing repeats: these are all blocks.
-        """
-        if self.moe and self.moe.first_dense:
-            return self.layers
-        return lcm(self.moe.every if self.moe else 1, len(self.layer_kinds) or 1)
+        """Blocks of the pattern of dense and expert blocks, and of kinds of attention, which repeats after `lead`."""
+        return self._repetition[1]
 
     @property
-    def is_one_pattern(self) -> bool:
-        """Whether the blocks do not repeat, for their kinds of attention, or because only the first ones are dense."""
-        every = self.moe.every if self.moe else 1
-        return self.pattern == self.layers and self.pattern > every
+    def lead(self) -> int:
+        """Number of first blocks before those that repeat, such as the dense ones of DeepSeek (`moe.dense_layers`)."""
+        return self._repetition[0]
+
+    @property
+    def repeats(self) -> int:
+        """Number of times that the pattern repeats."""
+        return (self.layers - self.lead) // self.pattern
+
+    @property
+    def _repetition(self) -> tuple[int, int]:
+        regular = lcm(self.moe.every if self.moe else 1, len(self.layer_kinds) or 1)
+        further = len(self.layer_kinds) > 1 or (self.moe is not None and bool(self.moe.dense_layers))
+        if not further or self.encoder_layers:  # both stacks of an encoder–decoder have the same pattern
+            return 0, regular
+        return _repetition(tuple((self.layer_kind(each), self.is_sparse(each)) for each in range(self.layers)))
 
     @property
     def period(self) -> int:
         """Blocks per period; one step of the scan runs one period. That is the pattern, or all blocks if they are not
         stacked."""
         return self.pattern if self.stacked else self.layers
+
+    @property
+    def is_one_pattern(self) -> bool:
+        """Whether the blocks do not repeat, for their kinds of attention, or because only some of them are dense."""
+        every = self.moe.every if self.moe else 1
+        return self.pattern == self.layers and self.pattern > every
+
+    def stacks(self, layers: int | None = None) -> tuple[range, ...]:
+        """Return the numbers of the layers of each stack: first those of `lead`, then one for each of the pattern.
+
+        Args:
+            layers: of the encoder or the decoder; None for the decoder.
+
+        >>> ModelConfig(layers=7, moe=MoEConfig(every=2, offset=0, dense_layers=(0,))).stacks()
+        (range(0, 1), range(1, 7, 2), range(2, 7, 2))
+        """
+        layers, repeating = self.layers if layers is None else layers, range(self.lead, self.lead + self.pattern)
+        alone = tuple(range(number, number + 1) for number in range(self.lead))
+        return alone + tuple(range(number, layers, self.pattern) for number in repeating)
+
+    def weight_stacks(self, layers: int | None = None) -> tuple[range, ...]:
+        """Return the numbers of the layers whose weights are in one array: as `stacks`, or each if not `stacked`."""
+        if self.stacked:
+            return self.stacks(layers)
+        return tuple(range(number, number + 1) for number in range(self.layers))
 
     @property
     def table_rows(self) -> int:
@@ -323,8 +356,8 @@ class ModelConfig:
         return -1 if self.moe is None else self.moe.every - 1 if self.moe.offset is None else self.moe.offset
 
     def is_sparse(self, place: int) -> bool:
-        """Return whether the feed-forward layer of the block at a place of a period is a mixture of experts."""
-        if self.moe is None or place < self.moe.first_dense:
+        """Return whether the feed-forward layer of a block, counted from the first, is a mixture of experts."""
+        if self.moe is None or place in self.moe.dense_layers:
             return False
         return place % self.moe.every == self.expert_place
 
@@ -457,7 +490,7 @@ class ModelConfig:
             "H": self.heads,
             "K": self.kv_heads,
             "D": self.head_size,
-            "N": self.layers // self.period,
+            "N": self.repeats if self.stacked else 1,
         }
         if self.positions == "relative":
             sizes["R"] = self.relative_buckets
@@ -468,6 +501,23 @@ class ModelConfig:
         if self.moe:
             sizes |= {"X": self.moe.experts, "G": self.moe.groups or batch}
         return sizes
+
+
+@lru_cache(maxsize=256)
+def _repetition(layers: tuple[Any, ...]) -> tuple[int, int]:
+    """Return the numbers of layers before those that repeat, and of their pattern, which are the fewest together.
+
+    >>> _repetition(("dense", "sparse", "sparse", "sparse")), _repetition(("full", "sliding", "full"))
+    ((1, 1), (0, 3))
+    """
+    count = len(layers)
+    found = [
+        (lead + pattern, lead, pattern)
+        for lead in range(count)
+        for pattern in range(1, (count - lead) // 2 + 1)
+        if (count - lead) % pattern == 0 and layers[lead + pattern :] == layers[lead:-pattern]
+    ]
+    return min(found, default=(count, 0, count))[1:]
 
 
 def _of_experts(tensor: Tensor) -> bool:
@@ -527,12 +577,17 @@ def _faults(config: ModelConfig):
     for name in ("layers", "encoder_layers"):
         if config.moe and config.moe.every > 0 and getattr(config, name) % config.moe.every:
             yield f"{name} is {getattr(config, name)}, which moe.every ({config.moe.every}) does not divide"
-    if config.moe and config.moe.first_dense:
-        if config.layers > 0 and not config.expert_layers:
-            first = config.moe.first_dense
-            yield f"moe.first_dense is {first}, and of {config.layers} layers none has experts; lower it"
+    if config.moe and config.moe.dense_layers:
+        dense = ", ".join(map(str, config.moe.dense_layers))
+        if config.moe.dense_layers[-1] >= config.layers > 0:
+            yield f"moe.dense_layers has {config.moe.dense_layers[-1]}, and the last layer is {config.layers - 1}"
+        elif config.layers > 0 and not config.expert_layers:
+            yield f"moe.dense_layers are {dense}, so that none of {config.layers} layers has experts; leave some out"
+        elif already := [each for each in config.moe.dense_layers if each % config.moe.every != config.expert_place]:
+            named = ", ".join(map(str, already))
+            yield f"moe.dense_layers has {named}, dense already with moe.every = {config.moe.every}; leave them out"
         if config.encoder_layers:
-            yield "moe.first_dense is set, and encoder_layers too; both stacks of an encoder–decoder have one pattern"
+            yield "moe.dense_layers is set, and encoder_layers too; both stacks of an encoder–decoder have one pattern"
     if config.moe and config.moe.dense_feed_forward and not config.has_dense_layers:
         yield f"moe.dense_feed_forward is {config.moe.dense_feed_forward}, and every layer has experts; leave it out"
     yield from _position_faults(config)
@@ -547,10 +602,10 @@ def _kind_faults(config: ModelConfig):
             yield f"layer_kinds has {kind!r}; its kinds are {', '.join(LAYER_KINDS)}" + (f". {near}" if near else "")
     if config.layer_kinds and config.layers % len(config.layer_kinds):
         yield f"layers is {config.layers}, which the {len(config.layer_kinds)} layer_kinds do not divide"
-    elif config.pattern and config.layers % config.pattern:
+    elif config.layer_kinds and config.moe and config.layers % (both := lcm(config.moe.every, len(config.layer_kinds))):
         yield (
             f"layers is {config.layers}, and the pattern of layer_kinds ({len(config.layer_kinds)}) and of experts "
-            f"(moe.every = {config.moe and config.moe.every}) repeats after {config.pattern}; it must divide layers"
+            f"(moe.every = {config.moe.every}) repeats after {both}; it must divide layers"
         )
     for kind, name in (("sliding", "sliding_window"), ("chunked", "attention_chunk")):
         size = getattr(config, name)

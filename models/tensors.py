@@ -75,12 +75,14 @@ class Tensor:
         key: its line in a layout, such as `ffn.w_in`.
         initialise: a function from a random key and a shape to float32 values.
         layers: layers stacked in a leading N; 0 for a parameter that is not stacked.
+        in_lead: whether it is of a block before those that repeat (`ModelConfig.lead`), which no stages split.
     """
 
     path: str
     key: str
     initialise: Initialiser
     layers: int = 0
+    in_lead: bool = False
 
     @property
     def is_matrix(self) -> bool:
@@ -146,13 +148,13 @@ def _stack(
     """Yield the parameters of the encoder's blocks or of the decoder's; `prefix` is that of their paths."""
     if config.positions == "relative":
         yield Tensor(f"{prefix}relative", "attention.relative", scaled("E", sizes))
-    for place in range(config.period):
-        for path, key, begin in _block(config, place, layers, sizes, cross=cross):
-            yield Tensor(f"{prefix}blocks.{place}.{path}", key, begin, layers // config.period)
+    for place, numbers in enumerate(config.weight_stacks(layers)):
+        for path, key, begin in _block(config, numbers[0], layers, sizes, cross=cross):
+            yield Tensor(f"{prefix}blocks.{place}.{path}", key, begin, len(numbers), place < config.lead)
 
 
 def _block(
-    config: ModelConfig, place: int, layers: int, sizes: Mapping[str, int], *, cross: bool
+    config: ModelConfig, number: int, layers: int, sizes: Mapping[str, int], *, cross: bool
 ) -> Iterator[tuple[str, str, Initialiser]]:
     serial = config.block == "serial"
     # Both norms of a parallel block are placed as the residual stream of feed-forward, from which both layers read.
@@ -161,7 +163,7 @@ def _block(
     if cross:
         yield from _norms(config, "cross.", "cross")
         yield from _attention(config, "cross", layers, sizes)
-    experts = config.moe if config.is_sparse(place) else None
+    experts = config.moe if config.is_sparse(number) else None
     section = "moe" if experts else "ffn"
     if serial or config.parallel_norms == 2:
         yield from _norms(config, f"{section}.", "ffn")

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ from gspmd.ops._attention.zigzag import in_order, ring_size, zigzag
 from gspmd.ops._embedding import embed
 
 from .blocks import Block, ParallelBlock, part
-from .config import ModelConfig
+from .config import ModelConfig, Remat
 from .context import Context, check_inputs, context_of, positions_in, token_positions, with_memory
 from .layer import Layer
 from .parameters import check_placed, initialise, parameters, stages_axes
@@ -32,14 +32,48 @@ from .remat.names import recomputed
 from .vectors import along, cast_matrices, padded_dimensions, scaled
 
 Figures = dict[str, jax.Array]
-Stack = tuple[Any, Any]
+
+
+class Stack(NamedTuple):
+    """Blocks of a stack, each as its definition and its weights (`nnx.split`).
+
+    Attributes:
+        first: those before the ones that repeat, whose weights have no N.
+        definition: of the blocks of one period.
+        weights: of all periods, stacked in a leading N for a scan.
+    """
+
+    first: tuple[tuple[Any, Any], ...]
+    definition: Any
+    weights: Any
+
+    @classmethod
+    def of(cls, blocks: Sequence[nnx.Module], lead: int) -> Stack:
+        """Take blocks, of which the first `lead` do not repeat."""
+        first = (nnx.split(block) for block in blocks[:lead])
+        return cls(tuple((graph, one_layer(own)) for graph, own in first), *nnx.split(nnx.List(blocks[lead:])))
+
+    def cast(self, dtype: Any) -> Stack:
+        """Return the blocks with their matrices in a compute dtype."""
+        first = tuple((graph, cast_matrices(own, dtype)) for graph, own in self.first)
+        return self._replace(first=first, weights=cast_matrices(self.weights, dtype))
+
+    @property
+    def repeats(self) -> int:
+        """Number of periods, N."""
+        return jax.tree.leaves(self.weights)[0].shape[0]
+
+
+def one_layer(weights: Any) -> Any:
+    """Return weights [1, ...] without their N."""
+    return jax.tree.map(lambda leaf: leaf[0], weights)
 
 
 class BlockStack(nnx.Module):
     """The blocks of a decoder or of an encoder, and their table of relative positions, if they have one.
 
-    Blocks repeat with a period of `ModelConfig.period`. Those at the same position of the period are stacked in a
-    leading N; each step of a scan over N runs one period.
+    Blocks repeat with a period, after `ModelConfig.lead`. Those at the same position of the period are stacked in a
+    leading N (`ModelConfig.weight_stacks`); each step of a scan over N runs one period.
 
     Attributes:
         within: the path of the stack in a model.
@@ -61,25 +95,26 @@ class BlockStack(nnx.Module):
 
     def run(self, x: jax.Array, context: Context, *, key: jax.Array | None, train: bool) -> tuple[jax.Array, Figures]:
         """Run the blocks on the residual stream [B, L, E]; return it, and the experts' figures, stacked over N."""
-        definition, weights = self.stacked()
-        stack = definition, cast_matrices(weights, self.dtype)
-        keys = None if key is None else jax.random.split(key, jax.tree.leaves(weights)[0].shape[0])
+        stack = self.stacked().cast(self.dtype)
+        keys = None if key is None else jax.random.split(key, len(stack.first) + stack.repeats)
         return run_blocks(self.config, stack, x, context, keys, train=train)
 
     def stacked(self) -> Stack:
-        """Return the blocks of one period, and the weights of all periods, stacked in a leading N for a scan.
+        """Return the blocks as a scan takes them.
 
         If a pipeline shards N over stages, the weights are gathered: only `loss` runs in stages.
         """
-        definition, weights = nnx.split(self.blocks)
+        lead = self.config.lead if self.config.stacked else 0
+        stack = Stack.of([*self.blocks], lead)
         if not stages_axes(self.layout):
-            return definition, weights
+            return stack
         rows, gathered = parameters(self.config, self.layout), []
-        for path, leaf in nnx.to_flat_state(weights):
-            spec = rows[".".join(map(str, (*self.within, "blocks", *path)))].spec
+        for (place, *path), leaf in nnx.to_flat_state(stack.weights):
+            assert isinstance(place, int)
+            spec = rows[".".join(map(str, (*self.within, "blocks", lead + place, *path)))].spec
             # The leaf belongs to the model, whose weights must stay sharded: so it is not changed in place.
-            gathered.append((path, leaf.replace(moved(leaf.get_value(), spec, spec.with_axes("N", ())))))
-        return definition, nnx.from_flat_state(gathered)
+            gathered.append(((place, *path), leaf.replace(moved(leaf.get_value(), spec, spec.with_axes("N", ())))))
+        return stack._replace(weights=nnx.from_flat_state(gathered))
 
 
 class Encoder(BlockStack):
@@ -220,54 +255,88 @@ def run_blocks(
 
     Args:
         config: the configuration of the model.
-        stack: the blocks of one period, and the weights of N periods.
+        stack: the blocks.
         x: [B, L, E], the residual stream.
-        context: the context of attention, the same for all blocks.
-        keys: [N] random keys of the routers, for training.
+        context: of attention, the same for all blocks.
+        keys: random keys of the routers, for training: of each first block, and then of the N periods.
         train: whether to use the routers' random draws and capacity of training.
         in_loop: whether to scan them; otherwise each is traced by itself, and nothing is recomputed.
 
     Returns:
-        The residual stream after the last block, and the experts' figures, stacked over N.
+        The residual stream after the last block, and the experts' figures, stacked over layers.
     """
-    definition, weights = stack
-
-    sparse = sum(map(config.is_sparse, range(config.period)))
-
-    def run(block: Any, x: jax.Array, key: jax.Array | None) -> tuple[jax.Array, Figures]:
-        of_block = lambda block, x, key: block(x, context, key=key, train=train)  # noqa: E731
-        if not (in_loop and config.is_one_pattern):
-            return of_block(block, x, key)
-        # Blocks that do not repeat are recomputed one by one.
-        graph, own = nnx.split(block)
-        return recomputed(lambda own, x, key: of_block(nnx.merge(graph, own), x, key), config.remat_name)(own, x, key)
+    lead = len(stack.first)
+    of_first, keys = (None, None) if keys is None else (keys[:lead], keys[lead:])
+    x, ahead = run_first(config, stack.first, x, context, of_first, train=train, in_loop=in_loop)
+    definition, weights, repeats = stack.definition, stack.weights, stack.repeats
+    sparse = sum(config.is_sparse(lead + place) for place in range(config.period))
 
     def step(x: jax.Array, layer: tuple[Any, jax.Array | None]) -> tuple[jax.Array, Figures]:
         weights, key = layer
         each: list[Figures] = []
         for place, block in enumerate(nnx.merge(definition, weights)):
             of_block = key if key is None or sparse <= 1 else jax.random.fold_in(key, place)
-            x, figures = run(block, x, of_block)
+            # Blocks that do not repeat are recomputed one by one.
+            remat = config.remat_name if in_loop and config.is_one_pattern else "none"
+            x, figures = _run_block(*nnx.split(block), x, context, of_block, train, remat)
             each += [figures] if figures else []
         if sparse <= 1:
             return x, each[0] if each else {}
         return x, jax.tree.map(lambda *rows: jnp.stack(rows), *each)
 
-    repeats = jax.tree.leaves(weights)[0].shape[0]
     if not in_loop:
         each = []
         for number in range(repeats):
             x, figures = step(x, jax.tree.map(lambda leaf, at=number: leaf[at], (weights, keys)))
             each.append(figures)
-        return x, _of_layers(jax.tree.map(lambda *rows: jnp.stack(rows), *each), sparse)
+        return x, _of_layers(ahead, jax.tree.map(lambda *rows: jnp.stack(rows), *each), sparse)
     # With one repeat, recomputation saves no memory: the backward pass would hold all recomputed arrays at once.
     x, figures = jax.lax.scan(recomputed(step, config.remat_name if repeats > 1 else "none"), x, (weights, keys))
-    return x, _of_layers(figures, sparse)
+    return x, _of_layers(ahead, figures, sparse)
 
 
-def _of_layers(figures: Figures, sparse: int) -> Figures:
-    """Return the figures of all layers with experts, from those [N, sparse, ...] of several in each period."""
-    return figures if sparse <= 1 else {name: x.reshape(-1, *x.shape[2:]) for name, x in figures.items()}
+def run_first(
+    config: ModelConfig,
+    first: Sequence[tuple[Any, Any]],
+    x: jax.Array,
+    context: Context,
+    keys: jax.Array | None,
+    *,
+    train: bool,
+    in_loop: bool = True,
+) -> tuple[jax.Array, list[Figures]]:
+    """Run the blocks before those that repeat, each recomputed by itself; the arguments are those of `run_blocks`.
+
+    Returns:
+        The residual stream, and the figures of each block that has experts.
+    """
+    each, remat = [], config.remat_name if in_loop else "none"
+    for number, (definition, weights) in enumerate(first):
+        key = None if keys is None else keys[number]
+        x, figures = _run_block(definition, weights, x, context, key, train, remat)
+        each += [figures] if figures else []
+    return x, each
+
+
+def _run_block(
+    definition: Any, weights: Any, x: jax.Array, context: Context, key: jax.Array | None, train: bool, remat: Remat
+) -> tuple[jax.Array, Figures]:
+    """Run one block, and recompute it in the backward pass as `remat` says."""
+
+    def run(weights: Any, x: jax.Array, key: jax.Array | None) -> tuple[jax.Array, Figures]:
+        return nnx.merge(definition, weights)(x, context, key=key, train=train)
+
+    return recomputed(run, remat)(weights, x, key)
+
+
+def _of_layers(ahead: Sequence[Figures], figures: Figures, sparse: int) -> Figures:
+    """Return the figures of all layers with experts: `ahead`, and those [N, ...] of one or [N, sparse, ...] of several
+    in each period."""
+    if sparse > 1:
+        figures = {name: x.reshape(-1, *x.shape[2:]) for name, x in figures.items()}
+    if not ahead:
+        return figures
+    return {name: jnp.concatenate([jnp.stack([each[name] for each in ahead]), x]) for name, x in figures.items()}
 
 
 class Embedding(Layer):
@@ -435,9 +504,13 @@ def _reordered(order: Callable[[jax.Array, int], jax.Array], x: jax.Array, spec:
 
 
 def blocks(config: ModelConfig, layout: Layout, weights: Mapping[str, Any], dtype: Any) -> nnx.List:
-    """Return the blocks of one period, each with the weights of all periods, stacked in a leading N."""
+    """Return the blocks of these weights, by their place, each with the weights of all periods in a leading N."""
     block = ParallelBlock if config.block == "parallel" else Block
-    return nnx.List([block(config, layout, weights[str(i)], dtype, config.layer_kind(i)) for i in range(config.period)])
+    stacks = config.weight_stacks()
+    return nnx.List(
+        block(config, layout, weights[place], dtype, config.layer_kind(stacks[int(place)][0]))
+        for place in sorted(weights, key=int)
+    )
 
 
 def stream_line(config: ModelConfig) -> str:

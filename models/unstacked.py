@@ -46,7 +46,7 @@ def unstack(model: Transformer, *, free: bool = False) -> Transformer:
                 continue
             place, _, name = path.removeprefix("blocks.").partition(".")
             for number in range(value.shape[0]):
-                at = number * config.pattern + int(place)
+                at = config.stacks()[int(place)][number]
                 made[f"blocks.{at}.{name}"] = _taker(value.sharding)(value, number)
             if free:
                 value.delete()

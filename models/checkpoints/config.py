@@ -65,12 +65,14 @@ class Described:
         family: the family whose tensor names and shapes it uses.
         config: the model.
         factors: maps a parameter's path, without "blocks.0.", to the factor that its tensor is multiplied by.
+        modules: number of `Family.modules` behind the last layer.
         remark: how the tensors contradict config.json; empty if they agree.
     """
 
     family: Family
     config: ModelConfig
     factors: Mapping[str, float]
+    modules: int = 0
     remark: str = ""
 
 
@@ -156,7 +158,7 @@ def _described(family: Family, json: Mapping[str, Any], doing: str) -> Described
             faults.append(f"{key} is {in_json(value)}, which is not supported; supported: {known}.")
         else:
             values[name] = option.names[value] if option.names else value
-    length = _length(family, json, faults)
+    length, modules = _length(family, json, faults), _modules(family, json, faults)
     scale = json.get("logit_scale", family.logit_scale) if family.logit_scale is not None else 1.0
     if not is_number(scale):
         faults.append(f"logit_scale is {in_json(scale)}; it must be a number.")
@@ -197,7 +199,7 @@ def _described(family: Family, json: Mapping[str, Any], doing: str) -> Described
     for key, value in multipliers.items():
         for path, factor in family.multipliers[key].factors(value, tied=config.tied).items():
             factors[path] = factors.get(path, 1.0) * factor
-    return Described(family, config, factors)
+    return Described(family, config, factors, modules)
 
 
 def _multipliers(family: Family, json: Mapping[str, Any], faults: list[str]) -> dict[str, float]:
@@ -224,6 +226,17 @@ def _length(family: Family, json: Mapping[str, Any], faults: list[str]) -> int |
     if len(set(map(in_json, given.values()))) > 1:
         faults.append(f"{' and '.join(given)} differ, but are names of one entry: keep only one of them.")
     return next(iter(given.values()), family.default_length)
+
+
+def _modules(family: Family, json: Mapping[str, Any], faults: list[str]) -> int:
+    """Return the number of modules behind the last layer."""
+    given = {key: json[key] for key in family.modules if key in json}
+    for key, value in given.items():
+        if not is_whole(value) or value < 0:
+            faults.append(f"{key} is {in_json(value)}; it must be a whole number of modules.")
+    if len(set(map(in_json, given.values()))) > 1:
+        faults.append(f"{' and '.join(given)} differ, but are names of one entry: keep only one of them.")
+    return next(iter(given.values()), 1) if family.modules else 0
 
 
 def _root_scaled(family: Family, json: Mapping[str, Any], faults: list[str]) -> bool:
@@ -298,7 +311,7 @@ def written(family: Family, config: ModelConfig, length: int, dtype: str) -> dic
             json["rope_scaling"] = json["rope_scaling"] | scaling
     json |= write_window(family.window, config) | {"torch_dtype": dtype}
     json |= {family.output_dropout[0]: 0.0} if family.output_dropout else {}
-    json |= dict.fromkeys(family.multipliers, 1.0)
+    json |= dict.fromkeys(family.multipliers, 1.0) | dict.fromkeys(family.modules[:1], 0)
     if family.logit_scale is not None:
         json["logit_scale"] = 1.0
     if family.default_rope and config.rope_scaling is None:
@@ -360,7 +373,7 @@ def _fits(name: str, value: Any) -> bool:
 def known_entries(family: Family) -> frozenset[str]:
     """Return the entries of config.json that are read, or are known to have no effect, at least for some value."""
     read = {key for option in family.options.values() for key in option.keys}
-    read |= {*family.length, *WINDOW, *rope_entries(family), *family.multipliers}
+    read |= {*family.length, *WINDOW, *rope_entries(family), *family.multipliers, *family.modules}
     read |= {*LOCAL_ROPE} if family.local_rope_base is not None else set()
     read |= {"logit_scale"} if family.logit_scale is not None else set()
     read |= {*family.root_scaled, *(family.output_dropout or ())[:1]} | (

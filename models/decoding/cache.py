@@ -27,19 +27,18 @@ SELF, CROSS = "attention.key", "cross.key"
 class Cache:
     """Keys and values of the tokens that a model has read, for all layers: a pytree, donated from step to step.
 
-    Blocks repeat with a pattern. There is one array for each block of the pattern, with the N repeats stacked first,
-    also if the weights are not stacked, so that the step writes to few arrays. B
-    rows have room for T tokens each. Heads come before tokens: in the other order, if a device has several heads, the
-    compiler for TPUs copies every layer before it multiplies.
+    There is one array for each stack of layers (`ModelConfig.stacks`), with its N layers first, also if the weights are
+    not stacked, so that the step writes to few arrays. B rows have room for T tokens each. Heads come before tokens: in
+    the other order, if a device has several heads, the compiler for TPUs copies every layer before it multiplies.
 
     A sliding layer keeps the last tokens only, as many as its window, and a chunked one as many as a chunk: T is then
     the length of a ring, in which a token at position p is at p modulo T.
 
     Attributes:
-        keys: rotated keys, one [N, B, K, T, D] for each block of the pattern.
+        keys: rotated keys, one [N, B, K, T, D] for each stack of layers.
         values: values, with the same shapes; None for latent attention, whose keys [N, B, 1, T, Z] are the latents and
             rotated keys of all heads.
-        key_scales: scales of an int8 cache, one float32 [N, B, K, T] for each block of the pattern; otherwise None.
+        key_scales: scales of an int8 cache, one float32 [N, B, K, T] for each stack of layers; otherwise None.
         value_scales: scales of the values, likewise; in latent attention those of the rotated keys, and `key_scales`
             are of the latents.
         lengths: [B] int32, the number of each row's tokens that are in the cache.
@@ -124,7 +123,6 @@ def abstract_cache(
         fact = "this model has an encoder" if config.encoder_layers else "this model is decoder-only"
         remedy = "at least 1" if config.encoder_layers else "0"
         raise ValueError(f"{fact}, and source_length is {source_length}; it must be {remedy}")
-    repeats = config.layers // config.pattern
 
     def of(line: str, length: int) -> Cache:
         spec = cache_spec(layout, line, latent=config.latent is not None)
@@ -133,15 +131,16 @@ def abstract_cache(
             sizes |= {"K": 1, "D": sizes["Z"]}
         parts = math.prod(mesh.shape[axis] for axis in spec.axes_of("T"))
         shapes = []
-        for place in range(config.pattern):
-            reach = config.reach_of(config.layer_kind(place)) if line == SELF else None
+        for layers in config.stacks():
+            reach = config.reach_of(config.layer_kind(layers[0])) if line == SELF else None
             kept = length if reach is None else min(length, -(-reach // parts) * parts)
-            shapes.append(tuple((sizes | {"T": kept})[dim] for dim in spec.dims))
-            spec.check(shapes[-1], dict(mesh.shape))
+            shape = tuple((sizes | {"T": kept})[dim] for dim in spec.dims)
+            spec.check(shape, dict(mesh.shape))
+            shapes.append((len(layers), *shape))
 
         def tensors(spec: Spec, dtype: Any) -> tuple[Any, ...]:
             where = NamedSharding(mesh, stacked(spec).partition_spec())
-            each = ((repeats, *shape[: len(spec.dims)]) for shape in shapes)
+            each = (shape[: 1 + len(spec.dims)] for shape in shapes)
             return tuple(jax.ShapeDtypeStruct(shape, dtype, sharding=where) for shape in each)
 
         held = tensors(spec, jnp.int8 if int8 else jnp.dtype(dtype))

@@ -59,7 +59,7 @@ def encode_step(
         real = jnp.arange(tokens.shape[1])[None] < counts[:, None]
         segments = moved(real.astype(jnp.int32), Spec(("B", "L"), ((), ())), batch_spec(layout))
         memory, _ = placed.encode(tokens, segments)
-        definition, blocks = placed.stacked()
+        _, definition, blocks = placed.stacked()
 
         def layer(memory: jax.Array, weights: Any) -> tuple[jax.Array, list[Any]]:
             with part(layout, "cross"):
@@ -172,18 +172,20 @@ def _read(
         real = jnp.arange(length)[None] < counts[:, None]
         context = replace(context, real=moved(real, whole, tokens_spec(layout)))
     chunk = replace(Chunk.at(cache, length, model), counts=counts, fresh=fresh)
-    definition, weights = model.stacked()
-    read = cache.source
+    first, definition, weights = model.stacked()
+    read, lead = cache.source, model.config.lead
+    # The arrays of the blocks before those that repeat, and of those.
+    alone, repeating = ([each and each[part] for each in cache.layers] for part in (slice(lead), slice(lead, None)))
 
     def run(x: jax.Array, blocks: Sequence[Any], held: Any, of_source: Any) -> tuple[jax.Array, list[Any]]:
-        """Run the blocks of one pattern; return the stream, and what they add to the cache."""
+        """Run blocks, such as those of one pattern; return the stream, and what they add to the cache."""
 
         def at(place: int, arrays: Any) -> list[Any]:
             return [each and each[place] for each in arrays]
 
         pasts = [
             LayerCache(chunk, at(place, held), None if read is None else [*at(place, of_source), read.lengths])
-            for place in range(len(cache.keys))
+            for place in range(len(blocks))
         ]
         for block, past in zip(blocks, pasts):
             x, _ = block(x, context, key=None, train=False, past=past)
@@ -194,14 +196,22 @@ def _read(
         return run(x, nnx.merge(definition, weights), held, of_source)
 
     if model.config.stacked:
-        x, new = jax.lax.scan(layer, x, (weights, cache.layers, None if read is None else read.layers))
+        ahead, blocks = [nnx.merge(*each) for each in first], None
     else:
-        blocks, pattern, each = nnx.merge(definition, jax.tree.map(lambda leaf: leaf[0], weights)), len(cache.keys), []
-        for number in range(len(blocks) // pattern):
-            held = jax.tree.map(lambda leaf, at=number: leaf[at], cache.layers)
-            x, made = run(x, blocks[number * pattern : (number + 1) * pattern], held, None)
+        blocks = nnx.merge(definition, jax.tree.map(lambda leaf: leaf[0], weights))
+        ahead = blocks[:lead]
+    x, new = run(x, ahead, jax.tree.map(lambda leaf: leaf[0], alone), None)
+    new = jax.tree.map(lambda row: row[None], new)
+    if blocks is None:
+        x, others = jax.lax.scan(layer, x, (weights, repeating, None if read is None else read.layers))
+    else:
+        each, pattern = [], model.config.pattern
+        for number in range(model.config.repeats):
+            held, at = jax.tree.map(lambda leaf, at=number: leaf[at], repeating), lead + number * pattern
+            x, made = run(x, blocks[at : at + pattern], held, None)
             each.append(made)
-        new = jax.tree.map(lambda *rows: jnp.stack(rows), *each)
+        others = jax.tree.map(lambda *rows: jnp.stack(rows), *each)
+    new = [*new, *others]
     key, added = layout.spec("attention.key"), length if counts is None else counts
     if model.config.latent is not None:
         key = key.with_axes(key.dims[2], ())  # one key for all heads
@@ -239,7 +249,7 @@ class Chunk:
         angles: `angles_at` the positions of the chunk's tokens, by the kind of a layer and the mesh axes that shard
             their B and L; empty unless queries and keys are rotated.
         growth: the factors of queries at these positions, in layers whose queries grow; None if there are none.
-        rings: for each block of the pattern, whether its cache is a ring, as that of a sliding or chunked layer is.
+        rings: for each stack of layers, whether its cache is a ring, as that of a sliding or chunked layer is.
         counts: [B] int32, number of real tokens of each row; None for all.
         fresh: whether the cache holds no tokens yet.
     """
@@ -278,7 +288,7 @@ class Chunk:
         rotated = [(kind, rotary) for kind in config.kinds if (rotary := config.rotary_of(kind)) is not None]
         angles = {(kind, axes): found[rotary, axes] for kind, rotary in rotated for axes in places}
         held = cache_spec(layout, latent=config.latent is not None)
-        rings = tuple(config.reach_of(config.layer_kind(place)) is not None for place in range(config.pattern))
+        rings = tuple(config.reach_of(config.layer_kind(layers[0])) is not None for layers in config.stacks())
         return cls(lengths, held, cache_spec(layout, CROSS), angles, growth, rings)
 
 

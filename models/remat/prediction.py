@@ -84,7 +84,7 @@ def predicted(
 
     Differs: under lowering "xla", `none` keeps attention's logits too, which no planned program does.
     """
-    repeats = config.layers // config.period
+    repeats = config.repeats if config.stacked else 1
     if repeats == 1 or stages_axes(layout):
         return ()
     # Under Explicit axes an array's type has its sharding, from which `_kept` takes the shape of a shard.

@@ -178,8 +178,8 @@ def table(
         >>> str(found.best.lines[-1].text)
         'N_p'
     """
-    rows, periods = [], workload.config.layers // workload.config.period
-    whole = [prod(torus)] if workload.chip.is_switch else torus  # the numbers that stages may divide
+    rows, periods = [], workload.config.repeats
+    whole = [prod(torus)] if workload.chip.is_switch else torus  # what stages may divide
     for stages in range(2, max(whole) + 1):
         if periods % stages or not any(size % stages == 0 for size in whole):
             continue

@@ -19,9 +19,10 @@ def forward(config, values, tokens):
     if config.embedding_norm:
         x = _norm(config, x, values, "embedding.norm")
     heads = []
+    places = {number: (place, at) for place, each in enumerate(config.stacks()) for at, number in enumerate(each)}
     for layer in range(config.layers):
-        place = f"blocks.{layer % config.pattern}."
-        at = layer // config.pattern
+        number, at = places[layer]
+        place = f"blocks.{number}."
         weights = {k.removeprefix(place): v[at] for k, v in values.items() if k.startswith(place)}
         x = _block(config, weights, x, heads, config.layer_kind(layer))
     keys, held = map(jnp.stack, zip(*heads))

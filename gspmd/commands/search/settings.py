@@ -135,7 +135,7 @@ class SearchSettings:
     @property
     def remats(self) -> tuple[Any, ...]:
         """The choices of remat that are searched; one if nothing is trained, or if blocks are never recomputed."""
-        if self.remat or self.phase != "train" or self.model.layers == self.model.period:
+        if self.remat or self.phase != "train" or self.model.repeats == 1:
             return (self.remat or self.model.remat,)
         return REMATS
 

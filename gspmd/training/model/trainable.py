@@ -107,8 +107,8 @@ class Trainable(Protocol):
         Args:
             layout: the layout that shards them.
             still: the parameters that are not trained, before the step.
-            figures: those of the step, means over its parts; nothing may change if `non_finite` is 1.
-            parts: the number of parts into which the step cut its batch (`cut`).
+            figures: those of the step; nothing may change if `non_finite` is 1.
+            parts: number of microbatches, of which these are the means.
             frozen: patterns of parameters that stay as they are.
         """
 
@@ -126,7 +126,10 @@ class Trainable(Protocol):
 
 
 def trained_paths(
-    keys: Mapping[str, str], frozen: Sequence[str] = (), still: Collection[str] = (), stages: bool = False
+    keys: Mapping[str, str],
+    frozen: Sequence[str] = (),
+    still: Collection[str] = (),
+    staged: Collection[str] = (),
 ) -> tuple[str, ...]:
     """Return the paths of the parameters that are trained, in their order.
 
@@ -134,10 +137,10 @@ def trained_paths(
         keys: the path of every parameter to its line of the layout.
         frozen: patterns of paths, such as `blocks.0.attention.*`, or of lines, `attention.*`.
         still: further paths that are not trained.
-        stages: whether the layers are the stages of a pipeline, which train all of theirs.
+        staged: paths of a model in stages of a pipeline, which are all trained.
 
     Raises:
-        ConfigError: a pattern matches no parameter, nothing is left to train, or there are stages.
+        ConfigError: a pattern matches no parameter, nothing is left to train, or something in stages is not trained.
 
     Example:
         >>> trained_paths({"table": "embedding.table", "blocks.w_in": "ffn.w_in"}, frozen=("embedding.*",))
@@ -152,7 +155,7 @@ def trained_paths(
         held |= found
     if not faults and len(held) == len(keys):
         faults.append(f"frozen {', '.join(map(repr, frozen))} leaves no parameter to train.")
-    if held and stages:
+    if held & {*staged}:
         faults.append("the stages of a pipeline train all parameters; leave [lora] and frozen out, or the stages.")
     if faults:
         raise ConfigError("cannot train this model:", faults)

@@ -137,8 +137,7 @@ def training_step(model: Trainable, layout: Layout, update: Update) -> Step:
             total=partial(model.predicted, for_loss),
         )
         state, metrics = made(replace(state, params=_of(trained, state.params)), tokens, key)
-        parts = model.cut(layout, update.microbatches)
-        still, figures = model.adjusted(layout, still, metrics, parts, update.frozen)
+        still, figures = model.adjusted(layout, still, metrics, update.microbatches, update.frozen)
         return replace(state, params={**still, **state.params}), dict(figures)
 
     return step

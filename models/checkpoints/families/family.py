@@ -156,6 +156,8 @@ class Family:
             in what is written.
         copies: tensors that are copies of the embedding table; they are written if the logits have their own table.
         default_length: default of the entry with the longest sequence; None for no limit.
+        modules: names of the entry with the number of modules that follow the last layer, are numbered as layers, and
+            predict further tokens; 1 by default. They are not read, and 0 is written. None if there are none.
         renamed: regular expressions of whole names of tensors in some files, each with what replaces it.
         text_part: if config.json has the entries of the text model in a table of their own, `text_config`, beside those
             of images, which are not read: the defaults of entries that have none where the text model stands alone;
@@ -190,6 +192,7 @@ class Family:
     multipliers: Mapping[str, Multiplier] = field(default_factory=dict)
     copies: tuple[str, ...] = ()
     default_length: int | None = None
+    modules: tuple[str, ...] = ()
     renamed: tuple[tuple[str, str], ...] = ()
     text_part: Mapping[str, Any] | None = None
     text_type: str = ""

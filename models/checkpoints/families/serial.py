@@ -81,7 +81,7 @@ ROUTED = {
     "moe.shared": 0,
     "moe.shared_width": 0,
     "moe.shared_mix": False,
-    "moe.first_dense": 0,
+    "moe.dense_layers": (),
     "moe.dense_feed_forward": 0,
     "moe.scores": "softmax",
     "moe.expert_groups": 1,

@@ -153,6 +153,12 @@ CASES = {
         "Qwen3Moe",
         _HEADS | {"moe_intermediate_size": 16, "num_experts": 5, "num_experts_per_tok": 3, "norm_topk_prob": False},
     ),
+    "qwen3-moe-steps": (
+        "Qwen3Moe",
+        _HEADS
+        | {"moe_intermediate_size": 16, "num_experts": 5, "num_experts_per_tok": 3, "num_hidden_layers": 6}
+        | {"decoder_sparse_step": 2, "mlp_only_layers": [3]},
+    ),
     "phi3": ("Phi3", _HEADS | _PADDED),
     "phi3-long": ("Phi3", _FEW_HEADS | {"rope_parameters": _LONG, "original_max_position_embeddings": 4}),
     "phi3-short": ("Phi3", _FEW_HEADS | {"rope_parameters": _HALF_LONG, "original_max_position_embeddings": 128}),
@@ -195,6 +201,18 @@ CASES = {
         | {"moe_intermediate_size": 24, "shared_expert_intermediate_size": 56, "num_experts": 5, "norm_topk_prob": True}
         | {"num_experts_per_tok": 2, "qkv_bias": False, "tie_word_embeddings": True},
     ),
+    "qwen2-moe-steps": (
+        "Qwen2Moe",
+        _WIDE
+        | {"moe_intermediate_size": 16, "shared_expert_intermediate_size": 24, "num_experts": 5, "num_hidden_layers": 5}
+        | {"decoder_sparse_step": 2},
+    ),
+    "qwen2-moe-only": (
+        "Qwen2Moe",
+        _WIDE
+        | {"moe_intermediate_size": 16, "shared_expert_intermediate_size": 24, "num_experts": 5, "num_hidden_layers": 4}
+        | {"mlp_only_layers": [0, 3, 4, 9]},
+    ),
     "glm4-moe": (
         "Glm4Moe",
         _HEADS | {"moe_intermediate_size": 16, "n_routed_experts": 5, "num_experts_per_tok": 3, "num_hidden_layers": 3},
@@ -205,6 +223,15 @@ CASES = {
         | {"moe_intermediate_size": 16, "n_routed_experts": 6, "n_group": 3, "topk_group": 2, "num_experts_per_tok": 3}
         | {"n_shared_experts": 2, "use_qk_norm": True, "attention_bias": True, "norm_topk_prob": False}
         | {"routed_scaling_factor": 2.5, "num_hidden_layers": 4, "first_k_dense_replace": 2},
+    ),
+    "glm4-moe-sparse": (
+        "Glm4Moe",
+        _HEADS
+        | {"moe_intermediate_size": 16, "n_routed_experts": 5, "num_experts_per_tok": 3, "first_k_dense_replace": 0},
+    ),
+    "dots1-sparse": (
+        "Dots1",
+        _HEADS | {"moe_intermediate_size": 16, "n_routed_experts": 5, "num_experts_per_tok": 3, "n_shared_experts": 1},
     ),
     "dots1": (
         "Dots1",
@@ -301,6 +328,7 @@ FIRST = {
     "mixtral": "replicated",
     "qwen2-moe": "replicated",
     "qwen3-moe": "replicated",
+    "qwen3-moe-steps": "weight-stationary-2d",
     "phi3-long": "weight-stationary-2d",
     "granite": "replicated",
     "granite-moe": "replicated",

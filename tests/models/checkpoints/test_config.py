@@ -61,7 +61,7 @@ def test_every_field_of_a_model_is_read_or_fixed_or_free(family):
         named = (
             "experts", "k", "router", "every", "offset", "shared", "renormalize", "scores", "expert_groups",
             "choice_bias", "gate_factor", "gate_inputs", "router_bias", "shared_mix",
-            "shared_width", "first_dense", "dense_feed_forward",
+            "shared_width", "dense_layers", "dense_feed_forward",
         )  # fmt: skip
         wanted |= {f"moe.{name}" for name in named}
     wanted -= {"sliding_window", "layer_kinds"}  # which `Window` describes, or a family's agreement
@@ -164,9 +164,22 @@ REFUSED = {
     "part of a head": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5, which Llama models do not have"),
     "quantized weights": ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
     "norms of heads": ({"architectures": ["CohereForCausalLM"], "use_qk_norm": True}, "use_qk_norm is true"),
-    "dense layers between": (
-        {"architectures": ["Qwen3MoeForCausalLM"], "decoder_sparse_step": 2, "moe_intermediate_size": 8},
-        "decoder_sparse_step is 2",
+    "experts in every layer of none": (
+        {"architectures": ["Qwen3MoeForCausalLM"], "decoder_sparse_step": 0, "moe_intermediate_size": 8},
+        "decoder_sparse_step is 0; it must be a whole number of layers",
+    ),
+    "dense layers that are no list": (
+        {"architectures": ["Qwen3MoeForCausalLM"], "mlp_only_layers": 1, "moe_intermediate_size": 8},
+        "mlp_only_layers is 1; it must be a list of numbers of layers",
+    ),
+    "dense layers only": (
+        {"architectures": ["Qwen3MoeForCausalLM"], "decoder_sparse_step": 3, "moe_intermediate_size": 8},
+        "decoder_sparse_step is 3, so that none of 2 layers has experts; supported: some have.",
+    ),
+    "a width of dense layers": (
+        {"architectures": ["Qwen3MoeForCausalLM"], "mlp_only_layers": [0], "moe_intermediate_size": 8}
+        | {"intermediate_size": None},
+        "intermediate_size is null; it must be a whole number",
     ),
     "a missing size": ({"hidden_size": None}, "hidden_size is null; it must be a whole number"),
     "sizes that do not fit": ({"num_key_value_heads": 4}, "heads is 6, which kv_heads (4) does not divide"),

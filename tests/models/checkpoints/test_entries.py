@@ -83,6 +83,9 @@ ADDED: dict[str, list[Any]] = {
     "num_ln_in_parallel_attn": [1, 2, 3],
     "pretraining_tp": [2],
     "router_jitter_noise": [0.5],
+    "decoder_sparse_step": [2, 3],
+    "mlp_only_layers": [[0], [0, 1], [7]],
+    "first_k_dense_replace": [2],
 }
 
 WRONG: tuple[Any, ...] = (ABSENT, None, "x", -1, 0, 1.5, True, False, [], {}, [1])
