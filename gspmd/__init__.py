@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from gspmd.lowerings.in_force import lowering
     from gspmd.ops._einsum import einsum, reshard
     from gspmd.ops._plan import plan
+    from gspmd.ops._show import show
     from gspmd.planner.plan import Plan
     from gspmd.tracing.trace import ProgramPlan, trace
 
@@ -40,6 +41,7 @@ _HOMES = {
     "lowering": "gspmd.lowerings.in_force",
     "plan": "gspmd.ops._plan",
     "reshard": "gspmd.ops._einsum",
+    "show": "gspmd.ops._show",
     "trace": "gspmd.tracing.trace",
 }
 _ROOMS = ("audit", "layouts", "moe", "ops", "pipeline", "search", "training")
@@ -63,6 +65,7 @@ __all__ = [
     "lowering",
     "plan",
     "reshard",
+    "show",
     "trace",
 ]
 

@@ -207,6 +207,11 @@ class Found:
             f"A device holds {amount_of_bytes(self.bytes)}."
         )
 
+    def _repr_html_(self) -> str:
+        from gspmd.layouts.printed import found_html
+
+        return found_html(str(self), self.lines, self.layout)
+
     def toml(self) -> str:
         """Return the layout as the text of a file that `Layout.load` reads."""
         return document(str(self).splitlines(), self.mesh, self.lines)
