@@ -129,7 +129,7 @@ def picture(plan: PlanFigures, *, gradients: bool = False) -> "Figure":
 
 
 def figure(plan: PlanFigures, *, gradients: bool = False, width: int | None = None) -> Text:
-    """Draw a plan: a heading, a line per step, a total; with `gradients`, those of the cotangents behind it.
+    """Draw a plan: a heading, a line per step, and a total; with `gradients`, then the plans of the cotangents.
 
     Args:
         plan: the plan to draw.
