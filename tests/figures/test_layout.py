@@ -38,6 +38,21 @@ def test_alternatives_and_text_that_is_no_notation_are_drawn_as_they_stand():
     assert words(having(document, key="ffn.w_out")[0])[0] == "<F_>"
 
 
+def test_lines_of_other_models_have_their_places():
+    lines = {
+        "attention.w_q_down": "EU", "attention.w_q_up": "UH_xD", "attention.w_k_down": "EZ", "attention.latent": "BLZ",
+        "cross.memory": "BTE", "cross.w_q": "EH_xD", "cross.query": "BLH_xD", "embedding.positions": "PE",
+        "moe.shared_in": "EF_x", "moe.shared_hidden": "BLF_x", "moe.router_bias": "X",
+    }  # fmt: skip
+    layout = gspmd.Layout.load("gshard").override(lines)
+    figure = layout.figure()
+    said = {each.get("data-key"): each.get("data-spec") for each in having(root(figure), key=None)}
+    assert {key: said[key] for key in lines} == lines
+    sections = dict.fromkeys(key.partition(".")[0] for key in said)
+    assert [*sections] == ["embedding", "attention", "cross", "ffn", "moe", "output"]
+    check_places(figure)
+
+
 def test_sections_of_a_custom_model_are_lists():
     layout = gspmd.Layout.load("replicated").override({"mixer.w_a": "E_xS", "mixer.state": "BS_x"})
     document = root(layout.figure())
