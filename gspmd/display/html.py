@@ -28,9 +28,10 @@ _COLORED: tuple[tuple[str, str, str], ...] = (
 _NAMES = {selector[1:] for selector, *_ in _COLORED if selector.startswith(".")} | {"bold"}
 _SHAPES = """\
 {root}{{font:13px/1.45 {font};overflow-x:auto}}
-{root} table{{border-collapse:collapse;margin:.4em 0 .8em;border:0;font-size:13px;display:table;width:auto}}
+{root} table{{border-collapse:collapse;margin:.4em 0 .8em;border:0;font-size:13px}}
+{root} table{{display:table;width:auto;table-layout:auto}}
 {root} caption{{text-align:left;font-weight:600;padding:.2em 0 .4em;caption-side:top;white-space:nowrap}}
-{root} th,{root} td{{padding:.22em .9em .22em 0;text-align:left;vertical-align:top;border:0 solid}}
+{root} th,{root} td{{padding:.22em .9em .22em 0;text-align:left;vertical-align:top;border:0 solid;max-width:none}}
 {root} th{{font-weight:600;border-bottom-width:1px;background:none}}
 {root} tr,{root} tr:nth-child(even){{background:none}}
 {root} td.right,{root} th.right{{text-align:right;font-variant-numeric:tabular-nums;white-space:nowrap}}

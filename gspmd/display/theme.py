@@ -80,6 +80,19 @@ _SHAPES = """\
 """
 
 
+# The marks of a theme that a reader chose, on the page around a picture: JupyterLab, VS Code, Colab, MkDocs, our own.
+_MARKS = {
+    "light": (
+        '[data-jp-theme-light="true"]', '[data-vscode-theme-kind="vscode-light"]', 'html[theme="light"]',
+        '[data-md-color-scheme="default"]', '[data-theme="light"]',
+    ),
+    "dark": (
+        '[data-jp-theme-light="false"]', '[data-vscode-theme-kind="vscode-dark"]', 'html[theme="dark"]',
+        '[data-md-color-scheme="slate"]', '[data-theme="dark"]',
+    ),
+}  # fmt: skip
+
+
 def _rules(root: str, theme: Mapping[str, str], colored: Sequence[tuple[str, str, str]]) -> str:
     lines = []
     for selector, name, color in colored:
@@ -98,15 +111,9 @@ def themed(root: str, colored: Sequence[tuple[str, str, str]], theme: str = "") 
     """
     if theme:
         return _rules(root, THEMES[theme], colored)
-    light, dark = (
-        {mark: _rules(f"[{mark}] {root}", THEMES[name], colored) for mark in marks}
-        for name, marks in (
-            ("light", ('data-jp-theme-light="true"', 'data-md-color-scheme="default"', 'data-theme="light"')),
-            ("dark", ('data-jp-theme-light="false"', 'data-md-color-scheme="slate"', 'data-theme="dark"')),
-        )
-    )
     media = f"@media (prefers-color-scheme:dark){{\n{_rules(root, DARK, colored)}}}\n"
-    return _rules(root, LIGHT, colored) + media + "".join((*light.values(), *dark.values()))
+    chosen = (_rules(f":is({','.join(_MARKS[name])}) {root}", THEMES[name], colored) for name in THEMES)
+    return _rules(root, LIGHT, colored) + media + "".join(chosen)
 
 
 def style(theme: str = "", *, standalone: bool = True) -> str:

@@ -1,5 +1,6 @@
 """Colors: legible on their grounds in both themes, and told apart by the color-blind."""
 
+import re
 from itertools import combinations
 
 import pytest
@@ -77,6 +78,7 @@ def test_blocks_have_colors_of_their_own():
 def test_a_document_is_light_and_dark_and_a_part_of_a_page_follows_it():
     assert "prefers-color-scheme:dark" in style()
     assert "data-jp-theme-light" not in style()
-    assert '[data-jp-theme-light="false"] .gspmd-figure .ink' in style(standalone=False)
+    for mark in ('[data-jp-theme-light="false"]', '[data-theme="dark"]', '[data-vscode-theme-kind="vscode-light"]'):
+        assert re.search(rf":is\([^)]*{re.escape(mark)}[^)]*\) \.gspmd-figure \.ink", style(standalone=False))
     assert "@media" not in style("dark")
     assert THEMES["dark"]["ground"] in style("dark")
