@@ -310,9 +310,9 @@ class Lines:
 
         It says nothing, and most models have no tensor of such a line, such as the latents of attention.
         """
-        if line in self.layout.table or line in self.fixed or line not in KEYS or KEYS[line].default not in self.dims:
+        default = KEYS[line].default if line in KEYS else None
+        if default is None or default not in self.dims or line in self.layout.table or line in self.fixed:
             return False
-        default = KEYS[line].default
         return self.spec(line, self.dims[line]) == in_dims(self.spec(default, self.dims[default]), self.dims[line])
 
     def _has_state(self, name: str, unknowns: Collection[str]) -> bool:

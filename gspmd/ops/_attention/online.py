@@ -84,6 +84,7 @@ def attend(
     key_scales: jax.Array | None = None,
     value_scales: jax.Array | None = None,
     rest_scales: jax.Array | None = None,
+    *,
     again: jax.Array | None = None,
     bias: jax.Array | None = None,
     limits: Limits = UNLIMITED,
