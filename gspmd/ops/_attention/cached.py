@@ -94,7 +94,7 @@ def cached_attention(
         chunk: the number of tokens of a chunk, to which a query's keys belong, as in `attention`. The cache is then a
             ring, as with a window, of chunk - 1 slots or more.
         softcap: a cap of the logits, as in `attention`.
-        sinks, sinks_spec: a logit more of each head, which has no value, as in `attention`.
+        sinks, sinks_spec: one more logit for each head, without a value, as in `attention`.
         slopes, slopes_spec: those of ALiBi, as in `attention`, with the positions of `bias`, also in a ring.
 
     Returns:

@@ -7,7 +7,8 @@ reduce-scattered.
 
 Under causal attention a device has chunks i and 2n - 1 - i of 2n (see `zigzag`). Two chunks arrive from device j. The
 late queries attend to the early one. In addition, either the early queries attend to it too (j < i), or the late
-queries attend to the late chunk (j > i). So every device has two products of half by half, without a mask, for every j.
+queries attend to the late chunk (j > i). So for every j a device has two products of half of its queries with half of
+the keys, without a mask.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -326,7 +326,7 @@ class Extras:
         return tuple(chains.send(f"d_{name}", x) for name, x in zip(self.learned, gradients, strict=True))
 
     def cotangents(self, operands: Sequence[jax.Array], *gradients: jax.Array) -> tuple[jax.Array | None, ...]:
-        """Return the cotangent of each operand, None for all but bias and sinks."""
+        """Return the cotangent of each operand, None for all except bias and sinks."""
         given = self.named(operands)
         found = dict(zip(self.learned, (d.astype(x.dtype) for d, x in zip(gradients, given.learned, strict=True))))
         return tuple(found.get(name) for name, x in given._asdict().items() if x is not None)
@@ -417,7 +417,7 @@ def read_segments(doing: str, segments: Any, query: Spec, key: Spec, q: jax.Arra
     """Return the segments of queries and of keys as int32.
 
     Raises:
-        SpecError: they are no pair, have no integers, or another shape than queries and keys.
+        SpecError: they are not a pair, not integers, or have another shape than queries and keys.
     """
     if not isinstance(segments, (tuple, list)) or len(segments) != 2 or any(each is None for each in segments):
         raise SpecError(
@@ -481,7 +481,7 @@ def read_slopes(
     """Return ALiBi's slopes in float32, which have no gradient, and their spec; None without them.
 
     Raises:
-        SpecError: as for `read_of_heads`; or a slope is no number.
+        SpecError: as for `read_of_heads`; or a slope is not a number.
     """
     if isinstance(slopes, (tuple, list)):
         slopes = np.array([number(doing, "a slope", each) for each in slopes], np.float32)
