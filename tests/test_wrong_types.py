@@ -108,6 +108,7 @@ def _calls():
         (ops.embed, [ids, w, "B, VE -> BE"], {}),
         (ops.attention, [q, k, k, "BLHD", "BTKD"], {"causal": True, "mask": None, "scale": 1.0, "offset": 0}),
         (ops.attention, [q, k, k, "BLHD", "BTKD"], limits | {"sinks": jnp.ones(4), "sinks_spec": "H"}),
+        (ops.attention, [q, k, k, "BLHD", "BTKD"], {"chunk": 2}),
         (ops.attention, [q, k, k, "BLHD", "BTKD"], {"slopes": (1.0, 0.5, 0.2, 0.1), "slopes_spec": "H"}),
         (
             ops.cached_attention,

@@ -130,6 +130,11 @@ def test_what_is_planned_is_compiled_for_parallel_blocks_with_two_norms(name, ch
 LATENT = {"head_size": 16, "latent": LatentConfig(rank=24, query_rank=16, rotary=8, values=8), "moe": None}
 KINDS = {"layer_kinds": ("sliding", "full"), "sliding_window": 5, "local_rope_base": 100.0, "moe": None}
 
+CHUNKS = {
+    "layer_kinds": ("chunked", "unrotated"), "attention_chunk": 5, "qk_norm": "rotated", "query_growth": 0.5,
+    "growth_interval": 4, "moe": None,
+}  # fmt: skip
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
@@ -143,6 +148,8 @@ KINDS = {"layer_kinds": ("sliding", "full"), "sliding_window": 5, "local_rope_ba
         ("megatron-sequence", {**KINDS, "qk_norm": "all", "norms": "both", "sinks": True}, "looped"),
         ("weight-stationary-2d", {**KINDS, "score_softcap": 3.0, "logit_softcap": 5.0, "sinks": True}, "blocking"),
         ("context-parallel", {**KINDS, "layer_kinds": ("sliding", "unrotated"), "local_rope_base": None}, "blocking"),
+        ("context-parallel", CHUNKS, "looped"),
+        ("weight-stationary-2d", CHUNKS, "blocking"),
         ("data-parallel", {"positions": "learned", "context_length": 64, "moe": None}, "blocking"),
         ("gshard", {"layer_kinds": ("full", "unrotated"), "norms": "after"}, "blocking"),
     ],

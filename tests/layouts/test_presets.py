@@ -38,7 +38,15 @@ def test_preset_fits_a_tiny_model(name, devices):
 def test_preset_writes_every_key_it_can(name):
     """All but those that follow another tensor, as biases and scales do, until somebody asks for another place."""
     layout = Layout.load(name)
-    following = ("embedding.norm", "attention.key_via", "moe.router_noise", "moe.choice_bias", "moe.shared_", "pipeline.", "cross.")
+    following = (
+        "embedding.norm",
+        "attention.key_via",
+        "moe.router_noise",
+        "moe.choice_bias",
+        "moe.shared_",
+        "pipeline.",
+        "cross.",
+    )
     # Those of latent attention follow w_q, w_k, query and key.
     following += tuple(f"attention.{name}" for name in ("latent", "q_latent_norm", "absorbed"))
     following += tuple(key for key in KEYS if re.search(r"\.w_\w_(up|down)$", key))

@@ -241,6 +241,18 @@ def test_what_the_kernel_takes(on_tpu, make_mesh):
         assert asked(slopes=(1.0, 0.5)) == 0
 
 
+def test_new_tokens_over_a_cache_are_cut_into_chunks_without_the_kernel(on_tpu, make_mesh):
+    """Where a chunk begins depends on the length of each row, and the kernel's mask is the same for all."""
+    q, k, v = _arrays(130, 2, 1, 64)
+    held, lengths = jnp.ones((2, 16, 1, 64)), jnp.array([3, 0])
+
+    def attend(*arrays):
+        return cached_attention(*arrays, held, held, "BLHD", "BLKD", "BTKD", lengths=lengths, chunk=16)
+
+    with jax.set_mesh(make_mesh({"x": 1}, "auto")), gspmd.lowering("blocking"):
+        assert not _kernels(attend, q, k, v)
+
+
 def test_what_is_kept_is_not_computed_again(on_tpu, make_mesh):
     """A scanned layer that keeps attention's result is compared with one that keeps nothing."""
     arrays = _arrays(130, 2, 1, 64)

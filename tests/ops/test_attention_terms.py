@@ -221,6 +221,17 @@ def test_chunks_before_every_window_are_not_multiplied(lowering, terms, make_mes
     assert np.isnan(y[:, :8]).any()
 
 
+@pytest.mark.parametrize("terms", [{"chunk": 7}, {"chunk": 16}, {"window": 6}])
+def test_blocks_in_zigzag_order_leave_out_nothing_that_is_seen(terms, tiny_blocks, check_form):
+    """A device has two parts of the text one after the other, so that a chunk does not begin at a multiple of it."""
+    at, (mesh, query, key) = gspmd.ops.zigzag_positions(48, 2), ({"x": 2}, "BL_xHD", "BT_xKD")
+    check_form(
+        lambda q, k, v: attention(q, k, v, query, key, **terms),
+        lambda q, k, v: written_out(q, k, v, at=(at, at), **terms),
+        arrays(1, 1, 48, 48), [query, key, key], query, mesh=mesh, axis_type="auto", lowering="looped", wrt=(0, 1, 2),
+    )  # fmt: skip
+
+
 @pytest.mark.slow
 def test_higher_derivatives_and_vmap_in_blocks(tiny_blocks, make_mesh):
     given = [np.stack([x, 2 * x]) for x in (*arrays(2, 1, 7, 7), RNG.normal(size=2).astype(np.float32))]

@@ -114,8 +114,9 @@ def widened(x):
 
 
 @pytest.mark.parametrize("lowering", ["blocking", "xla", "blocking on a TPU"])
+@pytest.mark.parametrize("reach", ["window", "chunk"])
 @pytest.mark.parametrize(("slots", "chunks"), [(6, (4, 1, 1, 1, 1, 5, 1, 1)), (4, (13, 1, 1, 2)), (16, (3, 1, 1, 1))])
-def test_chunks_and_tokens_one_by_one(slots, chunks, lowering, make_mesh, monkeypatch):
+def test_chunks_and_tokens_one_by_one(slots, chunks, reach, lowering, make_mesh, monkeypatch):
     """Chunks that are shorter and longer than the ring, and single tokens round its end, are as one whole sequence.
 
     The second row has a token less in every chunk of several, which is padding.
@@ -123,8 +124,8 @@ def test_chunks_and_tokens_one_by_one(slots, chunks, lowering, make_mesh, monkey
     if lowering.endswith("TPU"):  # which multiplies all heads of one query at once
         monkeypatch.setattr("gspmd.lowerings.in_force.device_kind", lambda: "TPU v4")
         jax.clear_caches()
-    rng, (b, h, k, d), window = np.random.default_rng(0), (2, 4, 2, 4), 5
-    total, options = sum(chunks), {"window": window, "softcap": 0.9}
+    rng, (b, h, k, d) = np.random.default_rng(0), (2, 4, 2, 4)
+    total, options = sum(chunks), {reach: 5, "softcap": 0.9}
     rows = [[rng.normal(size=(total, heads, d)).astype(np.float32) for heads in (h, k, k)] for _ in range(b)]
     sinks, specs = rng.normal(size=h).astype(np.float32), ("BLH_xD", "BLK_xD", "BK_xT_yD")
 
@@ -151,6 +152,19 @@ def test_chunks_and_tokens_one_by_one(slots, chunks, lowering, make_mesh, monkey
         want = written_out(q, keys, values, sinks=sinks, **options)[0]
         np.testing.assert_allclose(np.concatenate(got), want, rtol=2e-5, atol=2e-5)
     jax.clear_caches()
+
+
+@pytest.mark.parametrize("lowering", ["blocking", "xla"])
+def test_chunks_of_new_tokens_begin_at_another_place_of_each_row(lowering, tiny_blocks, make_mesh):
+    """24 tokens of two rows behind 5 and 11 others, in blocks, of which those of earlier chunks are left out."""
+    rng, lengths = np.random.default_rng(0), np.array([5, 11], np.int32)
+    rows = [[rng.normal(size=(24 + length, 1, 4)).astype(np.float32) for _ in "qkv"] for length in lengths]
+    q, *new = (np.stack([row[at][-24:] for row in rows]) for at in range(3))
+    cache = [in_ring([row[at][:-24] for row in rows], 16) for at in (1, 2)]
+    want = row_by_row(q, *([row[at] for row in rows] for at in (1, 2)), chunk=16)
+    with jax.set_mesh(make_mesh({"x": 1}, "auto")), gspmd.lowering(lowering):
+        got = cached_attention(q, *new, *cache, "BLHD", "BLKD", "BTKD", lengths=lengths, chunk=16)
+    np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
