@@ -101,9 +101,9 @@ def _run(command: list[str], request: str) -> subprocess.CompletedProcess[str]:
     Raises:
         subprocess.TimeoutExpired, MemoryError: it exceeds one of them; it has been ended.
     """
-    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-    last, given = time.monotonic() + 6 * _SECONDS, request
-    with subprocess.Popen(command, **pipes, text=True, env=_SYSTEM) as process:
+    pipe, last = subprocess.PIPE, time.monotonic() + 6 * _SECONDS
+    given: str | None = request
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=_SYSTEM) as process:
         try:
             while True:
                 left = last - time.monotonic()
