@@ -321,7 +321,7 @@ def test_where_the_system_bounds_no_memory_it_is_watched(monkeypatch):
         spoken(hoard + wait).chat([USER])
     assert time.monotonic() - began < 30
     monkeypatch.setattr(chats, "_SECONDS", 1)
-    with pytest.raises(CheckpointError, match="it takes more than [16] seconds"):  # of the processor, or in all
+    with pytest.raises(CheckpointError, match=r"it takes more than [16] seconds"):  # of the processor, or in all
         spoken(wait).chat([USER])
 
 
