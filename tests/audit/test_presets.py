@@ -144,6 +144,7 @@ KINDS = {"layer_kinds": ("sliding", "full"), "sliding_window": 5, "local_rope_ba
         ("weight-stationary-2d", {**KINDS, "score_softcap": 3.0, "logit_softcap": 5.0, "sinks": True}, "blocking"),
         ("context-parallel", {**KINDS, "layer_kinds": ("sliding", "unrotated"), "local_rope_base": None}, "blocking"),
         ("data-parallel", {"positions": "learned", "context_length": 64, "moe": None}, "blocking"),
+        ("weight-gathered-xy", {"positions": "alibi", "embedding_norm": True, "moe": None}, "blocking"),
         ("gshard", {"layer_kinds": ("full", "unrotated"), "norms": "after"}, "blocking"),
     ],
 )

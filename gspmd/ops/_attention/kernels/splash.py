@@ -30,8 +30,8 @@ _LONGEST = 1024, 512
 _WIDEST = 512
 """The bytes of a head in such a block. Blocks of wider heads are half as long, to fit the memory of the core."""
 _STEP = 2**17
-"""The logits that take as long as a step of the grid without any: by the schedules of the three kernels on v5p together,
-0.6 µs, where 65,536 logits of heads of 128 take 0.3 (libtpu 0.0.42)."""
+"""The logits that take as long as a step of the grid without any: by the schedules of the three kernels on v5p
+together, 0.6 µs, where 65,536 logits of heads of 128 take 0.3 (libtpu 0.0.42)."""
 _PRECISIONS = None, "default", "fastest", "bfloat16"
 """The names of JAX's default precision of products; the kernels do not compile for others."""
 _MOST = 64
