@@ -1,4 +1,4 @@
-"""A chat template, rendered in a process of its own: `python rendering.py < REQUEST`, a line of JSON for an answer.
+"""A chat template, rendered in a separate process: `python rendering.py < REQUEST`, a line of JSON for an answer.
 
 A template is a program that comes with a checkpoint. jinja2's sandbox keeps it from files and from Python's internals,
 but not from running for ever, or from doubling a string forty times; limits of a process do. This file is run by its

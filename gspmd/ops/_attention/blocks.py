@@ -132,13 +132,13 @@ def attended(form: Form, q, k, v, terms: Terms, dtype, scales=(), sinks=None) ->
     """Return output [B, K, Q, L, D], largest logit and denominator [B, K, Q, L] of queries, block by block.
 
     Args:
-        form: sizes of blocks, scale of the logits, and whether query i attends to keys j ≤ i + terms.ahead alone.
+        form: sizes of blocks, scale of the logits, and whether query i attends only to keys j ≤ i + terms.ahead.
         q: [B, K, Q, L, D]; L is a multiple of the blocks' length.
         k, v: [B, T, K, D] of any dtype.
         terms: which keys are seen, and biases.
         dtype: the dtype of the output.
         scales: the scales of keys and of values, [B, T, K], or empty.
-        sinks: [H], a logit more for each head, which has no value; None for none.
+        sinks: [H], one more logit for each head, without a value; None for none.
     """
     blocks, shape, reach = form.blocks, q.shape, form.reach(k.shape[1], terms)
     block = (blocks.rows, *shape[1:3], blocks.queries)
@@ -244,7 +244,7 @@ def gradients(form: Form, kept, g) -> tuple[jax.Array, ...]:
 
 
 # JAX would transpose `_forward` with the probabilities of all blocks in memory, so it is a primitive whose transpose is
-# `gradients`. Its operands are the leaves of what is kept, `tree`, and then the tangents. `batches` has the batch
+# `gradients`. Its operands are the leaves of the kept values, `tree`, and then the tangents. `batches` has the batch
 # dimensions of the operands, or None, for each vmap around it, innermost first.
 _tangent = Primitive("gspmd_attention_tangent")
 
