@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,11 @@ _SECONDS = 10
 """The most time of a processor that a template may take; those of published models take a few milliseconds."""
 _BYTES = 2**30
 _CHARACTERS = 2**24
+
+_WATCHED = sys.platform == "darwin"
+"""Whether the memory of the process is watched, because the system takes a bound of it and does not keep it."""
+_PAUSE = 0.05
+"""Seconds between two looks at it; a processor fills some 100 MB meanwhile."""
 
 #: Names that a message's reasoning is passed under; templates read one of them.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
@@ -89,11 +95,43 @@ def chosen(templates: Mapping[str, str], name: str, doing: str) -> str:
     raise CheckpointError(doing, [fault])
 
 
+def _run(command: list[str], request: str) -> subprocess.CompletedProcess[str]:
+    """Run a process within the time, and within the memory if it is watched; return its output.
+
+    Raises:
+        subprocess.TimeoutExpired, MemoryError: it exceeds one of them; it has been ended.
+    """
+    pipe, last = subprocess.PIPE, time.monotonic() + 6 * _SECONDS
+    given: str | None = request
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=_SYSTEM) as process:
+        try:
+            while True:
+                left = last - time.monotonic()
+                try:
+                    out, said = process.communicate(given, timeout=min(left, _PAUSE) if _WATCHED else left)
+                    return subprocess.CompletedProcess(command, process.returncode, out, said)
+                except subprocess.TimeoutExpired:
+                    if time.monotonic() >= last:
+                        raise
+                if _resident(process.pid) > _BYTES:
+                    raise MemoryError
+                given = None  # which has been given already
+        finally:
+            process.kill()
+
+
+def _resident(process: int) -> int:
+    """Return the bytes of memory that a process holds; 0 if it has ended."""
+    shown = subprocess.run(["ps", "-o", "rss=", "-p", str(process)], capture_output=True, text=True, env=_SYSTEM)
+    return 1024 * int(shown.stdout.strip() or 0)
+
+
 def render(source: str, name: str, variables: Mapping[str, Any], doing: str) -> str:
     """Render a template in a separate process, which has 10 seconds, 1 GiB of memory and 16 million characters.
 
-    The operating system enforces the limits, so no template exceeds them; on macOS, memory is not limited. The process
-    may not write files. Only jinja2's sandbox keeps the template from reading files.
+    The limits are the system's, so that no template exceeds them; but macOS bounds no memory, so there the memory of
+    the process is looked at twenty times a second, and the process is ended if it has more. The process may not write
+    files. jinja2's sandbox alone keeps the template from reading some.
 
     Args:
         source: the template.
@@ -107,7 +145,7 @@ def render(source: str, name: str, variables: Mapping[str, Any], doing: str) -> 
     """
     limits = {
         "seconds": _SECONDS,
-        "bytes": _BYTES,
+        "bytes": None if _WATCHED else _BYTES,
         "characters": _CHARACTERS,
         "path": _folders("jinja2", "markupsafe"),
     }
@@ -119,11 +157,11 @@ def render(source: str, name: str, variables: Mapping[str, Any], doing: str) -> 
     # caller's environment variables, since some of them are secrets.
     command = [sys.executable, "-I", "-S", str(Path(__file__).with_name("rendering.py"))]
     try:
-        ended = subprocess.run(
-            command, input=request, capture_output=True, text=True, timeout=6 * _SECONDS, env=_SYSTEM
-        )
+        ended = _run(command, request)
     except subprocess.TimeoutExpired:
         raise _faulty(name, f"it takes more than {6 * _SECONDS} seconds", 0, doing) from None
+    except MemoryError:
+        raise _faulty(name, f"it takes more than {_BYTES:,} bytes of memory", 0, doing) from None
     if ended.returncode == -signal.SIGXCPU:
         raise _faulty(name, f"it takes more than {_SECONDS} seconds", 0, doing)
     if ended.returncode == -signal.SIGKILL:

@@ -18,7 +18,8 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
 
     Args:
         request: `template`, its source; `variables`, by name; `characters`, the most that it may write; `seconds` of
-            the processor and `bytes` of memory, which this process then never exceeds; `path`, where to find jinja2.
+            the processor and `bytes` of memory, which this process then never exceeds, or null where the system bounds
+            none; `path`, where to find jinja2.
 
     Returns:
         `text`, or else `error` and the `line` of the template, 0 if none is known.
@@ -51,8 +52,10 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     except jinja2.TemplateError as error:
         return {"error": _short(error.message), "line": _line(error.__traceback__)}
     except MemoryError:
-        return {"error": f"it takes more than {request['bytes']:,} bytes of memory", "line": 0}
-    except Exception as error:  # A template can make Python raise any exception.
+        most = request.get("bytes")
+        bound = "memory than there is" if most is None else f"than {most:,} bytes of memory"
+        return {"error": f"it takes more {bound}", "line": 0}
+    except Exception as error:  # Whatever Python raises for what the template does.
         return {"error": _short(f"{type(error).__name__}: {error}"), "line": _line(error.__traceback__)}
 
 
@@ -62,7 +65,7 @@ def _short(message: Any) -> str:
 
 
 def _limit(seconds: int | None, most: int | None) -> None:
-    """Bound this process, where the system can: macOS does not bound memory."""
+    """Bound this process, as far as the system does."""
     import resource
 
     for kind, limit in ((resource.RLIMIT_CPU, seconds), (resource.RLIMIT_AS, most), (resource.RLIMIT_FSIZE, 0)):

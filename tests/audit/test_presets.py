@@ -151,6 +151,7 @@ CHUNKS = {
         ("context-parallel", CHUNKS, "looped"),
         ("weight-stationary-2d", CHUNKS, "blocking"),
         ("data-parallel", {"positions": "learned", "context_length": 64, "moe": None}, "blocking"),
+        ("weight-gathered-xy", {"positions": "alibi", "embedding_norm": True, "moe": None}, "blocking"),
         ("gshard", {"layer_kinds": ("full", "unrotated"), "norms": "after"}, "blocking"),
     ],
 )

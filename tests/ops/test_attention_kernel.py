@@ -98,6 +98,30 @@ def test_values_and_gradients(case, on_tpu, make_mesh, place):
         np.testing.assert_allclose(np.asarray(x, "float32"), exact, rtol=0, atol=limit)
 
 
+def test_blocks_are_shorter_with_a_short_window():
+    """By the time of a step: 1,024 tokens without a window, and for one as long; 512 for shorter ones."""
+    blocks_of = lambda length, window, size=256: splash._Schedule.of(length, size, Limits(window=window))  # noqa: E731
+    sizes = {window: blocks_of(8192, window).block for window in (None, 4096, 1024, 512, 128)}
+    assert sizes == {None: 1024, 4096: 1024, 1024: 1024, 512: 512, 128: 512}
+    assert blocks_of(65536, 128).block == 1024  # the most blocks that there may be
+    assert blocks_of(8192, None, 1024).block == 512  # of wide heads
+    for length, window in ((8192, 128), (1300, 1), (4000, 700), (2048, 2048)):
+        found = blocks_of(length, window)
+        relative = np.arange(found.length)[None] - np.arange(found.length)[:, None]
+        seen = ((relative <= 0) & (relative > -window)).reshape(found.count, found.block, found.count, found.block)
+        assert found.seen == seen.any(axis=(1, 3)).sum(axis=1).tolist()
+
+
+def test_a_short_window_in_shorter_blocks(on_tpu, monkeypatch, make_mesh):
+    monkeypatch.setattr(splash, "_LONGEST", (1024, 128))
+    monkeypatch.setattr(splash, "_STEP", 0)
+    given = _arrays(600, 2, 1, 40, rows=1)
+    assert splash._Schedule.of(600, 160, Limits(window=40)).block == 256
+    with jax.set_mesh(make_mesh({"x": 1})), gspmd.lowering("blocking"):
+        got = jax.jit(lambda *a: attention(*a, "BLHD", "BTKD", window=40))(*given)
+    np.testing.assert_allclose(got, written_out(*given, window=40), atol=1e-5)
+
+
 OPTIONS = [
     {"window": 150, "softcap": 0.8, "sinks": True}, {"window": 128}, {"window": 1, "sinks": True}, {"softcap": 1.5},
     {"window": 129, "sinks": True}, {"chunk": 100, "sinks": True}, {"chunk": 256}, {"chunk": 130, "softcap": 0.8},

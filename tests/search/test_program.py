@@ -63,6 +63,7 @@ MODELS = {
     "norms after": {"norms": "after", "qk_norm": "all", "remat": "none"},
     "soft caps and sinks": {"score_softcap": 5.0, "logit_softcap": 9.0, "sinks": True, "norms": "both"},
     "learned positions": {"positions": "learned", "context_length": 32},
+    "alibi": {"positions": "alibi", "embedding_norm": True, "norm": "layer", "norm_bias": True, "qkv_clip": 1.0},
     "switch": {"moe": MoEConfig(experts=4, router="switch")},
     "two experts": {"moe": MoEConfig(experts=4, router="gshard"), "remat": "dots"},
     "noisy router": {"moe": MoEConfig(experts=4, router="noisy-top-k"), "activation": "gelu", "remat": "none"},

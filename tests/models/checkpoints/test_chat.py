@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import time
 from datetime import datetime
 
@@ -305,6 +306,23 @@ def test_a_template_that_does_not_end_is_ended(source, fault, monkeypatch):
     with pytest.raises(CheckpointError, match=fault):
         spoken(source).chat([USER])
     assert time.monotonic() - began < 30
+
+
+@pytest.mark.skipif(shutil.which("ps") is None, reason="needs ps, which every macOS has")
+def test_where_the_system_bounds_no_memory_it_is_watched(monkeypatch):
+    """As on macOS: no limit of the system's, and the process is ended once it holds too much."""
+    monkeypatch.setattr(chats, "_WATCHED", True)
+    monkeypatch.setattr(chats, "_BYTES", 2**28)
+    assert spoken("{{ messages[0].content }}").chat_text([USER]) == USER["content"]
+    hoard = "{% set n = namespace(x='ab' * 2**20) %}{% for a in range(8) %}{% set n.x = n.x ~ n.x %}{% endfor %}"
+    wait = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    began = time.monotonic()
+    with pytest.raises(CheckpointError, match="it takes more than 268,435,456 bytes of memory"):
+        spoken(hoard + wait).chat([USER])
+    assert time.monotonic() - began < 30
+    monkeypatch.setattr(chats, "_SECONDS", 1)
+    with pytest.raises(CheckpointError, match=r"it takes more than [16] seconds"):  # of the processor, or in all
+        spoken(wait).chat([USER])
 
 
 def test_the_date_is_that_of_today():
