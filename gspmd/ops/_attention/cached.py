@@ -98,7 +98,8 @@ def cached_attention(
         slopes, slopes_spec: those of ALiBi, as in `attention`, with the positions of `bias`, also in a ring.
 
     Returns:
-        [B, L, H, D] in q's dtype, with D of the values; logits and softmax are float32. A query of a row without any key gets 0.
+        [B, L, H, D] in q's dtype, with D of the values; logits and softmax are float32. A query of a row without any
+        key gets 0.
 
     Raises:
         SpecError: a spec does not fit its array or the mesh, the shapes do not agree, the cache is shorter than the
