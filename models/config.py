@@ -151,8 +151,8 @@ class ModelConfig:
     """Added to the mean square, or the variance, in every norm."""
     remat: Literal[Remat, True, False] = "full"
     """Recomputation in the backward pass: none; full: each block from its input; dots: all except products with
-    weights; dots-except-hidden: also the feed-forward layer's hidden activations; selective: only attention
-    (`gspmd_models.remat`). True means full, and False none."""
+    weights; dots-except-hidden: also the feed-forward layer's hidden activations, and keys and values made of latents;
+    selective: only attention (`gspmd_models.remat`). True means full, and False none."""
     context_length: int | None = None
     """The longest text, in tokens, that the model was made for, as a public checkpoint says; longer texts are not
     generated. None for no limit."""

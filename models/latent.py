@@ -115,10 +115,7 @@ class LatentAttention(Attention):
         how: dict[str, Any] = self.scores(context)
         if context.segments and not in_order:
             how["segments"] = context.segments
-        width, values = max(q.shape[3], v.shape[3]), v.shape[3]
-        q, k, v = (jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, width - x.shape[3]))) for x in (q, k, v))
-        mixed = attention(q, k, v, query, keys.rename({"H": "K"}), causal=context.causal, **how)
-        return mixed[..., :values]
+        return attention(q, k, v, query, keys.rename({"H": "K"}), causal=context.causal, **how)
 
     def of_every_head(self, key: jax.Array, heads: int, keys: Spec) -> jax.Array:
         """Return the shared key [B, L, D], placed as the latent, for every head: [B, L, H, D], placed as `keys`.

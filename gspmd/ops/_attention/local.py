@@ -46,7 +46,7 @@ def local_attention(
     if blocks is None:
         return _plain(q, k, v, terms, causal, scale, sinks)
     plain = terms.is_plain and terms.limits == UNLIMITED and sinks is None
-    if plain and not (causal and terms.ahead is not None) and _fits_cudnn(q, k):
+    if plain and not (causal and terms.ahead is not None) and _fits_cudnn(q, k, v):
         return jax.nn.dot_product_attention(q, k, v, scale=scale, is_causal=causal, implementation="cudnn")
     form = Form(blocks, q.shape[3] ** -0.5 if scale is None else scale, causal)
     terms = terms.with_more_queries(-q.shape[1] % blocks.queries)
@@ -58,7 +58,8 @@ def _plain(q, k, v, terms: Terms, causal, scale, sinks) -> jax.Array:
     dtype = q.dtype
     if in_force.is_host() and dtype == jnp.float16:  # XLA has no such product for CPUs
         q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
-    if sinks is not None or terms.limits.softcap is not None:  # which JAX's function has not
+    # which JAX's function has not
+    if sinks is not None or terms.limits.softcap is not None or v.shape[3] != k.shape[3]:
         found = _attended(q, k, v, terms, causal, q.shape[3] ** -0.5 if scale is None else scale)
         return found.with_sinks(sinks).output(dtype)
     visible, ahead = terms.visible(), terms.ahead
@@ -177,7 +178,7 @@ def _padded(q: jax.Array, blocks: Blocks) -> jax.Array:
     return jnp.pad(q, ((0, 0),) * 3 + ((0, -q.shape[3] % blocks.queries),) + ((0, 0),) * (q.ndim - 4))
 
 
-def _fits_cudnn(q: jax.Array, k: jax.Array) -> bool:
-    """Return whether the devices are GPUs whose cuDNN attention takes such queries and keys. Untested on a GPU."""
-    narrow = q.dtype == k.dtype and q.dtype in (jnp.float16, jnp.bfloat16)
+def _fits_cudnn(q: jax.Array, k: jax.Array, v: jax.Array) -> bool:
+    """Return whether the devices are GPUs whose cuDNN attention takes such arrays. Untested on a GPU."""
+    narrow = q.dtype == k.dtype and q.dtype in (jnp.float16, jnp.bfloat16) and v.shape[3] == k.shape[3]
     return in_force.device_kind().startswith("NVIDIA") and narrow and q.shape[3] % 8 == 0 and q.shape[3] <= 128
