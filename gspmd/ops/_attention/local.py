@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 from gspmd.lowerings import in_force
 from gspmd.ops._attention.blocks import Blocks, Form, attended, attention_in_blocks, gradients
-from gspmd.ops._attention.online import Attended, attend, group, ungroup
+from gspmd.ops._attention.online import LOW, Attended, attend, group, ungroup
 from gspmd.ops._attention.terms import UNLIMITED, Terms
 from gspmd.ops._attention.together import attend_together, suits
 
@@ -58,8 +58,7 @@ def _plain(q, k, v, terms: Terms, causal, scale, sinks) -> jax.Array:
     dtype = q.dtype
     if in_force.is_host() and dtype == jnp.float16:  # XLA has no such product for CPUs
         q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
-    # which JAX's function has not
-    if sinks is not None or terms.limits.softcap is not None or v.shape[3] != k.shape[3]:
+    if sinks is not None or terms.limits.softcap is not None:  # which JAX's function has not
         found = _attended(q, k, v, terms, causal, q.shape[3] ** -0.5 if scale is None else scale)
         return found.with_sinks(sinks).output(dtype)
     visible, ahead = terms.visible(), terms.ahead
@@ -69,12 +68,32 @@ def _plain(q, k, v, terms: Terms, causal, scale, sinks) -> jax.Array:
         rows = (0 if ahead is None else ahead) + jax.lax.broadcasted_iota(jnp.int32, (1, 1, q.shape[1], k.shape[1]), 2)
         past = rows >= jax.lax.broadcasted_iota(jnp.int32, rows.shape, 3)
         mask, causal = past if mask is None else mask & past, False
-    added = terms.added(terms.chosen(), 1)
-    added = None if added is None else added[:, 0]
-    found = jax.nn.dot_product_attention(q, k, v, added, mask, scale=scale, is_causal=causal).astype(dtype)
+    if v.shape[3] != k.shape[3]:  # which JAX's function has not either
+        if causal:
+            mask = jnp.tril(jnp.ones((1, 1, q.shape[1], k.shape[1]), bool))
+        found = _softmaxed(q, k, v, terms, mask, scale).astype(dtype)
+    else:
+        added = terms.added(terms.chosen(), 1)
+        added = None if added is None else added[:, 0]
+        found = jax.nn.dot_product_attention(q, k, v, added, mask, scale=scale, is_causal=causal).astype(dtype)
     if mask is None:
         return found
     return jnp.where(jnp.any(mask, axis=3)[:, 0, :, None, None], found, 0)  # JAX: the mean, if no key is seen
+
+
+def _softmaxed(q, k, v, terms: Terms, mask: jax.Array | None, scale: float | None) -> jax.Array:
+    """Return attention as JAX's function computes it, for values of another width; the mean if no key is seen.
+
+    `_attended` would do, but its gradient keeps half as much again: the statistics, and weights before division.
+    """
+    scale = q.shape[3] ** -0.5 if scale is None else scale
+    logits = jnp.einsum("bkqld,btkd->bkqlt", group(q, k.shape[2]), k, preferred_element_type=jnp.float32) * scale
+    if (added := terms.added(terms.chosen(), k.shape[2])) is not None:
+        logits += added
+    if mask is not None:
+        logits = jnp.where(mask[:, :, None], logits, LOW)
+    weights = jax.nn.softmax(logits, axis=-1).astype(k.dtype)
+    return ungroup(jnp.einsum("bkqlt,btkd->bkqld", weights, v))
 
 
 def local_attended(

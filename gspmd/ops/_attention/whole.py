@@ -167,7 +167,9 @@ def attention(
         ring.check(doing, key, ctx.mesh, causal, extras.shifted, q.shape[1], k.shape[1])
         scale, values = q.shape[3] ** -0.5 if scale is None else scale, v.shape[3]
         q, k, v = _equally_wide(q, k, v)
-        return ring.attend(query, key, causal, scale, found, extras, compiler_chooses, ctx, q, k, v, *more)[..., :values]
+        return ring.attend(query, key, causal, scale, found, extras, compiler_chooses, ctx, q, k, v, *more)[
+            ..., :values
+        ]
     if compiler_chooses:
         rows, length, heads, _ = (prod(ctx.mesh.get(axis, 1) for axis in axes) for axes in query.axes)
         f = partial(_attend, extras, causal, scale, (rows, heads, length, 1))
