@@ -143,7 +143,8 @@ def _attended(q, k, v, terms: Terms, causal: bool, scale: float, *scales: jax.Ar
         visible = past if visible is None else visible & past
     bias, limits = terms.added(terms.chosen(), k.shape[2]), terms.limits
     grouped = group(q, k.shape[2])
-    return attend(grouped, k, v, visible, scale, *scales, bias=bias, limits=limits).by_query()
+    of_scales = dict(zip(("key_scales", "value_scales", "rest_scales"), scales))
+    return attend(grouped, k, v, visible, scale, bias=bias, limits=limits, **of_scales).by_query()
 
 
 def local_gradients(
