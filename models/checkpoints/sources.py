@@ -32,7 +32,8 @@ class ParameterSource:
         factor: the parameter is factor · (tensor + offset).
         place: its place in the period of blocks, if it belongs to a block.
         period: blocks of a period; each is a layer of the checkpoint.
-        sizes: of the dimensions of all parameters, without padding, among them Q, the query heads of a key/value head.
+        sizes: the sizes of the dimensions of all parameters, without padding; one is Q, the query heads of a key/value
+            head.
     """
 
     row: ParameterRow
