@@ -173,8 +173,8 @@ class ModelConfig:
     """Added to the mean square, or the variance, in every norm."""
     remat: Literal[Remat, True, False] = "full"
     """Recomputation in the backward pass: none; full: each block from its input; dots: all except products with
-    weights; dots-except-hidden: also the feed-forward layer's hidden activations; selective: only attention
-    (`gspmd_models.remat`). True means full, and False none."""
+    weights; dots-except-hidden: also the feed-forward layer's hidden activations, and keys and values made of latents;
+    selective: only attention (`gspmd_models.remat`). True means full, and False none."""
     context_length: int | None = None
     """The longest text, in tokens, that the model was made for, as a public checkpoint says; longer texts are not
     generated. None for no limit."""
@@ -266,7 +266,7 @@ class ModelConfig:
         if self.positions != "rotary" or kind == "unrotated":
             return None
         if self.latent is not None:  # the rotated part of a head is a tensor of its own
-            return replace(self, latent=None, head_size=self.latent.rotary, rotary_size=0)
+            return replace(self, latent=None, lora=None, head_size=self.latent.rotary, rotary_size=0)
         if kind != "sliding" or self.local_rope_base is None:
             return self
         return replace(self, rope_base=self.local_rope_base, rope_scaling=None, local_rope_base=None)
@@ -726,11 +726,13 @@ def _has(config: ModelConfig, key: str) -> bool:
     section, name = key.split(".")
     if name.endswith("gate") and not config.gated:
         return False
-    if section == "attention" and config.latent is not None:
-        return name == "w_o" or (name == "w_q" and not config.latent.query_rank)
+    if section == "attention":
+        latent, query = ("w_k_down", "w_k_up", "w_v_up"), ("w_q_down", "w_q_up")
+        if config.latent is None:
+            return name not in latent + query
+        return name in (*latent, "w_o", *(query if config.latent.query_rank else ("w_q",)))
     shared = config.moe is not None and config.moe.shared > 0
     return {
-        "attention": True,
         "cross": config.encoder_layers > 0,
         "ffn": config.has_dense_layers,
         "moe": shared,

@@ -68,10 +68,13 @@ class LatentAttention(Attention):
         else:
             into = f"{where}, (w_q_down, w_k_down) -> (latent_query, latent)"
             down, latent = self.at.einsum(into, y, self.matrices("w_q_down", "w_k_down"))
+            down = self.adapted(f"{where}, w_q_down -> latent_query", down, y)
             down = self.scaled("latent_query", checkpoint_name(down, "attention.query"), "q_down")
             down = self.at.rms_norm("latent_query, q_latent_norm", down, self.vector("q_latent_norm"), **self.epsilon)
-            q = self.at.einsum("latent_query, w_q_up -> query", down, self.matrix("w_q_up"))
-            q = self.scaled("query", q, "q_up")
+            of_query = "latent_query, w_q_up -> query"
+            q = self.at.einsum(of_query, down, self.matrix("w_q_up"))
+            q = self.scaled("query", self.adapted(of_query, q, down), "q_up")
+        latent = self.adapted(f"{where}, w_k_down -> latent", latent, y)
         latent = self.scaled("latent", checkpoint_name(latent, "attention.key"), "k_down")
         return checkpoint_name(q, "attention.query"), latent
 
@@ -101,20 +104,18 @@ class LatentAttention(Attention):
         query, of_latent, rank = self.at.spec("query"), self.at.spec("latent"), self.config.latent.rank
         # A sequence is in the order of a ring if the layout shards the keys' L, and otherwise in that of the text.
         keys = query.with_axes("L", () if in_order else self.at.spec("key").axes_of("L"))
-        # [B, L, Z] -> [B, L, H, D], twice
-        k, v = (
-            gspmd.einsum(Equation.product(of_latent, self.at.spec(name), keys), latent[..., :rank], self.matrix(name))
-            for name in ("w_k_up", "w_v_up")
-        )
-        k, v = (self.scaled("query", x, name) for x, name in ((k, "k_up"), (v, "v_up")))  # H lies as in a query
+
+        def made(name: str) -> jax.Array:  # [B, L, Z] -> [B, L, H, D]
+            equation, x = Equation.product(of_latent, self.at.spec(f"w_{name}"), keys), latent[..., :rank]
+            product = self.adapted_by(f"w_{name}", equation, gspmd.einsum(equation, x, self.matrix(f"w_{name}")), x)
+            return self.scaled("query", checkpoint_name(product, "attention.expanded"), name)
+
+        k, v = made("k_up"), made("v_up")
         k = jnp.concatenate([k, self.of_every_head(latent[..., rank:], q.shape[2], keys)], axis=-1)
         how: dict[str, Any] = self.scores(context)
         if context.segments and not in_order:
             how["segments"] = context.segments
-        width, values = max(q.shape[3], v.shape[3]), v.shape[3]
-        q, k, v = (jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, width - x.shape[3]))) for x in (q, k, v))
-        mixed = attention(q, k, v, query, keys.rename({"H": "K"}), causal=context.causal, **how)
-        return mixed[..., :values]
+        return attention(q, k, v, query, keys.rename({"H": "K"}), causal=context.causal, **how)
 
     def of_every_head(self, key: jax.Array, heads: int, keys: Spec) -> jax.Array:
         """Return the shared key [B, L, D], placed as the latent, for every head: [B, L, H, D], placed as `keys`.
@@ -134,13 +135,14 @@ class LatentAttention(Attention):
         rank, first = self.config.latent.rank, q.shape[3] - self.config.latent.rotary
         # The product sums over the channels of w_k_up, so the queries are multiplied by their scales before it.
         plain = self.scaled("query", q[..., :first], "k_up")
-        there = self.at.einsum("query, w_k_up -> absorbed", plain, self.matrix("w_k_up"))  # to [B, L, H, Z]
+        into, out = "query, w_k_up -> absorbed", "absorbed, w_v_up -> query"
+        there = self.adapted(into, self.at.einsum(into, plain, self.matrix("w_k_up")), plain)  # to [B, L, H, Z]
         there = jnp.concatenate([there, q[..., first:]], axis=-1)
         query = self.at.spec("absorbed").rename({"Z": "D"})
         key = self.at.spec("key")
         mixed = past.attend_latents(there, latent, rank, query, key.with_axes(key.dims[2], ()), **self.scores(context))
         # [B, L, H, Z] -> [B, L, H, D]
-        values = self.at.einsum("absorbed, w_v_up -> query", mixed, self.matrix("w_v_up"))
+        values = self.adapted(out, self.at.einsum(out, mixed, self.matrix("w_v_up")), mixed)
         return self.scaled("query", values, "v_up")
 
     def scores(self, context: Context) -> dict[str, Any]:

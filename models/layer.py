@@ -14,6 +14,7 @@ import jax
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
+from gspmd.annotate.equation import Equation
 from gspmd.layouts.naming import names_in
 from gspmd.layouts.section import Section
 
@@ -92,13 +93,17 @@ class Layer(nnx.Module):
             x: the weight's operand.
         """
         _, weight, _ = names_in(names)
+        return self.adapted_by(weight, self.at.equation(names), product, x)
+
+    def adapted_by(self, weight: str, equation: Equation, product: jax.Array, x: jax.Array) -> jax.Array:
+        """Add the product of x and the adapter of a weight, as `adapted`, for an equation whose specs are no lines."""
         assert "." in weight or hasattr(self, weight), f"there is no weight {weight}"
         down, up = (self.parameter(f"{weight}_{side}") for side in "ab")
         if down is None or up is None:
             return product
         lora = self.config.lora
         assert lora is not None
-        wide = adapter(self.at.key_of(weight), self.at.equation(names), x, matrix(down, x.dtype), matrix(up, x.dtype))
+        wide = adapter(self.at.key_of(weight), equation, x, matrix(down, x.dtype), matrix(up, x.dtype))
         return product + (lora.alpha / lora.rank * wide).astype(product.dtype)
 
     def affine(self, where: str, x: jax.Array, weight: str) -> jax.Array:

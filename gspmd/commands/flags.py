@@ -163,6 +163,10 @@ def parse_flags(cls: type[T], argv: Sequence[str], base: T, description: str = "
         raise FlagError(f"the flags cannot be read:\n{said.getvalue().strip()}") from None
 
 
+_ABSENT = {"model.moe": "no experts", "model.lora": "no adapters", "model.latent": "no latent attention"}
+"""What a configuration without a table lacks."""
+
+
 def _refuse_absent(argv: Sequence[str], base: Dataclass) -> None:
     """Refuse flags of a table that the settings do not have: the parser would know no such flags.
 
@@ -177,7 +181,7 @@ def _refuse_absent(argv: Sequence[str], base: Dataclass) -> None:
             values = getattr(values, name, ...)
             if values is None:
                 table = ".".join(tables[:number])
-                what = {"model.moe": "no experts", "model.lora": "no adapters"}.get(table, f"no [{table}]")
+                what = _ABSENT.get(table, f"no [{table}]")
                 fact = f"{flag} is a field of [{table}], and this configuration has {what}"
                 written = "lora" if table == "model.lora" else table  # Adapters have a separate table.
                 remedy = f"write [{written}] in a TOML file, and name it with --config."

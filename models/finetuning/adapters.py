@@ -29,6 +29,9 @@ def adapter_specs(key: str, weight: Spec) -> tuple[Spec, Spec]:
 def adapter(key: str, product: Equation, x: jax.Array, down: jax.Array, up: jax.Array) -> jax.Array:
     """Multiply x by a low-rank adapter: (x·A)·B, placed as the product of x and the weight.
 
+    If the product sums over dimensions of the weight's outputs, as that of queries and w_k_up does in decoding, x is
+    multiplied by B first: (x·Bᵀ)·Aᵀ.
+
     The two products cost R/E + R/F of the weight's product. Merging A and B into the weight at every step would instead
     need a gradient as large as the weight.
 
@@ -40,7 +43,10 @@ def adapter(key: str, product: Equation, x: jax.Array, down: jax.Array, up: jax.
     """
     operand, weight, result = product.specs
     a, b = adapter_specs(key, weight)
-    kept = [dim for dim in operand.dims if dim not in TARGETS[key][0]]
+    kept = [dim for dim in operand.dims if dim in result.dims and dim not in TARGETS[key][0]]
     middle = Spec((*kept, "R"), (*map(operand.axes_of, kept), ()))
-    narrow = checkpoint_name(gspmd.einsum(Equation.product(operand, a, middle), x, down), "lora.middle")
-    return gspmd.einsum(Equation.product(middle, b, result), narrow, up)
+    first, then = (a, down), (b, up)
+    if any(dim in TARGETS[key][1] and dim not in result.dims for dim in operand.dims):
+        first, then = then, first
+    narrow = checkpoint_name(gspmd.einsum(Equation.product(operand, first[0], middle), x, first[1]), "lora.middle")
+    return gspmd.einsum(Equation.product(middle, then[0], result), narrow, then[1])

@@ -10,6 +10,8 @@ from gspmd.annotate.errors import suggestion
 TARGETS = {
     "attention.w_q": ("E", "HD"), "attention.w_k": ("E", "KD"), "attention.w_v": ("E", "KD"),
     "attention.w_o": ("HD", "E"),
+    "attention.w_q_down": ("E", "U"), "attention.w_q_up": ("U", "HD"), "attention.w_k_down": ("E", "Z"),
+    "attention.w_k_up": ("Z", "HD"), "attention.w_v_up": ("Z", "HD"),
     "cross.w_q": ("E", "HD"), "cross.w_k": ("E", "KD"), "cross.w_v": ("E", "KD"), "cross.w_o": ("HD", "E"),
     "ffn.w_in": ("E", "F"), "ffn.w_gate": ("E", "F"), "ffn.w_out": ("F", "E"),
     "moe.shared_in": ("E", "F"), "moe.shared_gate": ("E", "F"), "moe.shared_out": ("F", "E"),

@@ -6,7 +6,8 @@ A block names the activations that may be kept (`jax.ad_checkpoint.checkpoint_na
     selective   inputs and outputs of products, norms and attention; attention's logits, softmax and weighted sum, and
                 elementwise operations, are computed again
     dots        products with weights; everything else is computed again
-    dots-except-hidden  as dots, without the feed-forward layer's hidden activations, which are the widest
+    dots-except-hidden  as dots, without the widest activations: the hidden ones of the feed-forward layer, and the keys
+                and values of all heads that latent attention makes of its latents
     full        the block's input
 
 Under every choice, the planned program of attention computes its logits again, as FlashAttention does: they are larger
@@ -27,10 +28,12 @@ from gspmd.ops._attention.local import MIXED
 from gspmd.ops.interface.planned_op import STATISTIC
 
 PRODUCTS = (
-    "attention.query", "attention.key", "attention.value", "attention.added", "ffn.hidden", "moe.logits", "moe.hidden",
-    "moe.answers", "lora.middle", STATISTIC,
+    "attention.query", "attention.key", "attention.value", "attention.expanded", "attention.added", "ffn.hidden",
+    "moe.logits", "moe.hidden", "moe.answers", "lora.middle", STATISTIC,
 )  # fmt: skip
 """Names that dots keeps: products with weights, and the statistics of norms, which are small."""
+WIDEST = ("attention.expanded", "ffn.hidden", "moe.hidden")
+"""Those that dots-except-hidden computes again."""
 OPERANDS = (
     "norm", "attention.rotated", MIXED, "cross.residual", "ffn.residual", "ffn.active", "moe.slots", "moe.active",
 )  # fmt: skip
@@ -50,6 +53,6 @@ def recomputed(body: Callable, remat: str) -> Callable:
     """
     if remat == "none":
         return body
-    narrow = tuple(name for name in PRODUCTS if name not in ("ffn.hidden", "moe.hidden"))
+    narrow = tuple(name for name in PRODUCTS if name not in WIDEST)
     kept = {"full": (), "dots-except-hidden": narrow, "dots": PRODUCTS, "selective": PRODUCTS + OPERANDS}[remat]
     return jax.checkpoint(body, policy=jax.checkpoint_policies.save_only_these_names(*kept) if kept else None)

@@ -36,22 +36,22 @@ class Recomputation:
 
     Attributes:
         remat: the choice.
-        layers: blocks, or periods of them, that are scanned.
-        layer_bytes: bytes that one of them keeps for the backward pass.
+        layers: blocks, or periods of them, that are scanned; all blocks, if they do not repeat.
+        bytes: bytes that all of them keep for the backward pass.
         flops: FLOPs of the products that the backward pass computes again, beyond those of `none`.
         seconds: time of these FLOPs at the chip's full rate.
     """
 
     remat: str
     layers: int
-    layer_bytes: int
+    bytes: int
     flops: int
     seconds: float
 
     @property
-    def bytes(self) -> int:
-        """Bytes that all layers keep together."""
-        return self.layers * self.layer_bytes
+    def layer_bytes(self) -> int:
+        """Bytes that one of them keeps; the mean, rounded down, if they do not repeat."""
+        return self.bytes // self.layers
 
 
 def predicted(
@@ -71,8 +71,9 @@ def predicted(
         dtype: compute dtype.
 
     Returns:
-        A row for each of `REMATS`. There are no rows for a single repeat of blocks, since nothing is stacked then, nor
-        for a pipeline, whose schedule decides what stages keep.
+        A row for each of `REMATS`. No rows if there is only one repeat of blocks, which no stacks are kept of, unless
+        it is for their kinds, so that each is computed again by itself; and none of a pipeline, whose schedule decides
+        what stages keep.
 
     Example:
         >>> from gspmd.layouts import Layout
@@ -85,8 +86,9 @@ def predicted(
     Differs: under lowering "xla", `none` keeps attention's logits too, which no planned program does.
     """
     repeats = config.repeats if config.stacked else 1
-    if repeats == 1 or stages_axes(layout):
+    if stages_axes(layout) or (repeats == 1 and not config.is_one_pattern):
         return ()
+    layers = config.layers if config.is_one_pattern else repeats
     # Under Explicit axes an array's type has its sharding, from which `_kept` takes the shape of a shard.
     typed = Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Explicit,) * mesh.devices.ndim)
     rows: list[Recomputation] = []
@@ -102,7 +104,7 @@ def predicted(
             traced = jax.make_jaxpr(jax.grad(of_parameters))(arrays(model), batch_of, abstract_key(typed))
             program = without_dead_code(traced.jaxpr)
             flops = _flops(program) - (rows[0].flops if rows else 0)
-            rows.append(Recomputation(remat, repeats, _kept(program, repeats), flops, flops / rate))
+            rows.append(Recomputation(remat, layers, repeats * _kept(program, repeats), flops, flops / rate))
     return (replace(rows[0], flops=0, seconds=0.0), *rows[1:])
 
 

@@ -1,11 +1,13 @@
 """`gspmd export`: a run as a public checkpoint, and one message for what cannot be exported."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 
 import jax
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 import gspmd_models as models
 from gspmd import host
@@ -17,6 +19,7 @@ from gspmd.training.state import TrainState
 from gspmd.training.toml import to_mapping
 from gspmd_models import checkpoints
 from gspmd_models.finetuning.config import LoraConfig
+from tests.models.checkpoints.cases import CASES
 
 CONFIG = models.ModelConfig(embed=16, layers=1, heads=2, kv_heads=1, head_size=8, feed_forward=24)
 
@@ -31,15 +34,17 @@ def devices(monkeypatch):
 def trained(tmp_path, make_mesh):
     """A function (config) -> the folder of a run of it, trained in a layout that pads heads, and its model."""
 
-    def make(config: models.ModelConfig, changes: Sequence[str] = ()) -> tuple[str, models.Transformer]:
-        layout = Layout.load("megatron-1d").override({"padding.K": 4})
+    def make(
+        config: models.ModelConfig, changes: Sequence[str] = (), padding: Sequence[str] = ("padding.K=4",)
+    ) -> tuple[str, models.Transformer]:
+        layout = Layout.load("megatron-1d").override({"padding.K": 4} if padding else {})
         model = models.build(config, layout, make_mesh(layout.mesh_for(1)), jax.random.key(0))
         moved = {path: jax.device_put(np.asarray(x) + (config.lora is not None) * 0.1 * path.endswith("_b"), x.sharding)
                  for path, x in models.arrays(model).items()}  # fmt: skip
         model = models.with_arrays(model, moved)
         with Checkpoints(tmp_path / "run") as saved:
             saved.save(TrainState(np.int32(3), models.arrays(model), {"count": np.int32(3)}), {})
-        sharding = {"layout": "megatron-1d", "set": ["padding.K=4", *changes]}
+        sharding = {"layout": "megatron-1d", "set": [*padding, *changes]}
         settings = {"model": to_mapping(config), "sharding": sharding, "training": {"length": 96}}
         save_settings(tmp_path / "run", settings)
         return str(tmp_path / "run"), model
@@ -96,3 +101,26 @@ def test_adapters_are_merged(trained, tmp_path, capsys):
     assert np.abs(b).max() > 0
     merged = weight + 4 / 2 * np.einsum("ner,nrf->nef", a, b)
     np.testing.assert_allclose(models.arrays(back)["blocks.0.ffn.w_in"], merged, rtol=1e-5, atol=1e-6)
+
+
+def test_adapters_of_latents_are_merged(trained, tmp_path, capsys):
+    """Both parts of kv_b_proj, whose rows are the keys and then the values of each head."""
+    kind, entries = CASES["deepseek-v2-groups"]
+    (tmp_path / "config.json").write_text(json.dumps(entries | {"architectures": [f"{kind}ForCausalLM"]}))
+    config, names = checkpoints.model_config(tmp_path), ("w_k_up", "w_v_up", "w_k_down", "w_q_down", "w_q_up")
+    lora = LoraConfig(2, 4.0, tuple(f"attention.{name}" for name in names))
+    folder, model = trained(replace(config, vocabulary=256, lora=lora), padding=())
+    assert main.main(["export", folder, str(tmp_path / "out")]) == 0
+    assert f"as {kind}ForCausalLM" in capsys.readouterr().out
+    values, merged = {path: np.asarray(x) for path, x in models.arrays(model).items()}, {}
+    for name in names:
+        weight, a, b = (values[f"blocks.0.attention.{name}{side}"] for side in ("", "_a", "_b"))
+        assert np.abs(b).max() > 0
+        merged[name] = weight + 4 / 2 * np.einsum("nir,nr...->ni...", a, b)
+    stored = load_file(tmp_path / "out" / "model.safetensors")
+    at = "model.layers.1.self_attn"
+    keys_and_values = np.concatenate([merged["w_k_up"][1], merged["w_v_up"][1]], axis=-1)  # [Z, H, D]
+    wanted = keys_and_values.transpose(1, 2, 0).reshape(-1, keys_and_values.shape[0])
+    np.testing.assert_allclose(stored[f"{at}.kv_b_proj.weight"], wanted, rtol=1e-5, atol=1e-6)
+    for theirs, ours in {"kv_a_proj_with_mqa": "w_k_down", "q_a_proj": "w_q_down"}.items():
+        np.testing.assert_allclose(stored[f"{at}.{theirs}.weight"], merged[ours][1].T, rtol=1e-5, atol=1e-6)

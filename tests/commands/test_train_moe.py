@@ -68,6 +68,11 @@ BAD = {
         "cannot read the flags: --model.moe.experts is a field of [model.moe], and this configuration has no experts; "
         "write [model.moe] in a TOML file, and name it with --config.",
     ),
+    "latents of a model without": (
+        ["--config", "palm-8b", "--model.latent.rank", "8"],
+        "--model.latent.rank is a field of [model.latent], and this configuration has no latent attention; "
+        "write [model.latent] in a TOML file, and name it with --config.",
+    ),
     "adapters of a model without": (
         ["--model.lora.rank", "8"],
         "--model.lora.rank is a field of [model.lora], and this configuration has no adapters; write --lora.rank.",

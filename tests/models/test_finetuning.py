@@ -15,13 +15,17 @@ from gspmd.training import OptimizerConfig
 from gspmd.training.step import jit_step
 from gspmd.training.toml import ConfigError
 from gspmd_models import step
+from gspmd_models.config import LatentConfig
+from gspmd_models.decoding import decode_step, empty_cache
 from gspmd_models.finetuning.config import TARGETS, LoraConfig
 from gspmd_models.finetuning.freezing import trained_paths
 from gspmd_models.finetuning.merging import merge, with_adapters
 from tests.models.conftest import put
 
-DENSE = tuple(key for key in TARGETS if not key.startswith(("moe", "cross")))
-SHARED = tuple(key for key in TARGETS if not key.startswith(("ffn", "cross")))
+OF_LATENTS = tuple(key for key in TARGETS if key.endswith(("_down", "_up")))
+DENSE = tuple(key for key in TARGETS if not key.startswith(("moe", "cross")) and key not in OF_LATENTS)
+SHARED = tuple(key for key in TARGETS if not key.startswith(("ffn", "cross")) and key not in OF_LATENTS)
+LATENT = {"head_size": 20, "latent": LatentConfig(rank=12, query_rank=8, rotary=8, values=16)}
 EQUATIONS = {"w_q": "ner,nrhd->nehd", "w_out": "nfr,nre->nfe"}
 OPTIMIZER = OptimizerConfig(learning_rate=1e-2, warmup=0)
 
@@ -101,6 +105,43 @@ def test_adapters_of_every_weight(config, make_mesh, tokens, preset, lowering):
 def test_adapters_add_partial_gradients_over_microbatches(config, make_mesh, tokens):
     """Under zero-2 the loss takes every weight with a partial sum for its gradient, frozen ones too."""
     adapters_train(config, make_mesh, tokens.repeat(2, 0), "zero-2", "blocking", 10, ("attention.w_o",), microbatches=2)
+
+
+@pytest.mark.parametrize(
+    ("preset", "lowering"),
+    [
+        ("megatron-1d", "blocking"),
+        pytest.param("weight-stationary-2d", "xla", marks=pytest.mark.slow),
+        pytest.param("zero-3", "looped", marks=pytest.mark.slow),
+    ],
+)
+def test_adapters_of_latents_train_alone_as_on_one_device(config, make_mesh, tokens, preset, lowering):
+    """And merge: decoding multiplies queries by the merged w_k_up, and by the adapter's B and A, which is the same."""
+    targets = (*OF_LATENTS, "attention.w_o")
+    model, state = adapters_train(config, make_mesh, tokens, preset, lowering, 10, targets, **LATENT)
+    adapted = models.with_arrays(model, state.params)
+    merged = merge(adapted)
+    values, wanted = models.arrays(merged), {path: np.asarray(x) for path, x in models.arrays(adapted).items()}
+    for name, equation in {"w_k_up": "nzr,nrhd->nzhd", "w_v_up": "nzr,nrhd->nzhd", "w_q_down": "ner,nru->neu"}.items():
+        path = f"blocks.0.attention.{name}"
+        added = np.einsum(equation, wanted[f"{path}_a"], wanted[f"{path}_b"])
+        assert np.abs(added).max() > 1e-4
+        np.testing.assert_allclose(values[path], wanted[path] + 8 / 4 * added, rtol=1e-5, atol=1e-6)
+    mesh = models.arrays(merged)["output.norm"].sharding.mesh
+    ids = tokens[:, :6].astype(np.int32)
+    read = []
+    for each in (adapted, merged):
+        with jax.set_mesh(mesh), gspmd.lowering(lowering):
+            cache, decode = (
+                empty_cache(each.config, each.layout, mesh, *ids.shape, "float32"),
+                jax.jit(decode_step(each)),
+            )
+            for at in range(ids.shape[1]):
+                logits, cache = decode(models.arrays(each), ids[:, at], cache)
+            whole = jax.jit(lambda ids, each=each: each(ids)[0])(put(ids, each.layout, mesh))
+            read += [np.asarray(logits), np.asarray(whole)[:, -1]]
+    for logits in read[1:]:
+        np.testing.assert_allclose(logits, read[0], rtol=1e-4, atol=2e-5)
 
 
 def adapters_train(config, make_mesh, tokens, preset, lowering, steps, targets, microbatches=1, **changes):

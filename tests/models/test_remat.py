@@ -12,7 +12,7 @@ import gspmd_models as models
 from gspmd.layouts import Layout
 from gspmd.moe import MoEConfig
 from gspmd.training.toml import ConfigError, from_mapping, to_mapping
-from gspmd_models.config import REMATS
+from gspmd_models.config import REMATS, LatentConfig
 from gspmd_models.remat.prediction import predicted
 from tests.models.conftest import put
 
@@ -178,3 +178,28 @@ def test_blocks_whose_kinds_do_not_repeat_are_computed_again_one_by_one(config, 
     assert len(re.findall(AGAIN, again(layer_kinds=kinds, remat="full"))) >= 4
     assert not re.findall(AGAIN, again(layer_kinds=kinds, remat="none"))
     assert 2 <= len(re.findall(AGAIN, again(layer_kinds=("full", "sliding", "sliding", "sliding"), remat="full"))) < 4
+
+
+def test_blocks_whose_kinds_do_not_repeat_keep_as_much_as_others(config, make_mesh):
+    """The table has their rows too: all layers keep what as many alike do."""
+    layout, mesh = Layout.load("replicated"), make_mesh({"x": 1, "y": 1, "z": 1})
+    alone, alike = (
+        predicted(config(layers=4, sliding_window=8, layer_kinds=kinds), layout, mesh, 2, 16)
+        for kinds in (("sliding", "sliding", "full", "sliding"), ("sliding",))
+    )
+    assert [row.layers for row in alone] == [4] * len(REMATS)
+    for one, other in zip(alone, alike, strict=True):
+        assert (one.remat, one.bytes, one.layer_bytes) == (other.remat, other.bytes, other.layer_bytes)
+        assert one.flops == other.flops
+
+
+def test_keys_and_values_made_of_latents_are_kept_with_other_products(config, make_mesh):
+    """They are as wide as the heads, and computed again where hidden activations are."""
+    layout, mesh = Layout.load("replicated"), make_mesh({"x": 1, "y": 1, "z": 1})
+    latent = LatentConfig(rank=12, rotary=8, values=16)
+    settings = config(layers=2, head_size=20, latent=latent, activation="gelu")
+    rows = {row.remat: row for row in predicted(settings, layout, mesh, 2, 16)}
+    expanded, hidden = settings.heads * (12 + 16), settings.feed_forward
+    assert rows["dots"].layer_bytes - rows["dots-except-hidden"].layer_bytes == 4 * 2 * 16 * (expanded + hidden)
+    again = 2 * 2 * 2 * 16 * (settings.heads * latent.rank * (12 + 16) + settings.embed * hidden)
+    assert rows["dots-except-hidden"].flops - rows["dots"].flops == again

@@ -60,6 +60,22 @@ def test_value_gradients_and_collectives(case, axis_type, check_form):
     assert planned == expected
 
 
+@pytest.mark.parametrize("width", [3, pytest.param(6, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("lowering", ["blocking", pytest.param("xla", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "case",
+    ["grouped, key heads sharded less", pytest.param("queries split along the sequence", marks=pytest.mark.slow)],
+)
+def test_values_of_another_width(case, lowering, width, check_form):
+    heads, key_heads, mesh, query, key, _ = CASES[case]
+    q, k, _ = _arrays(heads, key_heads)
+    v = RNG.normal(size=(*k.shape[:3], width)).astype(np.float32)
+    check_form(
+        lambda q, k, v: attention(q, k, v, query, key), plain, (q, k, v), (query, key, key), query,
+        mesh=mesh, axis_type="auto" if lowering == "xla" else "explicit", lowering=lowering, wrt=(0, 1, 2),
+    )  # fmt: skip
+
+
 @pytest.mark.turns(3)
 @pytest.mark.parametrize("lowering", ["blocking", "xla"])
 @pytest.mark.parametrize("case", ["grouped, keys replicated", "queries split along the sequence"])

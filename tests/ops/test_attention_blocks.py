@@ -60,6 +60,16 @@ def test_values_and_gradients(case, lowering, tiny_blocks, axis_type, check_form
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("case", ["causal", "all keys"])
+def test_values_of_another_width(case, tiny_blocks, check_form):
+    *sizes, mesh, query, key, options = CASES[case]
+    q, k, v = _arrays(*sizes)
+    check_form(
+        lambda q, k, v: attention(q, k, v, query, key, **options), lambda q, k, v: plain(q, k, v, **options),
+        (q, k, v[..., :3]), (query, key, key), query, mesh=mesh, axis_type="explicit", wrt=(0, 1, 2),
+    )  # fmt: skip
+
+
 @pytest.mark.turns(2)
 @pytest.mark.parametrize("seed", [*range(4), *(pytest.param(n, marks=pytest.mark.slow) for n in range(4, 24))])
 def test_long_chunks_over_a_long_cache(seed, tiny_blocks, make_mesh, place):

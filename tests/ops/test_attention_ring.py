@@ -86,6 +86,17 @@ def test_value_gradients_and_collectives(case, lowering, axis_type, check_form):
         assert {kind for kind, on in planned if set(on) & set(axes)} == {"collective-permute"}
 
 
+def test_values_of_another_width(check_form):
+    """They go round with the keys, padded to their width."""
+    case = next(iter(CASES))
+    *_, mesh, query, key = CASES[case]
+    q, k, v = _arrays(case)
+    check_form(
+        lambda q, k, v: attention(q, k, v, query, key), in_zigzag(_devices(case)), (q, k, v[..., :3]),
+        (query, key, key), query, mesh=mesh, axis_type="explicit", lowering="looped", wrt=(0, 1, 2),
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize("causal", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "lowering", ["looped", *(pytest.param(n, marks=pytest.mark.slow) for n in ("blocking", "xla"))]

@@ -302,8 +302,14 @@ def _batch(operands, dims, *, tree, batches, **form):
     return _tangent.bind(*operands[:count], *tangents, tree=tree, batches=(*batches, dims), **form), 0
 
 
+def _abstract(*operands, tree, **_):
+    """Return the type of the output's tangent: that of the queries' tangent, as wide as the values'."""
+    of_queries, _, of_values, *_ = operands[tree.num_leaves :]
+    return of_queries.update(shape=(*of_queries.shape[:-1], of_values.shape[-1]))
+
+
 _tangent.def_impl(_evaluate)
-_tangent.def_abstract_eval(lambda *operands, tree, **_: operands[tree.num_leaves])  # as the tangent of the queries
+_tangent.def_abstract_eval(_abstract)
 mlir.register_lowering(_tangent, mlir.lower_fun(_evaluate, multiple_results=False))
 ad.primitive_transposes[_tangent] = _transpose
 ad.primitive_jvps[_tangent] = _differentiate

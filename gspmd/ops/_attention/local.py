@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 from gspmd.lowerings import in_force
 from gspmd.ops._attention.blocks import Blocks, Form, attended, attention_in_blocks, gradients
-from gspmd.ops._attention.online import Attended, attend, group, ungroup
+from gspmd.ops._attention.online import LOW, Attended, attend, group, ungroup
 from gspmd.ops._attention.terms import UNLIMITED, Terms
 from gspmd.ops._attention.together import attend_together, suits
 
@@ -46,7 +46,7 @@ def local_attention(
     if blocks is None:
         return _plain(q, k, v, terms, causal, scale, sinks)
     plain = terms.is_plain and terms.limits == UNLIMITED and sinks is None
-    if plain and not (causal and terms.ahead is not None) and _fits_cudnn(q, k):
+    if plain and not (causal and terms.ahead is not None) and _fits_cudnn(q, k, v):
         return jax.nn.dot_product_attention(q, k, v, scale=scale, is_causal=causal, implementation="cudnn")
     form = Form(blocks, q.shape[3] ** -0.5 if scale is None else scale, causal)
     terms = terms.with_more_queries(-q.shape[1] % blocks.queries)
@@ -68,12 +68,32 @@ def _plain(q, k, v, terms: Terms, causal, scale, sinks) -> jax.Array:
         rows = (0 if ahead is None else ahead) + jax.lax.broadcasted_iota(jnp.int32, (1, 1, q.shape[1], k.shape[1]), 2)
         past = rows >= jax.lax.broadcasted_iota(jnp.int32, rows.shape, 3)
         mask, causal = past if mask is None else mask & past, False
-    added = terms.added(terms.chosen(), 1)
-    added = None if added is None else added[:, 0]
-    found = jax.nn.dot_product_attention(q, k, v, added, mask, scale=scale, is_causal=causal).astype(dtype)
+    if v.shape[3] != k.shape[3]:  # which JAX's function has not either
+        if causal:
+            mask = jnp.tril(jnp.ones((1, 1, q.shape[1], k.shape[1]), bool))
+        found = _softmaxed(q, k, v, terms, mask, scale).astype(dtype)
+    else:
+        added = terms.added(terms.chosen(), 1)
+        added = None if added is None else added[:, 0]
+        found = jax.nn.dot_product_attention(q, k, v, added, mask, scale=scale, is_causal=causal).astype(dtype)
     if mask is None:
         return found
     return jnp.where(jnp.any(mask, axis=3)[:, 0, :, None, None], found, 0)  # JAX: the mean, if no key is seen
+
+
+def _softmaxed(q, k, v, terms: Terms, mask: jax.Array | None, scale: float | None) -> jax.Array:
+    """Return attention as JAX's function computes it, for values of another width; the mean if no key is seen.
+
+    `_attended` would do, but its gradient keeps half as much again: the statistics, and weights before division.
+    """
+    scale = q.shape[3] ** -0.5 if scale is None else scale
+    logits = jnp.einsum("bkqld,btkd->bkqlt", group(q, k.shape[2]), k, preferred_element_type=jnp.float32) * scale
+    if (added := terms.added(terms.chosen(), k.shape[2])) is not None:
+        logits += added
+    if mask is not None:
+        logits = jnp.where(mask[:, :, None], logits, LOW)
+    weights = jax.nn.softmax(logits, axis=-1).astype(k.dtype)
+    return ungroup(jnp.einsum("bkqlt,btkd->bkqld", weights, v))
 
 
 def local_attended(
@@ -123,7 +143,8 @@ def _attended(q, k, v, terms: Terms, causal: bool, scale: float, *scales: jax.Ar
         visible = past if visible is None else visible & past
     bias, limits = terms.added(terms.chosen(), k.shape[2]), terms.limits
     grouped = group(q, k.shape[2])
-    return attend(grouped, k, v, visible, scale, *scales, bias=bias, limits=limits).by_query()
+    of_scales = dict(zip(("key_scales", "value_scales", "rest_scales"), scales))
+    return attend(grouped, k, v, visible, scale, bias=bias, limits=limits, **of_scales).by_query()
 
 
 def local_gradients(
@@ -177,7 +198,7 @@ def _padded(q: jax.Array, blocks: Blocks) -> jax.Array:
     return jnp.pad(q, ((0, 0),) * 3 + ((0, -q.shape[3] % blocks.queries),) + ((0, 0),) * (q.ndim - 4))
 
 
-def _fits_cudnn(q: jax.Array, k: jax.Array) -> bool:
-    """Return whether the devices are GPUs whose cuDNN attention takes such queries and keys. Untested on a GPU."""
-    narrow = q.dtype == k.dtype and q.dtype in (jnp.float16, jnp.bfloat16)
+def _fits_cudnn(q: jax.Array, k: jax.Array, v: jax.Array) -> bool:
+    """Return whether the devices are GPUs whose cuDNN attention takes such arrays. Untested on a GPU."""
+    narrow = q.dtype == k.dtype and q.dtype in (jnp.float16, jnp.bfloat16) and v.shape[3] == k.shape[3]
     return in_force.device_kind().startswith("NVIDIA") and narrow and q.shape[3] % 8 == 0 and q.shape[3] <= 128

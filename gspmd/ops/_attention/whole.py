@@ -78,7 +78,8 @@ def attention(
     Args:
         q: [B, L, H, D].
         k: [B, T, K, D]; K divides H, and query head h attends to key head h // (H/K). May be written `"BLKD"` too.
-        v: the same shape as `k`.
+        v: the same shape as `k`, but for D, which may differ. A ring and the TPU's kernel take all arrays of one width,
+            so there the narrower ones are padded.
         query_spec: the spec of `q` and of the result, `"B_xLH_yzD"`. D is unsharded.
         key_spec: the spec of `k` and `v`, `"B_xTK_yD"`: B as in `query_spec`, the axes of K the first of those of H, T
             unsharded or over those of L, D unsharded.
@@ -111,8 +112,8 @@ def attention(
         slopes_spec: the spec of `slopes`; unsharded when None.
 
     Returns:
-        [B, L, H, D] in q's dtype; logits, biases and softmax are float32. A query that may attend to nothing,
-        such as one of padding on the left or of segment 0, gets 0.
+        [B, L, H, D] in q's dtype, with D of the values; logits, biases and softmax are float32. A query that may attend
+        to nothing, such as one of padding on the left or of segment 0, gets 0.
 
     Raises:
         SpecError: a spec does not fit its array or the mesh, the shapes do not agree, or there is a window or a
@@ -177,8 +178,11 @@ def attention(
 
         found, _ = placed(doing, query, key, q.shape[2], k.shape[2], ctx.mesh)
         ring.check(doing, key, ctx.mesh, causal, extras.shifted, q.shape[1], k.shape[1])
-        scale = q.shape[3] ** -0.5 if scale is None else scale
-        return ring.attend(query, key, causal, scale, found, extras, compiler_chooses, ctx, q, k, v, *more)
+        scale, values = q.shape[3] ** -0.5 if scale is None else scale, v.shape[3]
+        q, k, v = _equally_wide(q, k, v)
+        return ring.attend(query, key, causal, scale, found, extras, compiler_chooses, ctx, q, k, v, *more)[
+            ..., :values
+        ]
     if compiler_chooses:
         rows, length, heads, _ = (prod(ctx.mesh.get(axis, 1) for axis in axes) for axes in query.axes)
         f = partial(_attend, extras, causal, scale, (rows, heads, length, 1))
@@ -186,7 +190,17 @@ def attention(
         return checkpoint_name(left_to_compiler(ctx, f, ins, query, q, k, v, *more, name=name), MIXED)
     found, spread = placed(doing, query, key, q.shape[2], k.shape[2], ctx.mesh)
     core = _Core(query, key, causal, scale, extras, found, spread)
-    return _core(replace(core, kernel=_fits_kernel(core, ctx.mesh, q, k, v)), ctx, q, k, v, *more)
+    if not _fits_kernel(core, ctx.mesh, q, k, v):
+        return _core(core, ctx, q, k, v, *more)
+    scale, values = q.shape[3] ** -0.5 if scale is None else scale, v.shape[3]
+    q, k, v = _equally_wide(q, k, v)
+    return _core(replace(core, kernel=True, scale=scale), ctx, q, k, v, *more)[..., :values]
+
+
+def _equally_wide(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """Return queries, keys and values, the narrower ones padded with zeros along D."""
+    width = max(x.shape[3] for x in arrays)
+    return tuple(x if x.shape[3] == width else jnp.pad(x, (*((0, 0),) * 3, (0, width - x.shape[3]))) for x in arrays)
 
 
 def _position(doing: str, offset: jax.Array | int) -> jax.Array:
@@ -278,7 +292,8 @@ def _check_shapes(doing: str, query: Spec, key: Spec, q, k, v, mask) -> None:
                 q.shape[2] % max(k.shape[2], 1) != 0,
                 f"{k.shape[2]} key heads do not divide {q.shape[2]} query heads.",
             ),
-            (1, v.shape != k.shape, f"values have shape {v.shape}, keys {k.shape}."),
+            (1, v.shape[:3] != k.shape[:3], f"values have shape {v.shape}, keys {k.shape}."),
+            (3, not v.shape[3], "the values' head size is 0."),
             (1, mask is not None and mask.shape != k.shape[:2], f"the mask has to have shape {k.shape[:2]}."),
         )
         faults = [fault(key, key.dims[at], fact) for at, wrong, fact in checks if wrong]
@@ -287,7 +302,7 @@ def _check_shapes(doing: str, query: Spec, key: Spec, q, k, v, mask) -> None:
 
 
 def _forward(core: _Core, ctx: Context, q: jax.Array, k: jax.Array, v: jax.Array, *more: jax.Array):
-    steps, body = _value(core, q.shape[2], k.shape, k.dtype.itemsize, ctx)
+    steps, body = _value(core, q.shape[2], (k.shape, v.shape), k.dtype.itemsize, ctx)
     outs = (core.query, core.query.without(core.query.dims[3])) if core.kernel else core.query
     found = run(ctx, f"attention {core.query}, {core.key}", steps, body, core.inputs, outs, q, k, v, *more)
     found = checkpoint_name(found, MIXED)  # the gradient reads exactly the kept values
@@ -297,7 +312,7 @@ def _forward(core: _Core, ctx: Context, q: jax.Array, k: jax.Array, v: jax.Array
 
 def _backward(core: _Core, ctx: Context, residuals, g: jax.Array):
     q, k, v, kept, more = residuals
-    steps, body = _gradient(core, q.shape[2], k.shape, k.dtype.itemsize, ctx)
+    steps, body = _gradient(core, q.shape[2], (k.shape, v.shape), k.dtype.itemsize, ctx)
     of_kept = (core.query, core.query.without(core.query.dims[3]))[: len(kept)]
     ins = (core.query, core.query, core.key, core.key, *of_kept, *core.extras.specs(core.query, core.key))
     outs = (core.query, core.key, core.key, *core.extras.gradients)
@@ -306,13 +321,16 @@ def _backward(core: _Core, ctx: Context, residuals, g: jax.Array):
     return d_q, d_k, d_v, *core.extras.cotangents(more, *learned)
 
 
+_Shapes = tuple[tuple[int, ...], tuple[int, ...]]
+"""The shapes of keys and of values, over all devices."""
+
 _core = planned_op(_forward, _backward, lambda core: f"attention {core.query}, {core.key}")
 
 
 @lru_cache(maxsize=1024)
-def _value(core: _Core, heads: int, shape: tuple[int, ...], width: int, ctx: Context):
+def _value(core: _Core, heads: int, shapes: _Shapes, width: int, ctx: Context):
     # slices, which send nothing, pick a device's key heads
-    planned = _planned(core, heads, shape, width, ctx)
+    planned = _planned(core, heads, shapes, width, ctx)
     bring = {name: planned[name] for name in ("key", "value")} | core.extras.bring(core.query, heads, ctx)
     chains = Chains(ctx.mesh, **bring)
 
@@ -330,8 +348,8 @@ def _value(core: _Core, heads: int, shape: tuple[int, ...], width: int, ctx: Con
 
 
 @lru_cache(maxsize=1024)
-def _gradient(core: _Core, heads: int, shape: tuple[int, ...], width: int, ctx: Context):
-    planned = _planned(core, heads, shape, width, ctx)
+def _gradient(core: _Core, heads: int, shapes: _Shapes, width: int, ctx: Context):
+    planned = _planned(core, heads, shapes, width, ctx)
     bring = {name: planned[name] for name in ("key", "value")} | core.extras.bring(core.query, heads, ctx)
     back = {name: planned[name] for name in ("d_key", "d_value")} | core.extras.back(core.query, heads, ctx)
     chains = Chains(ctx.mesh, **bring, **back)
@@ -359,26 +377,26 @@ def _gradient(core: _Core, heads: int, shape: tuple[int, ...], width: int, ctx: 
     return chains.steps, body
 
 
-def _planned(core: _Core, heads: int, shape: tuple[int, ...], width: int, ctx: Context) -> dict[str, tuple[Step, ...]]:
+def _planned(core: _Core, heads: int, shapes: _Shapes, width: int, ctx: Context) -> dict[str, tuple[Step, ...]]:
     """Return the chains of both passes: keys and values to the queries, and their gradients back."""
     if is_unknown(ctx.mesh):  # the heads that a device needs are not known either
-        asked = core.query, core.key, heads, shape, width, ctx
+        asked = core.query, core.key, heads, shapes, width, ctx
         return {name: (UnknownStep.of(UnknownSteps(_chains, asked, name), core.key, core.key),) for name in _CHAINS}
-    sizes = sizes_of(core.key, shape)
-
-    def chain(src: Spec, dst: Spec, name: str) -> tuple[Step, ...]:
-        return move(src, dst, sizes, ctx.mesh, width, ctx.chip, name)
-
-    bring = {name: chain(core.key, core.used, name) for name in ("key", "value")}
-    return bring | {f"d_{name}": chain(core.partial_key, core.key, f"gradient of {name}") for name in bring}
+    found = {}
+    for name, shape in zip(("key", "value"), shapes):
+        sizes = sizes_of(core.key, shape)
+        found[name] = move(core.key, core.used, sizes, ctx.mesh, width, ctx.chip, name)
+        back = f"gradient of {name}"
+        found[f"d_{name}"] = move(core.partial_key, core.key, sizes, ctx.mesh, width, ctx.chip, back)
+    return found
 
 
 _CHAINS = ("key", "value", "d_key", "d_value")
 
 
-def _chains(query: Spec, key: Spec, heads: int, shape: tuple[int, ...], width: int, ctx: Context):
+def _chains(query: Spec, key: Spec, heads: int, shapes: _Shapes, width: int, ctx: Context):
     """Return the chains of `_planned`, once the specs of queries and keys are known."""
     if key.without_trivial(ctx.mesh).axes[1]:
         raise PlanError(f"cannot search with keys sharded along the sequence ('{key}'): rings are not searched.")
-    share, spread = placed(f"cannot attend from '{query}' to '{key}'", query, key, heads, shape[2], ctx.mesh)
-    return _planned(_Core(query, key, True, None, Extras(), share, spread), heads, shape, width, ctx)
+    share, spread = placed(f"cannot attend from '{query}' to '{key}'", query, key, heads, shapes[0][2], ctx.mesh)
+    return _planned(_Core(query, key, True, None, Extras(), share, spread), heads, shapes, width, ctx)

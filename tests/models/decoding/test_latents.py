@@ -141,8 +141,8 @@ def test_latents_and_rotated_keys_of_an_int8_cache_have_a_scale_each(preset, mak
         of = np.abs(wanted[..., numbers]).max(-1) / 127
         np.testing.assert_allclose(np.asarray(scales[0])[0], of, rtol=1e-5)
         off = np.abs(np.asarray(cache.keys[0])[0][..., numbers] - np.round(wanted[..., numbers] / of[..., None]))
-        assert off.max() <= 1
-        assert (off > 0).mean() < 0.01  # numbers halfway between two steps
+        assert off.max() <= 1  # of numbers halfway between two steps
+        assert (off > 0).mean() < 0.01
     error = [np.linalg.norm(x - exact) / np.linalg.norm(exact) for x in (rounded, without)]
     assert error[0] < 0.01
     assert error[0] < 1.2 * error[1]
