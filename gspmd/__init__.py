@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from gspmd.planner.plan import Plan
     from gspmd.tracing.trace import ProgramPlan, trace
 
-# All is imported when it is asked for, so that `import gspmd` takes no time: a command begins with it, and can be
-# interrupted in one line only from then on.
+# Everything is imported when it is first used, so that `import gspmd` takes no time: a command begins with it, and can
+# be interrupted in one line only from then on.
 _HOMES = {
     "Layout": "gspmd.layouts",
     "LayoutError": "gspmd.annotate",

@@ -41,7 +41,7 @@ class Past(Protocol):
 
     @property
     def fresh(self) -> bool:
-        """Whether no token is cached, so that the new ones attend to one another alone."""
+        """Whether no token is cached, so that the new ones attend only to one another."""
 
     def keep(self, latent: jax.Array) -> jax.Array:
         """Store the latents [B, L, Z] of the new tokens, and return them as they are kept."""

@@ -51,7 +51,7 @@ class LatentConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Configure a transformer, a decoder alone or an encoder–decoder; by default a small decoder on bytes.
+    """Configure a transformer, a decoder-only model or an encoder–decoder; by default a small decoder on bytes.
 
     Example:
         >>> ModelConfig(embed=4096, layers=32, heads=16, kv_heads=1, head_size=256, feed_forward=16384,
@@ -71,7 +71,7 @@ class ModelConfig:
     layers: int = 4
     """Number of blocks; of the decoder, if there is an encoder."""
     encoder_layers: int = 0
-    """Number of blocks of the encoder, whose output every block of the decoder attends to; 0 for a decoder alone."""
+    """Number of blocks of the encoder, whose output every block of the decoder attends to; 0 if decoder-only."""
     start_token: int = 0
     """The token that a decoder begins with, if there is an encoder: T5's padding token, or M2M-100's end of text."""
     heads: int = 8
@@ -649,7 +649,7 @@ def _encoder_faults(config: ModelConfig):
         yield f"encoder_layers is {config.encoder_layers}; it must not be negative"
     if not config.encoder_layers:
         if config.start_token:
-            yield f"start_token is {config.start_token}, and a decoder alone begins with its text; set encoder_layers"
+            yield f"start_token is {config.start_token}, and a decoder-only model begins with text; set encoder_layers"
         return
     if not 0 <= config.start_token < config.vocabulary:
         yield f"start_token is {config.start_token}, which is not a token of {config.vocabulary}"
@@ -663,7 +663,7 @@ def _encoder_faults(config: ModelConfig):
     if config.positions == "learned":
         yield "positions are learned, which an encoder–decoder does not have; relative, sinusoidal and rotary are"
     if config.layer_kinds or config.sinks or config.norms != "before":
-        yield "layer_kinds, sinks and norms are set for a decoder alone; leave them out of an encoder–decoder"
+        yield "layer_kinds, sinks and norms are set for a decoder-only model; leave them out of an encoder–decoder"
 
 
 def _has(config: ModelConfig, key: str) -> bool:

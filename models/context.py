@@ -28,9 +28,9 @@ class Context:
     """The arrays that attention reads beside the residual stream; None for what a model or a batch does not have.
 
     Attributes:
-        causal: whether a token attends to none after it: in a decoder, and not in an encoder.
-        angles: by the model of `ModelConfig.rotary_of`, the rotary angles at the position of every token in its
-            segment, placed as queries and as keys are.
+        causal: whether tokens do not attend to later ones: True in a decoder, False in an encoder.
+        angles: maps the model that `ModelConfig.rotary_of` returns to the rotary angles at the position of every token
+            in its segment, placed as queries and as keys are.
         segments: [B, L] int32, the segment of every token, 0 for padding, placed as queries and as keys are.
         relative: [R, H], the table of the relative position bias.
         memory: [B, T, E], the output of the encoder, placed as `cross.memory`.
@@ -94,8 +94,8 @@ def with_memory(
     """Return the context of a decoder with the output of an encoder.
 
     Args:
-        context: of the decoder's own tokens.
-        layout: of the decoder.
+        context: the context of the decoder's own tokens.
+        layout: the layout of the decoder.
         memory: [B, T, E], placed as `cross.memory`.
         length: L, the tokens of a row of targets.
         segments: [B, L], those of the targets, placed as `batch_spec`, in the order of the text; None if every row is
@@ -128,7 +128,7 @@ def check_inputs(
     if source is None and config.encoder_layers:
         raise ValueError("this model has an encoder, and there is no source for it.\n  Pass source=, integers [B, T].")
     if source is not None and not config.encoder_layers:
-        raise ValueError("this model is a decoder alone and reads no source.\n  Leave it out, or set encoder_layers.")
+        raise ValueError("this model is decoder-only and reads no source.\n  Leave it out, or set encoder_layers.")
     if source is None and source_segments is not None:
         raise ValueError("there are source_segments, and no source.\n  Pass source=, or leave source_segments out.")
     if source is not None and segments is not None and source_segments is None:
@@ -152,7 +152,7 @@ def check_inputs(
 
 
 def _unordered(segments: np.ndarray) -> int | None:
-    """Return the first row whose segments decrease, but to 0 at the end, or are below 0; None if there is none."""
+    """Return the first row whose segments are negative, or decrease before padding; None if there is none."""
     last = np.iinfo(np.int64).max
     wrong = (np.diff(np.where(segments == 0, last, segments.astype(np.int64)), axis=1) < 0).any(axis=1)
     wrong |= (segments < 0).any(axis=1)
@@ -185,7 +185,7 @@ def token_positions(layout: Layout, length: int, segments: jax.Array | None) -> 
     """Return the positions of a decoder's tokens, in the order in which `Transformer.hidden` takes them.
 
     Args:
-        layout: of the decoder.
+        layout: the layout of the decoder.
         length: tokens of a row.
         segments: [B, L], in the order of the text, placed as `batch_spec`.
 

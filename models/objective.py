@@ -217,7 +217,7 @@ class _Stacks:
 
     Attributes:
         config: the model.
-        layout: of the decoder, with that of the encoder in it, inside the shard_map of the stages.
+        layout: the layout of the decoder, with that of the encoder in it, inside the shard_map of the stages.
         dtype: compute dtype.
         chunks: the number of chunks that make a stack.
         train: whether to use the routers' random draws and capacity of training.

@@ -147,7 +147,7 @@ def angles_at(positions: jax.Array, config: ModelConfig, lengths: jax.Array | No
 
     Args:
         positions: [B, L], integers.
-        config: as of `turns`.
+        config: as for `turns`.
         lengths: [B, L], the tokens of the text of each position, placed as the positions; needed if the scaling depends
             on it (`RopeScaling.by_length`).
     """

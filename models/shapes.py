@@ -91,7 +91,7 @@ def activation_specs(
 
     Args:
         config: the model.
-        layout: a `gspmd.Layout`, or for a decoder alone any mapping from its keys to specs.
+        layout: a `gspmd.Layout`, or for a decoder-only model any mapping from its keys to specs.
         batch: sequences per step, over all devices.
         length: tokens per sequence.
         source_length: tokens per source of an encoder–decoder; 0 for `length`. Keys of its encoder begin with

@@ -111,7 +111,7 @@ def check_lowering_of_stages(config: ModelConfig, layout: Layout, mesh: jax.shar
 
     That lowering needs a region of Auto axes within the shard_map of the stages. A mesh of Auto axes does not allow
     one, unless gradients are partial sums, which are taken under Explicit axes; and a backward pass in two parts cannot
-    split one. Embedding lookups in stages are always planned, whatever the lowering.
+    split such a region. Embedding lookups in stages are always planned, whatever the lowering.
 
     Raises:
         LayoutError: lines of [lowering] ask for it; the message names all of them.

@@ -15,14 +15,14 @@ from gspmd.layouts.rules.keys import dims_of
 
 LatentConfig = Any
 ModelConfig = Any
-"""A `gspmd_models.ModelConfig`, which counts its parameters by these tensors, so that it imports this module."""
+"""A `gspmd_models.ModelConfig`. Its module imports this one to count parameters, so it is not imported here."""
 
 SHARED = ("moe.shared_in", "moe.shared_gate", "moe.shared_hidden", "moe.shared_bias", "moe.shared_out")
 """The layout's keys of shared experts, whose F is their total width."""
 
 
 OF_DENSE = ("ffn.w_in", "ffn.w_gate", "ffn.hidden", "ffn.b_in", "ffn.b_gate", "ffn.w_out")
-"""The layout's keys of feed-forward layers without experts, whose F may be another than an expert's."""
+"""The layout's keys of feed-forward layers without experts, whose F may differ from an expert's."""
 
 #: Lines some of whose dimensions have another size than elsewhere: the letter, and the name of its size there.
 _OTHER_SIZES = {
@@ -36,11 +36,11 @@ _OTHER_SIZES = {
 
 
 def line_sizes(sizes: Mapping[str, int], key: str) -> Mapping[str, int]:
-    """Return the sizes of dimensions in a line, where some letters have another size than in most.
+    """Return the sizes of dimensions in a line; some letters have a different size there than in most lines.
 
-    F is the width of an expert, of `shared` ones together, or of `dense` layers. In latent attention, Z is what a token
-    keeps, the latent and the rotated key, and in weights and norm of the latent its `rank`; D is the width of a query,
-    and of `keys` and `values` that are made of the latent.
+    F is the width of an expert, of all `shared` experts together, or of `dense` layers. In latent attention, Z is the
+    width of the latent with the rotated key; in the norm and the weights that read the latent, it is the `rank` of the
+    latent. D is the width of a query; in weights of `keys` and `values` it is the width of these.
 
     Args:
         sizes: of `tensor_sizes`, or padded ones.

@@ -162,7 +162,7 @@ class Transformer(BlockStack):
         Args:
             tokens: [B, L] integers, placed as `embedding.tokens`. An id outside of the vocabulary is not refused, since
                 a compiled program cannot: it reads a row of zeros.
-            source, segments, source_segments: as of `hidden`.
+            source, segments, source_segments: as for `hidden`.
             key: random key of the routers, for training.
             train: whether to use the routers' random draws and capacity of training.
         """
@@ -191,7 +191,7 @@ class Transformer(BlockStack):
                 shards L; the stream has the same order.
             source: [B, T] integers that the encoder reads, placed as `batch_spec`; for an encoder–decoder only.
             segments: [B, L] integers in the order of the text, placed as `batch_spec`: the text to which each token
-                belongs, 1, 2 and so on, and 0 for padding at the end. Tokens attend to their own text alone, whose
+                belongs, 1, 2 and so on, and 0 for padding at the end. Tokens attend only to their own text, whose
                 positions begin at 0. None if every row is one text.
             source_segments: [B, T], likewise of the source; text s is generated from source s, and from nothing if the
                 row has no such source.
@@ -226,10 +226,10 @@ class Transformer(BlockStack):
 
         Args:
             source, segments: as the source and its segments of `hidden`.
-            key, train: as of `hidden`.
+            key, train: as for `hidden`.
         """
         if not self.config.encoder_layers:
-            raise ValueError("this model is a decoder alone, and encodes nothing.\n  Set encoder_layers.")
+            raise ValueError("this model is decoder-only, and encodes nothing.\n  Set encoder_layers.")
         segments = in_encoder(self.layout, segments)
         x = embedded_source(self.config, self.layout, self.embedding.weights, source, segments, self.dtype)
         x, figures = self.encoder(x, segments, key=key, train=train)
@@ -357,8 +357,8 @@ class Embedding(Layer):
 
         Args:
             tokens: [B, L], placed as `embedding.tokens`.
-            positions: [L] or [B, L], placed as `batch_spec`: of the tokens, if the model adds positions; None for
-                their order.
+            positions: [L] or [B, L], placed as `batch_spec`: the positions of the tokens, if the model adds positions;
+                None for their order.
         """
         equation, options = self.at.equation(f"tokens, table -> {stream_line(self.config)}"), {}
         if self.parameter("scale") is not None:
@@ -406,10 +406,10 @@ def embedded_source(
 
     Args:
         config: the model.
-        layout: of the decoder, with that of the encoder in it.
-        weights: of the embedding.
-        source: [B, T], as of `Transformer.hidden`.
-        segments: of the source, from `in_encoder`.
+        layout: the layout of the decoder, with that of the encoder in it.
+        weights: the weights of the embedding.
+        source: [B, T], as for `Transformer.hidden`.
+        segments: the segments of the source, from `in_encoder`.
         dtype: compute dtype.
     """
     inner = layout.stack(ENCODER)
@@ -424,7 +424,7 @@ def memory_of(config: ModelConfig, layout: Layout, output: Layer, x: jax.Array) 
 
     Args:
         config: the model.
-        layout: of the decoder, with that of the encoder in it.
+        layout: the layout of the decoder, with that of the encoder in it.
         output: the encoder's last norm.
         x: [B, T, E], the residual stream after the encoder's last block.
     """
@@ -437,13 +437,13 @@ def memory_of(config: ModelConfig, layout: Layout, output: Layer, x: jax.Array) 
 def sinusoids(config: ModelConfig, positions: np.ndarray | jax.Array, batch: Spec, spec: Spec) -> jax.Array:
     """Return sinusoidal positions [B, L, E], with B of size 1 for constant ones, placed as `spec`.
 
-        [b, l, i] = sin(p · w_i) for i < E/2, and cos(p · w_(i - E/2)) behind;  w_i = 10000^(-i / (E/2 - 1))
+        [b, l, i] = sin(p · w_i) for i < E/2, else cos(p · w_(i - E/2));  w_i = 10000^(-i / (E/2 - 1))
 
     Args:
         config: the model; `position_offset` is added to every position.
         positions: [L] constants, or [B, L] placed as `batch`.
         batch: the spec of a batch of tokens, with L whole.
-        spec: of the residual stream.
+        spec: the spec of the residual stream.
 
     Source: Vaswani et al. 2017 (arXiv 1706.03762), section 3.5.
     Differs: all sines come before all cosines, and the longest wavelength is exactly 10000 · 2π, as in tensor2tensor,

@@ -43,7 +43,7 @@ SCALES = {
 
 
 def matrix(weight: nnx.Param, dtype: Any) -> jax.Array:
-    """Return a weight as an operand of a product: in the compute dtype, or in its int8, which the product casts."""
+    """Return a weight as an operand of a product: in the compute dtype, or as int8, which the product casts."""
     return weight[...] if weight[...].dtype == jnp.int8 else weight[...].astype(dtype)
 
 

@@ -221,7 +221,7 @@ class Layout(LayoutTable):
         raise LayoutError(f"{error}{others}", error.faults)
 
     def _dividing_mesh(self, devices: int, sizes: Mapping[str, int]) -> dict[str, int] | None:
-        """Return, of the meshes that divide the sizes, the one most similar to the default mesh; None if none does."""
+        """Return the mesh most similar to the default mesh among those that divide the sizes; None if none does."""
         meshes = nearest(factorise(devices, self.axes, self.factor), self.factor)
         return next((mesh for mesh in meshes if not faults_of(self, sizes, mesh)), None)
 

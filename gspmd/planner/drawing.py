@@ -99,7 +99,7 @@ def as_html(plan: PlanFigures) -> str:
 
 
 def figure(plan: PlanFigures, *, gradients: bool = False, width: int | None = None) -> Text:
-    """Draw a plan: a heading, a line per step, a total; with `gradients`, those of the cotangents behind it.
+    """Draw a plan: a heading, a line per step, and a total; with `gradients`, then the plans of the cotangents.
 
     Args:
         plan: the plan to draw.

@@ -100,7 +100,7 @@ class ProgramPlan(Printed):
 
     @property
     def size(self) -> tuple[int, float, int]:
-        """Bytes, seconds and operations, the order in which branches of a conditional are compared."""
+        """Bytes, seconds and operations: branches of a conditional are compared in this order."""
         return self.wire_bytes, self.seconds, self.flops
 
     @property

@@ -117,7 +117,7 @@ def described(directory: str | os.PathLike) -> Described:
     if files.equal(first, second):
         return found
     remark = f"{second} is not {first}, so the model is not tied, though config.json says it is (tie_word_embeddings)"
-    if family.multipliers:  # some are divided out of the last norm of tied models alone
+    if family.multipliers:  # only for tied models are some divided out of the last norm
         found = _described(family, json | {"tie_word_embeddings": False}, doing)
     return replace(found, config=replace(found.config, tied=False), remark=remark)
 
@@ -276,7 +276,7 @@ def expressing(config: ModelConfig) -> Family:
 
 
 def _distance(reasons: list[str]) -> int:
-    """Return the number of a family's reasons, of which those about a kind of model count most."""
+    """Return the number of a family's reasons; those about a kind of model count most."""
     kinds = ("it has experts", "it has no experts", "it has an encoder")
     return sum(5 if reason in kinds else 1 for reason in reasons)
 

@@ -151,7 +151,7 @@ def _check(checkpoint: Described, config: ModelConfig, table: dict[str, Paramete
 
 
 def _second_table(checkpoint: Described, config: ModelConfig) -> list[str]:
-    """Return a pattern of the table of the logits if the model is tied, where a file may have it all the same."""
+    """Return a pattern for the logits' table of a tied model, which its files may contain nevertheless."""
     table = checkpoint.family.tensors.get("output.table")
     return [re.escape(table.name)] if table and config.tied else []
 

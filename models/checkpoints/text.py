@@ -92,14 +92,14 @@ class Tokenizer:
     ) -> list[int]:
         """Return the ids of a chat, as transformers' `apply_chat_template`: the template writes all special tokens.
 
-        The template is a program of the checkpoint's. It runs in jinja2's sandbox, in a process of its own with limits
-        of time, memory and output.
+        The template is a program that comes with the checkpoint. It runs in jinja2's sandbox, in a separate process
+        with limits of time, memory and output.
 
         Args:
             messages: the turns, such as `{"role": "user", "content": "Hi!"}`.
             template: the name of the template, if the checkpoint has several; by default "default", or "tool_use" if
                 there is one and `tools` are given.
-            prompt: whether the text ends with what begins an answer.
+            prompt: whether the text ends with the opening of an answer.
             **variables: others that the template reads, such as `tools` (a list of JSON schemas) or `enable_thinking`.
 
         Raises:
@@ -183,9 +183,9 @@ def tokenizer(directory: str | os.PathLike) -> Tokenizer:
     The ids that end a text come from the first of these that has them: generation_config.json, config.json, or the
     `eos_token` of tokenizer_config.json; likewise the id that begins a text. The last step of tokenizer.json decides
     which tokens `encode` adds to a text. As in transformers since version 5, add_bos_token and add_eos_token of
-    tokenizer_config.json count for nothing beside it; the classes of GPT-NeoX (which adds none) and T5 (which adds the
-    end) decide themselves. Some classes also decide how a text is split (`steps.rebuild`). Tokens that
-    tokenizer_config.json names or describes, and tokenizer.json does not have, are added.
+    tokenizer_config.json are ignored then; the classes of GPT-NeoX (which adds none) and T5 (which adds the end) decide
+    themselves. Some classes also decide how a text is split (`steps.rebuild`). Tokens that tokenizer_config.json names
+    or describes, and tokenizer.json does not have, are added.
 
     Args:
         directory: the checkpoint's folder, with tokenizer.json; or the path of such a file under any name.
@@ -286,7 +286,7 @@ def byte_tokenizer(vocabulary: int = 256) -> Tokenizer:
     backend.decoder = decoders.ByteLevel()
     if vocabulary <= 256:
         return Tokenizer(backend)
-    # Sentinels are no special tokens, so that a decoded text shows them.
+    # Sentinels are not special tokens, so that a decoded text shows them.
     named = ["</s>", "<s>", *(f"<extra_id_{number}>" for number in range(vocabulary - 259, -1, -1))]
     backend.add_special_tokens(named[:2][: vocabulary - 256])
     backend.add_tokens(named[2:])

@@ -41,11 +41,10 @@ class Cache:
         key_scales: scales of an int8 cache, one float32 [N, B, K, T] for each stack of layers; otherwise None.
         value_scales: scales of the values, likewise.
         lengths: [B] int32, the number of each row's tokens that are in the cache.
-        source: likewise the keys and values to which a decoder's cross-attention attends, one for each of its blocks,
-            of each row's encoded source; None for a decoder alone.
-        totals: [B] int32, the number of tokens that each row's text has in the end, as far as they are read, if the
-            rotary embedding depends on it (`RopeScaling.by_length`); None otherwise. The caller sets it before the
-            first token is read.
+        source: a cache of the keys and values of each row's encoded source, one for each block of the decoder, for its
+            cross-attention; None for a decoder-only model.
+        totals: [B] int32, the number of tokens of each row's complete text that are read, if the rotary embedding
+            depends on it (`RopeScaling.by_length`); None otherwise. The caller sets it before the first token is read.
     """
 
     keys: tuple[jax.Array, ...]
@@ -63,7 +62,7 @@ class Cache:
 
     @property
     def room(self) -> int:
-        """T of the layers that keep most: the tokens that a row has room for, unless all layers are sliding."""
+        """T of the layers with the most tokens: a row's room, unless all layers are sliding."""
         return max(keys.shape[3] for keys in self.keys)
 
 
@@ -72,7 +71,7 @@ def cache_spec(layout: Layout, line: str = SELF, *, latent: bool = False) -> Spe
 
     Args:
         layout: the layout that places the cache.
-        line: of a text's own tokens, or of its encoded source.
+        line: the line of a text's own tokens, or of its encoded source.
         latent: whether it holds latents, which all heads share: K is 1 and unsharded.
     """
     held, dims = Spec.parse(layout.cache(line)), ("B", "K", "T", "D")
@@ -120,7 +119,7 @@ def abstract_cache(
         ((2, 4, 8, 32, 16), ('x', 'y', 'z'))
     """
     if bool(config.encoder_layers) != (source_length > 0):
-        fact = "this model has an encoder" if config.encoder_layers else "this model is a decoder alone"
+        fact = "this model has an encoder" if config.encoder_layers else "this model is decoder-only"
         remedy = "at least 1" if config.encoder_layers else "0"
         raise ValueError(f"{fact}, and source_length is {source_length}; it must be {remedy}")
 
@@ -169,11 +168,11 @@ def empty_cache(
     """Return a sharded cache that holds no token.
 
     Args:
-        config, layout, mesh, batch, length, dtype, int8, source_length: as of `abstract_cache`.
+        config, layout, mesh, batch, length, dtype, int8, source_length: as for `abstract_cache`.
         totals: [B], the `Cache.totals`, if the rotary embedding depends on them.
 
     Raises:
-        SpecError, ValueError: as of `abstract_cache`; or totals are missing, or nothing depends on them.
+        SpecError, ValueError: as for `abstract_cache`; or totals are missing, or nothing depends on them.
     """
     shapes = abstract_cache(config, layout, mesh, batch, length, dtype, int8=int8, source_length=source_length)
     if (shapes.totals is None) != (totals is None):

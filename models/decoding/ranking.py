@@ -123,7 +123,7 @@ def rank_serving(
     Source: Pope et al. 2022 (arXiv 2211.05102), sections 2 and 3: compute time, memory time, communication time.
     """
     if config.encoder_layers:
-        raise GenerationError("layouts are ranked for decoders alone, and this model has an encoder; name a layout")
+        raise GenerationError("layouts are ranked for decoder-only models, and this one has an encoder; name a layout")
     chip, ranked = chip_named(chip), []
     stored: dict[str, Any] = {"dtype": dtype, "weights": weights, "cache": cache}
     for layout in layouts:

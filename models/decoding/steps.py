@@ -31,14 +31,14 @@ Weights = Mapping[str, jax.Array]
 def encode_step(
     model: Transformer, *, dtype: Any = None, int8: bool = False
 ) -> Callable[[Weights, jax.Array, jax.Array], Cache]:
-    """Build the reading of sources by an encoder–decoder: (weights, tokens, counts) -> the cache of sources.
+    """Build a step that encodes the sources of an encoder–decoder: (weights, tokens, counts) -> their cache.
 
-    A source is encoded once. Every block of the decoder then has its keys and values of it, which stay as they are.
+    A source is encoded once. The keys and values that each block of the decoder computes from it do not change later.
 
     Args:
-        model: of `for_serving`, possibly abstract; its layout, `Layout.stack("encoder")` of it for the encoder, says
-            where weights and activations lie, and `Layout.cache("cross.key")` where keys and values are kept.
-        dtype: in which keys and values are kept; the compute dtype when None.
+        model: a model with the config of `for_serving`, possibly abstract. Its layout places weights and activations,
+            those of the encoder by `Layout.stack("encoder")`; `Layout.cache("cross.key")` places keys and values.
+        dtype: dtype in which keys and values are kept; None for the compute dtype.
         int8: whether to keep them as int8 instead, with a float32 scale for each token and head.
 
     Returns:
@@ -50,7 +50,7 @@ def encode_step(
         ValueError: the model has no encoder.
     """
     if not model.config.encoder_layers:
-        raise ValueError("this model is a decoder alone, and encodes no source.\n  Take its prefill_step.")
+        raise ValueError("this model is decoder-only, and encodes no source.\n  Take its prefill_step.")
     layout, kept = model.layout, jnp.dtype(model.dtype if dtype is None else dtype)
     key, held = layout.spec(CROSS), cache_spec(layout, CROSS)
 
@@ -76,7 +76,7 @@ def encode_step(
 
 
 def _kept(x: jax.Array, key: Spec, held: Spec, dtype: Any, int8: bool) -> tuple[jax.Array, jax.Array | None]:
-    """Keys or values [N, B, T, K, D] as the cache keeps them, [N, B, K, T, D], and their scales if it is int8."""
+    """Return keys or values [N, B, T, K, D] as the cache keeps them, [N, B, K, T, D], and the scales of int8."""
     if not int8:
         return moved(x.astype(dtype), stacked(key), stacked(held)), None
     numbers, scales = ops.quantize_heads(x)
@@ -229,8 +229,8 @@ def _read(
 def _written(array: jax.Array, new: jax.Array, chunk: Chunk, key: Spec, ring: bool) -> jax.Array:
     """Return keys, values or scales of all layers with the new ones appended to each row.
 
-    What stands beyond a row's real tokens is overwritten by the next ones. In a ring it would replace tokens that are
-    still attended to, so there it is not written.
+    Entries beyond a row's real tokens are overwritten by the next ones. In a ring they would replace tokens that are
+    still attended to, so there they are not written.
     """
     narrow = array.ndim == 4  # scales, which lack dimension D
     specs = (spec.without(spec.dims[3]) if narrow else spec for spec in (chunk.spec, key))
@@ -292,9 +292,9 @@ class LayerCache:
     cache dtype, they are rounded before the chunk attends to itself, so that results do not depend on chunk borders.
 
     Args:
-        chunk: of the step.
+        chunk: the chunk of the step.
         held: the cached keys and values, and their scales.
-        source: likewise those of a source, and the number of its tokens in each row [B]; None for a decoder alone.
+        source: likewise those of a source, and the number of its tokens in each row [B]; None for a decoder-only model.
     """
 
     def __init__(self, chunk: Chunk, held: Sequence[Any], source: Sequence[Any] | None):
@@ -342,7 +342,7 @@ class LayerCache:
 
     @property
     def fresh(self) -> bool:
-        """Whether no token is cached, so that the new ones attend to one another alone."""
+        """Whether no token is cached, so that the new ones attend only to one another."""
         return self.chunk.fresh
 
     def keep(self, latent: jax.Array) -> jax.Array:
@@ -369,7 +369,7 @@ class LayerCache:
         )  # fmt: skip
 
     def attend_source(self, q: jax.Array, query_spec: Spec, key_spec: Spec, **options: Any) -> jax.Array:
-        """Attention of queries to the keys and values of each row's source, as far as they are real."""
+        """Attend with queries to the keys and values of each row's source, except those of padding."""
         assert self.source is not None, "a decoder with cross-attention needs a cache with an encoded source"
         keys, values, key_scales, value_scales, lengths = self.source
         scales = {} if key_scales is None else {"key_scales": key_scales, "value_scales": value_scales}

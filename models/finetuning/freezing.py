@@ -45,10 +45,10 @@ def trained_paths(config: ModelConfig, layout: Layout, frozen: Sequence[str] = (
 def balanced_paths(config: ModelConfig, layout: Layout, frozen: Sequence[str] = ()) -> tuple[str, ...]:
     """Return the paths of the biases of the choice that training steps change, in the order of `parameters`.
 
-    There are none without `moe.bias_rate`, with adapters, and among what patterns freeze.
+    Frozen biases do not change, and none change without `moe.bias_rate` or with adapters.
 
     Args:
-        config, layout, frozen: as of `trained_paths`.
+        config, layout, frozen: as for `trained_paths`.
     """
     if config.lora or not (config.moe and config.moe.bias_rate):
         return ()

@@ -71,8 +71,8 @@ def predicted(
         dtype: compute dtype.
 
     Returns:
-        A row for each of `REMATS`. No rows if there is only one repeat of blocks, which no stacks are kept of, or a
-        pipeline, whose schedule decides what stages keep.
+        A row for each of `REMATS`. There are no rows for a single repeat of blocks, since nothing is stacked then, nor
+        for a pipeline, whose schedule decides what stages keep.
 
     Example:
         >>> from gspmd.layouts import Layout

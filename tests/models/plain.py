@@ -1,4 +1,4 @@
-"""The dense transformer in plain jax.numpy, on one device: what every placement is held against."""
+"""The dense transformer in plain jax.numpy, on one device: the reference for every layout."""
 
 import dataclasses
 
@@ -7,12 +7,12 @@ import jax.numpy as jnp
 
 
 def logits(config, values, tokens):
-    """Logits [B, L, V] from the parameters by path."""
+    """Return logits [B, L, V] from the parameters by path."""
     return forward(config, values, tokens)[0]
 
 
 def forward(config, values, tokens):
-    """Logits [B, L, V], and the rotated keys and the values of all layers, [N, B, L, K, D] each."""
+    """Return logits [B, L, V], and the rotated keys and the values of all layers, [N, B, L, K, D] each."""
     x = values["embedding.table"][tokens] * (config.embed**0.5 if config.scale_embedding else 1.0)
     if config.positions == "learned":
         x = x + values["embedding.positions"][None, : tokens.shape[1]]
@@ -30,7 +30,7 @@ def forward(config, values, tokens):
 
 
 def loss(config, values, tokens):
-    """Mean next-token cross-entropy in nats."""
+    """Return the mean next-token cross-entropy in nats."""
     chosen = jax.nn.log_softmax(logits(config, values, tokens[:, :-1]))
     return -jnp.mean(jnp.take_along_axis(chosen, tokens[:, 1:, None], axis=-1))
 

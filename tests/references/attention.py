@@ -9,7 +9,7 @@ def written_out(
     q, k, v, *, at=None, scale=None, causal=True, window=None, softcap=None, sinks=None, slopes=None, mask=None,
     segments=None,
 ):  # fmt: skip
-    """Return [B, L, H, D]; `at` has the positions of queries and keys, which are their places by default."""
+    """Return [B, L, H, D]; `at` has the positions of queries and keys, by default their indices."""
     of_queries, of_keys = (np.arange(q.shape[1]), np.arange(k.shape[1])) if at is None else at
     k, v = (jnp.repeat(x, q.shape[2] // k.shape[2], axis=2) for x in (k, v))
     logits = jnp.einsum("blhd,bthd->bhlt", q, k) * (q.shape[3] ** -0.5 if scale is None else scale)

@@ -11,7 +11,7 @@ MESHES = ({"x": 8, "y": 1, "z": 1}, {"x": 2, "y": 2, "z": 2}, {"x": 4, "y": 2, "
 
 
 def plain(q, k, v, cached_k, cached_v, lengths, scale=None):
-    """Every row and head by itself: softmax over its cached keys and over the new ones up to the query."""
+    """Attend in each row and head separately: softmax over its cached keys and over the new ones up to the query."""
     out = np.zeros(q.shape)
     for b, i, h in np.ndindex(*q.shape[:3]):
         head = h * k.shape[2] // q.shape[2]
@@ -24,7 +24,7 @@ def plain(q, k, v, cached_k, cached_v, lengths, scale=None):
 
 
 def written(cache, new, lengths):
-    """Every new key at its own position of its row, one by one."""
+    """Write every new key at its position of its row, one by one."""
     cache = np.array(cache)
     for n, b, i in np.ndindex(*new.shape[:3]):
         if 0 <= lengths[b] + i < cache.shape[2]:
@@ -33,7 +33,7 @@ def written(cache, new, lengths):
 
 
 def stored(x, held):
-    """[..., B, T, K, D] in the order of `held`, or scales [..., B, T, K]."""
+    """Return [..., B, T, K, D] in the order of `held`, or scales [..., B, T, K]."""
     dims = gspmd.Spec.parse(held).dims
     at = x.ndim - len(dims)
     return x.transpose(*range(at), *(at + "BTKD".index(dim) for dim in dims))
@@ -60,7 +60,7 @@ class Case:
         self.specs += [self.held] * 2
 
     def check(self, mesh, place, lowering="blocking"):
-        """Compare the value with numpy's, and what is compiled with what is planned. Returns the plan."""
+        """Compare the value with numpy's, and the compiled program with the plan. Return the plan."""
         scale_spec = str(gspmd.Spec.parse(self.held).without("D"))
         with jax.set_mesh(mesh), gspmd.lowering(lowering):
             operands = [place(mesh, x, spec) for x, spec in zip(self.operands, self.specs)]
@@ -82,7 +82,7 @@ class Case:
 
 
 def random_spec(rng, dims, sizes, mesh):
-    """Each mesh axis, in a random order, shards a random dimension that it divides, or none."""
+    """Return a spec in which each mesh axis, in a random order, shards a random dimension that it divides, or none."""
     axes, left = {dim: [] for dim in dims}, dict(sizes)
     for axis in rng.permutation(list(mesh)):
         fitting = [dim for dim in dims if dim != "D" and left[dim] % mesh[axis] == 0]
@@ -94,7 +94,7 @@ def random_spec(rng, dims, sizes, mesh):
 
 
 def random_case(seed, mesh=None, factor=1):
-    """A mesh, and a case on it with the dimensions of the cache in any order, some of them `factor` times as long."""
+    """Return a mesh and a case on it: the cache's dimensions in any order, some of them `factor` times as long."""
     rng = np.random.default_rng(seed)
     mesh = mesh or MESHES[seed % 3]
     sizes = {

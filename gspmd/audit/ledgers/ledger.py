@@ -136,7 +136,7 @@ def compare(ledger: Ledger, plan: ProgramPlan | Plan) -> Comparison:
             its `gspmd.plan` is enough.
 
     Raises:
-        PlanError: `ledger` is not a ledger, or `plan` no plan.
+        PlanError: `ledger` is not a ledger, or `plan` is not a plan.
 
     Example:
         >>> compare(Ledger((), 0, {}), ProgramPlan(())).agrees

@@ -176,7 +176,7 @@ def amount(seconds: float) -> str:
 
 
 def checked_timeline(given: Any, doing: str) -> Timeline:
-    """Return the timeline, checked to be one.
+    """Check that this is a timeline, and return it.
 
     Raises:
         PlanError: `given` is not a timeline.

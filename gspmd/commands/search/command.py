@@ -169,7 +169,7 @@ class CommandResults:
         stages: the pipelines, for --stages.
         shortlist: the layouts compiled for --compile.
         lowering: the lowering of the fastest of these programs; empty if none was compiled.
-        faults: questions of --why that are no line of this mesh; the answer is printed all the same.
+        faults: questions of --why that name no line on this mesh; the answer is printed all the same.
         interrupted: whether some results are missing.
     """
 
@@ -263,7 +263,7 @@ def take_fastest(found: CommandResults, programs: Iterable[compiling.Listed]) ->
 
 
 def improve_preset(found: CommandResults, settings: SearchSettings, progress: Progress) -> None:
-    """If the fastest program is a preset's, compile it with other lines: each alone, and then the faster ones together.
+    """If the fastest program is a preset's, compile it with other lines: each by itself, then the faster ones together.
 
     Among the lines in which the answer differs, one may gain and another lose more. The layouts are written as the
     search writes one, with its mesh axes, norms and biases, and not as the preset.

@@ -48,7 +48,7 @@ class SearchSettings:
     on --source-length tokens of every row, --length tokens of every row into a cache, or one token after a full cache;
     each phase is searched by itself."""
     mesh: str = ""
-    """Mesh axes and their sizes, such as x=4,y=8,z=8; if not given, every mesh whose axes are whole torus axes, and of
+    """Mesh axes and their sizes, such as x=4,y=8,z=8; if not given, every mesh whose axes are whole torus axes, and for
     GPUs every mesh of at most three axes."""
     batch: int = 32
     """Sequences, over all devices."""
@@ -94,7 +94,7 @@ class SearchSettings:
     )
     """The update of a training step, from [optimizer] and [training] of the file."""
     model_class: Annotated[str, tyro.conf.arg(name="model", metavar="MODULE:NAME")] = ""
-    """A custom model, as in `gspmd train`; without --config, the model alone."""
+    """A custom model, as in `gspmd train`; without --config, only the model."""
     model: ModelConfig = field(default_factory=ModelConfig)
 
     @property
@@ -114,7 +114,7 @@ class SearchSettings:
 
     @property
     def sources(self) -> int:
-        """Tokens of the source of an encoder–decoder; 0 for a decoder alone and for a custom model."""
+        """Tokens of the source of an encoder–decoder; 0 for a decoder-only model and for a custom model."""
         return 0 if is_own(self) else self.model.tokens_of_source(self.source_length, self.length)
 
     @property
@@ -185,7 +185,7 @@ def _faults_of_own(file: File, settings: SearchSettings) -> Iterator[str]:
     if file.lora.rank:
         yield "adapters are for the models that come with gspmd; leave [lora] out, or freeze parameters."
     if ours := [*_for_ours(settings)]:
-        yield f"{', '.join(ours)}: for the models that come with gspmd alone; leave them out."
+        yield f"{', '.join(ours)}: only for the models that come with gspmd; leave them out."
 
 
 def _for_ours(settings: SearchSettings) -> Iterator[str]:
@@ -237,7 +237,7 @@ def _faults(settings: SearchSettings):
     elif settings.phase == "train" and not numbers:
         yield from group_faults(settings.model, settings.batch, settings.length, settings.sources)
     if settings.stages and settings.sources:
-        yield "--stages searches pipelines of a decoder alone, and this model has an encoder; leave it out."
+        yield "--stages searches pipelines of a decoder-only model, and this one has an encoder; leave it out."
     if settings.compile < 0:
         yield f"--compile is a number of layouts, 0 or more, not {settings.compile}."
     if settings.phase == "train" and not is_own(settings):

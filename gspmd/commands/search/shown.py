@@ -14,7 +14,7 @@ from gspmd.search.answers.presets import Placed
 from gspmd.search.answers.why import Why
 
 _SMALL = 0.005
-"""The share of the slowest layout's seconds below which a part of the cost has no column of its own."""
+"""The share of the slowest layout's seconds below which a part of the cost has no separate column."""
 
 
 def groups(terms: Mapping[str, float]) -> dict[str, float]:
@@ -169,7 +169,7 @@ def compiled(shortlist: Sequence[Listed]) -> Sheet:
 
 
 def warnings(shortlist: Sequence[Listed]) -> list[str]:
-    """Return what the compiled programs do that costs more than it needs to, a line each."""
+    """Return a line for everything in the compiled programs that costs more than necessary."""
     timelines = [(each.called, each.report.timeline) for each in shortlist if each.report and each.report.timeline]
     return [f"warning: {called}: {warning}" for called, timeline in timelines for warning in timeline.warnings]
 

@@ -25,7 +25,8 @@ WEIGHTS = {
     "output.in_via": ("embedding.table", "output.table"),
 }
 
-#: For parameters outside einsums, the activations over whose rows the gradient is summed; of two, over one or both.
+#: For parameters outside einsums, the activations over whose rows the gradient is summed: over one or both if there are
+#: two.
 ROWS = {
     "embedding.table": ("embedding.tokens", "attention.residual"),
     "embedding.positions": ("embedding.tokens", "attention.residual"),

@@ -43,20 +43,20 @@ OVERRIDES = {
         "see below."
     ),
     "encoder": (
-        "any tensor of the encoder of an encoder–decoder, but for the tables, which both stacks share: "
-        '`Layout.stack("encoder")`. A decoder alone ignores it.'
+        "any tensor of the encoder of an encoder–decoder, except the tables, which both stacks share: "
+        '`Layout.stack("encoder")`. A decoder-only model ignores it.'
     ),
     "prefill": (
-        'any tensor, while a prompt is read: `Layout.phase("prefill")`, with which `gspmd_models.Generator` reads. '
+        'any tensor, while `gspmd_models.Generator` reads a prompt: `Layout.phase("prefill")`. '
         "Parameters and cache are stored as [decode] says. Training ignores it."
     ),
     "decode": (
-        'any tensor, while tokens are generated one by one: `Layout.phase("decode")`, with which '
-        "`gspmd_models.Generator` generates, and stores parameters and cache. Training ignores it."
+        "any tensor, while `gspmd_models.Generator` generates tokens one by one, and its stored parameters and cache: "
+        '`Layout.phase("decode")`. Training ignores it.'
     ),
     "cache": (
-        "the key/value cache: `Layout.cache`, over batch, length and heads in any mix, however queries and keys are "
-        "sharded; of cross-attention too, whose keys are those of the encoded source."
+        "the key/value cache, sharded over any mix of batch, length and heads, however queries and keys are sharded: "
+        "`Layout.cache`. The cache of cross-attention holds the keys of the encoded source."
     ),
 }
 
@@ -148,7 +148,7 @@ _ALL = (
     _activation("attention.latent_query", "BLU", "The latent of queries.", default="attention.query", local="U"),
     _parameter("attention.q_latent_norm", "U", "Scale of its norm.", default="attention.latent_query"),
     _parameter("attention.w_q_up", "UHD", "Query projection of this latent.", default="attention.w_q"),
-    _parameter("attention.w_k_down", "EZ", "Projection to latent and rotated key.", default="attention.w_k"),
+    _parameter("attention.w_k_down", "EZ", "Projection to the latent and the rotated key.", default="attention.w_k"),
     _activation(
         "attention.latent",
         "BLZ",
@@ -157,17 +157,17 @@ _ALL = (
         local="Z",
     ),
     _parameter("attention.latent_norm", "Z", "Scale of the latent's norm.", default="attention.latent"),
-    _parameter("attention.w_k_up", "ZHD", "Keys of the latent.", default="attention.w_q"),
-    _parameter("attention.w_v_up", "ZHD", "Values of the latent.", default="attention.w_k_up"),
+    _parameter("attention.w_k_up", "ZHD", "Projection of the latent to keys.", default="attention.w_q"),
+    _parameter("attention.w_v_up", "ZHD", "Projection of the latent to values.", default="attention.w_k_up"),
     _activation(
         "attention.absorbed",
         "BLHZ",
-        "Queries of the cached latents, and the latents that they mix.",
+        "Queries for cached latents, and the weighted sums of latents.",
         default="attention.query",
         local="Z",
     ),
     _parameter(
-        "attention.sinks", "H", "Logit of every query head that no value belongs to.", default="attention.query"
+        "attention.sinks", "H", "Logit of every query head without a value (a sink).", default="attention.query"
     ),
     _parameter("attention.w_o", "HDE", "Output projection."),
     _parameter(

@@ -46,8 +46,8 @@ class Blocks:
     def starts(self, rows: int, queries: int, keys: int, causal: bool, window: int | None = None) -> np.ndarray:
         """Return [n, 4] starts of blocks: row, query, key, and the first key that no earlier block has.
 
-        Keys come innermost. `causal` leaves out blocks whose keys all come after their queries; `window`, too, those
-        before the window of all their queries. But queries that see nothing have a block.
+        Keys come innermost. `causal` leaves out blocks whose keys all come after their queries; `window` also leaves
+        out those before the windows of all their queries. Queries that see nothing still have a block.
         """
         return np.array(
             [
@@ -90,7 +90,7 @@ class Form:
         return self.blocks.starts(q.shape[0], q.shape[3], k.shape[1], causal, self.window(terms))
 
     def window(self, terms: Terms) -> int | None:
-        """Return the window by which blocks are left out; None if places in the array do not say which."""
+        """Return the window by which blocks are left out; None if places in the array do not decide that."""
         # Positions of causal attention differ by at least as much as places in the array, in zigzag order too.
         return terms.limits.window if self.causal and terms.ahead is None else None
 
@@ -99,13 +99,13 @@ def attended(form: Form, q, k, v, terms: Terms, dtype, scales=(), sinks=None) ->
     """Return output [B, K, Q, L, D], largest logit and denominator [B, K, Q, L] of queries, block by block.
 
     Args:
-        form: sizes of blocks, scale of the logits, and whether query i attends to keys j ≤ i + terms.ahead alone.
+        form: sizes of blocks, scale of the logits, and whether query i attends only to keys j ≤ i + terms.ahead.
         q: [B, K, Q, L, D]; L is a multiple of the blocks' length.
         k, v: [B, T, K, D] of any dtype.
         terms: which keys are seen, and biases.
         dtype: the dtype of the output.
         scales: the scales of keys and of values, [B, T, K], or empty.
-        sinks: [H], a logit more for each head, which has no value; None for none.
+        sinks: [H], one more logit for each head, without a value; None for none.
     """
     blocks, shape, window = form.blocks, q.shape, form.window(terms)
     block = (blocks.rows, *shape[1:3], blocks.queries)
@@ -211,7 +211,7 @@ def gradients(form: Form, kept, g) -> tuple[jax.Array, ...]:
 
 
 # JAX would transpose `_forward` with the probabilities of all blocks in memory, so it is a primitive whose transpose is
-# `gradients`. Its operands are the leaves of what is kept, `tree`, and then the tangents. `batches` has the batch
+# `gradients`. Its operands are the leaves of the kept values, `tree`, and then the tangents. `batches` has the batch
 # dimensions of the operands, or None, for each vmap around it, innermost first.
 _tangent = Primitive("gspmd_attention_tangent")
 

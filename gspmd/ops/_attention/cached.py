@@ -91,7 +91,7 @@ def cached_attention(
             key at position p is in slot p mod T, as `write_cache(..., ring=True)` writes it, and `lengths` may exceed
             T, which is at least window - 1. A cache with room for all positions is the same with and without a ring.
         softcap: a cap of the logits, as in `attention`.
-        sinks, sinks_spec: a logit more of each head, which has no value, as in `attention`.
+        sinks, sinks_spec: one more logit for each head, without a value, as in `attention`.
         slopes, slopes_spec: those of ALiBi, as in `attention`, with the positions of `bias`, also in a ring.
 
     Returns:

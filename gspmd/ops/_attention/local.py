@@ -40,7 +40,7 @@ def local_attention(
         causal: whether query i attends only to keys j ≤ i + terms.ahead.
         scale: the factor of the logits; 1/sqrt(D) when None.
         shards: the shards of arrays of all devices.
-        sinks: [H], a logit more for each head, which has no value; None for none.
+        sinks: [H], one more logit for each head, without a value; None for none.
     """
     blocks = _blocks(q, k.shape[1], shards, terms)
     if blocks is None:

@@ -33,7 +33,7 @@ class Attended(NamedTuple):
         return Attended(top, mine[0] + theirs[0], mine[1] + theirs[1])
 
     def with_sinks(self, sinks: jax.Array | None, counted: jax.Array | bool = True) -> "Attended":
-        """Return the result, as [B, L, H], with a logit [H] more for each head that has no value.
+        """Return the result, as [B, L, H], with one more logit [H] for each head, which has no value.
 
         Args:
             sinks: the logits; None for none.
@@ -64,7 +64,7 @@ def sink_statistics(
 
 
 def sink_gradient(sinks: jax.Array, normaliser: jax.Array, out: jax.Array, g: jax.Array) -> jax.Array:
-    """Return the gradient [H] of sinks, of which a query's probability for its sink takes that of all its values.
+    """Return the gradient [H] of sinks: minus the sum over queries of the sink's probability times g · out.
 
     Args:
         sinks: [H].

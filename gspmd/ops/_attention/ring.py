@@ -7,7 +7,8 @@ reduce-scattered.
 
 Under causal attention a device has chunks i and 2n - 1 - i of 2n (see `zigzag`). Two chunks arrive from device j. The
 late queries attend to the early one. In addition, either the early queries attend to it too (j < i), or the late
-queries attend to the late chunk (j > i). So every device has two products of half by half, without a mask, for every j.
+queries attend to the late chunk (j > i). So for every j a device has two products of half of its queries with half of
+the keys, without a mask.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -243,7 +244,7 @@ def _gradient(cut: _Cut, q_shape: tuple[int, ...], shape: tuple[int, ...], dtype
 def _is_near(cut: _Cut, here: jax.Array | int, there: jax.Array | int, keys: int) -> jax.Array | None:
     """Return whether some query here has a key there in its window; None without a window.
 
-    Between the nearest chunks of two devices there are as many chunks as devices between the two.
+    The nearest chunks of two devices have as many chunks between them as there are devices between the two.
     """
     window = cut.extras.limits.window
     return None if window is None else (jnp.abs(here - there) - 1) * (keys // 2) + 1 < window

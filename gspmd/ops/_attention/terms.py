@@ -110,7 +110,7 @@ class Terms(NamedTuple):
         return keys[:, None, :] - queries[:, :, None]
 
     def visible(self) -> jax.Array | None:
-        """Return which keys are no padding, in the segment of a query and in its window, causality aside.
+        """Return which keys are not padding, and are in the segment and the window of a query, causality aside.
 
         Returns:
             Booleans that broadcast to [B, L, T]; None for all.
@@ -297,7 +297,7 @@ class Extras:
         return tuple(chains.send(f"d_{name}", x) for name, x in zip(self.learned, gradients, strict=True))
 
     def cotangents(self, operands: Sequence[jax.Array], *gradients: jax.Array) -> tuple[jax.Array | None, ...]:
-        """Return the cotangent of each operand, None for all but bias and sinks."""
+        """Return the cotangent of each operand, None for all except bias and sinks."""
         given = self.named(operands)
         found = dict(zip(self.learned, (d.astype(x.dtype) for d, x in zip(gradients, given.learned, strict=True))))
         return tuple(found.get(name) for name, x in given._asdict().items() if x is not None)
@@ -325,8 +325,8 @@ def read_limits(doing: str, causal: bool, window: Any, softcap: Any) -> Limits:
     """Return the window and the soft cap.
 
     Raises:
-        SpecError: the window is no whole number above 0, or attention is not causal; or the soft cap is no positive
-            number.
+        SpecError: the window is not a whole number above 0, or attention is not causal; or the soft cap is not a
+            positive number.
     """
     if window is not None:
         size = whole(window)
@@ -335,7 +335,7 @@ def read_limits(doing: str, causal: bool, window: Any, softcap: Any) -> Limits:
             raise SpecError(f"{doing}: window is {shown(window)}.\n  {remedy}")
         if not causal:
             raise SpecError(
-                f"{doing}: a window is that of keys before a query, and attention is not causal.\n"
+                f"{doing}: a window counts keys before a query, but attention is not causal.\n"
                 "  Leave window out, or attend causally."
             )
         window = size
@@ -378,7 +378,7 @@ def read_segments(doing: str, segments: Any, query: Spec, key: Spec, q: jax.Arra
     """Return the segments of queries and of keys as int32.
 
     Raises:
-        SpecError: they are no pair, have no integers, or another shape than queries and keys.
+        SpecError: they are not a pair, not integers, or have another shape than queries and keys.
     """
     if not isinstance(segments, (tuple, list)) or len(segments) != 2 or any(each is None for each in segments):
         raise SpecError(
@@ -442,7 +442,7 @@ def read_slopes(
     """Return ALiBi's slopes in float32, which have no gradient, and their spec; None without them.
 
     Raises:
-        SpecError: as for `read_of_heads`; or a slope is no number.
+        SpecError: as for `read_of_heads`; or a slope is not a number.
     """
     if isinstance(slopes, (tuple, list)):
         slopes = np.array([number(doing, "a slope", each) for each in slopes], np.float32)

@@ -36,8 +36,8 @@ def attend_together(
 
     The matrix unit reads each key head once, as it would for a separate product, and adds only zeros. But the logits
     are rows of all heads, instead of one head and seven rows of padding which all later operations would process. The
-    compiler's microseconds a layer (libtpu 0.0.42; 96 rows, 2048 keys, 4 heads of 128; bfloat16 and int8), and head
-    by head, two rows each: v4 496 for 577, 302 for 406; v5e 740 for 875, 490 for 647; v5p 286 for 352, 212 for 277.
+    compiler's microseconds a layer, in bfloat16 and int8, with two rows head by head in parentheses (libtpu 0.0.42; 96
+    rows, 2048 keys, 4 heads of 128): v4 496 (577), 302 (406); v5e 740 (875), 490 (647); v5p 286 (352), 212 (277).
 
     Args:
         q: [B, 1, H, D].

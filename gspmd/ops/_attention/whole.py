@@ -85,7 +85,7 @@ def attention(
         mask: [B, T] booleans, placed like B and T of `k`: the keys that are not padding.
         segments: [B, L] and [B, T] int32, placed like B and L of `q`, and like B and T of `k`: the documents of packed
             rows. A query attends only to keys of its own segment. Segment 0 is padding, of keys and of queries. In
-            self-attention give one array twice, from which the TPU's kernel knows that no query sees nothing.
+            self-attention give one array twice: then the TPU's kernel knows that every query sees some key.
         scale: the factor of the logits; 1/sqrt(D) when None.
         offset: the position of the first query among the keys: an int, or an int32 scalar.
         bias: [R, H], T5's relative position bias: `bias[buckets.of(j - i), h]` is added to the scaled logit of query i

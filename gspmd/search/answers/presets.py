@@ -115,14 +115,14 @@ class _Space:
 
 
 def _orders(of: Candidate | Range, layout: Layout) -> Iterator[tuple[dict[str, int], tuple[str, ...]]]:
-    """Yield the mesh with the layout's axes in every order on those of the mesh; nothing if it has fewer axes."""
+    """Yield every assignment of a layout's axes to those of the mesh, as a mesh; nothing if it has fewer axes."""
     mesh = of.phase.case.mesh
     for names in permutations(layout.axes, len(mesh)):
         yield dict.fromkeys(layout.axes, 1) | dict(zip(names, mesh.values())), names
 
 
 def _placings(space: _Space, layout: Layout, known: _Known) -> Iterator[Placed]:
-    """Yield the layout with its mesh axes in every order on those of the mesh."""
+    """Yield the layout under every assignment of its mesh axes to those of the mesh."""
     candidate = space.of
     if len(layout.axes) < len(candidate.phase.case.mesh):
         yield Placed(layout.name, candidate, {}, reason="it has fewer mesh axes.", usable=False)
@@ -139,7 +139,7 @@ def _placings(space: _Space, layout: Layout, known: _Known) -> Iterator[Placed]:
 
 @dataclass(frozen=True)
 class _Refused:
-    """The reason why a layout is not in a space, or, unless `usable`, on no such mesh."""
+    """The reason why a layout is not in a space or, if not `usable`, why no such mesh can have it."""
 
     reason: str
     usable: bool

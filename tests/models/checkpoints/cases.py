@@ -1,4 +1,4 @@
-"""The models of the tests: small, of odd shapes, every option of a family in some of them."""
+"""The models of the tests: small, with odd shapes, and with every option of a family in some of them."""
 
 LENGTH = 7  # of a prompt
 
@@ -13,7 +13,7 @@ _SIZES = {
     "eos_token_id": 2,
 }
 _HEADS = _SIZES | {"head_dim": 8}  # a head is not as wide as 24/12
-_WIDE = _SIZES | {"hidden_size": 48}  # where the width of a head cannot be set
+_WIDE = _SIZES | {"hidden_size": 48}  # the width of a head cannot be set here
 _KINDS = ["sliding_attention", "full_attention", "sliding_attention"]
 _SCALED = {
     "rope_type": "llama3",
@@ -256,7 +256,7 @@ def _nllb(layers: int, decoder_layers: int, step: int) -> dict[str, int]:
     }
 
 
-#: As `CASES`, of encoder–decoders; the tables of "untied" ones differ.
+#: As `CASES`, for encoder–decoders; the tables of "untied" ones differ.
 ENCODER_DECODERS = {
     "m2m-100": ("M2M100", _M2M),
     "m2m-100-untied": ("M2M100", _M2M | {"tie_word_embeddings": False, "activation_function": "gelu"}),
@@ -317,5 +317,5 @@ LAYOUTS = {
     "megatron-1d": {"V": 4, "K": 4},
 }
 
-#: Those that text is also decoded in, with a cache.
+#: The layouts in which text is also decoded, with a cache.
 DECODED = ("replicated", "weight-stationary-2d", "megatron-1d")

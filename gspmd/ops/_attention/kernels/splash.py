@@ -171,7 +171,7 @@ def attended(
         q: [B, L, H, D].
         k, v: [B, L, K, D]; K divides H.
         segments: [B, L] int32, of queries and keys alike, or None; segment 0 attends to itself.
-        sinks: [H], a logit more for each head, which has no value, or None.
+        sinks: [H], one more logit for each head, without a value; None for none.
     """
     schedule = _Schedule.of(q.shape[1], q.shape[3] * q.dtype.itemsize, form.limits)
     scaled, keys, values = (schedule.by_key_head(x, k.shape[2]) for x in (_scaled(q, form.scale), k, v))
@@ -224,7 +224,7 @@ def _scaled(x: jax.Array, scale: float) -> jax.Array:
     return (x.astype(jnp.float32) * scale).astype(x.dtype)
 
 
-# -- derivatives of these, which the kernels have not ------------------------------------------------------------------
+# -- derivatives of these, which the kernels lack -------------------------------------------------------------------
 
 
 @attended.defjvp
