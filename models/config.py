@@ -328,8 +328,8 @@ class ModelConfig:
         Args:
             layers: of the encoder or the decoder; None for the decoder.
 
-        >>> ModelConfig(layers=7, moe=MoEConfig(every=2, offset=0, dense_layers=(0,))).stacks()
-        (range(0, 1), range(1, 7, 2), range(2, 7, 2))
+        >>> ModelConfig(layers=7, moe=MoEConfig(every=1, dense_layers=(0,))).stacks()
+        (range(0, 1), range(1, 7))
         """
         layers, repeating = self.layers if layers is None else layers, range(self.lead, self.lead + self.pattern)
         alone = tuple(range(number, number + 1) for number in range(self.lead))

@@ -37,6 +37,7 @@ _VALUES = {
     "model.moe.group_best": "1",
     "model.moe.expert_groups": "2",
     "model.moe.offset": "1",
+    "model.moe.dense_layers": "1",
     "model.moe.router": "top-k",
     "model.moe.k": "1",
     "model.moe.dispatch": "onehot",

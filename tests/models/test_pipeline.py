@@ -59,6 +59,17 @@ def test_fifty_steps_in_two_rounds_have_the_losses_of_one_device(config, make_me
     assert {row.how for row in comparison.differing} <= {"with step 0"}, str(comparison)
 
 
+def test_layers_before_those_that_repeat_run_on_the_first_stage(config, make_mesh):
+    settings = config(layers=3, layer_kinds=("full", "sliding", "sliding"), sliding_window=4)
+    tokens = np.random.default_rng(0).integers(0, 64, (3, 8, 17)).astype(np.int32)
+    wanted, *_ = losses(settings, "replicated", make_mesh({"x": 1, "y": 1, "z": 1}), tokens)
+    found, ledger, plan = losses(settings, "pipeline", make_mesh({"p": 2, "x": 2, "y": 1, "z": 1}), tokens, 2)
+    np.testing.assert_allclose(found, wanted, atol=1e-4)
+    assert ledger.compare(plan).agrees
+    over_stages = {count for (kind, axes), (count, _) in ledger.by_kind_and_axes().items() if axes == ("p",)}
+    assert over_stages, "nothing went from stage to stage"
+
+
 def test_what_does_not_go_through_stages(config, make_mesh, tokens):
     layout, mesh = Layout.load("pipeline"), make_mesh({"p": 2, "x": 2, "y": 1, "z": 1})
 

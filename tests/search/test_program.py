@@ -71,6 +71,7 @@ MODELS = {
     "larger groups": {"moe": MoEConfig(experts=8, router="st-moe", groups=4)},
     "shared experts": {"moe": MoEConfig(experts=4, router="top-k", shared=1)},
     "experts in every other layer": {"moe": MoEConfig(experts=4, router="top-k", every=2), "layers": 4},
+    "a first layer without experts": {"moe": replace(DROPLESS, every=1, dense_layers=(0,)), "layers": 3},
     "dropless": {"moe": MoEConfig(experts=4, router="top-k", dispatch="dropless")},
     "experts with biases": {"moe": MoEConfig(experts=4, router="gshard", shared=1), "ffn_bias": True},
     "dropless with biases": {"moe": DROPLESS, "ffn_bias": True},
@@ -82,7 +83,7 @@ SLOW = {"experts with biases", "dropless, products kept", "dropless and shared",
         "adapters", "parallel, adapters", "parallel, experts", "shared experts", "experts in every other layer",
         "biases", "norms of heads", "products kept", "parallel, biases", "noisy router", "larger groups",
         "parallel, two norms", "latent", "latent, no latent of queries", "soft caps and sinks", "learned positions",
-        "norms after"}  # fmt: skip
+        "norms after", "a first layer without experts"}  # fmt: skip
 
 
 def trained(config, microbatches=1):

@@ -46,6 +46,8 @@ class DenseLayers:
 
     def read(self, json: Mapping[str, Any], fields: Mapping[str, Any], faults: list[str]) -> dict[str, Any]:
         """Return the fields that describe dense layers; the arguments are those of `Agreement.read`."""
+        if fields["layers"] < 1:  # which `ModelConfig` refuses
+            return pattern([True]) | {"moe.dense_feed_forward": 0}
         sparse = self._sparse(json, fields["layers"], faults)
         width: Any = json.get(_WIDTH, self.width)
         if not all(sparse) and not (is_whole(width) and width >= 1):
