@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from .entries import IGNORED, in_json, is_number
+from .entries import IGNORED, in_json, is_number, is_whole
 from .family import Agreement, Family, Option, Stored, fused
 from .layer_norms import feed_forward, fused_attention, norm
 from .serial import FIXED, without
@@ -108,10 +108,11 @@ def _read_attention(json: Mapping[str, Any], fields: Mapping[str, Any], faults: 
         given: Any = table.get(key, default)
         if given is None and default is None:
             found[name] = None
-        elif is_number(given) and given > 0:
+        elif (is_number(given) if default is None else is_whole(given)) and given > 0:
             found[name] = float(given)
         else:
-            faults.append(f"{key} of attn_config is {in_json(given)}; it must be a positive number.")
+            kind = "number" if default is None else "whole number"
+            faults.append(f"{key} of attn_config is {in_json(given)}; it must be a positive {kind}.")
     return found
 
 

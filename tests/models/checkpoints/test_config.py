@@ -389,6 +389,11 @@ REFUSED_OF_ALIBI = {
     ),
     "an unknown entry": (MPT, {"attn_config": {"kv_n_heads": 2}}, "attn_config has kv_n_heads, which is not known"),
     "a bound of 0": (MPT, {"attn_config": {"clip_qkv": 0}}, "clip_qkv of attn_config is 0; it must be a positive num"),
+    "half an exponent": (
+        MPT,
+        {"attn_config": {"alibi_bias_max": 2.5}},
+        "alibi_bias_max of attn_config is 2.5; it must",
+    ),
     "no exponent": (MPT, {"attn_config": {"alibi_bias_max": None}}, "alibi_bias_max of attn_config is null; it must"),
     "no table": (MPT, {"attn_config": [1]}, "attn_config is [1]; it must be a table."),
     "another width of MPT": (MPT, {"expansion_ratio": 2}, "expansion_ratio is 2, which is not supported; 4 is."),
