@@ -10,6 +10,7 @@ from tests.house import FILES, imports, room_of
 # From the foundation up: a room may import those on the floors below it.
 FLOORS = (
     {"gspmd.host", "gspmd.frozen", "gspmd.display", "gspmd.interruption", "gspmd.jax_internals", "gspmd.reading"},
+    {"gspmd.figures"},
     {"gspmd.annotate"},
     {"gspmd.hardware"},
     {"gspmd.planner"},
@@ -32,6 +33,7 @@ for _room in ("gspmd.training", "models", "gspmd.commands"):
 ONLY_TRAINING = {"flax", "optax", "orbax", "grain", "tyro", "tensorboardX", "matplotlib"}
 WITHOUT_JAX = (
     "gspmd.display",
+    "gspmd.figures",
     "gspmd.frozen",
     "gspmd.interruption",
     "gspmd.reading",

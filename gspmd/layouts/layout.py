@@ -3,9 +3,10 @@
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from os import PathLike
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gspmd.annotate import LayoutError, Spec, report
+from gspmd.annotate.equation import parse_via
 from gspmd.annotate.errors import shown
 from gspmd.display.plain import printable
 from gspmd.display.units import mesh_text
@@ -19,6 +20,9 @@ from gspmd.layouts.section import Section
 from gspmd.layouts.table import LayoutTable, unknown
 from gspmd.layouts.variants import inner_specs, overridden, position_specs, stored_specs
 from gspmd.lowerings.in_force import checked
+
+if TYPE_CHECKING:
+    from gspmd.figures.figure import Figure
 
 # Errors propose the nearest numbers of devices on which the sizes divide, if they are less than this away from the
 # number that was asked for. All meshes of each number are tried.
@@ -82,6 +86,20 @@ class Layout(LayoutTable):
 
     def _repr_html_(self) -> str:
         return printed.html(self)
+
+    def figure(self) -> "Figure":
+        """Draw the layout: a panel for each section, activations from top to bottom, weights from the right.
+
+        Returns:
+          A figure, which notebooks show, and `.save("layout.svg")` writes.
+
+        Example:
+          >>> Layout.load("megatron-1d").figure().title
+          'Layout megatron-1d'
+        """
+        from gspmd.figures.layout import layout_figure
+
+        return layout_figure(self, lambda text: parse_via(text).specs)
 
     def __getattr__(self, part: str) -> Section:
         """`layout.ffn` is `layout.section("ffn")`."""

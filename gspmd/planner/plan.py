@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from gspmd.annotate.equation import Equation, Via
 from gspmd.annotate.errors import PlanError, SpecError, shown
@@ -14,6 +15,9 @@ from gspmd.hardware.dtypes import joint_dtype, wire_of
 from gspmd.planner.overlap import Overlap, kept
 from gspmd.planner.routines import plan_routine, ranked_routines
 from gspmd.planner.steps import Environment, Routine, Step, Tensor
+
+if TYPE_CHECKING:
+    from gspmd.figures.figure import Figure
 
 Overlapping = Callable[[Routine, Sequence[Tensor], Sequence[Tensor], Environment], tuple[Overlap, float]]
 """A function that chooses the collectives to overlap in a routine; it returns them and the seconds that they hide."""
@@ -225,6 +229,43 @@ class Plan:
         asked = {"mesh": self.mesh, "sizes": self.sizes, "chip": self.chip.name, "via": self.via}
         parts = [_record(each) for each in self.gradients] if gradients else []
         return json.dumps({**_record(self), **asked, "gradients": parts}, indent=2)
+
+    def figure(self, *, gradients: bool = False) -> "Figure":
+        """Draw the plan as papers do: specs in boxes, a collective on every arrow, with its bytes and seconds.
+
+        Args:
+            gradients: whether to draw the plans of the gradients below it.
+
+        Returns:
+            A figure, which notebooks show, and `.save("plan.svg")` writes. Every number in it is one of the plan.
+
+        Example:
+            >>> import gspmd
+            >>> plan = gspmd.plan("BLE_xyz, E_xF_yz -> BLF_yzx", dict(B=8, L=1, E=64, F=128), dict(x=2, y=2, z=2))
+            >>> plan.figure().title
+            'Plan of BLE_xyz, E_xF_yz -> BLF_yzx'
+
+        Source: Pope et al. 2022 (arXiv 2211.05102), figures 2 and 3.
+        """
+        from gspmd.figures.plan import plan_figure
+        from gspmd.planner.drawing import looped
+
+        return plan_figure(self, gradients=gradients, notes=looped(self))
+
+    def steps_figure(self) -> "Figure":
+        """Draw the operands of every step on the mesh, before it and after it: which device holds which block.
+
+        Returns:
+            A figure. Of more than 64 devices, some are drawn.
+
+        Example:
+            >>> import gspmd
+            >>> gspmd.plan("B_xE -> BE_x", dict(B=8, E=64), dict(x=2)).steps_figure().title
+            'The steps of B_xE -> BE_x on the mesh'
+        """
+        from gspmd.figures.blocks import steps_figure
+
+        return steps_figure(self)
 
     def __repr__(self) -> str:
         from gspmd.planner.drawing import one_line

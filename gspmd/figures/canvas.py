@@ -1,0 +1,115 @@
+"""A sheet to draw on: shapes and texts at their places, and the bounds of all of them."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from html import escape
+
+from gspmd.figures.figure import Figure
+from gspmd.figures.notation import Run, text_width, tspans, width
+
+TEXT, TITLE, SMALL, TINY = 12.0, 13.5, 10.5, 8.5
+"""Font sizes; `theme.style` has the same."""
+_SIZE_OF = {"title": TITLE, "small": SMALL, "tiny": TINY}
+_MARGIN = 16.0
+
+
+def number(value: float) -> str:
+    """Return a coordinate, to a hundredth."""
+    return f"{round(value, 2):g}"
+
+
+def attributes(given: dict[str, object]) -> str:
+    """Return attributes of an element; `data_step=3` is `data-step="3"`."""
+    return "".join(f' {name.rstrip("_").replace("_", "-")}="{escape(str(value))}"' for name, value in given.items())
+
+
+class Canvas:
+    """Elements of an SVG, and the rectangle that holds them. Coordinates grow to the right and down."""
+
+    def __init__(self) -> None:
+        self.parts: list[str] = []
+        self.left = self.top = float("inf")
+        self.right = self.bottom = float("-inf")
+
+    def hold(self, left: float, top: float, right: float, bottom: float) -> None:
+        """Extend the bounds to a rectangle."""
+        self.left, self.top = min(self.left, left), min(self.top, top)
+        self.right, self.bottom = max(self.right, right), max(self.bottom, bottom)
+
+    def rect(self, x: float, y: float, wide: float, high: float, kind: str, rx: float = 0, **more: object) -> None:
+        """Draw a rectangle of a class."""
+        title = more.pop("title", None)
+        inner = f"><title>{escape(str(title))}</title></rect>" if title else "/>"
+        place = " ".join(f'{name}="{number(n)}"' for name, n in (("x", x), ("y", y), ("width", wide), ("height", high)))
+        corner = f' rx="{number(rx)}"' if rx else ""
+        self.parts.append(f'<rect class="{kind}" {place}{corner}{attributes(more)}{inner}')
+        self.hold(x, y, x + wide, y + high)
+
+    def path(self, points: Sequence[tuple[float, float]], kind: str = "line") -> None:
+        """Draw a line through points."""
+        places = " ".join(f"{number(x)},{number(y)}" for x, y in points)
+        self.parts.append(f'<polyline class="{kind}" points="{places}"/>')
+        for x, y in points:
+            self.hold(x, y, x, y)
+
+    def arrow(self, points: Sequence[tuple[float, float]]) -> None:
+        """Draw a line that ends downward in an arrowhead."""
+        x, y = points[-1]
+        self.path([*points[:-1], (x, y - 4)])
+        head = ((x - 3.5, y - 6), (x + 3.5, y - 6), (x, y))
+        places = " ".join(f"{number(a)},{number(b)}" for a, b in head)
+        self.parts.append(f'<polygon class="head" points="{places}"/>')
+        self.hold(x - 3.5, y - 6, x + 3.5, y)
+
+    def text(
+        self, x: float, y: float, runs: str | Iterable[Run], kind: str = "ink", anchor: str = "start", **more: object
+    ) -> float:
+        """Write a text, its baseline at y; return its width."""
+        runs = [Run(runs)] if isinstance(runs, str) else list(runs)
+        size = next((_SIZE_OF[name] for name in kind.split() if name in _SIZE_OF), TEXT)
+        wide = width(runs, size) * _bold(kind)
+        left = x - {"start": 0, "middle": 0.5, "end": 1}[anchor] * wide
+        self.hold(left, y - 0.8 * size, left + wide, y + 0.3 * size)
+        where = f'x="{number(x)}" y="{number(y)}"' + (f' text-anchor="{anchor}"' if anchor != "start" else "")
+        self.parts.append(f'<text class="{kind}" {where}{attributes(more)}>{tspans(runs, size)}</text>')
+        return wide
+
+    @contextmanager
+    def group(self, **given: object) -> Iterator[None]:
+        """Put everything drawn inside into one `<g>`."""
+        title = given.pop("title", None)
+        self.parts.append(f"<g{attributes(given)}>" + (f"<title>{escape(str(title))}</title>" if title else ""))
+        yield
+        self.parts.append("</g>")
+
+    def lines(self, x: float, y: float, words: Sequence[Sequence[Run]], wide: float, kind: str, step: float) -> float:
+        """Write words in lines of a width, from a baseline y; return the baseline of the line after the last."""
+        size = next((_SIZE_OF[name] for name in kind.split() if name in _SIZE_OF), TEXT)
+        line: list[Run] = []
+        for word in words:
+            if line and width([*line, *word], size) > wide:
+                self.text(x, y, line, kind)
+                line, y = [], y + step
+            line += word
+        if line:
+            self.text(x, y, line, kind)
+            y += step
+        return y
+
+    def figure(self, title: str, description: str, plain: str) -> Figure:
+        """Return the figure, with a margin around everything that was drawn."""
+        left, top = self.left - _MARGIN, self.top - _MARGIN
+        wide, high = self.right + _MARGIN - left, self.bottom + _MARGIN - top
+        return Figure(title, description, plain, (left, top, wide, high), "\n".join(self.parts))
+
+
+def _bold(kind: str) -> float:
+    """Return the width of a letter in a class beside that of a regular one."""
+    return 1.15 if {"strong", "title"} & set(kind.split()) else 1.0
+
+
+def centered(runs: Sequence[Run] | str, kind: str = "") -> float:
+    """Return the width of a text in a class, as `Canvas.text` takes it."""
+    size = next((_SIZE_OF[name] for name in kind.split() if name in _SIZE_OF), TEXT)
+    wide = text_width(runs, size) if isinstance(runs, str) else width(runs, size)
+    return wide * _bold(kind)

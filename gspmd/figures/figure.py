@@ -1,0 +1,135 @@
+"""`Figure`: a picture as an SVG document, as a file, in notebooks, and as text on terminals."""
+
+from dataclasses import dataclass, field
+from html import escape
+from os import PathLike, fspath
+from pathlib import Path
+
+from gspmd.display.plain import printable
+from gspmd.figures import theme
+
+_SCALE = 3.0
+"""Pixels of a PNG for one unit of its figure: about 290 dots an inch."""
+
+
+@dataclass(frozen=True, repr=False)
+class Figure:
+    """A picture, which is shown in notebooks, drawn as text on terminals, and saved as SVG or PNG.
+
+    Attributes:
+      title: the subject, for a window's title and for screen readers.
+      description: a sentence for those who cannot see it.
+      plain: the same information as text; `print(figure)` prints it.
+      box: left, top, width and height of the drawing.
+      body: its elements, without the document around them.
+
+    Example:
+      >>> figure = Figure("A dot", "One dot.", "*", (0, 0, 8, 8), '<circle r="2" cx="4" cy="4" class="ink"/>')
+      >>> print(figure)
+      *
+      >>> figure.svg.splitlines()[0][:59]
+      '<svg xmlns="http://www.w3.org/2000/svg" class="gspmd-figure'
+    """
+
+    title: str
+    description: str
+    plain: str
+    box: tuple[float, float, float, float]
+    body: str = field(repr=False)
+
+    @property
+    def width(self) -> float:
+        """Width of the picture at its own size, in CSS pixels."""
+        return self.box[2]
+
+    @property
+    def height(self) -> float:
+        """Height of the picture at its own size, in CSS pixels."""
+        return self.box[3]
+
+    @property
+    def svg(self) -> str:
+        """The picture as an SVG document of its own: light, and dark where the reader prefers it; texts are texts."""
+        return self.document()
+
+    def document(self, color: str = "", *, standalone: bool = True) -> str:
+        """Return the picture as SVG.
+
+        Args:
+          color: `"light"` or `"dark"` for one theme; empty for both, as the reader prefers.
+          standalone: whether it is a document of its own; if not, it follows the theme of the page around it, of
+            JupyterLab for example, and is no wider than its place.
+        """
+        left, top, wide, high = (f"{value:.6g}" for value in self.box)
+        size = f'width="{wide}" height="{high}" viewBox="{left} {top} {wide} {high}"'
+        fitted = "" if standalone else ' style="max-width:100%;height:auto"'
+        head = f'<svg xmlns="http://www.w3.org/2000/svg" class="gspmd-figure" role="img" {size}{fitted}'
+        corner = "" if standalone else ' rx="6"'
+        ground = f'<rect class="ground" x="{left}" y="{top}" width="{wide}" height="{high}"{corner}/>'
+        return "\n".join(
+            (
+                f'{head} aria-label="{escape(self.title)}">',
+                f"<title>{escape(self.title)}</title>",
+                f"<desc>{escape(self.description)}</desc>",
+                f"<style>\n{theme.style(color, standalone=standalone)}</style>",
+                ground,
+                self.body,
+                "</svg>\n",
+            )
+        )
+
+    def save(self, path: str | PathLike[str], *, color: str = "") -> Path:
+        """Write the picture to a file, whose name ends in `.svg` or `.png`.
+
+        Args:
+          path: the file; one that is there is replaced.
+          color: `"light"` or `"dark"`; by default an SVG has both, and a PNG is light.
+
+        Returns:
+          The path of the file.
+
+        Raises:
+          ValueError: the name has another ending, or `color` is no theme.
+          ImportError: a PNG is asked for, and resvg, which draws it, is not installed.
+        """
+        path = Path(fspath(path))
+        if color not in ("", *theme.THEMES):
+            raise ValueError(f"cannot draw a figure in color {color!r}.\n  Write 'light' or 'dark', or leave it out.")
+        if path.suffix.lower() == ".svg":
+            path.write_text(self.document(color), encoding="utf-8")
+        elif path.suffix.lower() == ".png":
+            path.write_bytes(self.png(color or "light"))
+        else:
+            raise ValueError(f"cannot save a figure as '{path}'.\n  Give a name that ends in .svg or .png.")
+        return path
+
+    def png(self, color: str = "light", scale: float = _SCALE) -> bytes:
+        """Return the picture as PNG.
+
+        Args:
+          color: `"light"` or `"dark"`.
+          scale: pixels for each CSS pixel.
+
+        Raises:
+          ImportError: resvg is not installed.
+        """
+        try:
+            import resvg_py
+        except ImportError:
+            raise ImportError(
+                "cannot draw a PNG without resvg.\n  Install it with pip install 'gspmd[png]', or save an .svg."
+            ) from None
+        wide = round(self.width * scale)
+        return bytes(resvg_py.svg_to_bytes(svg_string=self.document(color), width=wide))
+
+    def __str__(self) -> str:
+        return printable(self.plain)
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def _repr_html_(self) -> str:
+        return self.document(standalone=False)
+
+    def _repr_svg_(self) -> str:
+        return self.svg

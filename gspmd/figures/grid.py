@@ -1,0 +1,189 @@
+"""The devices of a mesh as a grid of cells, in each of which the block that the device holds is filled."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+from math import ceil, prod
+
+from gspmd.figures.canvas import Canvas, number
+from gspmd.figures.ownership import Ownership
+from gspmd.figures.theme import fill
+
+MOST = 64
+"""The most devices that are drawn; of larger meshes, the first and the last along each axis."""
+_ABREAST = 8
+"""The most cells side by side."""
+_THIN = 2.5
+"""Least width and height of a filled block."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A device that is drawn: its number and place in the grid, in cells, and the gaps before it, by level."""
+
+    device: int
+    column: int
+    row: int
+    gaps: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class MeshGrid:
+    """The arrangement of a mesh: the last axis to the right, the one before it downwards, others as panels.
+
+    Attributes:
+      mesh: sizes of the mesh axes.
+    """
+
+    mesh: Mapping[str, int]
+
+    @cached_property
+    def shown(self) -> dict[str, list[int]]:
+        """The places along each axis that are drawn: all, or the first ones and the last."""
+        counts = {axis: size for axis, size in self.mesh.items() if size > 1}
+        while prod(counts.values()) > MOST:
+            longest = max(counts, key=lambda axis: counts[axis])
+            counts[longest] = max(1, ceil(counts[longest] / 2))
+        return {axis: [*range(count - 1), self.mesh[axis] - 1] if count > 1 else [0] for axis, count in counts.items()}
+
+    @property
+    def elided(self) -> bool:
+        """Whether some devices are not drawn."""
+        return prod(map(len, self.shown.values())) < prod(self.mesh.values())
+
+    @cached_property
+    def _levels(self) -> list[tuple[str, int, int, int]]:
+        """Every axis, the last first, with the columns that it takes, and the cells of one of its panels."""
+        levels, wide, high = [], 1, 1
+        for level, (axis, places) in enumerate(reversed(self.shown.items())):
+            fitting = max(1, _ABREAST // wide)
+            columns = min(len(places), fitting)
+            if level == 1 and len(places) <= _ABREAST:
+                columns = 1
+            levels.append((axis, columns, wide, high))
+            wide, high = wide * columns, high * ceil(len(places) / columns)
+        return levels
+
+    def cells(self) -> Iterator[Cell]:
+        """Yield the devices that are drawn."""
+        strides: dict[str, int] = {}
+        size = 1
+        for axis in reversed(list(self.mesh)):
+            strides[axis] = size
+            size *= self.mesh[axis]
+        axes = list(self.shown)
+        for places in product(*(range(len(self.shown[axis])) for axis in axes)):
+            at = dict(zip(axes, places))
+            column = row = across = down = 0
+            for level, (axis, columns, wide, high) in enumerate(self._levels):
+                y, x = divmod(at[axis], columns)
+                column, row = column + x * wide, row + y * high
+                across, down = across + (x if wide > 1 or level > 1 else 0), down + (y if high > 1 or level > 1 else 0)
+            device = sum(strides[axis] * self.shown[axis][place] for axis, place in at.items())
+            yield Cell(device, column, row, (across, down))
+
+    @property
+    def columns(self) -> int:
+        """Number of cells side by side."""
+        return 1 + max(cell.column for cell in self.cells())
+
+    def named(self) -> str:
+        """Return the directions of the axes, in words."""
+        ways = []
+        for level, (axis, columns, *_) in enumerate(self._levels):
+            rows = ceil(len(self.shown[axis]) / columns)
+            way = "in rows" if columns > 1 and rows > 1 else "across" if columns > 1 or rows == 1 else "down"
+            ways.append(f"{axis} {way}" + (" by panel" if level > 1 else ""))
+        return ", ".join(reversed(ways))
+
+
+@dataclass(frozen=True)
+class CellSize:
+    """Sizes of a grid's cells, in CSS pixels; `head` is the height of the device's number, 0 without it."""
+
+    wide: float
+    high: float
+    head: float
+    gap: float
+    panel: float
+
+
+def draw_grid(
+    canvas: Canvas, x: float, y: float, held: Ownership, size: CellSize, names: Sequence[int] | None = None
+) -> tuple[float, float]:
+    """Draw the devices of a mesh with the block of each; return width and height.
+
+    Args:
+        canvas: the canvas to draw on.
+        x, y: the place of the left upper corner.
+        held: the blocks of the devices.
+        size: the sizes of the cells.
+        names: the devices' ids, in the order of the mesh; by default 0, 1, ...
+    """
+    right = bottom = 0.0
+    for cell in MeshGrid(held.mesh).cells():
+        left = cell.column * (size.wide + size.gap) + cell.gaps[0] * size.panel
+        top = cell.row * (size.high + size.head + size.gap) + cell.gaps[1] * size.panel
+        name = cell.device if names is None else names[cell.device]
+        _draw_cell(canvas, x + left, y + top, held, cell.device, name, size)
+        right, bottom = max(right, left + size.wide), max(bottom, top + size.head + size.high)
+    return right, bottom
+
+
+def _draw_cell(canvas: Canvas, x: float, y: float, held: Ownership, device: int, name: int, size: CellSize) -> None:
+    block = held.block(device)
+    with canvas.group(data_device=name, title=describe(held, device, name)):
+        if size.head:
+            canvas.text(x + 1, y + size.head - 4, str(name), "tiny soft")
+            if held.spec.partial:
+                canvas.text(x + size.wide - 1, y + size.head - 4, "+", "small strong ink", "end")
+        top = y + size.head
+        color = fill(block, held.blocks)
+        canvas.rect(x, top, size.wide, size.high, "cell", rx=2)
+        canvas.rect(x, top, size.wide, size.high, "tint", rx=2, fill=color)
+        left, above, wide, high = _within(held, device, size.wide, size.high)
+        more = {"data_summand": held.summand(device)} if held.spec.partial else {}
+        canvas.rect(x + left, top + above, wide, high, "block", data_block=block, fill=color, **more)
+        if held.spec.partial:
+            canvas.parts.append(f'<path class="hatch" d="{_hatching(x + left, top + above, wide, high)}"/>')
+
+
+def _within(held: Ownership, device: int, wide: float, high: float) -> tuple[float, float, float, float]:
+    """Return the place of a device's block in a rectangle that stands for the whole tensor.
+
+    The last sharded dimension runs across, the one before it down, the one before that across again.
+    """
+    split = [(place, count) for place, count in zip(held.place(device), held.parts) if count > 1]
+    at, size = [0.0, 0.0], [wide, high]
+    for number_, (place, count) in enumerate(split):
+        way = (len(split) - 1 - number_) % 2
+        size[way] /= count
+        at[way] += place * size[way]
+    for way, whole in enumerate((wide, high)):
+        if size[way] < _THIN:  # A sliver would not be seen.
+            at[way], size[way] = min(at[way], whole - _THIN), _THIN
+    return at[0], at[1], size[0], size[1]
+
+
+def _hatching(x: float, y: float, wide: float, high: float) -> str:
+    """Return lines from lower left to upper right within a rectangle."""
+    step, lines = 5.0, []
+    for count in range(1, ceil((wide + high) / step)):
+        along = count * step
+        first = (x + max(0.0, along - high), y + min(high, along))
+        last = (x + min(wide, along), y + max(0.0, along - wide))
+        lines.append("M{} {}L{} {}".format(*map(number, (*first, *last))))
+    return "".join(lines)
+
+
+def describe(held: Ownership, device: int, name: int) -> str:
+    """Return a device's place and the part of the tensor that it holds, in words."""
+    at = ", ".join(f"{axis}={place}" for axis, place in held.coordinates(device).items())
+    parts = [
+        f"{dim} {part.start}:{part.stop}"
+        for dim, part, count in zip(held.spec.dims, held.slices(device), held.parts)
+        if count > 1
+    ]
+    summand = f", summand {held.summand(device) + 1} of {held.summands}" if held.spec.partial else ""
+    return f"device {name} ({at}): {', '.join(parts) or 'the whole tensor'}{summand}"

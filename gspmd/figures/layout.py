@@ -1,0 +1,282 @@
+"""The figure of a layout: a model's blocks from top to bottom, with the spec of every activation and weight."""
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from gspmd.figures.canvas import Canvas, centered
+from gspmd.figures.figure import Figure
+from gspmd.figures.notation import Run, SpecLike, spec_runs
+
+Text = str | tuple[str, ...]
+
+
+class LayoutLike(Protocol):
+    """The fields of a `Layout` that are drawn. A protocol, since `Layout` imports this module to draw itself."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def axes(self) -> tuple[str, ...]: ...
+
+    @property
+    def table(self) -> Mapping[str, Text]: ...
+
+    @property
+    def overrides(self) -> Mapping[str, Mapping[str, Text]]: ...
+
+    def lowering_of(self, part: str) -> str | None:
+        """Return the lowering of a part of the model."""
+
+
+class ReadsSpecs(Protocol):
+    """A function that reads a spec or a via: `Spec.parse` for each of its texts."""
+
+    def __call__(self, text: str) -> Sequence[SpecLike]: ...
+
+
+class _Op:
+    """An operation on the way down: its name, the weights that it takes, and the lines of its vias."""
+
+    def __init__(self, name: str, *weights: str, vias: tuple[str, ...] = ()):
+        self.name, self.weights, self.vias = name, weights, vias
+
+
+class _Add:
+    """The sum of the residual stream at the section's begin and what was computed."""
+
+
+_Row = str | _Op | _Add
+"""An activation by its key, or what is done with it."""
+
+# The way through a section, as `gspmd_models` computes it; lines that a layout does not write are left out.
+_ATTENTION: tuple[_Row, ...] = (
+    "residual", _Op("norm", "norm"),
+    _Op("einsum", "w_q", "w_k", "w_v", "w_q_down", "w_k_down", vias=("in_via", "key_via")),
+    "latent_query", "latent", _Op("einsum", "w_q_up", "w_k_up", "w_v_up"),
+    "query", "key", "memory", _Op("attention"), _Op("einsum", "w_o", vias=("out_via",)), _Add(),
+)  # fmt: skip
+FLOWS: Mapping[str, tuple[_Row, ...]] = {
+    "embedding": ("tokens", _Op("look up", "table", "positions")),
+    "attention": _ATTENTION,
+    "cross": _ATTENTION,
+    "ffn": (
+        "residual", _Op("norm", "norm"), _Op("einsum", "w_in", "w_gate", vias=("in_via",)), "hidden",
+        _Op("activation"), _Op("einsum", "w_out", vias=("out_via",)), _Add(),
+    ),
+    "moe": (
+        "groups", _Op("route", "router", "router_noise", "router_bias"), "dispatched", _Op("send"), "expert_input",
+        _Op("einsum", "w_in", "w_gate", vias=("in_via",)), "hidden", _Op("activation"),
+        _Op("einsum", "w_out", vias=("out_via",)), "shared_hidden",
+        _Op("shared experts", "shared_in", "shared_gate", "shared_out", vias=("shared_in_via", "shared_out_via")),
+    ),
+    "output": (_Op("norm", "norm"), _Op("einsum", "table", vias=("in_via",)), "logits"),
+}  # fmt: skip
+_NAMES, _SKIP, _SPINE, _WEIGHTS = 12.0, 100.0, 168.0, 246.0
+"""From left to right: names of activations, the residual around a block, the boxes below one another, the weights."""
+_BOX, _WEIGHT, _GAP, _PAD, _BETWEEN = 24.0, 27.0, 18.0, 10.0, 20.0
+_MOST = 8
+"""The most lines of an overriding section that are written."""
+
+
+def layout_figure(layout: LayoutLike, read: ReadsSpecs) -> Figure:
+    """Draw a layout: a panel for each section, in which activations run downwards and weights come from the right.
+
+    Args:
+        layout: a `gspmd.Layout`.
+        read: the reader of specs; `Layout.figure` passes the one of gspmd.
+
+    Returns:
+        The figure. Every line of the layout is a group with `data-key`, which has its spec as `data-spec`.
+    """
+    return _Drawing(layout, read).figure()
+
+
+class _Drawing:
+    def __init__(self, layout: LayoutLike, read: ReadsSpecs):
+        self.layout, self.read, self.canvas = layout, read, Canvas()
+
+    def figure(self) -> Figure:
+        layout, canvas = self.layout, self.canvas
+        canvas.text(0, 14, layout.name, "title ink")
+        canvas.text(0, 30, f"mesh axes {', '.join(layout.axes)}", "small soft")
+        y, parts = 42.0, list(dict.fromkeys(key.partition(".")[0] for key in layout.table))
+        wide = max(self._width(part) for part in parts) if parts else 0.0
+        for number, part in enumerate(parts):
+            if number and part != "moe":
+                canvas.arrow([(_SPINE, y), (_SPINE, y + _BETWEEN)])
+            y += _BETWEEN * bool(number)
+            y = self._panel(part, y, wide)
+        for name, lines in layout.overrides.items():
+            y = self._override(name, lines, y + 12, wide)
+        lines_ = "; ".join(f"{key} {_first(text)}" for key, text in layout.table.items())
+        plain = "\n".join([layout.name, *(f"  {key}  {_alternatives(text)}" for key, text in layout.table.items())])
+        return canvas.figure(f"Layout {layout.name}", f"{lines_}.", plain)
+
+    def _runs(self, text: Text) -> list[Run]:
+        runs: list[Run] = []
+        for spec in self.read(_first(text)):
+            runs += [*([Run(" · ")] if runs else []), *spec_runs(spec)]
+        more = len(text) - 1 if isinstance(text, tuple) else 0
+        return [*runs, Run(f" or {more} more", "sum")] if more else runs
+
+    def _weights(self, part: str, row: _Op) -> list[str]:
+        return [key for name in row.weights if (key := f"{part}.{name}") in self.layout.table]
+
+    def _rows(self, part: str) -> list[_Row]:
+        """Return the rows of a section that the layout writes, then its other lines."""
+        table = self.layout.table
+        rows: list[_Row] = []
+        for row in FLOWS.get(part, ()):
+            if isinstance(row, str):
+                rows += [row] if f"{part}.{row}" in table else []
+            elif isinstance(row, _Add):
+                rows += [row] if f"{part}.residual" in table else []
+            elif not row.weights or self._weights(part, row):
+                rows.append(row)
+        return rows
+
+    def _others(self, part: str, rows: Sequence[_Row]) -> list[str]:
+        shown = {row for row in rows if isinstance(row, str)}
+        shown |= {name for row in rows if isinstance(row, _Op) for name in (*row.weights, *row.vias)}
+        names = (key.partition(".")[2] for key in self.layout.table if key.partition(".")[0] == part)
+        return [name for name in names if name not in shown]
+
+    def _width(self, part: str) -> float:
+        rows = self._rows(part)
+        keys = [key for row in rows if isinstance(row, _Op) for key in self._weights(part, row)]
+        wide = [centered(self._runs(self.layout.table[key])) + centered(_name(key), "small") for key in keys]
+        vias = [via for row in rows if isinstance(row, _Op) for _, via in self._vias(part, row)]
+        ends = [_WEIGHTS + each + 2 * _PAD + 8 + _NAMES for each in wide]
+        ends += [_SPINE + 42 + centered(via, "small") + _NAMES for via in vias]
+        others = self._others(part, rows)
+        ends += [_SPINE - 40 + centered(self._runs(self.layout.table[f"{part}.{name}"])) + _NAMES for name in others]
+        return max([300.0, *ends])
+
+    def _vias(self, part: str, row: _Op) -> list[tuple[str, list[Run]]]:
+        """Return the keys and texts of an operation's vias."""
+        keys = [key for name in row.vias if (key := f"{part}.{name}") in self.layout.table]
+        return [(key, [Run(f"{_name(key).replace('_', ' ')} ", "sum"), *self._runs(self.layout.table[key])])
+                for key in keys]  # fmt: skip
+
+    def _panel(self, part: str, y: float, wide: float) -> float:
+        """Draw a section from y down; return its end."""
+        canvas, rows = self.canvas, self._rows(part)
+        start = len(canvas.parts)
+        lowering = self.layout.lowering_of(part) if part in FLOWS else None
+        canvas.text(_NAMES, y + 20, part, "strong ink")
+        if part == "moe" and "ffn.w_in" in self.layout.table:
+            canvas.text(_NAMES + 36, y + 20, "in place of ffn, in blocks of experts", "small soft")
+        if lowering:
+            canvas.text(wide - _NAMES, y + 20, f"lowering {lowering}", "small soft", "end")
+        at, before, skip = y + 30, None, 0.0
+        for row in rows:
+            together = isinstance(row, str) and isinstance(before, str)
+            if before is not None and not together:
+                weights = len(self._weights(part, row)) if isinstance(row, _Op) else 0
+                deep = (max(_BOX, _WEIGHT * weights - 3) - 22) / 2 if isinstance(row, _Op) else 0.0
+                canvas.arrow([(_SPINE, at), (_SPINE, at + _GAP + deep)])  # to the node, in the middle of its weights
+                at += _GAP
+            at += 3 * together
+            if isinstance(row, str):
+                skip = skip or (at + _BOX / 2 if row == "residual" else 0.0)
+                at = self._activation(part, row, at)
+            elif isinstance(row, _Op):
+                at = self._operation(part, row, at, last=row is rows[-1])
+            else:
+                at = self._sum(part, at, skip)
+            before = row
+        others = self._others(part, rows)
+        at += 8 * bool(others and rows)
+        for name in others:
+            with self._line(f"{part}.{name}"):
+                canvas.text(_NAMES, at + 15, name, "small soft")
+                canvas.text(_SPINE - 40, at + 15, self._runs(self.layout.table[f"{part}.{name}"]), "ink")
+            at += 18
+        # The panel lies below what it holds, and its height is known only now.
+        end = at + 12
+        drawn = canvas.parts[start:]
+        del canvas.parts[start:]
+        canvas.rect(0, y, wide, end - y, "panel", rx=8)
+        canvas.parts += drawn
+        return end
+
+    def _line(self, key: str):
+        return self.canvas.group(class_="spec", data_key=key, data_spec=_alternatives(self.layout.table[key]))
+
+    def _activation(self, part: str, name: str, y: float) -> float:
+        runs = self._runs(self.layout.table[f"{part}.{name}"])
+        wide = centered(runs) + 2 * _PAD
+        with self._line(f"{part}.{name}"):
+            self.canvas.rect(_SPINE - wide / 2, y, wide, _BOX, "box", rx=5)
+            self.canvas.text(_SPINE, y + _BOX / 2 + 4, runs, "ink", "middle")
+            self.canvas.text(_NAMES, y + _BOX / 2 + 4, name, "small soft")
+        return y + _BOX
+
+    def _operation(self, part: str, row: _Op, y: float, *, last: bool) -> float:
+        """Draw an operation with the weights that it takes; return its end."""
+        canvas, weights, vias = self.canvas, self._weights(part, row), self._vias(part, row)
+        high = max(_BOX, _WEIGHT * len(weights) - 3)
+        middle, end = y + high / 2, y + high + 15 * len(vias)
+        wide = centered(row.name, "small") + 2 * _PAD
+        for number, key in enumerate(weights):
+            centre, turn = y + number * _WEIGHT + _BOX / 2, _WEIGHTS - 12
+            self._weight(key, centre - _BOX / 2)
+            canvas.path([(_WEIGHTS, centre), (turn, centre), *([(turn, middle)] if centre != middle else [])])
+        if weights:
+            canvas.path([(_WEIGHTS - 12, middle), (_SPINE + wide / 2, middle)])
+        canvas.rect(_SPINE - wide / 2, middle - 11, wide, 22, "node", rx=11)
+        canvas.text(_SPINE, middle + 3.5, row.name, "small ink", "middle")
+        if not last:
+            canvas.path([(_SPINE, middle + 11), (_SPINE, end)])
+        for number, (key, runs) in enumerate(vias):
+            with self._line(key):
+                canvas.text(_SPINE + 12, y + high + 13 + 15 * number, runs, "small ink")
+        return end
+
+    def _weight(self, key: str, y: float) -> None:
+        runs = self._runs(self.layout.table[key])
+        wide = centered(runs) + 2 * _PAD
+        with self._line(key):
+            self.canvas.rect(_WEIGHTS, y, wide, _BOX, "box", rx=2)
+            self.canvas.text(_WEIGHTS + _PAD, y + _BOX / 2 + 4, runs, "ink")
+            self.canvas.text(_WEIGHTS + wide + 8, y + _BOX / 2 + 4, _name(key), "small soft")
+
+    def _sum(self, part: str, y: float, skip: float) -> float:
+        """Draw the plus at which the residual stream comes back, and the stream."""
+        canvas = self.canvas
+        canvas.rect(_SPINE - 11, y, 22, 22, "node", rx=11)
+        canvas.text(_SPINE, y + 15.5, "+", "strong ink", "middle")
+        if skip:
+            half = centered(self._runs(self.layout.table[f"{part}.residual"])) / 2 + _PAD
+            canvas.path([(_SPINE - half, skip), (_SKIP, skip), (_SKIP, y + 11), (_SPINE - 11, y + 11)], "line dashed")
+        return y + 22
+
+    def _override(self, name: str, lines: Mapping[str, Text], y: float, wide: float) -> float:
+        canvas = self.canvas
+        shown = dict(list(lines.items())[:_MOST])
+        high = 30 + 18 * (len(shown) + (len(lines) > len(shown))) + 6
+        canvas.rect(0, y, wide, high, "panel", rx=8)
+        canvas.text(_NAMES, y + 20, name, "strong ink")
+        y += 30
+        for key, text in shown.items():
+            with canvas.group(class_="spec", data_key=f"{name}.{key}", data_spec=_alternatives(text)):
+                canvas.text(_NAMES, y + 11, key, "small soft")
+                canvas.text(_SPINE - 24, y + 11, self._runs(text), "ink")
+            y += 18
+        if len(lines) > len(shown):
+            canvas.text(_NAMES, y + 11, f"… {len(lines) - len(shown)} more lines", "small soft")
+            y += 18
+        return y + 6
+
+
+def _name(key: str) -> str:
+    return key.partition(".")[2]
+
+
+def _first(text: Text) -> str:
+    return text[0] if isinstance(text, tuple) else text
+
+
+def _alternatives(text: Text) -> str:
+    return " | ".join(text) if isinstance(text, tuple) else text

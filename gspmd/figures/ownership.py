@@ -1,0 +1,88 @@
+"""The block of a tensor that each device of a mesh holds."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+
+from gspmd.figures.notation import SpecLike
+
+
+@dataclass(frozen=True)
+class Ownership:
+    """A tensor split into blocks over a mesh, whose devices are counted with the last mesh axis fastest.
+
+    Attributes:
+      spec: the spec of the tensor.
+      shape: its sizes, by dimension.
+      mesh: sizes of the mesh axes.
+
+    Example:
+      >>> from gspmd.annotate import Spec
+      >>> held = Ownership(Spec.parse("B_xE_y"), (8, 6), {"x": 4, "y": 2})
+      >>> held.coordinates(5), held.place(5), held.block(5), held.slices(5)
+      ({'x': 2, 'y': 1}, (2, 1), 5, (slice(4, 6, None), slice(3, 6, None)))
+    """
+
+    spec: SpecLike
+    shape: Sequence[int]
+    mesh: Mapping[str, int]
+
+    @property
+    def devices(self) -> int:
+        """Number of devices."""
+        return prod(self.mesh.values())
+
+    @cached_property
+    def parts(self) -> tuple[int, ...]:
+        """The number of blocks along each dimension."""
+        return tuple(prod(self.mesh[axis] for axis in axes) for axes in self.spec.axes)
+
+    @property
+    def blocks(self) -> int:
+        """The number of different blocks."""
+        return prod(self.parts)
+
+    @property
+    def copies(self) -> int:
+        """The number of devices that hold the same block of the same summand."""
+        return self.devices // (self.blocks * self.summands)
+
+    @property
+    def summands(self) -> int:
+        """The number of summands of a partial sum; 1 if it is none."""
+        return prod(self.mesh[axis] for axis in self.spec.partial)
+
+    def coordinates(self, device: int) -> dict[str, int]:
+        """Return the place of a device along each mesh axis."""
+        found = {}
+        for axis in reversed(list(self.mesh)):
+            device, found[axis] = divmod(device, self.mesh[axis])
+        return {axis: found[axis] for axis in self.mesh}
+
+    def place(self, device: int) -> tuple[int, ...]:
+        """Return the place of a device's block along each dimension."""
+        at = self.coordinates(device)
+        return tuple(self._number(axes, at) for axes in self.spec.axes)
+
+    def block(self, device: int) -> int:
+        """Return the number of a device's block, with the last dimension fastest."""
+        number = 0
+        for place, count in zip(self.place(device), self.parts):
+            number = number * count + place
+        return number
+
+    def summand(self, device: int) -> int:
+        """Return the number of the summand that a device holds."""
+        return self._number(self.spec.partial, self.coordinates(device))
+
+    def slices(self, device: int) -> tuple[slice, ...]:
+        """Return the part of each dimension that a device holds."""
+        local = [size // count for size, count in zip(self.shape, self.parts)]
+        return tuple(slice(at * size, (at + 1) * size) for at, size in zip(self.place(device), local))
+
+    def _number(self, axes: Sequence[str], at: Mapping[str, int]) -> int:
+        number = 0
+        for axis in axes:  # major first
+            number = number * self.mesh[axis] + at[axis]
+        return number

@@ -1,0 +1,422 @@
+"""The figure of a plan, as papers draw it: specs in boxes, a collective on every arrow, with its bytes and seconds.
+
+Source: Pope et al. 2022, Efficiently Scaling Transformer Inference (arXiv 2211.05102), figures 2 and 3.
+Differs: time runs downwards, so that the figure fits the column of a paper and the screen of a telephone.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from gspmd.display.units import amount_of_bytes, amount_of_flops, amount_of_seconds
+from gspmd.figures.canvas import Canvas, centered
+from gspmd.figures.figure import Figure
+from gspmd.figures.notation import EquationLike, Run, SpecLike, equation_words, joined, spec_runs
+
+
+class StepLike(Protocol):
+    """The fields of a `Step` that are drawn."""
+
+    @property
+    def kind(self) -> str: ...
+
+    @property
+    def axes(self) -> tuple[str, ...]: ...
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def amount(self) -> str: ...
+
+    @property
+    def seconds(self) -> float: ...
+
+    @property
+    def before(self) -> SpecLike: ...
+
+    @property
+    def other(self) -> SpecLike | None: ...
+
+    @property
+    def after(self) -> SpecLike: ...
+
+    @property
+    def operand(self) -> str: ...
+
+
+class MoveLike(Protocol):
+    """A `Move`."""
+
+    @property
+    def source(self) -> int: ...
+
+    @property
+    def spec(self) -> SpecLike: ...
+
+    @property
+    def steps(self) -> Sequence[StepLike]: ...
+
+
+class ProductLike(Protocol):
+    """A `Product`."""
+
+    @property
+    def operands(self) -> Sequence[int]: ...
+
+    @property
+    def einsum(self) -> StepLike: ...
+
+    @property
+    def steps(self) -> Sequence[StepLike]: ...
+
+    @property
+    def spec(self) -> SpecLike: ...
+
+    @property
+    def passes_through(self) -> bool: ...
+
+
+class OutputLike(Protocol):
+    """A `RoutineOutput`."""
+
+    @property
+    def products(self) -> Sequence[int]: ...
+
+    @property
+    def spec(self) -> SpecLike: ...
+
+    @property
+    def steps(self) -> Sequence[StepLike]: ...
+
+
+class RoutineLike(Protocol):
+    """A `Routine`."""
+
+    @property
+    def inputs(self) -> Sequence[SpecLike]: ...
+
+    @property
+    def moves(self) -> Sequence[MoveLike]: ...
+
+    @property
+    def products(self) -> Sequence[ProductLike]: ...
+
+    @property
+    def outputs(self) -> Sequence[OutputLike]: ...
+
+
+class NamedTensor(Protocol):
+    """A tensor of a plan, by its name."""
+
+    @property
+    def name(self) -> str: ...
+
+
+class ChipLike(Protocol):
+    """A `Chip`."""
+
+    def describe(self, mesh: Mapping[str, int]) -> str: ...
+
+
+class PlanLike(Protocol):
+    """The fields of a `Plan` that are drawn. A protocol, since `Plan` imports this module to draw itself."""
+
+    @property
+    def equation(self) -> EquationLike: ...
+
+    @property
+    def sizes(self) -> Mapping[str, int]: ...
+
+    @property
+    def mesh(self) -> Mapping[str, int]: ...
+
+    @property
+    def dtypes(self) -> tuple[str, ...]: ...
+
+    @property
+    def chip(self) -> ChipLike: ...
+
+    @property
+    def lowering(self) -> str: ...
+
+    @property
+    def routine(self) -> RoutineLike: ...
+
+    @property
+    def inputs(self) -> Sequence[NamedTensor]: ...
+
+    @property
+    def steps(self) -> Sequence[StepLike]: ...
+
+    @property
+    def wire_bytes(self) -> int: ...
+
+    @property
+    def flops(self) -> int: ...
+
+    @property
+    def seconds(self) -> float: ...
+
+    @property
+    def peak_bytes(self) -> int: ...
+
+    @property
+    def gradients(self) -> Sequence["PlanLike"]: ...
+
+
+_BOX, _NODE, _LINE, _GAP, _PAD = 26.0, 40.0, 15.0, 26.0, 12.0
+"""Heights of a box, of the node of an einsum and of a line of text; space between lanes; margin inside boxes."""
+_STEP = 62.0
+"""Height of a step: a line, two lines of text, an arrow."""
+_HEAD = 16.0
+"""Height of an operand's name above its first box."""
+_NARROW = 330.0
+"""Least width for the lines of the heading."""
+
+
+@dataclass
+class _Chain:
+    """A spec in its box, then steps, each with its number, and the spec after it."""
+
+    start: SpecLike
+    steps: Sequence[tuple[int, StepLike]]
+    title: str = ""
+    boxed: bool = True
+
+    @property
+    def width(self) -> float:
+        specs = [*([self.start] if self.boxed else ()), *(step.after for _, step in self.steps)]
+        labels = [centered(text, kind) for _, step in self.steps for text, kind in _label(step)]
+        return max((*(centered(spec_runs(spec)) + 2 * _PAD for spec in specs), *labels, centered(self.title, "small")))
+
+    @property
+    def height(self) -> float:
+        return _HEAD * bool(self.title) + _BOX * self.boxed + (_STEP + _BOX) * len(self.steps)
+
+    def draw(self, canvas: Canvas, x: float, y: float) -> float:
+        """Draw the chain around x, from y down; return its end."""
+        if self.title:
+            canvas.text(x, y + 11, self.title, "small soft", "middle")
+            y += _HEAD
+        if self.boxed:
+            y = _box(canvas, x, y, self.start)
+        for number, step in self.steps:
+            title = f"{step.name}: {step.before} to {step.after}"
+            given = {"class_": "step", "data_step": number, "data_kind": step.kind, "data_operand": step.operand}
+            with canvas.group(**given, title=title):
+                canvas.path([(x, y), (x, y + 9)])
+                for row, (text, kind) in enumerate(_label(step)):
+                    canvas.text(x, y + 21 + row * (_LINE - 1), text, kind, "middle")
+                canvas.arrow([(x, y + 42), (x, y + _STEP)])
+                y = _box(canvas, x, y + _STEP, step.after)
+        return y
+
+
+def _label(step: StepLike) -> list[tuple[str, str]]:
+    figures = f"{step.amount} · {amount_of_seconds(step.seconds)}"
+    return [(step.name, f"strong {step.kind}"), (figures, "small soft")]
+
+
+def _box(canvas: Canvas, x: float, y: float, spec: SpecLike) -> float:
+    runs = spec_runs(spec)
+    wide = centered(runs) + 2 * _PAD
+    with canvas.group(class_="spec", data_spec=spec):
+        canvas.rect(x - wide / 2, y, wide, _BOX, "box", rx=5)
+        canvas.text(x, y + _BOX / 2 + 4, runs, "ink", "middle")
+    return y + _BOX
+
+
+def plan_figure(plan: PlanLike, *, gradients: bool = False, notes: Sequence[str] = ()) -> Figure:
+    """Draw a plan: every operand's way to the local einsum, and the result's way on.
+
+    Args:
+        plan: a `gspmd.Plan`.
+        gradients: whether to draw the plans of the gradients below it.
+        notes: lines below the figure, such as the collectives that are looped; those of `plan` itself only.
+
+    Returns:
+        The figure. Every step is a group with `data-step`, its number in `plan.steps`, `data-kind` and `data-operand`;
+        every spec one with `data-spec`; those of gradients are inside a group with `data-gradient`, from 1.
+    """
+    canvas, plain = Canvas(), []
+    y = _one(canvas, plan, 0.0, _setting(plan), notes)
+    plain.append(_plain(plan, notes))
+    for number, gradient in enumerate(plan.gradients if gradients else (), 1):
+        with canvas.group(data_gradient=number):
+            canvas.text(0, y + 30, f"gradient of operand {number}", "small soft")
+            y = _one(canvas, gradient, y + 36, ())
+        plain.append(f"gradient of operand {number}:\n{_plain(gradient)}")
+    told = f"The plan of {plan.equation}: " + "; ".join(f"{step.name}, {_label(step)[1][0]}" for step in plan.steps)
+    return canvas.figure(f"Plan of {plan.equation}", f"{told}. {_totals(plan)}.", "\n\n".join(plain))
+
+
+def _setting(plan: PlanLike) -> tuple[str, ...]:
+    sizes, mesh = (" ".join(f"{name}={size}" for name, size in of.items()) for of in (plan.sizes, plan.mesh))
+    said = (sizes, f"mesh {mesh}", " ".join(dict.fromkeys(plan.dtypes)), plan.chip.describe(plan.mesh), plan.lowering)
+    return tuple(filter(None, said))
+
+
+def _totals(plan: PlanLike) -> str:
+    sent, held = amount_of_bytes(plan.wire_bytes), amount_of_bytes(plan.peak_bytes)
+    work, time = amount_of_flops(plan.flops), amount_of_seconds(plan.seconds)
+    return f"per device: {sent} sent, {work}, {time}, about {held} held"
+
+
+def _plain(plan: PlanLike, notes: Sequence[str] = ()) -> str:
+    steps = [
+        f"  {' · '.join(map(str, (step.before, step.other) if step.other else (step.before,)))}"
+        f" ── {step.name} ─▶ {step.after}   {_label(step)[1][0]}"
+        for step in plan.steps
+    ]
+    return "\n".join([str(plan.equation), *(steps or ["  (nothing to do)"]), *(f"  {n}" for n in notes),
+                      f"  {_totals(plan)}"])  # fmt: skip
+
+
+def _one(canvas: Canvas, plan: PlanLike, y: float, setting: Sequence[str], notes: Sequence[str] = ()) -> float:
+    """Draw one plan from y down, with its heading on the left; return its end."""
+    drawing = _Routine(plan)
+    wide = max(drawing.width, _NARROW)
+    y = canvas.lines(0, y + 14, equation_words(plan.equation), wide, "title ink", 19)
+    y = canvas.lines(0, y, _words(setting), wide, "small soft", _LINE)
+    y = drawing.draw(canvas, (wide - drawing.width) / 2, y + 4) + 24
+    for line in (*notes, _totals(plan)):
+        y = canvas.lines(0, y, _words(line.split(", "), ", "), wide, "small soft", _LINE)
+    return y - _LINE + 4
+
+
+def _words(parts: Sequence[str], between: str = " · ") -> list[list[Run]]:
+    return [[Run(part + between * (at + 1 < len(parts)))] for at, part in enumerate(parts)]
+
+
+class _Routine:
+    """The lanes, nodes and chains of one routine, and their places from left to right."""
+
+    def __init__(self, plan: PlanLike):
+        routine, numbers = plan.routine, iter(range(len(plan.steps)))
+        self.routine = routine
+        self.lanes = [
+            _Chain(routine.inputs[move.source], _numbered(move.steps, numbers), _named(plan, move.source))
+            for move in routine.moves
+        ]
+        self.einsums: list[int | None] = []
+        self.products: list[_Chain] = []
+        for product in routine.products:
+            self.einsums.append(None if product.passes_through else next(numbers))
+            chain = _Chain(product.einsum.after, _numbered(product.steps, numbers), "", not product.passes_through)
+            self.products.append(chain)
+        self.outputs = [_Chain(o.spec, _numbered(o.steps, numbers), "", False) for o in routine.outputs]
+        self._place()
+
+    def _place(self) -> None:
+        """Choose the middle of every lane, product and output.
+
+        An operand that several products share stands left of those that each has for itself, and one node spans all
+        their lanes, so that no two lines cross.
+        """
+        products = self.routine.products
+        uses = [sum(lane in product.operands for product in products) for lane in range(len(self.lanes))]
+        # The lanes of a product alone; if it has none, it stands below all its lanes.
+        own = [[lane for lane in dict.fromkeys(p.operands) if uses[lane] == 1] or list(p.operands) for p in products]
+        wide = [lane.width for lane in self.lanes]
+        for product, lanes in enumerate(own):
+            needed = max(self.products[product].width, self._node_width(product), self._output_width(product))
+            missing = needed - sum(wide[lane] for lane in lanes) - _GAP * (len(lanes) - 1)
+            for lane in lanes if missing > 0 else ():
+                wide[lane] += missing / len(lanes)
+        middles, x = [], 0.0
+        for lane in wide:
+            middles.append(x + lane / 2)
+            x += lane + _GAP
+        self.width = x - _GAP
+        self.middles, self.edges = middles, [(m - w / 2, m + w / 2) for m, w in zip(middles, wide)]
+        self.under = [
+            (min(self.edges[n][0] for n in lanes) + max(self.edges[n][1] for n in lanes)) / 2 for lanes in own
+        ]
+        self.below = [sum(self.under[p] for p in o.products) / len(o.products) for o in self.routine.outputs]
+
+    def _node_width(self, product: int) -> float:
+        if self.einsums[product] is None:
+            return 0.0
+        return max(centered(text, kind) for text, kind in self._node(product)) + 2 * _PAD
+
+    def _output_width(self, product: int) -> float:
+        return max((self.outputs[n].width for n, o in enumerate(self.routine.outputs) if product in o.products
+                    and len(o.products) == 1 and o.steps), default=0.0)  # fmt: skip
+
+    def _node(self, product: int) -> list[tuple[list[Run], str]]:
+        step = self.routine.products[product].einsum
+        specs = [step.before, *([step.other] if step.other is not None else [])]
+        said = [*joined(map(spec_runs, specs), " · ")]
+        return [([Run(_label(step)[0][0])], "strong einsum"), (said, "ink"),
+                ([Run(_label(step)[1][0])], "small soft")]  # fmt: skip
+
+    def draw(self, canvas: Canvas, left: float, y: float) -> float:
+        """Draw everything from y down; return its end."""
+        ends = [lane.draw(canvas, left + x, y) for lane, x in zip(self.lanes, self.middles)]
+        met = max(ends) + 24
+        for lanes, products in self._nodes():
+            self._draw_node(canvas, left, met, lanes, products, ends)
+        node = met + _NODE + _LINE
+        done = []
+        for number, (chain, x) in enumerate(zip(self.products, self.under)):
+            if self.einsums[number] is None:
+                (lane,) = self.routine.products[number].operands
+                done.append(chain.draw(canvas, left + x, ends[lane]))
+                continue
+            canvas.arrow([(left + x, node), (left + x, node + 20)])
+            done.append(chain.draw(canvas, left + x, node + 20))
+        settled = max(done)
+        return max(self._draw_output(canvas, left, n, done, settled) for n in range(len(self.outputs)))
+
+    def _nodes(self) -> Iterator[tuple[set[int], list[int]]]:
+        """Yield the lanes and products of each node: products that share an operand are computed in one."""
+        left = [number for number, einsum in enumerate(self.einsums) if einsum is not None]
+        while left:
+            together, lanes = [left[0]], set(self.routine.products[left[0]].operands)
+            while more := [n for n in left if n not in together and lanes & {*self.routine.products[n].operands}]:
+                together += more
+                lanes.update(*(self.routine.products[n].operands for n in more))
+            yield lanes, sorted(together)
+            left = [number for number in left if number not in together]
+
+    def _draw_node(
+        self, canvas: Canvas, left: float, y: float, lanes: set[int], products: list[int], ends: Sequence[float]
+    ) -> None:
+        for lane in lanes:
+            canvas.arrow([(left + self.middles[lane], ends[lane]), (left + self.middles[lane], y)])
+        first, last = min(self.edges[lane][0] for lane in lanes), max(self.edges[lane][1] for lane in lanes)
+        canvas.rect(left + first, y, last - first, _NODE + _LINE, "node", rx=8)
+        for product in products:
+            step, x = self.routine.products[product].einsum, left + self.under[product]
+            with canvas.group(class_="step", data_step=self.einsums[product], data_kind=step.kind):
+                for row, (runs, kind) in enumerate(self._node(product)):
+                    canvas.text(x, y + 17 + row * (_LINE + 0.5), runs, kind, "middle")
+
+    def _draw_output(self, canvas: Canvas, left: float, number: int, done: Sequence[float], settled: float) -> float:
+        """Draw the sum of an output's products, and the steps after it."""
+        output, x = self.routine.outputs[number], left + self.below[number]
+        if len(output.products) == 1:
+            y = done[output.products[0]]
+        else:
+            y = settled + 24
+            for product in output.products:
+                at = left + self.under[product]
+                canvas.path([(at, done[product]), (at, settled + 12), (x, settled + 12)])
+            canvas.arrow([(x, settled + 12), (x, y)])
+            canvas.rect(x - 13, y, 26, _BOX, "node", rx=13)
+            canvas.text(x, y + _BOX / 2 + 4.5, "+", "strong ink", "middle")
+            y += _BOX
+            if not output.steps:
+                canvas.arrow([(x, y), (x, y + 20)])
+                y = _box(canvas, x, y + 20, output.spec)
+        y = self.outputs[number].draw(canvas, x, y)
+        return y
+
+
+def _numbered(steps: Sequence[StepLike], numbers: Iterator[int]) -> list[tuple[int, StepLike]]:
+    return [(next(numbers), step) for step in steps]
+
+
+def _named(plan: PlanLike, source: int) -> str:
+    return plan.inputs[source].name if source < len(plan.inputs) else ""

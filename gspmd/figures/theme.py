@@ -1,0 +1,118 @@
+"""Colors and style of figures and tables: a light and a dark theme, told apart by the color-blind.
+
+Colors are written out in every rule, without variables, which programs that put figures into papers do not read.
+
+Source: Okabe and Ito 2008, Color Universal Design (jfly.uni-koeln.de/color), made darker or lighter until a text in
+them has a contrast of 4.5 on its ground.
+"""
+
+from collections.abc import Mapping, Sequence
+
+LIGHT = {
+    "ground": "#ffffff", "panel": "#f5f7f9", "ink": "#1d2630", "soft": "#55616e", "rule": "#8a96a3", "faint": "#d5dbe1",
+    "all-gather": "#0067a3", "reduce-scatter": "#a8437f", "all-reduce": "#b34700", "all-to-all": "#7d5a00",
+    "collective-permute": "#5050b8", "slice": "#00714f", "einsum": "#1d2630",
+}  # fmt: skip
+DARK = {
+    "ground": "#14191f", "panel": "#1d242c", "ink": "#e8edf2", "soft": "#a3b0bd", "rule": "#6d7a88", "faint": "#333d48",
+    "all-gather": "#63b8ea", "reduce-scatter": "#e39ac3", "all-reduce": "#ff9459", "all-to-all": "#e8ad2c",
+    "collective-permute": "#a9a9ff", "slice": "#36c79c", "einsum": "#e8edf2",
+}  # fmt: skip
+THEMES = {"light": LIGHT, "dark": DARK}
+
+KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute", "slice", "einsum")
+FONT = "system-ui,-apple-system,'Segoe UI',Roboto,'Helvetica Neue',Arial,sans-serif"
+
+BLOCKS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#b8a900", "#7a6fb0")
+"""Fills of up to eight blocks; for more see `fill`. They serve both themes, since every block has an outline."""
+_SCALE = ("#0072b2", "#56b4e9", "#f0e442", "#e69f00", "#b34700")
+
+
+def fill(block: int, count: int) -> str:
+    """Return the color of a block among `count`: its own among few, a place on a scale from blue to orange among many.
+
+    >>> fill(0, 2), fill(1, 2), fill(0, 64), fill(63, 64)
+    ('#0072b2', '#e69f00', '#0072b2', '#b34700')
+    """
+    if count <= len(BLOCKS):
+        return BLOCKS[block]
+    at = block / (count - 1) * (len(_SCALE) - 1)
+    low = min(int(at), len(_SCALE) - 2)
+    ends = ([int(color[i : i + 2], 16) for i in (1, 3, 5)] for color in _SCALE[low : low + 2])
+    return "#" + "".join(f"{round(a + (b - a) * (at - low)):02x}" for a, b in zip(*ends))
+
+
+# What each class of an element takes from the theme: (selector, property, color).
+_COLORED: tuple[tuple[str, str, str], ...] = (
+    (".ground", "fill", "ground"),
+    (".panel", "fill", "panel"),
+    (".panel", "stroke", "faint"),
+    (".box", "fill", "ground"),
+    (".box", "stroke", "rule"),
+    (".node", "fill", "panel"),
+    (".node", "stroke", "rule"),
+    (".line", "stroke", "rule"),
+    (".head", "fill", "rule"),
+    (".cell", "fill", "ground"),
+    (".cell", "stroke", "faint"),
+    (".outline", "stroke", "rule"),
+    (".block", "stroke", "ink"),
+    (".hatch", "stroke", "ink"),
+    (".ink", "fill", "ink"),
+    (".soft", "fill", "soft"),
+    *((f".{kind}", "fill", kind) for kind in KINDS),
+)
+_SHAPES = """\
+{root} text{{font-family:{font};font-size:12px}}
+{root} .title{{font-size:13.5px;font-weight:600}}
+{root} .strong{{font-weight:600}}
+{root} .small{{font-size:10.5px}}
+{root} .tiny{{font-size:8.5px}}
+{root} .box,{root} .node,{root} .panel,{root} .cell,{root} .outline,{root} .block{{stroke-width:1}}
+{root} .line,{root} .outline,{root} .hatch{{fill:none}}
+{root} .line{{stroke-width:1.25}}
+{root} .dashed{{stroke-dasharray:3 3}}
+{root} .block{{stroke-width:.75}}
+{root} .hatch{{stroke-width:.75;stroke-opacity:.7}}
+{root} .tint{{fill-opacity:.22}}
+"""
+
+
+def _rules(root: str, theme: Mapping[str, str], colored: Sequence[tuple[str, str, str]]) -> str:
+    return "".join(f"{root} {selector}{{{name}:{theme[color]}}}\n" for selector, name, color in colored)
+
+
+def themed(root: str, colored: Sequence[tuple[str, str, str]], theme: str = "") -> str:
+    """Return CSS rules that color elements below `root`, in one theme, or as the reader, JupyterLab or a page prefers.
+
+    Args:
+        root: the selector of the element around them.
+        colored: (selector, property, name of a color of the theme).
+        theme: `"light"`, `"dark"`, or empty: light, and dark where the reader prefers it.
+    """
+    if theme:
+        return _rules(root, THEMES[theme], colored)
+    light, dark = (
+        {mark: _rules(f"[{mark}] {root}", THEMES[name], colored) for mark in marks}
+        for name, marks in (
+            ("light", ('data-jp-theme-light="true"', 'data-md-color-scheme="default"', 'data-theme="light"')),
+            ("dark", ('data-jp-theme-light="false"', 'data-md-color-scheme="slate"', 'data-theme="dark"')),
+        )
+    )
+    media = f"@media (prefers-color-scheme:dark){{\n{_rules(root, DARK, colored)}}}\n"
+    return _rules(root, LIGHT, colored) + media + "".join((*light.values(), *dark.values()))
+
+
+def style(theme: str = "", *, standalone: bool = True) -> str:
+    """Return the style sheet of a figure.
+
+    Args:
+        theme: as for `themed`.
+        standalone: whether the figure is a document of its own, which no page's theme surrounds.
+    """
+    root = ".gspmd-figure"
+    shapes = _SHAPES.format(root=root, font=FONT)
+    if standalone and not theme:
+        dark = _rules(root, DARK, _COLORED)
+        return f"{shapes}{_rules(root, LIGHT, _COLORED)}@media (prefers-color-scheme:dark){{\n{dark}}}\n"
+    return shapes + themed(root, _COLORED, theme)
