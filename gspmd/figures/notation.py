@@ -130,7 +130,7 @@ def tspans(runs: Iterable[Run], size: float) -> str:
     for text, kind in runs:
         wanted = _DROP * size if kind == "sub" else 0.0
         given = [f'dy="{wanted - depth:.4g}"'] if wanted != depth else []
-        # An attribute and no style, which the policy of a page may forbid. No rule of the theme is about a tspan's size.
+        # An attribute and no style, which the policy of a page may forbid; no rule of the theme sizes a tspan.
         given += [f'font-size="{size * _SIZES[kind]:.4g}"'] if kind else []
         given += ['class="soft"'] if kind == "sum" else []
         opening = " ".join(("<tspan", *given))

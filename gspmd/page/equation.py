@@ -2,7 +2,6 @@
 
 import json
 import shlex
-from functools import cached_property
 from html import escape
 from typing import Any
 
@@ -47,30 +46,34 @@ class EquationAnswer:
             via=via if via.strip() else None,
         )
 
-    @cached_property
-    def lowerings(self) -> dict[str, Plan]:
-        """The plan under each of the compared lowerings."""
-        return {name: self._planned(name, self.request.via) for name in COMPARED}
-
     def record(self) -> dict[str, Any]:
-        """Return everything as plain data; amounts are also written as tables print them."""
+        """Return the plan and its pictures as plain data; amounts are also written as tables print them."""
         plan, measured = self.plan, roofline(self.plan)
-        timetables = {name: (each.seconds, bars(each)) for name, each in self.lowerings.items()}
         return {
-            "plan": json.loads(plan.to_json()),
+            "plan": json.loads(plan.to_json(gradients=False)),
             "said": said(plan),
-            "gradients": [said(each) | {"equation": str(each.equation)} for each in plan.gradients],
             "roofline": measured._asdict() | {"bound": measured.bound},
-            "alternatives": self.alternatives(),
-            "lowerings": {name: said(each) | {"seconds": each.seconds} for name, each in self.lowerings.items()},
             "figures": {
                 "plan": inline(plan.figure()),
                 "steps": inline(plan.steps_figure()),
                 "roofline": inline(roofline_figure(plan, measured)),
-                "lowerings": inline(lowerings_figure(str(plan.equation), timetables)),
-                "gradients": [inline(each.figure()) for each in plan.gradients],
             },
             "command": self.command,
+        }
+
+    def compared(self) -> dict[str, Any]:
+        """Return what stands beside the plan: alternatives, lowerings, gradients."""
+        plan = self.plan
+        lowered = {name: self._planned(name, self.request.via) for name in COMPARED}
+        timetables = {name: (each.seconds, bars(each)) for name, each in lowered.items()}
+        return {
+            "alternatives": self.alternatives(),
+            "lowerings": {name: said(each) | {"seconds": each.seconds} for name, each in lowered.items()},
+            "gradients": [
+                json.loads(each.to_json(gradients=False)) | said(each) | {"figure": inline(each.figure())}
+                for each in plan.gradients
+            ],
+            "figure": inline(lowerings_figure(str(plan.equation), timetables)),
         }
 
     def alternatives(self) -> list[dict[str, Any]]:

@@ -2,8 +2,8 @@
 
 The page listens on this machine's own address, which keeps other machines out, but not the pages of other sites that a
 browser on this machine has open. They can send requests here, directly or by a name that they have the browser resolve
-to this address (DNS rebinding). So a request has to name this page as its host, and to come from itself. A link on another
-site may open a page, which is how an equation is shared.
+to this address (DNS rebinding). So a request has to name this page as its host, and to come from itself. A link on
+another site may open a page, which is how an equation is shared.
 """
 
 import asyncio
@@ -92,7 +92,9 @@ class Guard:
         """Refuse a request that does not come from this page."""
         hosts = _values(scope, b"host")
         if len(hosts) != 1 or hosts[0].lower() not in self._hosts:
-            raise Refused(421, "this page answers to 127.0.0.1, localhost and [::1] with its own port, and to no other host.")
+            raise Refused(
+                421, "this page answers to 127.0.0.1, localhost and [::1] with its own port, and to no other host."
+            )
         if scope["method"] not in ("GET", "HEAD", "POST"):
             raise Refused(405, f"{scope['method'][:20]} is not a method of this page: it takes GET, HEAD and POST.")
         origins, sites = _values(scope, b"origin"), _values(scope, b"sec-fetch-site")

@@ -78,7 +78,7 @@ def read_numbers(text: str, what: str, example: str) -> dict[str, int]:
     """Read names and sizes: `x=4,y=4`.
 
     Args:
-        text: what was typed; spaces may separate the pairs, too.
+        text: what was typed; it may end in a comma.
         what: what it gives the sizes of, for the error.
         example: a pair, for the remedy.
 
@@ -96,14 +96,14 @@ def read_numbers(text: str, what: str, example: str) -> dict[str, int]:
         number = whole_number(size)
         start = pair.start() + len(pair[0]) - len(pair[0].lstrip())
         end = max(start + 1, pair.end() - len(pair[0]) + len(pair[0].rstrip()))
-        if not pair[0].strip():
-            faults.append(Fault(text, pair.start(), pair.end(), "there is nothing between two commas."))
-        elif not (name.strip() and equals):
+        if not pair[0].strip():  # The next pair is yet to be typed.
+            continue
+        if not (name.strip() and equals):
             fact = f"{shown(pair[0].strip())} is not a name and a size."
-            faults.append(Fault(text, start, end, fact, f"Write {example}."))
+            faults.append(Fault(text, start, end, fact, f"Write a name and a size, such as {example}."))
         elif number is None:
             fact = f"{shown(size.strip())} is not {WHOLE}."
-            faults.append(Fault(text, start, end, fact, f"Write {example}."))
+            faults.append(Fault(text, start, end, fact, f"Write a name and a size, such as {example}."))
         elif name.strip() in found:
             faults.append(Fault(text, start, end, f"{name.strip()} has a size already.", "Give each one once."))
         else:

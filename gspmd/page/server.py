@@ -5,7 +5,6 @@ from contextlib import asynccontextmanager
 from functools import partial
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
 
 import anyio
 from starlette.applications import Starlette
@@ -23,7 +22,7 @@ from gspmd.page.worker import Ended, TooLong, Worker
 _KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 PAGES = {"/": "equation.html"}
 """The pages, by path."""
-TASKS = ("choices", "plan")
+TASKS = ("choices", "plan", "compare")
 """The tasks of `gspmd.page.tasks` that a page may ask for."""
 
 
@@ -55,12 +54,12 @@ def application(port: int, folder: Path | None = None) -> Application:
             return _refused(503, "too many requests wait for an answer.")
         try:
             call = partial(worker.ask, task, given, limits.SECONDS)
-            answer: dict[str, Any] = await anyio.to_thread.run_sync(call, limiter=waiting)
+            status, answer = await anyio.to_thread.run_sync(call, limiter=waiting)
         except TooLong as error:
             return _refused(504, str(error))
         except Ended as error:
             return _refused(503, str(error))
-        return _refused(400, answer["refused"]) if "refused" in answer else JSONResponse(answer)
+        return Response(answer, status, media_type="application/json")
 
     routes = [Route(path, _file(name)) for path, name in PAGES.items()]
     routes += [Route(f"/{name}", _file(name)) for name in _names() if not name.endswith(".html")]

@@ -1,6 +1,6 @@
 """The tasks of the process that answers: from the object of a request to plain data."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,20 +23,20 @@ class Tasks:
 
     def __init__(self, folder: Path | None = None):
         self._folder = folder
-        self._known = {"choices": self._choices, "plan": self._plan}
+        self._known = {"choices": self._choices, "plan": self._plan, "compare": self._compare}
 
     def warm(self) -> None:
         """Import what the first answer needs, and plan one equation."""
-        self._plan({"equation": "BE_x, EF_x -> BF_x", "sizes": "B=8,E=8,F=8", "mesh": "x=2"})
+        self._compare({"equation": "BE_x, EF_x -> BF_x", "sizes": "B=8,E=8,F=8", "mesh": "x=2"})
 
-    def run(self, task: str, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the answer to a request: `refused` with the reason if no page sends it."""
+    def run(self, task: str, given: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
+        """Return the HTTP status of a request, and the answer: `refused` with the reason if no page sends it."""
         try:
-            return self._known[task](given)
+            return 200, self._known[task](given)
         except BadRequest as error:
-            return {"refused": str(error)}
+            return 400, {"refused": str(error)}
         except MemoryError:
-            return fault_record(PlanError("there is not enough memory for this.\n  Try a smaller mesh."))
+            return 200, fault_record(PlanError("there is not enough memory for this.\n  Try a smaller mesh."))
 
     def _choices(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return what the fields of the page offer."""
@@ -45,18 +45,26 @@ class Tasks:
         return {"chips": [*CHIPS], "dtypes": DTYPES, "lowerings": LOWERINGS}
 
     def _plan(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        request = EquationRequest.read(given)
-        try:
-            return EquationAnswer(request).record()
-        except NotationError as error:
-            return fault_record(error, request)
+        return _answer(given, EquationAnswer.record)
+
+    def _compare(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        return _answer(given, EquationAnswer.compared)
+
+
+def _answer(given: Mapping[str, Any], part: Callable[[EquationAnswer], dict[str, Any]]) -> dict[str, Any]:
+    request = EquationRequest.read(given)
+    try:
+        return part(EquationAnswer(request))
+    except NotationError as error:
+        return fault_record(error, request)
 
 
 def fault_record(error: NotationError, request: EquationRequest | None = None) -> dict[str, Any]:
     """Return what is wrong with the fields of a request, each fault with the field in which it stands."""
+    texts = {} if request is None else {text: name for name, text in reversed(vars(request).items())}
     faults = [
         {
-            "field": next((name for name, text in vars(request).items() if text == fault.text), None) if request else None,
+            "field": texts.get(fault.text),
             "text": fault.text, "start": fault.start, "end": fault.end, "fact": fault.fact, "remedy": fault.remedy,
         }
         for fault in error.faults

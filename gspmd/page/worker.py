@@ -10,6 +10,7 @@ import queue
 import subprocess
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from threading import Lock, Thread
 from typing import Any
@@ -43,8 +44,8 @@ class Worker:
         with self._lock:
             self._start()
 
-    def ask(self, task: str, given: Mapping[str, Any], seconds: float) -> dict[str, Any]:
-        """Return the answer to a request.
+    def ask(self, task: str, given: Mapping[str, Any], seconds: float) -> tuple[int, str]:
+        """Return the HTTP status of a request, and the answer as JSON.
 
         Args:
             task: the name of a task.
@@ -70,7 +71,8 @@ class Worker:
             if answer is None:
                 self._stop()
                 raise Ended("the process that computes answers has ended; it may have run out of memory.")
-            return json.loads(answer)
+            status, _, body = answer.partition(" ")
+            return int(status), body
 
     def close(self) -> None:
         """End the process for good."""
@@ -111,20 +113,16 @@ class Worker:
             process.wait()
             for stream in (process.stdin, process.stdout):
                 if stream is not None:
-                    try:
+                    with suppress(OSError):  # What was not written is lost with the process.
                         stream.close()
-                    except OSError:  # What was not written is lost with the process.
-                        pass
 
 
 def _read(process: subprocess.Popen[str], answers: "queue.Queue[str | None]") -> None:
     """Pass on the lines of a process, and None at their end."""
     assert process.stdout is not None
-    try:
+    with suppress(ValueError):  # It has been closed.
         for line in process.stdout:
             answers.put(line)
-    except ValueError:  # It has been closed.
-        pass
     answers.put(None)
 
 
@@ -143,7 +141,8 @@ def main() -> None:
     while True:
         answers.flush()
         task, given = json.loads(requests.get())
-        answers.write(json.dumps(tasks.run(task, given)) + "\n")
+        status, answer = tasks.run(task, given)
+        answers.write(f"{status} {json.dumps(answer)}\n")
 
 
 def _listen(requests: "queue.Queue[str]") -> None:

@@ -54,7 +54,7 @@ def roofline(plan: PlannedRoutine) -> Roofline:
         >>> import gspmd
         >>> plan = gspmd.plan("BE, EF -> BF", {"B": 1024, "E": 4096, "F": 4096}, {"x": 1}, chip="tpu-v4")
         >>> [f"{seconds * 1e6:.1f} µs" for seconds in roofline(plan)], roofline(plan).bound
-        (['124.9 µs', '41.0 µs', '0.0 µs'], 'compute')
+        (['124.9 µs', '41.9 µs', '0.0 µs'], 'compute')
 
     Source: Williams, Waterman and Patterson 2009, *Roofline*; with the links as a third roof, the scaling book, part 1.
     """

@@ -49,8 +49,9 @@ class Bar(NamedTuple):
 def bars(plan: LoweredPlan) -> list[Bar]:
     """Return the steps of a plan in time.
 
-    Steps outside loops follow one another. Everything that loops runs at once, in the seconds that the plan leaves for
-    it: gathers from the beginning, reduce-scatters to the end, the einsums all the time, in chunks.
+    Steps outside loops follow one another. Everything that loops with an einsum runs at once, after the other moves, in
+    the seconds that the plan leaves for it: gathers from the beginning, reduce-scatters to the end, the einsums all the
+    time, in chunks.
 
     Args:
         plan: a `gspmd.Plan`.
@@ -58,14 +59,17 @@ def bars(plan: LoweredPlan) -> list[Bar]:
     looped = set(_looped(plan))
     inside = [(number, step) for number, step in enumerate(plan.steps) if number in looped]
     block = sum(step.seconds for _, step in inside) - plan.hidden_seconds
-    drawn, now, begun = [], 0.0, False
-    for number, step in enumerate(plan.steps):
-        if number not in looped:
-            drawn.append(Bar(number, step, now, step.seconds, False))
-            now += step.seconds
-        elif not begun:
-            drawn += _together(inside, now, block)
-            now, begun = now + block, True
+    moves = sum(len(move.steps) for move in plan.routine.moves)
+    alone = [(number, step) for number, step in enumerate(plan.steps) if number not in looped]
+    drawn, now = [], 0.0
+    for number, step in (each for each in alone if each[0] < moves):
+        drawn.append(Bar(number, step, now, step.seconds, False))
+        now += step.seconds
+    drawn += _together(inside, now, block)
+    now += block
+    for number, step in (each for each in alone if each[0] >= moves):
+        drawn.append(Bar(number, step, now, step.seconds, False))
+        now += step.seconds
     return drawn
 
 
@@ -91,14 +95,16 @@ def _together(inside: Sequence[tuple[int, Step]], start: float, block: float) ->
 def _looped(plan: LoweredPlan) -> Iterator[int]:
     """Yield the numbers of the steps that run in loops: collectives, and the einsums that hide them."""
     routine, loops, number = plan.routine, plan.loops, 0
+    # Rings without axes run apart from the einsum, unless its stripes hide them.
+    gathers = {at for at, ring in loops.gathers.items() if ring.axes or loops.stripes}
     for at, move in enumerate(routine.moves):
-        span = len(ring_gather(move).steps) if at in loops.gathers else 0
+        span = len(ring_gather(move).steps) if at in gathers else 0
         yield from range(number + len(move.steps) - span, number + len(move.steps))
         number += len(move.steps)
     scattered = {p: at for at in loops.scatters for p in routine.outputs[at].products}
     for at, product in enumerate(routine.products):
         if not product.passes_through:
-            if at in scattered or set(product.operands) & set(loops.gathers):
+            if at in scattered or set(product.operands) & gathers:
                 yield number
             number += 1
         left = len(ring_scatter(routine, scattered[at]).steps) if at in scattered else 0
