@@ -1,4 +1,4 @@
-"""A page in the browser that plans equations as one types: figures, tensors on the mesh, alternatives, lowerings.
+"""A page in the browser that plans equations and layouts as one types: figures, tensors on the mesh, costs by line.
 
     gspmd page
 
@@ -14,6 +14,7 @@ from contextlib import closing
 from pathlib import Path
 from threading import Thread
 
+from gspmd.commands import configs
 from gspmd.reading import folder_fault, whole_number
 
 _PORT = 8765
@@ -48,7 +49,8 @@ def run(argv: Sequence[str], script: str = "") -> int:
         from gspmd.page import limits
 
         config = uvicorn.Config(
-            application(port, options.layouts), log_level="warning", lifespan="on", server_header=False, ws="none",
+            application(port, configs.FOLDER, options.layouts), log_level="warning", lifespan="on", ws="none",
+            server_header=False,
             limit_concurrency=limits.CONNECTIONS, timeout_graceful_shutdown=1, h11_max_incomplete_event_size=2**15,
         )  # fmt: skip
         server = uvicorn.Server(config)

@@ -26,3 +26,15 @@ CONNECTIONS = 128
 
 BODY_SECONDS = 10.0
 """Seconds in which the body of a request has to arrive."""
+
+LINES = 8000
+"""Characters of the changed lines of a layout, together."""
+
+COUNT = 10**7
+"""The largest batch, length or number of microbatches."""
+
+BASES = 16
+"""Files on which a layout may be based, one upon the other."""
+
+LAYOUT_SECONDS = 120.0
+"""Seconds of the answer to a layout, whose model is traced."""

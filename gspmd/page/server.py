@@ -20,41 +20,44 @@ from gspmd.page.requests import BadRequest, read_object
 from gspmd.page.worker import Ended, TooLong, Worker
 
 _KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
-PAGES = {"/": "equation.html"}
+PAGES = {"/": "equation.html", "/layout": "layout.html"}
 """The pages, by path."""
-TASKS = ("choices", "plan", "compare")
-"""The tasks of `gspmd.page.tasks` that a page may ask for."""
+EQUATION_TASKS, LAYOUT_TASKS = ("choices", "plan", "compare"), ("shelf", "layout")
+"""The tasks of `gspmd.page.tasks` that a page may ask for; those of layouts have a process of their own."""
 
 
-def application(port: int, folder: Path | None = None) -> Application:
+def application(port: int, configs: Path, folder: Path | None = None) -> Application:
     """Return the page as an ASGI application.
 
     Args:
         port: the port on which it will be served, which its requests have to name.
+        configs: the folder of the shipped configs.
         folder: the folder whose layouts may be read, if there is one.
     """
-    worker, waiting = Worker(folder), anyio.CapacityLimiter(1)
+    equations = _Desk(Worker(), lambda: limits.SECONDS)
+    layouts = _Desk(Worker(configs, *([] if folder is None else [folder])), lambda: limits.LAYOUT_SECONDS)
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
-        await anyio.to_thread.run_sync(worker.start)
+        await anyio.to_thread.run_sync(equations.worker.start)  # That of layouts starts when one is asked for.
         try:
             yield
         finally:
-            worker.close()
+            equations.worker.close()
+            layouts.worker.close()
 
-    async def ask(request: Request, task: str) -> Response:
+    async def ask(request: Request, task: str, desk: _Desk) -> Response:
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             return _refused(415, "the body has to be of type application/json.")
         try:
             given = read_object(await request.body())
         except BadRequest as error:
             return _refused(400, str(error))
-        if waiting.statistics().tasks_waiting >= limits.WAITING:
+        if desk.waiting.statistics().tasks_waiting >= limits.WAITING:
             return _refused(503, "too many requests wait for an answer.")
         try:
-            call = partial(worker.ask, task, given, limits.SECONDS)
-            status, answer = await anyio.to_thread.run_sync(call, limiter=waiting)
+            call = partial(desk.worker.ask, task, given, desk.seconds())
+            status, answer = await anyio.to_thread.run_sync(call, limiter=desk.waiting)
         except TooLong as error:
             return _refused(504, str(error))
         except Ended as error:
@@ -64,9 +67,17 @@ def application(port: int, folder: Path | None = None) -> Application:
     routes = [Route(path, _file(name)) for path, name in PAGES.items()]
     routes += [Route(f"/{name}", _file(name)) for name in _names() if not name.endswith(".html")]
     routes.append(Route("/figures.css", _figures))
-    routes += [Route(f"/api/{task}", partial(ask, task=task), methods=["POST"]) for task in TASKS]
+    for desk, tasks in ((equations, EQUATION_TASKS), (layouts, LAYOUT_TASKS)):
+        routes += [Route(f"/api/{task}", partial(ask, task=task, desk=desk), methods=["POST"]) for task in tasks]
     inner = Starlette(routes=routes, lifespan=lifespan, exception_handlers={HTTPException: _unknown})
     return Guard(inner, port, frozenset(PAGES))
+
+
+class _Desk:
+    """A process that answers, the requests that wait for it, and a function that returns the most seconds of each."""
+
+    def __init__(self, worker: Worker, seconds: Callable[[], float]):
+        self.worker, self.seconds, self.waiting = worker, seconds, anyio.CapacityLimiter(1)
 
 
 def _names() -> list[str]:

@@ -30,11 +30,11 @@ class Worker:
     """A process that answers requests, one at a time; it is started when it is needed, and again if it has ended.
 
     Args:
-        folder: the folder whose layouts may be read, if there is one.
+        folders: those of the configs and of the user's layouts, for a process that plans layouts.
     """
 
-    def __init__(self, folder: Path | None = None):
-        self._folder = folder
+    def __init__(self, *folders: Path):
+        self._folders = folders
         self._process: subprocess.Popen[str] | None = None
         self._answers: queue.Queue[str | None] = queue.Queue()
         self._lock, self._closed = Lock(), False
@@ -93,7 +93,7 @@ class Worker:
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
         # Nothing runs on a device, and a TPU or GPU belongs to the program that trains.
         environment |= {"JAX_PLATFORMS": "cpu"}
-        argv = [sys.executable, "-P", "-m", _MODULE, *([] if self._folder is None else [str(self._folder)])]
+        argv = [sys.executable, "-P", "-m", _MODULE, *map(str, self._folders)]
         self._process = subprocess.Popen(
             argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, encoding="utf-8", env=environment,
             start_new_session=True,  # an interrupt of the terminal is for the page, which ends this process
@@ -135,7 +135,7 @@ def main() -> None:
     Thread(target=_listen, args=(requests,), daemon=True).start()
     from gspmd.page.tasks import Tasks
 
-    tasks = Tasks(Path(sys.argv[1]) if len(sys.argv) > 1 else None)
+    tasks = Tasks(*map(Path, sys.argv[1:]))
     tasks.warm()
     answers.write("ready\n")
     while True:

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 from statistics import median
 from urllib.request import urlopen
 
@@ -63,7 +64,7 @@ def open_page(site, browser):
     """A function (path, width, color scheme) -> page that is answered; no page may complain, of its policy for one."""
     opened, said = [], []
 
-    def call(path=ADDRESS, width=1600, scheme="light"):
+    def call(path=ADDRESS, width=1600, scheme="light", ready="#answer[data-compared]"):
         context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme)
         context.set_default_timeout(PATIENCE)
         opened.append(context)
@@ -72,7 +73,7 @@ def open_page(site, browser):
         page.on("pageerror", lambda error: said.append(str(error)))
         page.on("request", lambda request: request.url.startswith((site, "data:")) or said.append(request.url))
         page.goto(site + path)
-        page.wait_for_selector("#answer[data-compared]")
+        page.wait_for_selector(ready)
         return page
 
     yield call
@@ -278,3 +279,63 @@ def test_an_answer_stands_within_a_tenth_of_a_second(open_page, capsys):
     if os.getloadavg()[0] < (os.cpu_count() or 1):  # On a loaded machine the page waits for the machine.
         assert medians["cold", "answer"] < 100
         assert medians["warm", "answer"] < 100
+
+
+LAYOUT = "/layout?config=tiny&mesh=x=2,y=2,z=1&batch=16&length=64"
+
+
+def _planned(page, **wanted) -> None:
+    """Wait until the answer is to a question with these fields."""
+    page.wait_for_function(
+        """wanted => { const text = document.querySelector('#answer').dataset.answered; if (!text) return false;
+        const given = JSON.parse(text);
+        return Object.entries(wanted).every(([name, value]) => given[name] === value); }""",
+        arg=wanted,
+    )
+
+
+def test_a_layout_is_planned_and_changed(open_page, site):
+    page = open_page(LAYOUT, ready="#answer[data-answered]")
+    before = page.inner_text('#totals [data-total="wire_bytes"] .strong')
+    assert page.locator("#rows tbody tr").count() > 5
+    page.fill('[data-key="ffn.w_in"]', "EF")
+    _planned(page, lines="ffn.w_in = EF")
+    assert page.inner_text('#totals [data-total="wire_bytes"] .strong') != before
+    assert page.inner_text('#totals [data-total="wire_bytes"] .difference').endswith("%")
+    assert page.locator(".line.changed").count() == 1
+    assert "set=ffn.w_in=EF" in page.url
+    assert page.inner_text("#command").endswith("--set ffn.w_in=EF")
+    with page.expect_download() as download:
+        page.click("#download")
+    assert 'w_in = "EF"' in Path(download.value.path()).read_text()
+    again = open_page(page.url.removeprefix(site), ready="#answer[data-answered]")
+    assert again.input_value('[data-key="ffn.w_in"]') == "EF"
+    page.fill('[data-key="ffn.w_in"]', "E_qF")
+    page.wait_for_selector("#fault pre")
+    assert "stale" in page.get_attribute("#answer", "class")
+    page.click("#reset")
+    _planned(page, lines="")
+    assert page.inner_text('#totals [data-total="wire_bytes"] .strong') == before
+
+
+def test_two_layouts_side_by_side(open_page):
+    page = open_page(LAYOUT, ready="#answer[data-answered]")
+    page.select_option("#beside", "zero-3")
+    page.wait_for_function(
+        "() => /[0-9]/.test(document.querySelector('[data-total=seconds] .other')?.textContent ?? '')"
+    )
+    alone = open_page(LAYOUT + "&layout=zero-3", ready="#answer[data-answered]")
+    for name in ("seconds", "wire_bytes", "held_bytes"):
+        beside = page.inner_text(f'#totals [data-total="{name}"] .other')
+        assert beside == alone.inner_text(f'#totals [data-total="{name}"] .strong')
+
+
+@pytest.mark.parametrize(("width", "scheme"), [(360, "light"), (1600, "dark")])
+def test_the_layout_page_fits_and_can_be_read(open_page, width, scheme):
+    page = open_page(LAYOUT, width, scheme, ready="#answer[data-answered]")
+    assert page.evaluate("document.documentElement.scrollWidth") == width
+    assert page.evaluate(_CONTRAST) == []
+    nameless = page.locator("input, select, button, a, summary").evaluate_all(
+        "all => all.filter(each => !(each.ariaLabel || each.textContent.trim() || each.labels?.length)).length"
+    )
+    assert nameless == 0

@@ -19,6 +19,7 @@ from gspmd.page import limits, server, worker
 from gspmd.page.guard import HEADERS
 
 PORT = 8899
+CONFIGS = Path(__file__).parents[2] / "configs"
 HOST = f"127.0.0.1:{PORT}"
 ASKED = {"equation": "BE_x, EF_x -> BF_x", "sizes": "B=8,E=8,F=8", "mesh": "x=2"}
 WELL = {"Host": HOST, "Origin": f"http://{HOST}", "Sec-Fetch-Site": "same-origin", "Content-Type": "application/json"}
@@ -26,7 +27,9 @@ WELL = {"Host": HOST, "Origin": f"http://{HOST}", "Sec-Fetch-Site": "same-origin
 
 @pytest.fixture(scope="module")
 def client():
-    with TestClient(server.application(PORT), base_url=f"http://{HOST}", raise_server_exceptions=False) as made:
+    with TestClient(
+        server.application(PORT, CONFIGS), base_url=f"http://{HOST}", raise_server_exceptions=False
+    ) as made:
         yield made
 
 
@@ -199,11 +202,21 @@ def test_a_thousand_malformed_requests_have_a_thousand_clear_answers(client):
     assert client.post("/api/plan", json=ASKED, headers=WELL).json()["plan"]["seconds"] > 0
 
 
+def test_layouts_have_a_process_of_their_own(client):
+    assert "tiny" in client.post("/api/shelf", json={}, headers=WELL).json()["configs"]
+    for given, status in (({"config": 3}, 400), ({"lines": "x" * 9000}, 400), ({"file": "/etc/passwd"}, 400)):
+        answer = client.post("/api/layout", json=given, headers=WELL)
+        assert answer.status_code == status
+        assert answer.json()["refused"].startswith(("field", "there is no field"))
+    named = client.post("/api/layout", json={"config": "tiny", "layout": "/etc/passwd", "mesh": "x=2"}, headers=WELL)
+    assert named.json()["fault"]["message"].startswith("no layout is called '/etc/passwd'")
+
+
 def test_what_takes_too_long_is_ended_and_the_next_is_answered(monkeypatch):
     slow = ASKED | {"equation": "ABCDE, EFGHI -> ABCDFGHI", "mesh": "u=2,v=2,w=2,x=2,y=2,z=2"}
     slow["sizes"] = ",".join(f"{dim}=64" for dim in "ABCDEFGHI")
     monkeypatch.setattr(limits, "SECONDS", 0.3)
-    with TestClient(server.application(PORT), base_url=f"http://{HOST}") as client:
+    with TestClient(server.application(PORT, CONFIGS), base_url=f"http://{HOST}") as client:
         answer = client.post("/api/plan", json=slow, headers=WELL)
         assert answer.status_code == 504
         assert "took more than 0.3 seconds" in answer.json()["refused"]
