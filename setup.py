@@ -1,4 +1,4 @@
-"""Which folders are packages, and what they are called where they are installed; all else is in pyproject.toml."""
+"""The packages, and the folders that they are installed from; all other settings are in pyproject.toml."""
 
 from setuptools import find_packages, setup
 

@@ -1,4 +1,4 @@
-"""Collect every published figure beside which a prediction stands, and write them as one table, docs/accuracy.md.
+"""Collect every published figure that has a prediction, and write them as one table, docs/accuracy.md.
 
     python benchmarks/accuracy.py            # print the tables
     python benchmarks/accuracy.py --write    # and write them into the page
@@ -122,7 +122,7 @@ def _contexts() -> Iterator[Row]:
 
 
 def _table(page: str, after: str) -> Iterator[Mapping[str, str]]:
-    """Yield the rows of the first table after a line, by column; of columns of one name the first counts."""
+    """Yield the rows of the first table after a line, by column; if columns share a name, the first counts."""
     lines = (DOCS / page).read_text().partition(after)[2].splitlines()
     begin = next(number for number, line in enumerate(lines) if line.startswith("|"))
     names = _cells(lines[begin])

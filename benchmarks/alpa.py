@@ -133,7 +133,7 @@ def table(names: Sequence[str]) -> Iterator[str]:
 def plans(config: ModelConfig, devices: int) -> Iterator[Plan]:
     """Yield the plans with every number of stages and microbatches, and every mesh of two axes in a stage."""
     for stages in (each for each in range(1, devices + 1) if devices % each == 0):
-        if (config.layers // config.period) % stages == 0:
+        if config.repeats % stages == 0:
             own = devices // stages
             for batch in (each for each in range(1, own + 1) if own % each == 0):
                 for count in MICROBATCHES:
@@ -163,7 +163,7 @@ def _priced(config: ModelConfig, plan: Plan) -> Price | None:
         return None
     if not isinstance(asked, StageProblem):
         return Price(answer.seconds, answer.seconds)
-    own = config.layers // config.period // plan.stages
+    own = config.repeats // plan.stages
     prices = StagePrices.of(asked, answer.picks, own)
     inner = own * prices.layer + prices.sent
     stages = [prices.first + inner, *[inner] * (plan.stages - 2), inner + prices.last]

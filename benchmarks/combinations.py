@@ -96,7 +96,7 @@ class Row:
         config = self.config or (EXPERTS if "expert" in self.parts else DENSE)
         if self.pipeline is None:
             return config
-        moe = replace(config.moe, every=1, jitter=0.0) if config.moe else None  # a microbatch has draws of its own
+        moe = replace(config.moe, every=1, jitter=0.0) if config.moe else None  # each microbatch has separate draws
         return replace(config, layers=self.pipeline.layers, moe=moe)
 
     @property

@@ -1,11 +1,11 @@
-"""Fit the model of a GPU to a card's measurements, and hold its predictions beside those that the fit did not see.
+"""Fit the model of a GPU to a card's measurements, and compare its predictions with measurements left out of the fit.
 
     python benchmarks/gpu.py          # on benchmarks/results/device-h200.json; figures for chips.toml and matmul.toml
     python benchmarks/gpu.py --steps  # and compile the measured training steps offline, to simulate them; a minute
 
-The measurements are those of benchmarks/device.py. Fitted are products by cuBLAS, the bandwidth of other kernels, fused
-attention, and the seconds of a launch. Training steps are not fitted: what is simulated of them stands beside what was
-measured. They need JAX's plugin for CUDA (pip install 'gspmd[gpu-offline]') but no GPU.
+The measurements are those of benchmarks/device.py. The fit covers products by cuBLAS, the bandwidth of other kernels,
+fused attention, and the seconds of a launch. Training steps are not fitted: their simulated seconds are compared with
+the measured ones. They need JAX's plugin for CUDA (pip install 'gspmd[gpu-offline]') but no GPU.
 """
 
 import argparse
@@ -34,7 +34,7 @@ CARD = "h200"
 # Kernels in one trip of the loops that were timed: each also counts its trips. XLA records five kernels or more as one
 # launch (a CUDA graph), so these are launched one by one.
 SCALE_KERNELS, PRODUCT_KERNELS = 2, 3
-# Kernels that pass over their bytes twice in a trip: what the loop carries is copied (compile one offline to see it).
+# Kernels that pass over their bytes twice in a trip: the loop copies its carry (compile one offline to see it).
 TWICE = ("RMS norm", "softmax", "transpose", "rows gathered")
 LARGE = 2 * 2**26  # bytes that do not fit in the cache of the card, read and written
 
@@ -73,7 +73,7 @@ def launch_seconds(rows: Sequence[dict]) -> float:
 
 
 def stream_efficiency(rows: Sequence[dict], card: Chip) -> float:
-    """Return the share of the memory's bandwidth that kernels reach which pass over large arrays."""
+    """Return the share of the memory's bandwidth that kernels on large arrays reach."""
     found = []
     for row in part(rows, "kernels"):
         twice = 2 if row["what"].startswith(TWICE) else 1
@@ -83,7 +83,7 @@ def stream_efficiency(rows: Sequence[dict], card: Chip) -> float:
 
 
 def attention_efficiency(rows: Sequence[dict], card: Chip) -> float:
-    """Return the share of the peak FLOP/s of fused attention, after the seconds of its bytes."""
+    """Return the share of the peak FLOP/s that fused attention reaches, not counting the seconds of its bytes."""
     found = []
     for row in part(rows, "attention"):
         if row["what"].startswith("cudnn"):

@@ -1,4 +1,4 @@
-"""Compare predicted with published training steps on GPUs, compiled offline for the same numbers of the same GPUs.
+"""Compare predicted with published training steps on GPUs, compiled offline for the same number and kind of GPUs.
 
     python benchmarks/gpus.py                               # renew the tables of docs/gpus.md from the saved figures
     python benchmarks/gpus.py --check                       # exit code 1 if the page differs from the saved figures
@@ -379,7 +379,7 @@ def parts(kept: dict[str, Any]) -> Iterator[str]:
         shares = [f"{found[part] / step:.1%}" for part in ("products", "other", "slices", "waiting")]
         told = "; ".join(f"{what} {seconds / step:.1%}" for what, seconds in waits)
         largest = "; ".join(f"{what} {seconds / step:.1%}" for what, seconds in lines)
-        # What the loop of a pipeline does itself has no line in the model; its source is the command.
+        # The loop of a pipeline has no line in the model; its source is the command.
         largest = re.sub(rf"`{Path(__file__).name}:\d+`", "the loop over ticks", largest)
         yield f"| {name} | {' | '.join(shares)} | {told} | {found['hidden'] / step:.1%} | {largest} |"
 

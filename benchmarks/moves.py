@@ -5,10 +5,10 @@
     python benchmarks/moves.py --moves 40 --chips "tpu-v5e:4x4*2" "tpu-v5p:2x2x4*4"   # over several slices
 
 Each move brings a bfloat16 tensor of 1 MB to 3 GB from one random sharding to another. The plan's seconds are those of
-its collectives; the compiled ones are the seconds in which the timeline waits for collectives. What computes beside
-them, slices and copies, is shown separately: in a program of one move most of it copies the result. Gathers that go
-round each axis of a torus include their copies, in a plan too: for moves with one of these the whole program counts.
-Each move is also compiled as the compiler's partitioner makes it (`jax.sharding.reshard`), to compare whole programs.
+its collectives; the compiled ones are the seconds in which the timeline waits for collectives. The seconds of slices
+and copies are shown separately: in a program of one move, most of them copy the result. Gathers that go round each axis
+of a torus include their copies, in a plan too: for moves with one of these the whole program counts. Each move is also
+compiled as the compiler's partitioner makes it (`jax.sharding.reshard`), to compare whole programs.
 """
 
 import argparse
@@ -30,7 +30,7 @@ SMALLEST, LARGEST = 20, 31.5
 
 
 class Move(NamedTuple):
-    """A move, and its seconds: planned, waiting for collectives as compiled, and computing beside them.
+    """A move, and its seconds: planned, waiting for collectives when compiled, and computing.
 
     If a gather in it goes round each axis of a torus, `waits` is the whole program and includes what it computes.
 
@@ -70,7 +70,7 @@ def specs(axes: tuple[str, ...], rng: random.Random) -> tuple[str, str]:
 
 
 def moves(count: int, chips: tuple[str, ...], seed: int) -> Iterator[Move]:
-    """Yield random moves, compiled. Those that are slices alone are drawn again."""
+    """Yield random moves, compiled. Moves that only slice are drawn again."""
     rng = random.Random(seed)
     while count:
         found = compiled(rng.choice(chips), rng)
@@ -82,7 +82,7 @@ def moves(count: int, chips: tuple[str, ...], seed: int) -> Iterator[Move]:
 def compiled(name: str, rng: random.Random) -> Move | None:
     """Draw a move on a slice and compile it; None if it is too small or too large, or sends nothing."""
     slices = topology(name)
-    # Several slices are an axis of their own, and so are the two devices of a chip.
+    # Several slices are a separate axis, and so are the two devices of a chip.
     shape = (*([slices.slices] * (slices.slices > 1)), *slices.shape, *([slices.cores] * (slices.cores > 1)))
     axes = dict(zip("xyzw", shape))
     before, after = specs(tuple(axes), rng)

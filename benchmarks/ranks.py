@@ -29,7 +29,7 @@ from page import write_between
 from gspmd.display.units import amount_of_seconds
 
 QWEN = "--config llama-3.1-70b --model.feed-forward 29568 --model.vocabulary 152064 --model.qkv-bias"
-"""Qwen2 72B, but for the base of its rotary embedding."""
+"""Qwen2 72B, except for the base of its rotary embedding."""
 
 STEPS = {
     "qwen-decode": f"{QWEN} --topology tpu-v5e:4x4 --phase decode --batch 64 --length 2048",
@@ -55,7 +55,7 @@ def main() -> None:
     parser.add_argument("--at-once", type=int, default=2, help="the number of programs that are compiled at a time")
     given = parser.parse_args()
     if (given.write or given.errors) and len(given.step) < len(STEPS):
-        parser.error("--write and --errors are of all steps; leave --step out.")
+        parser.error("--write and --errors are for all steps; leave --step out.")
     given.folder.mkdir(parents=True, exist_ok=True)
     found = {}
     for name in given.step:
@@ -95,7 +95,7 @@ def compared(step: str, folder: Path, at_once: int) -> list[dict[str, Any]]:
     presets: dict[tuple, dict[str, Any]] = {}
     for each in searched["presets"]:
         if each["fits"] and each["seconds"]:
-            # On this mesh several presets may be one layout: equal in seconds and bytes, to all digits.
+            # On this mesh several presets may be the same layout: equal in seconds and bytes, to all digits.
             same = presets.setdefault((each["seconds"], each["bytes"]), {**each, "same": []})
             same["same"].append(each["name"])
     programs = [

@@ -1,4 +1,4 @@
-"""Training on 1 to 64 slices of 256 TPU v5p, and PaLM on its two pods: what goes over the network between slices.
+"""Bytes and seconds on the network between slices: training on 1 to 64 slices of 256 TPU v5p, and PaLM on two pods.
 
     python benchmarks/slices.py --json benchmarks/results/slices.json --write docs/slices.md   # half an hour
     python benchmarks/slices.py --json benchmarks/results/slices.json --plot docs/images/slices.png
@@ -67,7 +67,7 @@ def measured(kept: Kept, slices: int) -> dict[str, Any]:
 
 
 def growth(kept: Kept, names: Sequence[str]) -> Iterator[str]:
-    """Yield a table of the step on more and more slices."""
+    """Yield a table of the step on growing numbers of slices."""
     yield (
         "| slices | chips | step | of one slice | over the network, a chip | planned | seconds on the network "
         "| waited for | all bytes, compiled / planned |"
@@ -85,7 +85,7 @@ def growth(kept: Kept, names: Sequence[str]) -> Iterator[str]:
 
 
 def palm(kept: Kept, names: Sequence[str]) -> Iterator[str]:
-    """Yield what PaLM's step is planned to send between its pods, beside what is published."""
+    """Yield a table of the bytes that PaLM's step sends between its pods, planned and published."""
 
     def planned() -> dict[str, Any]:
         settings = command.parse(PALM.split())
@@ -104,7 +104,7 @@ def palm(kept: Kept, names: Sequence[str]) -> Iterator[str]:
 
 
 def draw(kept: Kept, path: Path) -> None:
-    """Draw the seconds of a step on the network, and those of them that the step waits for."""
+    """Draw the seconds that a step uses the network, and the part of them that the step waits for."""
     import matplotlib as mpl
 
     mpl.use("agg")

@@ -3,8 +3,8 @@
     python benchmarks/switch_curves.py --out curves --plot docs/images/switch_curves.png --write docs/moe.md
 
 Both are `gspmd train --config switch-small` on one device and one core each, side by side: span corruption on the
-source of Python's standard library. The dense model has no experts, and as many FLOPs per token but for the routers. A
-finished run is read from its folder; an interrupted one is resumed.
+source of Python's standard library. The dense model has no experts, and as many FLOPs per token except for those of the
+routers. A finished run is read from its folder; an interrupted one is resumed.
 
 Source: Fedus et al. 2021, Switch Transformers (arXiv 2101.03961), figures 4 to 6.
 """
@@ -67,7 +67,7 @@ def _settings() -> dict[str, Any]:
 
 
 def _started(out: Path, name: str, core: int, steps: int) -> subprocess.Popen | None:
-    """Start a run on a core of its own; None if it is finished."""
+    """Start a run on one core; return None if it is finished."""
     folder = _folder(out, name)
     if _is_finished(folder):
         return None

@@ -1,12 +1,12 @@
-"""A gather over several torus axes: the compiler's own, round one ring, beside the one of `blocking`, round each axis.
+"""Compare two gathers over several torus axes: the compiler's, round one ring, and `blocking`'s, round each axis.
 
     python benchmarks/torus_gather.py                           # v4 and v5p, 2.7 GB, about four minutes
     python benchmarks/torus_gather.py --chips tpu-v5p:4x4x8 --rows 4096 --columns 32768
 
-Seconds are those of the compiled program's timeline. `gather` is a program of its own, in which the compiler copies
-what its own gather made into the result. `product` multiplies the gathered matrix, which needs no such copy; the
-product alone is subtracted. `memory` is what the compiler allocates in the latter beside arguments and results: what
-is gathered, and blocks on their way.
+Seconds are those of the compiled program's timeline. `gather` is a program with only the gather, in which the compiler
+copies the result of its own gather. `product` multiplies the gathered matrix, which needs no such copy; the time of a
+program with only the product is subtracted. `memory` is the memory that the compiler allocates for `product` besides
+arguments and results: for the gathered matrix, and for blocks on their way.
 """
 
 import argparse
@@ -27,7 +27,7 @@ ROWS_OF_PRODUCT = 2048
 
 
 class Gathered(NamedTuple):
-    """Seconds of a gather alone and before a product, without the product, and bytes of temporaries of the latter."""
+    """Seconds of a gather alone and of one before a product, without it; bytes of temporaries of the second."""
 
     gather: float
     product: float
@@ -89,7 +89,8 @@ def main() -> None:
             spec = gspmd.Spec.parse(equation.partition(" -> ")[0])
             dimension = next(place for place, axes in enumerate(spec.axes) if axes)
             axes = spec.axes[dimension]
-            # Over all devices in two parts, as `blocking` had it: in one, the compiler makes an all-reduce of it.
+            # Over all devices it has two parts, as `blocking` used to run it: the compiler turns a single part into an
+            # all-reduce.
             parts = [axes] if len(axes) == 2 else [axes[2:], axes[:2]]
 
             own = partial(one_ring, dimension=dimension, parts=parts, before=spec.partition_spec())

@@ -1,4 +1,4 @@
-"""How the reference reads docstrings: their examples as code, and Source and Differs as paragraphs of their own."""
+"""The reading of docstrings for the reference: examples become code, Source and Differs separate paragraphs."""
 
 import re
 
@@ -8,7 +8,7 @@ _NOTE = re.compile(r"^(Source|Differs): ")
 
 
 class Docstrings(griffe.Extension):
-    """Put what Markdown would take for quotations into blocks of code."""
+    """Turn examples into blocks of code, since Markdown would read `>>>` as quotations."""
 
     def on_object(self, *, obj, **_):
         """Rewrite one docstring, whatever it belongs to."""

@@ -1,7 +1,8 @@
-"""What the site needs beyond the pages here: README.md as its first page, and links that leave docs/.
+"""Additions to the pages for the site: README.md as its first page, and links that leave docs/.
 
-A page links to files beside it as the code host wants it. Here such a link leads to the same page of the site where
-there is one, and to the code host for all else; one that leads to no file is left as it is, and fails a strict build.
+Pages link to files of the tree by relative paths, as the code host needs it. Here such a link is turned into one to the
+same page of the site, or to the code host if the site has no such page. A link to a missing file stays as it is, and
+fails a strict build.
 """
 
 import re

@@ -21,11 +21,12 @@ if TYPE_CHECKING:
     from gspmd.lowerings.in_force import lowering
     from gspmd.ops._einsum import einsum, reshard
     from gspmd.ops._plan import plan
+    from gspmd.ops._show import show
     from gspmd.planner.plan import Plan
     from gspmd.tracing.trace import ProgramPlan, trace
 
-# All is imported when it is asked for, so that `import gspmd` takes no time: a command begins with it, and can be
-# interrupted in one line only from then on.
+# Everything is imported when it is first used, so that `import gspmd` takes no time: a command begins with it, and can
+# be interrupted in one line only from then on.
 _HOMES = {
     "Layout": "gspmd.layouts",
     "LayoutError": "gspmd.annotate",
@@ -40,6 +41,7 @@ _HOMES = {
     "lowering": "gspmd.lowerings.in_force",
     "plan": "gspmd.ops._plan",
     "reshard": "gspmd.ops._einsum",
+    "show": "gspmd.ops._show",
     "trace": "gspmd.tracing.trace",
 }
 _ROOMS = ("audit", "layouts", "moe", "ops", "pipeline", "search", "training")
@@ -63,6 +65,7 @@ __all__ = [
     "lowering",
     "plan",
     "reshard",
+    "show",
     "trace",
 ]
 

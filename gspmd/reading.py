@@ -64,7 +64,7 @@ def open_file(path: str | os.PathLike) -> BinaryIO:
     try:
         mode = os.stat(path).st_mode
         if not (stat.S_ISREG(mode) or (stat.S_ISFIFO(mode) and os.fspath(path).startswith(_PIPES))):
-            raise ReadError(f"it is {_KINDS.get(stat.S_IFMT(mode), 'something else')}, and no regular file")
+            raise ReadError(f"it is {_KINDS.get(stat.S_IFMT(mode), 'something else')}, not a regular file")
         return open(path, "rb")
     except (OSError, ValueError) as error:
         raise _reason(error) from None
@@ -193,7 +193,7 @@ def folder_fault(path: str | os.PathLike) -> str | None:
 def whole_number(text: str) -> int | None:
     """Parse a whole number of at most 18 digits, as flags accept it; None for any other text.
 
-    `int` alone accepts digits of other scripts and underscores, and has an error of its own for 5,000 digits;
+    `int` alone accepts digits of other scripts and underscores, and raises another error for 5,000 digits;
     `str.isdigit` is true for `²`, which `int` does not accept.
 
     Example:

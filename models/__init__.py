@@ -1,4 +1,4 @@
-"""Transformers in Flax NNX, decoders alone and encoder–decoders, with every tensor sharded by a layout.
+"""Transformers in Flax NNX, decoder-only models and encoder–decoders, with every tensor sharded by a layout.
 
 Reading order: config, vectors, parameters, attention, feed_forward, experts, blocks, transformer, objective, decoding,
 unstacked, shapes, step. Import `gspmd_models.step` by name: it imports the libraries of training, so this module leaves

@@ -18,10 +18,11 @@ from gspmd.layouts.section import Section
 from gspmd.ops import Buckets, attention
 from gspmd.ops._attention.zigzag import ring_size, zigzag_positions
 
+from .alibi import slopes_of
 from .config import ModelConfig
 from .context import Context
 from .layer import Layer
-from .rotary import Angles, cos_sin, rotate, turns
+from .rotary import Angles, cos_sin, query_growth, rotate, turns
 from .vectors import masked, padded_dimensions
 
 
@@ -30,6 +31,9 @@ class Past(Protocol):
 
     def angles(self, spec: Spec, kind: str) -> Angles:
         """Return the angles of a layer of this kind at the positions of the new tokens, placed as B and L of `spec`."""
+
+    def growth(self) -> jax.Array:
+        """Return the factors [B, L, 1, 1] of queries that grow, at the positions of the new tokens."""
 
     def attend(
         self, q: jax.Array, k: jax.Array, v: jax.Array, query_spec: Spec, key_spec: Spec, **options: Any
@@ -41,16 +45,21 @@ class Past(Protocol):
 
     @property
     def fresh(self) -> bool:
-        """Whether no token is cached, so that the new ones attend to one another alone."""
+        """Whether no token is cached, so that the new ones attend only to one another."""
 
-    def keep(self, latent: jax.Array) -> jax.Array:
-        """Store the latents [B, L, Z] of the new tokens, and return them as they are kept."""
+    def keep(self, latent: jax.Array, rank: int) -> jax.Array:
+        """Store latents and rotated keys [B, L, Z] of the new tokens, and return them as they are kept.
 
-    def attend_latents(self, q: jax.Array, latent: jax.Array, query_spec: Spec, key_spec: Spec, **options: Any):
+        The first `rank` numbers are the latent.
+        """
+
+    def attend_latents(
+        self, q: jax.Array, latent: jax.Array, rank: int, query_spec: Spec, key_spec: Spec, **options: Any
+    ) -> jax.Array:
         """Attend with queries [B, L, H, Z] to the cached latents and to those of the new tokens [B, L, Z].
 
         Returns:
-            [B, L, H, Z], the mixed latents with their rotated keys. The options are those of `attend`.
+            [B, L, H, Z], the mixed latents, of `rank` numbers. The options are those of `attend`.
         """
 
     def attend_source(self, q: jax.Array, query_spec: Spec, key_spec: Spec, **options: Any) -> jax.Array:
@@ -63,12 +72,13 @@ class Attention(Layer):
     The parallel block calls `core` and computes the products around it itself, to share collectives with feed-forward.
 
     Args:
-        kind: full, sliding or unrotated, see `ModelConfig.layer_kinds`.
+        kind: full, sliding, chunked or unrotated, see `ModelConfig.layer_kinds`.
     """
 
     def __init__(self, config: ModelConfig, layout: Layout, weights: Mapping[str, jax.Array], dtype: Any, kind: str):
         super().__init__(config, layout.section("attention"), weights, dtype)
         self.kind, self.rotary, self.window = kind, config.rotary_of(kind), config.window_of(kind)
+        self.chunk, self.grows = config.chunk_of(kind), config.grows(kind)
         self.padded_heads = padded_dimensions(config, layout)
         self.padded = self.padded_heads.get("H")
 
@@ -90,16 +100,21 @@ class Attention(Layer):
     def heads(self, where: str, products: Sequence[jax.Array], y: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Return queries [B, L, H, D], keys and values [B, L, K, D] of y, from its products with the three weights.
 
-        Adapters, scales, biases and norms of heads are applied to the products, as far as the model has them.
+        Adapters, scales, biases, a bound and norms of heads are applied to the products, as far as the model has them.
         """
         found = []
         for x, line, weight, kept in zip(products, ("query", "key", "key"), "qkv", ("query", "key", "value")):
             x = checkpoint_name(self.adapted(f"{where}, w_{weight} -> {line}", x, y), f"attention.{kept}")
-            found.append(self.affine(line, x, weight))
+            found.append(self.clipped(self.affine(line, x, weight)))
         q, k, v = found
-        if self.config.qk_norm != "none":
+        if self.config.qk_norm in ("head", "all"):
             q, k = self.normed_heads("query", q, "q_norm", "H"), self.normed_heads("key", k, "k_norm", "K")
         return q, k, v
+
+    def clipped(self, x: jax.Array) -> jax.Array:
+        """Return queries, keys or values within the model's bound, if it has one."""
+        bound = self.config.qkv_clip
+        return x if bound is None else jnp.clip(x, -bound, bound)
 
     def normed_heads(self, line: str, x: jax.Array, norm: str, heads: str) -> jax.Array:
         """Normalise queries or keys: each head [D] by itself, or all heads [H, D] together."""
@@ -109,6 +124,19 @@ class Attention(Layer):
         if (padded := self.padded_heads.get(heads)) is not None:  # heads of padding are 0, and do not count
             options["count"] = padded.real * self.config.head_size
         return self.at.rms_norm(f"{line}, {norm}_all", x, self.vector(norm), **options)
+
+    def normed_after_rotation(self, q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Normalise rotated queries and keys, each head by itself and without a scale, if the model does so."""
+        if self.config.qk_norm != "rotated":
+            return q, k
+        return _unscaled_norm(q, self.config.norm_epsilon), _unscaled_norm(k, self.config.norm_epsilon)
+
+    def growth_of_text(self, length: int, context: Context) -> jax.Array | np.ndarray:
+        """Return the factors of queries that grow, in the order of training."""
+        if context.growth is not None:
+            return context.growth
+        ring = ring_size(self.at.spec("key")) if context.causal else 1
+        return query_growth(zigzag_positions(length, ring)[None], self.config)
 
     def core(self, q: jax.Array, k: jax.Array, v: jax.Array, context: Context, past: Past | None = None) -> jax.Array:
         """Compute softmax attention of queries [B, L, H, D] and keys [B, L, K, D], placed as the queries.
@@ -120,12 +148,21 @@ class Attention(Layer):
         if past is not None:
             if self.rotary is not None:
                 q, k = (rotate(x, self.rotary, past.angles(spec, self.kind)) for x, spec in ((q, query), (k, key)))
+                q, k = self.normed_after_rotation(q, k)
+            elif self.grows:
+                q = _grown(q, past.growth())
             out = past.attend(q, k, v, query, key, **how)
             return masked(out, self.padded, "H", query)
         if self.rotary is not None:
             q, k = checkpoint_name(self.rotated(self.rotary, q, k, context), "attention.rotated")
+            q, k = self.normed_after_rotation(q, k)
+        elif self.grows:
+            q = _grown(q, self.growth_of_text(q.shape[1], context))
         if context.segments:
             how["segments"] = context.segments
+            if self.chunk is not None:  # chunks of a text in a packed row begin where it does
+                how["segments"] = context.chunks
+                how["window"] = how.pop("chunk")  # no key of a chunk is further away
         out = attention(q, k, v, query, key, causal=context.causal, **how)
         return masked(out, self.padded, "H", query)
 
@@ -134,8 +171,12 @@ class Attention(Layer):
         found = bias_of(self.config, self.at, context) | {"scale": self.config.attention_scale}
         if self.window is not None:
             found["window"] = self.window
+        if self.chunk is not None:
+            found["chunk"] = self.chunk
         if self.config.score_softcap is not None:
             found["softcap"] = self.config.score_softcap
+        if self.config.positions == "alibi":
+            found["slopes"] = slopes_of(self.config, self.padded)
         if (sinks := self.parameter("sinks")) is not None:
             found |= {"sinks": sinks[...], "sinks_spec": self.at.spec("sinks")}
         return found
@@ -192,6 +233,17 @@ class CrossAttention(Layer):
             x = checkpoint_name(self.adapted(f"memory, w_{weight} -> key", x, memory), f"attention.{kept}")
             found.append(self.affine("key", x, weight))
         return found[0], found[1]
+
+
+def _unscaled_norm(x: jax.Array, epsilon: float) -> jax.Array:
+    """Divide each head [D] by its root mean square. D is whole on every device, so nothing is sent."""
+    wide = x.astype(jnp.float32)
+    return (wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + epsilon)).astype(x.dtype)
+
+
+def _grown(q: jax.Array, growth: jax.Array | np.ndarray) -> jax.Array:
+    """Return queries [B, L, H, D] times the factors of their positions."""
+    return (q.astype(jnp.float32) * growth).astype(q.dtype)
 
 
 def bias_of(config: ModelConfig, at: Section, context: Context) -> dict[str, Any]:

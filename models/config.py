@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import gcd, inf, lcm
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from gspmd.annotate.errors import suggestion
 from gspmd.layouts.rules.keys import dims_of
@@ -16,11 +17,11 @@ from .rope_scaling import RopeScaling
 from .tensors import Tensor, tensor_sizes, tensors
 
 BLOCKS = ("serial", "parallel")
-POSITIONS = ("rotary", "relative", "sinusoidal", "learned", "none")
+POSITIONS = ("rotary", "relative", "alibi", "sinusoidal", "learned", "none")
 NORMS = ("rms", "layer")
 NORM_PLACES = ("before", "after", "both")
-LAYER_KINDS = ("full", "sliding", "unrotated")
-HeadNorm = Literal["none", "head", "all"]
+LAYER_KINDS = ("full", "sliding", "chunked", "unrotated")
+HeadNorm = Literal["none", "head", "all", "rotated"]
 HEAD_NORMS: tuple[HeadNorm, ...] = get_args(HeadNorm)
 PAIRS = ("halves", "neighbours")
 Remat = Literal["none", "full", "dots-except-hidden", "dots", "selective"]
@@ -50,7 +51,7 @@ class LatentConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Configure a transformer, a decoder alone or an encoder–decoder; by default a small decoder on bytes.
+    """Configure a transformer, a decoder-only model or an encoder–decoder; by default a small decoder on bytes.
 
     Example:
         >>> ModelConfig(embed=4096, layers=32, heads=16, kv_heads=1, head_size=256, feed_forward=16384,
@@ -70,7 +71,7 @@ class ModelConfig:
     layers: int = 4
     """Number of blocks; of the decoder, if there is an encoder."""
     encoder_layers: int = 0
-    """Number of blocks of the encoder, whose output every block of the decoder attends to; 0 for a decoder alone."""
+    """Number of blocks of the encoder, whose output every block of the decoder attends to; 0 if decoder-only."""
     start_token: int = 0
     """The token that a decoder begins with, if there is an encoder: T5's padding token, or M2M-100's end of text."""
     heads: int = 8
@@ -88,7 +89,11 @@ class ModelConfig:
     """Whether attention's output has a bias."""
     qk_norm: Literal[HeadNorm, True, False] = "none"
     """RMS norm of queries and keys before they are rotated: none; head: of each head by itself, with one scale for all
-    heads (Qwen3); all: over all heads together (OLMo 2). True means head, and False none."""
+    heads (Qwen3); all: over all heads together (OLMo 2). Or rotated: of each head by itself after rotation, without a
+    scale, in layers that are rotated (Llama 4). True means head, and False none."""
+    qkv_clip: float | None = None
+    """Bound of queries, keys and values as they come from their products, in both directions (MPT); None for no
+    bound."""
     sinks: bool = False
     """Whether each query head has a learned logit in the denominator of its softmax, which no value belongs to
     (gpt-oss)."""
@@ -96,9 +101,18 @@ class ModelConfig:
     """Bound c of the scores of attention, which become c · tanh(score / c) (Gemma 2); None for no bound."""
     sliding_window: int | None = None
     """Number of last tokens, itself among them, to which a token attends in sliding layers."""
+    attention_chunk: int | None = None
+    """Number of tokens of the chunks into which chunked layers cut a text; a token attends to those of its own chunk up
+    to itself (Llama 4)."""
     layer_kinds: tuple[str, ...] = ()
     """Kinds of attention of successive blocks, a pattern that repeats: full; sliding, to the last `sliding_window`
-    tokens; unrotated: full, without rotary embedding. Empty for all sliding if there is a window, else all full."""
+    tokens; chunked, within chunks of `attention_chunk` tokens; unrotated: full, without rotary embedding. Empty for all
+    sliding if there is a window, all chunked if there is a chunk, else all full."""
+    query_growth: float = 0.0
+    """Growth a of queries in unrotated layers: at position p they are multiplied by 1 + a · ln(1 + ⌊(p + 1) /
+    growth_interval⌋) (Llama 4); 0 for none."""
+    growth_interval: int = 8192
+    """Number of tokens after which queries grow next."""
     feed_forward: int = 256
     """Width of the feed-forward layer, or of one expert."""
     activation: str = "swiglu"
@@ -116,18 +130,26 @@ class ModelConfig:
     """Whether the logits reuse the embedding table."""
     scale_embedding: bool = True
     """Whether embedded tokens are multiplied by √embed."""
+    embedding_norm: bool = False
+    """Whether embedded tokens are normalised before the first block (BLOOM)."""
     output_bias: bool = False
     """Whether the logits have a bias."""
     logit_softcap: float | None = None
     """Bound c of the logits, which become c · tanh(logit / c) (Gemma 2); None for no bound."""
     positions: str = "rotary"
     """rotary; relative: a bias of the scores for the distance of query and key, in buckets, shared by all blocks of a
-    stack (T5); sinusoidal, or learned: vectors that are added to the embedded tokens (Transformer, GPT-2), the latter
+    stack (T5); alibi: a bias that falls with their distance, more steeply in some heads than in others (BLOOM);
+    sinusoidal, or learned: vectors that are added to the embedded tokens (Transformer, GPT-2), the latter
     one for each of `context_length` positions; or none."""
     relative_buckets: int = 32
     """Number of buckets of distances."""
     relative_distance: int = 128
     """Distance from which on all keys are in one bucket."""
+    alibi_max: float = 8.0
+    """For alibi, the exponent of the flattest head: the slopes of n heads are 2^(-alibi_max · i / n) for i = 1 .. n, if
+    n is a power of two (`gspmd_models.alibi.slopes`)."""
+    alibi_scaled: bool = False
+    """Whether alibi's biases are multiplied by the factor of the scores, as products are (Falcon)."""
     position_offset: int = 0
     """Position of the first token, for sinusoidal positions (2 in M2M-100)."""
     attention_scale: float | None = None
@@ -201,7 +223,7 @@ class ModelConfig:
         return self.rotary_size or self.head_size
 
     def layer_kind(self, place: int) -> str:
-        """Return the kind of attention of a block, counted from the first: full, sliding or unrotated.
+        """Return the kind of attention of a block, counted from the first: full, sliding, chunked or unrotated.
 
         >>> config = ModelConfig(sliding_window=32, layer_kinds=("sliding", "sliding", "full"), layers=6)
         >>> [config.layer_kind(number) for number in range(4)]
@@ -212,7 +234,11 @@ class ModelConfig:
 
     @property
     def _kinds(self) -> tuple[str, ...]:
-        return self.layer_kinds or ("full" if self.sliding_window is None else "sliding",)
+        if self.layer_kinds:
+            return self.layer_kinds
+        if self.sliding_window is not None:
+            return ("sliding",)
+        return ("full" if self.attention_chunk is None else "chunked",)
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -222,6 +248,18 @@ class ModelConfig:
     def window_of(self, kind: str) -> int | None:
         """Return the number of last tokens that a token of a layer of this kind attends to; None for all."""
         return self.sliding_window if kind == "sliding" else None
+
+    def chunk_of(self, kind: str) -> int | None:
+        """Return the number of tokens of a chunk, in which layers of this kind attend; None for no chunks."""
+        return self.attention_chunk if kind == "chunked" else None
+
+    def reach_of(self, kind: str) -> int | None:
+        """Return the most last tokens to which a token of a layer of this kind attends; None for all."""
+        return self.window_of(kind) or self.chunk_of(kind)
+
+    def grows(self, kind: str) -> bool:
+        """Return whether queries of a layer of this kind grow with their position."""
+        return kind == "unrotated" and self.query_growth > 0
 
     def rotary_of(self, kind: str) -> ModelConfig | None:
         """Return the model with the rotary embedding of its layers of this kind; None if they have none."""
@@ -251,25 +289,57 @@ class ModelConfig:
 
     @property
     def pattern(self) -> int:
-        """Blocks of the pattern of dense and expert blocks, and of kinds of attention, which repeats.
-
-        If the first blocks are dense, nothing repeats: these are all blocks.
-        """
-        if self.moe and self.moe.first_dense:
-            return self.layers
-        return lcm(self.moe.every if self.moe else 1, len(self.layer_kinds) or 1)
+        """Blocks of the pattern of dense and expert blocks, and of kinds of attention, which repeats after `lead`."""
+        return self._repetition[1]
 
     @property
-    def is_one_pattern(self) -> bool:
-        """Whether the blocks do not repeat, for their kinds of attention, or because only the first ones are dense."""
-        every = self.moe.every if self.moe else 1
-        return self.pattern == self.layers and self.pattern > every
+    def lead(self) -> int:
+        """Number of first blocks before those that repeat, such as the dense ones of DeepSeek (`moe.dense_layers`)."""
+        return self._repetition[0]
+
+    @property
+    def repeats(self) -> int:
+        """Number of times that the pattern repeats."""
+        return (self.layers - self.lead) // self.pattern
+
+    @property
+    def _repetition(self) -> tuple[int, int]:
+        regular = lcm(self.moe.every if self.moe else 1, len(self.layer_kinds) or 1)
+        further = len(self.layer_kinds) > 1 or (self.moe is not None and bool(self.moe.dense_layers))
+        if not further or self.encoder_layers:  # both stacks of an encoder–decoder have the same pattern
+            return 0, regular
+        return _repetition(tuple((self.layer_kind(each), self.is_sparse(each)) for each in range(self.layers)))
 
     @property
     def period(self) -> int:
         """Blocks per period; one step of the scan runs one period. That is the pattern, or all blocks if they are not
         stacked."""
         return self.pattern if self.stacked else self.layers
+
+    @property
+    def is_one_pattern(self) -> bool:
+        """Whether the blocks do not repeat, for their kinds of attention, or because only some of them are dense."""
+        every = self.moe.every if self.moe else 1
+        return self.pattern == self.layers and self.pattern > every
+
+    def stacks(self, layers: int | None = None) -> tuple[range, ...]:
+        """Return the numbers of the layers of each stack: first those of `lead`, then one for each of the pattern.
+
+        Args:
+            layers: of the encoder or the decoder; None for the decoder.
+
+        >>> ModelConfig(layers=7, moe=MoEConfig(every=2, offset=0, dense_layers=(0,))).stacks()
+        (range(0, 1), range(1, 7, 2), range(2, 7, 2))
+        """
+        layers, repeating = self.layers if layers is None else layers, range(self.lead, self.lead + self.pattern)
+        alone = tuple(range(number, number + 1) for number in range(self.lead))
+        return alone + tuple(range(number, layers, self.pattern) for number in repeating)
+
+    def weight_stacks(self, layers: int | None = None) -> tuple[range, ...]:
+        """Return the numbers of the layers whose weights are in one array: as `stacks`, or each if not `stacked`."""
+        if self.stacked:
+            return self.stacks(layers)
+        return tuple(range(number, number + 1) for number in range(self.layers))
 
     @property
     def table_rows(self) -> int:
@@ -286,8 +356,8 @@ class ModelConfig:
         return -1 if self.moe is None else self.moe.every - 1 if self.moe.offset is None else self.moe.offset
 
     def is_sparse(self, place: int) -> bool:
-        """Return whether the feed-forward layer of the block at a place of a period is a mixture of experts."""
-        if self.moe is None or place < self.moe.first_dense:
+        """Return whether the feed-forward layer of a block, counted from the first, is a mixture of experts."""
+        if self.moe is None or place in self.moe.dense_layers:
             return False
         return place % self.moe.every == self.expert_place
 
@@ -323,8 +393,8 @@ class ModelConfig:
 
         Returns:
             6 per active parameter of matrix products, plus 12 · layers · heads · head_size · length for attention
-            scores, with the window in place of the length in sliding layers; the embedding look-up is not counted, the
-            logits are.
+            scores, with the window in place of the length in sliding layers, and the chunk in chunked ones; the
+            embedding look-up is not counted, the logits are.
 
         Example:
             >>> ModelConfig(layers=1).flops_per_token(length=256)
@@ -335,7 +405,7 @@ class ModelConfig:
         """
         of_target = self._flops_of_matrices[1]
         scores = 6 * self.heads * (self.head_size + (self.latent.values if self.latent else self.head_size))
-        reach = (self.window_of(self.layer_kind(number)) or length for number in range(self.layers))
+        reach = (self.reach_of(self.layer_kind(number)) or length for number in range(self.layers))
         of_target += scores * sum(min(each, length) for each in reach)
         if not self.encoder_layers:
             return of_target
@@ -420,7 +490,7 @@ class ModelConfig:
             "H": self.heads,
             "K": self.kv_heads,
             "D": self.head_size,
-            "N": self.layers // self.period,
+            "N": self.repeats if self.stacked else 1,
         }
         if self.positions == "relative":
             sizes["R"] = self.relative_buckets
@@ -431,6 +501,23 @@ class ModelConfig:
         if self.moe:
             sizes |= {"X": self.moe.experts, "G": self.moe.groups or batch}
         return sizes
+
+
+@lru_cache(maxsize=256)
+def _repetition(layers: tuple[Any, ...]) -> tuple[int, int]:
+    """Return the numbers of layers before those that repeat, and of their pattern, which are the fewest together.
+
+    >>> _repetition(("dense", "sparse", "sparse", "sparse")), _repetition(("full", "sliding", "full"))
+    ((1, 1), (0, 3))
+    """
+    count = len(layers)
+    found = [
+        (lead + pattern, lead, pattern)
+        for lead in range(count)
+        for pattern in range(1, (count - lead) // 2 + 1)
+        if (count - lead) % pattern == 0 and layers[lead + pattern :] == layers[lead:-pattern]
+    ]
+    return min(found, default=(count, 0, count))[1:]
 
 
 def _of_experts(tensor: Tensor) -> bool:
@@ -454,10 +541,10 @@ def _faults(config: ModelConfig):
             near = suggestion(str(getattr(config, name)), known).strip()
             remedy = f"one of {', '.join(known)}" + (f". {near}" if near else "")
             yield f"{name} is {getattr(config, name)!r}; it must be {remedy}"
-    for name in ("context_length", "sliding_window"):
+    for name in ("context_length", "sliding_window", "attention_chunk"):
         if getattr(config, name) is not None and getattr(config, name) < 1:
             yield f"{name} is {getattr(config, name)}; it must be at least 1, or be left out"
-    for name in ("score_softcap", "logit_softcap", "local_rope_base"):
+    for name in ("score_softcap", "logit_softcap", "local_rope_base", "qkv_clip"):
         if getattr(config, name) is not None and not 0 < getattr(config, name) < inf:
             yield f"{name} is {getattr(config, name)}; it must be positive, or be left out"
     for name in ("rope_base", "norm_epsilon"):
@@ -490,12 +577,17 @@ def _faults(config: ModelConfig):
     for name in ("layers", "encoder_layers"):
         if config.moe and config.moe.every > 0 and getattr(config, name) % config.moe.every:
             yield f"{name} is {getattr(config, name)}, which moe.every ({config.moe.every}) does not divide"
-    if config.moe and config.moe.first_dense:
-        if config.layers > 0 and not config.expert_layers:
-            first = config.moe.first_dense
-            yield f"moe.first_dense is {first}, and of {config.layers} layers none has experts; lower it"
+    if config.moe and config.moe.dense_layers:
+        dense = ", ".join(map(str, config.moe.dense_layers))
+        if config.moe.dense_layers[-1] >= config.layers > 0:
+            yield f"moe.dense_layers has {config.moe.dense_layers[-1]}, and the last layer is {config.layers - 1}"
+        elif config.layers > 0 and not config.expert_layers:
+            yield f"moe.dense_layers are {dense}, so that none of {config.layers} layers has experts; leave some out"
+        elif already := [each for each in config.moe.dense_layers if each % config.moe.every != config.expert_place]:
+            named = ", ".join(map(str, already))
+            yield f"moe.dense_layers has {named}, dense already with moe.every = {config.moe.every}; leave them out"
         if config.encoder_layers:
-            yield "moe.first_dense is set, and encoder_layers too; both stacks of an encoder–decoder have one pattern"
+            yield "moe.dense_layers is set, and encoder_layers too; both stacks of an encoder–decoder have one pattern"
     if config.moe and config.moe.dense_feed_forward and not config.has_dense_layers:
         yield f"moe.dense_feed_forward is {config.moe.dense_feed_forward}, and every layer has experts; leave it out"
     yield from _position_faults(config)
@@ -510,16 +602,29 @@ def _kind_faults(config: ModelConfig):
             yield f"layer_kinds has {kind!r}; its kinds are {', '.join(LAYER_KINDS)}" + (f". {near}" if near else "")
     if config.layer_kinds and config.layers % len(config.layer_kinds):
         yield f"layers is {config.layers}, which the {len(config.layer_kinds)} layer_kinds do not divide"
-    elif config.pattern and config.layers % config.pattern:
+    elif config.layer_kinds and config.moe and config.layers % (both := lcm(config.moe.every, len(config.layer_kinds))):
         yield (
             f"layers is {config.layers}, and the pattern of layer_kinds ({len(config.layer_kinds)}) and of experts "
-            f"(moe.every = {config.moe and config.moe.every}) repeats after {config.pattern}; it must divide layers"
+            f"(moe.every = {config.moe.every}) repeats after {both}; it must divide layers"
         )
-    sliding = "sliding" in config.layer_kinds
-    if sliding and config.sliding_window is None:
-        yield "layer_kinds has 'sliding', and there is no sliding_window; set it"
-    if config.layer_kinds and not sliding and config.sliding_window is not None:
-        yield f"sliding_window is {config.sliding_window}, and layer_kinds has no 'sliding'; leave it out"
+    for kind, name in (("sliding", "sliding_window"), ("chunked", "attention_chunk")):
+        size = getattr(config, name)
+        if kind in config.layer_kinds and size is None:
+            yield f"layer_kinds has {kind!r}, and there is no {name}; set it"
+        if config.layer_kinds and kind not in config.layer_kinds and size is not None:
+            yield f"{name} is {size}, and layer_kinds has no {kind!r}; leave it out"
+    if not config.layer_kinds and config.sliding_window is not None and config.attention_chunk is not None:
+        yield "sliding_window and attention_chunk are set, and no layer_kinds say which layers have them; set these"
+    if not 0 <= config.query_growth < inf:
+        yield f"query_growth is {config.query_growth}; it must not be negative"
+    elif config.query_growth and "unrotated" not in config.layer_kinds:
+        yield f"query_growth is {config.query_growth}, and layer_kinds has no 'unrotated'; leave it out"
+    if config.growth_interval < 1:
+        yield f"growth_interval is {config.growth_interval}; it must be at least 1"
+    elif config.growth_interval != ModelConfig.growth_interval and not config.query_growth:
+        yield f"growth_interval is {config.growth_interval}, and query_growth is 0; leave it out"
+    if config.qk_norm == "rotated" and (config.positions != "rotary" or {*config.kinds} == {"unrotated"}):
+        yield "qk_norm is 'rotated', and no layers are rotated; leave it out"
     if config.local_rope_base is not None and (config.sliding_window is None or config.positions != "rotary"):
         yield "local_rope_base is set, and there are no sliding layers that are rotated; leave it out"
     if config.local_rope_base is not None and config.rope_scaling is not None and {*config.kinds} == {"sliding"}:
@@ -546,14 +651,10 @@ def _latent_faults(config: ModelConfig):
     if config.kv_heads != config.heads:
         yield f"kv_heads is {config.kv_heads}, and latent attention has keys for each of {config.heads} heads; set both"
     unread = {"qkv_bias": False, "out_bias": False, "qk_norm": "none", "rotary_size": 0, "sinks": False,
-              "sliding_window": None, "layer_kinds": (), "positions": "rotary", "block": "serial", "int8": False,
-              "encoder_layers": 0}  # fmt: skip
+              "sliding_window": None, "attention_chunk": None, "layer_kinds": (), "positions": "rotary",
+              "block": "serial", "encoder_layers": 0, "qkv_clip": None}  # fmt: skip
     for name, only in unread.items():
-        if getattr(config, name) == only:
-            continue
-        if name == "int8":
-            yield "int8 weights have no form for latent attention; leave them in bfloat16 (an int8 cache is possible)"
-        else:
+        if getattr(config, name) != only:
             yield f"{name} is {getattr(config, name)!r}, which latent attention does not have; leave it out"
 
 
@@ -565,7 +666,13 @@ def _position_faults(config: ModelConfig):
     if config.relative_distance <= config.relative_buckets // 2:
         least = f"for {config.relative_buckets} buckets, at least {config.relative_buckets // 2 + 1}"
         yield f"relative_distance is {config.relative_distance}; {least}"
-    of = {"relative": ("relative_buckets", "relative_distance"), "sinusoidal": ("position_offset",)}
+    if not 0 < config.alibi_max < inf:
+        yield f"alibi_max is {config.alibi_max}; it must be positive"
+    of = {
+        "relative": ("relative_buckets", "relative_distance"),
+        "alibi": ("alibi_max", "alibi_scaled"),
+        "sinusoidal": ("position_offset",),
+    }
     for kind, names in of.items():
         for name in names if config.positions != kind else ():
             if getattr(config, name) != getattr(ModelConfig, name):
@@ -594,7 +701,7 @@ def _encoder_faults(config: ModelConfig):
         yield f"encoder_layers is {config.encoder_layers}; it must not be negative"
     if not config.encoder_layers:
         if config.start_token:
-            yield f"start_token is {config.start_token}, and a decoder alone begins with its text; set encoder_layers"
+            yield f"start_token is {config.start_token}, and a decoder-only model begins with text; set encoder_layers"
         return
     if not 0 <= config.start_token < config.vocabulary:
         yield f"start_token is {config.start_token}, which is not a token of {config.vocabulary}"
@@ -602,13 +709,16 @@ def _encoder_faults(config: ModelConfig):
         yield 'block is parallel, and cross-attention has a norm of its own; set block = "serial"'
     if config.qk_norm != "none":
         yield "qk_norm is set, and cross-attention has no norms of heads"
-    for name in ("sliding_window", "score_softcap"):
+    for name in ("sliding_window", "attention_chunk", "score_softcap"):
         if getattr(config, name) is not None:
             yield f"{name} is {getattr(config, name)}, which attention of an encoder–decoder does not have"
-    if config.positions == "learned":
-        yield "positions are learned, which an encoder–decoder does not have; relative, sinusoidal and rotary are"
+    if config.positions in ("learned", "alibi"):
+        fact = f"positions are {config.positions}, which an encoder–decoder does not have"
+        yield f"{fact}; relative, sinusoidal and rotary are"
+    if config.embedding_norm or config.qkv_clip is not None:
+        yield "embedding_norm and qkv_clip are set for a decoder alone; leave them out of an encoder–decoder"
     if config.layer_kinds or config.sinks or config.norms != "before":
-        yield "layer_kinds, sinks and norms are set for a decoder alone; leave them out of an encoder–decoder"
+        yield "layer_kinds, sinks and norms are set for a decoder-only model; leave them out of an encoder–decoder"
 
 
 def _has(config: ModelConfig, key: str) -> bool:

@@ -18,7 +18,7 @@ from gspmd.ops._attention.zigzag import ring_size, zigzag, zigzag_positions
 
 from .config import ModelConfig
 from .placement import batch_spec, moved, tokens_spec
-from .rotary import Angles, angles_at
+from .rotary import Angles, angles_at, query_growth
 
 Pair = tuple[jax.Array, jax.Array]
 
@@ -28,10 +28,13 @@ class Context:
     """The arrays that attention reads beside the residual stream; None for what a model or a batch does not have.
 
     Attributes:
-        causal: whether a token attends to none after it: in a decoder, and not in an encoder.
-        angles: by the model of `ModelConfig.rotary_of`, the rotary angles at the position of every token in its
-            segment, placed as queries and as keys are.
+        causal: whether tokens do not attend to later ones: True in a decoder, False in an encoder.
+        angles: maps the model that `ModelConfig.rotary_of` returns to the rotary angles at the position of every token
+            in its segment, placed as queries and as keys are.
         segments: [B, L] int32, the segment of every token, 0 for padding, placed as queries and as keys are.
+        chunks: likewise segments that also begin anew with every chunk of a text, for chunked layers.
+        growth: [B, L, 1, 1] float32, the factors of queries that grow with their position in their segment, placed as
+            queries are.
         relative: [R, H], the table of the relative position bias.
         memory: [B, T, E], the output of the encoder, placed as `cross.memory`.
         memory_segments: the segments of the targets [B, L], placed as the queries of cross-attention, and of the source
@@ -42,6 +45,8 @@ class Context:
     causal: bool = True
     angles: Mapping[ModelConfig, tuple[Angles, Angles]] | None = None
     segments: Pair | None = None
+    chunks: Pair | None = None
+    growth: jax.Array | None = None
     relative: jax.Array | None = None
     memory: jax.Array | None = None
     memory_segments: Pair | None = None
@@ -65,7 +70,12 @@ def context_of(
     query, key = layout.spec("attention.query"), layout.spec("attention.key")
     ring = ring_size(key) if causal else 1
     placed = in_both(layout, zigzag(segments, ring), query, key)
-    angles = None
+    angles = growth = chunks = None
+    if config.attention_chunk is not None:
+        chunks = in_both(layout, zigzag(chunks_in(segments, config.attention_chunk), ring), query, key)
+    if any(map(config.grows, config.kinds)):
+        of_queries = along_text(layout, zigzag(positions_in(segments), ring), query)
+        growth = jax.lax.optimization_barrier(query_growth(of_queries, config))
     if rotaries := config.rotaries:
         positions = in_both(layout, zigzag(positions_in(segments), ring), query, key)
         lengths: tuple[jax.Array | None, jax.Array | None] = None, None
@@ -80,7 +90,7 @@ def context_of(
         placed_angles = jax.lax.optimization_barrier([of_both(rotary) for rotary in rotaries])
         angles = dict(zip(rotaries, placed_angles))
     real = moved(segments > 0, batch_spec(layout), tokens_spec(layout)) if config.moe else None
-    return Context(causal, angles, placed, relative, real=real)
+    return Context(causal, angles, placed, chunks, growth, relative, real=real)
 
 
 def with_memory(
@@ -94,8 +104,8 @@ def with_memory(
     """Return the context of a decoder with the output of an encoder.
 
     Args:
-        context: of the decoder's own tokens.
-        layout: of the decoder.
+        context: the context of the decoder's own tokens.
+        layout: the layout of the decoder.
         memory: [B, T, E], placed as `cross.memory`.
         length: L, the tokens of a row of targets.
         segments: [B, L], those of the targets, placed as `batch_spec`, in the order of the text; None if every row is
@@ -128,7 +138,7 @@ def check_inputs(
     if source is None and config.encoder_layers:
         raise ValueError("this model has an encoder, and there is no source for it.\n  Pass source=, integers [B, T].")
     if source is not None and not config.encoder_layers:
-        raise ValueError("this model is a decoder alone and reads no source.\n  Leave it out, or set encoder_layers.")
+        raise ValueError("this model is decoder-only and reads no source.\n  Leave it out, or set encoder_layers.")
     if source is None and source_segments is not None:
         raise ValueError("there are source_segments, and no source.\n  Pass source=, or leave source_segments out.")
     if source is not None and segments is not None and source_segments is None:
@@ -152,7 +162,7 @@ def check_inputs(
 
 
 def _unordered(segments: np.ndarray) -> int | None:
-    """Return the first row whose segments decrease, but to 0 at the end, or are below 0; None if there is none."""
+    """Return the first row whose segments are negative, or decrease before padding; None if there is none."""
     last = np.iinfo(np.int64).max
     wrong = (np.diff(np.where(segments == 0, last, segments.astype(np.int64)), axis=1) < 0).any(axis=1)
     wrong |= (segments < 0).any(axis=1)
@@ -171,6 +181,17 @@ def positions_in(segments: jax.Array) -> jax.Array:
     return at - jax.lax.cummax(jnp.where(begins > 0, at, 0), axis=1)
 
 
+def chunks_in(segments: jax.Array, size: int) -> jax.Array:
+    """Return segments [B, L] that also begin anew with every chunk of a segment; 0 stays 0.
+
+    Example:
+        >>> chunks_in(jnp.array([[1, 1, 1, 2, 2, 0]]), 2)[0].tolist()
+        [1, 1, 2, 3, 3, 0]
+    """
+    begins = positions_in(segments) % size == 0
+    return jnp.where(segments > 0, jnp.cumsum(begins, axis=1, dtype=jnp.int32), 0)
+
+
 def lengths_in(segments: jax.Array) -> jax.Array:
     """Return the number of tokens of every token's segment, from segments [B, L].
 
@@ -185,7 +206,7 @@ def token_positions(layout: Layout, length: int, segments: jax.Array | None) -> 
     """Return the positions of a decoder's tokens, in the order in which `Transformer.hidden` takes them.
 
     Args:
-        layout: of the decoder.
+        layout: the layout of the decoder.
         length: tokens of a row.
         segments: [B, L], in the order of the text, placed as `batch_spec`.
 

@@ -42,7 +42,7 @@ class LatentAttention(Attention):
         q, turned = self.turned(q, latent[:, :, None, rank:], context, past)
         latent = jnp.concatenate([normed, turned[:, :, 0]], axis=-1)
         if past is not None:
-            latent = past.keep(latent)
+            latent = past.keep(latent, rank)
         if past is not None and not past.fresh:
             mixed = self.absorbed(q, latent, context, past)
         else:
@@ -50,7 +50,7 @@ class LatentAttention(Attention):
         mixed = masked(mixed, self.padded, "H", at.spec("query"))
         out = f"query, w_o -> {where}"  # [B, L, H, D] -> [B, L, E]
         added = self.adapted(out, at.einsum(out, mixed, self.matrix("w_o")), mixed)
-        return checkpoint_name(added, "attention.added")
+        return self.affine(where, checkpoint_name(added, "attention.added"), "o")
 
     @property
     def epsilon(self) -> dict[str, float]:
@@ -64,14 +64,16 @@ class LatentAttention(Attention):
         if not self.config.latent.query_rank:
             into = f"{where}, (w_q, w_k_down) -> (query, latent)"
             q, latent = self.at.einsum(into, y, self.matrices("w_q", "w_k_down"))
-            q = self.adapted(f"{where}, w_q -> query", q, y)
+            q = self.scaled("query", self.adapted(f"{where}, w_q -> query", q, y), "q")
         else:
             into = f"{where}, (w_q_down, w_k_down) -> (latent_query, latent)"
             down, latent = self.at.einsum(into, y, self.matrices("w_q_down", "w_k_down"))
-            down = checkpoint_name(down, "attention.query")
+            down = self.scaled("latent_query", checkpoint_name(down, "attention.query"), "q_down")
             down = self.at.rms_norm("latent_query, q_latent_norm", down, self.vector("q_latent_norm"), **self.epsilon)
             q = self.at.einsum("latent_query, w_q_up -> query", down, self.matrix("w_q_up"))
-        return checkpoint_name(q, "attention.query"), checkpoint_name(latent, "attention.key")
+            q = self.scaled("query", q, "q_up")
+        latent = self.scaled("latent", checkpoint_name(latent, "attention.key"), "k_down")
+        return checkpoint_name(q, "attention.query"), latent
 
     def turned(self, q: jax.Array, key: jax.Array, context: Context, past: Past | None) -> tuple[jax.Array, jax.Array]:
         """Rotate the last elements of queries [B, L, H, D], and the shared key [B, L, 1, D]."""
@@ -104,6 +106,7 @@ class LatentAttention(Attention):
             gspmd.einsum(Equation.product(of_latent, self.at.spec(name), keys), latent[..., :rank], self.matrix(name))
             for name in ("w_k_up", "w_v_up")
         )
+        k, v = (self.scaled("query", x, name) for x, name in ((k, "k_up"), (v, "v_up")))  # H lies as in a query
         k = jnp.concatenate([k, self.of_every_head(latent[..., rank:], q.shape[2], keys)], axis=-1)
         how: dict[str, Any] = self.scores(context)
         if context.segments and not in_order:
@@ -129,14 +132,16 @@ class LatentAttention(Attention):
         """Attend to cached latents; arguments and result are those of `expanded`."""
         assert self.config.latent is not None
         rank, first = self.config.latent.rank, q.shape[3] - self.config.latent.rotary
-        # [B, L, H, D] -> [B, L, H, Z]
-        there = self.at.einsum("query, w_k_up -> absorbed", q[..., :first], self.matrix("w_k_up"))
+        # The product sums over the channels of w_k_up, so the queries are multiplied by their scales before it.
+        plain = self.scaled("query", q[..., :first], "k_up")
+        there = self.at.einsum("query, w_k_up -> absorbed", plain, self.matrix("w_k_up"))  # to [B, L, H, Z]
         there = jnp.concatenate([there, q[..., first:]], axis=-1)
         query = self.at.spec("absorbed").rename({"Z": "D"})
         key = self.at.spec("key")
-        mixed = past.attend_latents(there, latent, query, key.with_axes(key.dims[2], ()), **self.scores(context))
+        mixed = past.attend_latents(there, latent, rank, query, key.with_axes(key.dims[2], ()), **self.scores(context))
         # [B, L, H, Z] -> [B, L, H, D]
-        return self.at.einsum("absorbed, w_v_up -> query", mixed[..., :rank], self.matrix("w_v_up"))
+        values = self.at.einsum("absorbed, w_v_up -> query", mixed, self.matrix("w_v_up"))
+        return self.scaled("query", values, "v_up")
 
     def scores(self, context: Context) -> dict[str, Any]:
         """Return the arguments of `gspmd.ops.attention`, with the scale of a whole query."""

@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
 import gspmd
 from gspmd.annotate import Spec
@@ -34,6 +33,7 @@ from .stages import check_rounds, schedule_of
 from .transformer import (
     Embedding,
     Output,
+    Stack,
     Transformer,
     arrays,
     blocks,
@@ -41,6 +41,7 @@ from .transformer import (
     in_encoder,
     memory_of,
     run_blocks,
+    run_first,
     stream,
 )  # fmt: skip
 from .vectors import cast_matrices
@@ -181,7 +182,7 @@ def _pipelined(
     check_inputs(config, tokens[:, :-1], **inner)
     rows, values = parameters(config, model.layout), arrays(model)
     prefixes = ("encoder.", "") if config.encoder_layers else ("",)
-    stacked = [_stacked(values, prefix) for prefix in prefixes]
+    stacked = [_stacked(values, prefix, config.lead) for prefix in prefixes]
     shared = {path: value for path, value in values.items() if not any(path in each for each in stacked)}
     weights = tuple(_in_rounds(each, rows, table.rounds, dtype) for each in stacked)
     data = rows["embedding.table"].spec.reduced  # `for_stages` gives all weights the same; empty in evaluation
@@ -216,7 +217,7 @@ class _Stacks:
 
     Attributes:
         config: the model.
-        layout: of the decoder, with that of the encoder in it, inside the shard_map of the stages.
+        layout: the layout of the decoder, with that of the encoder in it, inside the shard_map of the stages.
         dtype: compute dtype.
         chunks: the number of chunks that make a stack.
         train: whether to use the routers' random draws and capacity of training.
@@ -237,12 +238,18 @@ class _Stacks:
         return embedded_source(self.config, self.layout, weights, batch["source"], segments, self.dtype)
 
     def target(self, shared: Values, batch: Values) -> jax.Array:
-        """Embed the tokens of the decoder."""
+        """Embed the tokens of the decoder, and run the layers before those that repeat."""
         inputs, _ = split_tokens(batch["tokens"], self.layout)
         with part(self.layout, "embedding"):
             table = Embedding(self.config, self.layout, nested(shared)["embedding"], self.dtype)
             at = token_positions(self.layout, inputs.shape[1], batch.get("segments"))
-            return table(_read(inputs) if "total" in batch else inputs, at)
+            x = table(_read(inputs) if "total" in batch else inputs, at)
+        if not self.config.lead:
+            return x
+        first = Stack.of(blocks(self.config, self.layout, nested(shared)["blocks"], self.dtype), self.config.lead)
+        context = context_of(self.config, self.layout, batch.get("segments"), shared.get("relative"), causal=True)
+        first = first.cast(self.dtype).first
+        return run_first(self.config, first, x, context, None, train=self.train, in_loop=self.in_loop)[0]
 
     def encoder(
         self, shared: Values, weights: Mapping[str, Any], x: jax.Array, batch: Values, number: jax.Array
@@ -254,7 +261,7 @@ class _Stacks:
         keys = batch["keys"][0] if "keys" in batch else None
         # The backward pass computes a chunk again, except for its output, which no loss reads here. A loop of one turn
         # would hide from the plan that the output is left out.
-        in_loop = self.in_loop and self.config.encoder_layers > self.chunks * self.config.period
+        in_loop = self.in_loop and self.config.encoder_layers > self.chunks * self.config.pattern
         return self._chunk(at, weights, x, context, keys, number, in_loop)
 
     def decoder(
@@ -297,8 +304,7 @@ class _Stacks:
         in_loop: bool,
     ) -> Chunk:
         """Run a chunk of a stack's layers; `keys` are those of all its layers."""
-        definition, held = nnx.split(blocks(self.config, layout, weights, self.dtype))
-        stack = definition, cast_matrices(held, self.dtype)
+        stack = Stack.of(blocks(self.config, layout, weights, self.dtype), 0).cast(self.dtype)
         if keys is not None:
             each = keys.shape[0] // self.chunks
             keys = jax.lax.dynamic_slice_in_dim(keys, number * each, each)
@@ -306,9 +312,10 @@ class _Stacks:
         return x, jnp.sum(figures["aux_loss"]) if self.train and figures else jnp.float32(0), figures
 
 
-def _stacked(values: Values, prefix: str) -> Values:
-    """Return the weights of the blocks of a stack, by path."""
-    return {path: value for path, value in values.items() if path.startswith(f"{prefix}blocks.")}
+def _stacked(values: Values, prefix: str, lead: int) -> Values:
+    """Return the weights of the blocks of a stack, by path, without those before the ones that repeat."""
+    of_blocks = {path: path.removeprefix(f"{prefix}blocks.") for path in values if path.startswith(f"{prefix}blocks.")}
+    return {path: values[path] for path, within in of_blocks.items() if int(within.partition(".")[0]) >= lead}
 
 
 def _in_rounds(values: Values, rows: Mapping[str, ParameterRow], rounds: int, dtype: Any) -> dict[str, Any]:
@@ -324,10 +331,11 @@ def _in_rounds(values: Values, rows: Mapping[str, ParameterRow], rounds: int, dt
 
 
 def _keys(config: ModelConfig, key: jax.Array) -> tuple[jax.Array, ...]:
-    """Split the key of a batch into keys of the layers of each stack, as `Transformer.hidden` does."""
-    layers = (config.encoder_layers, config.layers) if config.encoder_layers else (config.layers,)
-    keys = jax.random.split(key) if config.encoder_layers else [key]
-    return tuple(jax.random.split(each, count // config.period) for each, count in zip(keys, layers))
+    """Split the key of a batch into keys of the repeating layers of each stack, as `BlockStack.run` does."""
+    if not config.encoder_layers:
+        return (jax.random.split(key, config.lead + config.repeats)[config.lead :],)
+    layers = config.encoder_layers, config.layers
+    return tuple(jax.random.split(each, count // config.pattern) for each, count in zip(jax.random.split(key), layers))
 
 
 def _of_all_layers(each: Sequence[Values], axis: str) -> Values:

@@ -167,12 +167,15 @@ def _rows(
     # An encoder's lines may differ from a decoder's. A mapping that stands for a layout has no encoder's.
     encoder = layout.stack(ENCODER) if config.encoder_layers else layout
 
+    def stages(tensor: Tensor) -> tuple[str, ...]:
+        return () if tensor.in_lead else stages_axes(layout)
+
     def row(tensor: Tensor, path: str, key: str, begin: Initialiser) -> tuple[str, ParameterRow]:
         dims, of, padded = dims_of(key), line_sizes(wide, key), padded_dimensions(config, layout, key)
         spec = _spec(lambda key: spec_of(encoder if tensor.in_encoder else layout, key), key)
         shape, padding = tuple(of[d] for d in dims), tuple(map(padded.get, dims))
         if tensor.layers:
-            spec, shape, padding = _stacked(spec, stages_axes(layout)), (tensor.layers, *shape), (None, *padding)
+            spec, shape, padding = _stacked(spec, stages(tensor)), (tensor.layers, *shape), (None, *padding)
         return path, ParameterRow(key, spec, shape, begin, padding)
 
     def adapters(tensor: Tensor) -> Iterator[tuple[str, ParameterRow]]:
@@ -185,7 +188,7 @@ def _rows(
         for side, spec in zip("ab", adapter_specs(key, weight.spec)):
             shape, padding = zip(*(along[dim] for dim in spec.dims))
             if tensor.layers:
-                spec, shape, padding = _stacked(spec, stages_axes(layout)), (tensor.layers, *shape), (None, *padding)
+                spec, shape, padding = _stacked(spec, stages(tensor)), (tensor.layers, *shape), (None, *padding)
             yield f"{tensor.path}_{side}", ParameterRow(key, spec, shape, begin[side], padding)
 
     for tensor in tensors(config):
@@ -201,7 +204,8 @@ def shares_scale(config: ModelConfig, path: str) -> bool:
     """Return whether a matrix shares the scales of its block's `ffn.w_out`, as products summed before scaling must."""
     if config.block != "parallel" or not path.endswith("attention.w_o"):
         return False
-    return not config.is_sparse(int(path.split(".")[1]))  # experts reduce their sum separately
+    number = config.weight_stacks()[int(path.split(".")[1])][0]
+    return not config.is_sparse(number)  # experts reduce their sum separately
 
 
 def _stacked(spec: Spec, stages: tuple[str, ...]) -> Spec:

@@ -26,16 +26,18 @@ class RopeScaling:
 
     - `linear`: every wavelength is multiplied by `factor`.
     - `llama3`: wavelengths above original_length / low_frequency are multiplied by `factor`. Those below
-      original_length / high_frequency are unchanged. Between the two the frequency is interpolated.
+      original_length / high_frequency are unchanged. Between the two the frequency is interpolated, and there is
+      nothing between if both frequencies are the same, as in Llama 4 Scout.
     - `yarn`: likewise, but interpolated by the number of the pair. Cosines and sines are multiplied by
       `attention_factor`.
     - `dynamic`: the base grows with the length L of a text beyond the original one: it is multiplied by
       (factor · L / original_length - factor + 1)^(R / (R - 2)), for R rotated elements of a head.
-    - `longrope`: the wavelength of each pair has a factor of its own: `short_factors` in texts of up to original_length
-      tokens, and `long_factors` in longer ones. Cosines and sines are multiplied by `attention_factor`.
+    - `longrope`: the wavelength of each pair has its own factor: one of `short_factors` in texts of up to
+      original_length tokens, and one of `long_factors` in longer ones. Cosines and sines are multiplied by
+      `attention_factor`.
 
-    The length of a text is that of all its tokens, so that all of them are rotated alike: of a row in training, or of
-    each text in a packed row; in generation the most that the text can have, its prompt and all new tokens.
+    The length of a text is that of all its tokens, so that all of them are rotated alike. In training a text is a row,
+    or each text in a packed row. In generation its length is the most that it can have, its prompt and all new tokens.
 
     Raises:
         ValueError: listing every fault, if the fields do not fit the kind.
@@ -53,8 +55,8 @@ class RopeScaling:
     kind: ScalingKind = "llama3"
     """llama3, linear, dynamic, yarn or longrope."""
     factor: float = 8.0
-    """Factor by which long wavelengths are multiplied; of longrope, that of the longest text's length, which only
-    decides the attention factor."""
+    """Factor by which long wavelengths are multiplied. For longrope, the factor of the longest text's length, which
+    decides only the attention factor."""
     low_frequency: float = 1.0
     """Turns within the original length below which a wavelength is multiplied by the full factor."""
     high_frequency: float | None = None
@@ -62,7 +64,7 @@ class RopeScaling:
     original_length: int = 8192
     """Length of the sequences first trained on."""
     truncate: bool = True
-    """Whether yarn interpolates from a whole number of a pair to another one."""
+    """Whether yarn rounds the numbers of the two pairs between which it interpolates."""
     attention_factor: float | None = None
     """Factor of cosines and sines; None for 1 + log(factor) / 10 (yarn), or √(1 + log(factor) / log(original_length))
     (longrope), and for 1 if the factor is at most 1."""
@@ -108,7 +110,8 @@ def _faults(scaling: RopeScaling) -> Iterator[str]:
     if scaling.original_length < 2:
         yield f"original_length is {scaling.original_length}; it must be at least 2"
     high = scaling.high_frequency
-    if high is not None and not 0 < scaling.low_frequency < high < math.inf:
+    rises = high is not None and (scaling.low_frequency < high or (kind == "llama3" and scaling.low_frequency == high))
+    if high is not None and not (rises and scaling.low_frequency > 0 and high < math.inf):
         yield f"low_frequency is {scaling.low_frequency}, and high_frequency {high}; both must be positive, and rise"
     if scaling.attention_factor is not None and not 0 < scaling.attention_factor < math.inf:
         yield f"attention_factor is {scaling.attention_factor}; it must be positive, or be left out"

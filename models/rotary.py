@@ -1,9 +1,9 @@
-"""Rotary position embedding: queries and keys turned by the angles of their positions."""
+"""Rotary position embedding, queries and keys turned by the angles of their positions; and queries that grow."""
 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -113,6 +113,8 @@ def _unscaled_llama3(config: ModelConfig, scaling: RopeScaling, plain: np.ndarra
     """Return the unscaled share of each frequency: 0 below low_frequency turns of the original length, 1 above high."""
     low, high = scaling.low_frequency, scaling.high_frequency
     assert high is not None
+    if low == high:
+        return (plain * scaling.original_length >= low).astype(float)
     return np.clip((plain * scaling.original_length - low) / (high - low), 0.0, 1.0)
 
 
@@ -132,6 +134,29 @@ def _unscaled_yarn(config: ModelConfig, scaling: RopeScaling, plain: np.ndarray)
     return 1 - np.clip((np.arange(config.rotary // 2) - first) / (last - first), 0.0, 1.0)
 
 
+def query_growth(positions: np.ndarray | jax.Array, config: ModelConfig) -> Any:
+    """Return the factors [B, L, 1, 1] by which queries grow in layers that are not rotated.
+
+        1 + a · ln(1 + ⌊(p + 1) / n⌋),  a = `config.query_growth`,  n = `config.growth_interval`
+
+    Softmax over more keys is flatter; queries that grow with their position keep it as sharp.
+
+    Args:
+        positions: integers p, [B, L]; constants give constants.
+        config: the model.
+
+    Example:
+        >>> config = ModelConfig(layer_kinds=("unrotated",), query_growth=0.5, growth_interval=4)
+        >>> [f"{factor:.4f}" for factor in query_growth(np.array([[0, 2, 3]]), config).ravel()]
+        ['1.0000', '1.0000', '1.3466']
+
+    Source: Nakanishi 2025, *Scalable-Softmax Is Superior for Attention* (arXiv 2501.19399), for such factors.
+    """
+    of = np if isinstance(positions, np.ndarray) else jnp
+    steps = ((positions + 1) // config.growth_interval).astype(np.float32)
+    return (1 + config.query_growth * of.log1p(steps)).astype(np.float32)[:, :, None, None]
+
+
 def cos_sin(positions: np.ndarray, turns: Turns) -> tuple[np.ndarray, np.ndarray]:
     """Return cosine and sine [1, L, 1, R/2] of the angles of constant positions [L], times the factor of the turns."""
     angles = (2 * np.pi * positions[:, None] * turns.per_position)[None, :, None, :]
@@ -147,7 +172,7 @@ def angles_at(positions: jax.Array, config: ModelConfig, lengths: jax.Array | No
 
     Args:
         positions: [B, L], integers.
-        config: as of `turns`.
+        config: as for `turns`.
         lengths: [B, L], the tokens of the text of each position, placed as the positions; needed if the scaling depends
             on it (`RopeScaling.by_length`).
     """

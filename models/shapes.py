@@ -24,8 +24,8 @@ from .vectors import wide_sizes
 
 WIDE = (
     "norm", "norm_bias", "q_norm", "k_norm", "q_norm_all", "k_norm_all", "sinks", "positions", "latent_norm",
-    "q_latent_norm", "b_q", "b_k", "b_v", "b_o", "b_in", "b_gate", "b_out", "bias", "relative", "router",
-    "router_noise", "router_bias", "choice_bias", "shared_bias", "shared_mix",
+    "q_latent_norm", "b_q", "b_k", "b_v", "b_q_down", "b_q_up", "b_k_down", "b_k_up", "b_v_up", "b_o", "b_in", "b_gate",
+    "b_out", "bias", "relative", "router", "router_noise", "router_bias", "choice_bias", "shared_bias", "shared_mix",
 )  # fmt: skip
 """Names of the parameters that are always float32: norms, biases, scales, routers and tables of relative positions."""
 
@@ -91,7 +91,7 @@ def activation_specs(
 
     Args:
         config: the model.
-        layout: a `gspmd.Layout`, or for a decoder alone any mapping from its keys to specs.
+        layout: a `gspmd.Layout`, or for a decoder-only model any mapping from its keys to specs.
         batch: sequences per step, over all devices.
         length: tokens per sequence.
         source_length: tokens per source of an encoder–decoder; 0 for `length`. Keys of its encoder begin with

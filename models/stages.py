@@ -65,16 +65,17 @@ def check_splits(config: ModelConfig, stages: int, rounds: int = 1) -> None:
         rounds: chunks of layers per stage, of each stack.
 
     Raises:
-        PlanError: some stack does not split.
+        PlanError: some stack does not split, or a layer with experts is before those that repeat.
     """
-    if config.moe and config.moe.first_dense:
+    if ahead := [number for number in range(config.lead) if config.is_sparse(number)]:
         raise PlanError(
-            f"cannot split {config.layers} layers, of which the first {config.moe.first_dense} have no experts, into "
-            "stages: stages have layers of one pattern.\n  Leave moe.first_dense out, or the stages."
+            f"cannot split {config.layers} layers into stages: layers {config.lead} to {config.layers - 1} repeat, and "
+            f"those before them, which the first stage runs, have experts (layer {ahead[0]}).\n"
+            "  Choose moe.every, moe.dense_layers and layer_kinds so that all layers with experts repeat."
         )
-    layers, inner = config.layers // config.period, config.encoder_layers // config.period
+    layers, inner = config.repeats, config.encoder_layers // config.pattern
     if layers % (stages * rounds) or inner % (stages * rounds):
-        stacked = f"{layers} stacked layers"
+        stacked = f"{layers} stacked layers" + f" after the first {config.lead}" * (config.lead > 0)
         if inner:
             stacked = f"{inner} stacked layers of the encoder and {layers} of the decoder"
         what = "their numbers have to be multiples" if inner else "their number has to be a multiple"
@@ -110,7 +111,7 @@ def check_lowering_of_stages(config: ModelConfig, layout: Layout, mesh: jax.shar
 
     That lowering needs a region of Auto axes within the shard_map of the stages. A mesh of Auto axes does not allow
     one, unless gradients are partial sums, which are taken under Explicit axes; and a backward pass in two parts cannot
-    split one. Embedding lookups in stages are always planned, whatever the lowering.
+    split such a region. Embedding lookups in stages are always planned, whatever the lowering.
 
     Raises:
         LayoutError: lines of [lowering] ask for it; the message names all of them.

@@ -192,16 +192,17 @@ class Language:
 
     def _by_bias(self, layout: Layout, way: jax.Array) -> dict[str, jax.Array]:
         """Split rows [layers with experts, X], of the encoder and then of the decoder, by paths of biases [N, X]."""
-        paths = {path: row.shape[0] for path, row in parameters(self.config, layout).items() if row.key == CHOICE_BIAS}
-        found: dict[str, jax.Array] = {}
-        begin = 0
-        for in_encoder in (True, False):
-            of_stack = [path for path in paths if path.startswith("encoder.") == in_encoder]
-            if of_stack:
-                count, places = paths[of_stack[0]], len(of_stack)
-                rows = way[begin : begin + count * places].reshape(count, places, -1)
-                found |= {path: rows[:, place] for place, path in enumerate(of_stack)}
-                begin += count * places
+        config, found = self.config, {}
+        ahead = sum(map(config.is_sparse, range(config.encoder_layers)))
+        for path, row in parameters(config, layout).items():
+            if row.key != CHOICE_BIAS:
+                continue
+            in_encoder = path.startswith("encoder.")
+            place = int(path.partition("blocks.")[2].partition(".")[0])
+            numbers = config.weight_stacks(config.encoder_layers if in_encoder else None)[place]
+            at = [sum(map(config.is_sparse, range(number))) + (0 if in_encoder else ahead) for number in numbers]
+            step = at[1] - at[0] if len(at) > 1 else 1  # the layers of a stack are equally far apart
+            found[path] = way[at[0] : at[-1] + 1 : step]
         return found
 
     @property

@@ -15,14 +15,14 @@ from gspmd.layouts.rules.keys import dims_of
 
 LatentConfig = Any
 ModelConfig = Any
-"""A `gspmd_models.ModelConfig`, which counts its parameters by these tensors, so that it imports this module."""
+"""A `gspmd_models.ModelConfig`. Its module imports this one to count parameters, so it is not imported here."""
 
 SHARED = ("moe.shared_in", "moe.shared_gate", "moe.shared_hidden", "moe.shared_bias", "moe.shared_out")
 """The layout's keys of shared experts, whose F is their total width."""
 
 
 OF_DENSE = ("ffn.w_in", "ffn.w_gate", "ffn.hidden", "ffn.b_in", "ffn.b_gate", "ffn.w_out")
-"""The layout's keys of feed-forward layers without experts, whose F may be another than an expert's."""
+"""The layout's keys of feed-forward layers without experts, whose F may differ from an expert's."""
 
 #: Lines some of whose dimensions have another size than elsewhere: the letter, and the name of its size there.
 _OTHER_SIZES = {
@@ -30,17 +30,19 @@ _OTHER_SIZES = {
     **{key: {"F": "dense"} for key in OF_DENSE},
     "attention.latent_norm": {"Z": "rank"},
     "attention.w_k_up": {"Z": "rank", "D": "keys"},
+    "attention.b_k_up": {"D": "keys"},
     "attention.w_v_up": {"Z": "rank", "D": "values"},
+    "attention.b_v_up": {"D": "values"},
     "attention.w_o": {"D": "values"},
 }
 
 
 def line_sizes(sizes: Mapping[str, int], key: str) -> Mapping[str, int]:
-    """Return the sizes of dimensions in a line, where some letters have another size than in most.
+    """Return the sizes of dimensions in a line; some letters have a different size there than in most lines.
 
-    F is the width of an expert, of `shared` ones together, or of `dense` layers. In latent attention, Z is what a token
-    keeps, the latent and the rotated key, and in weights and norm of the latent its `rank`; D is the width of a query,
-    and of `keys` and `values` that are made of the latent.
+    F is the width of an expert, of all `shared` experts together, or of `dense` layers. In latent attention, Z is the
+    width of the latent with the rotated key; in the norm and the weights that read the latent, it is the `rank` of the
+    latent. D is the width of a query; in weights of `keys` and `values` it is the width of these.
 
     Args:
         sizes: of `tensor_sizes`, or padded ones.
@@ -73,12 +75,14 @@ class Tensor:
         key: its line in a layout, such as `ffn.w_in`.
         initialise: a function from a random key and a shape to float32 values.
         layers: layers stacked in a leading N; 0 for a parameter that is not stacked.
+        in_lead: whether it is of a block before those that repeat (`ModelConfig.lead`), which no stages split.
     """
 
     path: str
     key: str
     initialise: Initialiser
     layers: int = 0
+    in_lead: bool = False
 
     @property
     def is_matrix(self) -> bool:
@@ -116,6 +120,10 @@ def tensors(config: ModelConfig) -> Iterator[Tensor]:
     yield Tensor("embedding.table", "embedding.table", scaled("E", sizes))
     if config.positions == "learned":
         yield Tensor("embedding.positions", "embedding.positions", scaled("E", sizes))
+    if config.embedding_norm:
+        yield Tensor("embedding.norm", "embedding.norm", ones)
+        if config.norm_bias:
+            yield Tensor("embedding.norm_bias", "embedding.norm_bias", zeros)
     if config.encoder_layers:
         yield from _stack(config, "encoder.", config.encoder_layers, sizes)
         yield Tensor("encoder.output.norm", "output.norm", ones)
@@ -140,13 +148,13 @@ def _stack(
     """Yield the parameters of the encoder's blocks or of the decoder's; `prefix` is that of their paths."""
     if config.positions == "relative":
         yield Tensor(f"{prefix}relative", "attention.relative", scaled("E", sizes))
-    for place in range(config.period):
-        for path, key, begin in _block(config, place, layers, sizes, cross=cross):
-            yield Tensor(f"{prefix}blocks.{place}.{path}", key, begin, layers // config.period)
+    for place, numbers in enumerate(config.weight_stacks(layers)):
+        for path, key, begin in _block(config, numbers[0], layers, sizes, cross=cross):
+            yield Tensor(f"{prefix}blocks.{place}.{path}", key, begin, len(numbers), place < config.lead)
 
 
 def _block(
-    config: ModelConfig, place: int, layers: int, sizes: Mapping[str, int], *, cross: bool
+    config: ModelConfig, number: int, layers: int, sizes: Mapping[str, int], *, cross: bool
 ) -> Iterator[tuple[str, str, Initialiser]]:
     serial = config.block == "serial"
     # Both norms of a parallel block are placed as the residual stream of feed-forward, from which both layers read.
@@ -155,7 +163,7 @@ def _block(
     if cross:
         yield from _norms(config, "cross.", "cross")
         yield from _attention(config, "cross", layers, sizes)
-    experts = config.moe if config.is_sparse(place) else None
+    experts = config.moe if config.is_sparse(number) else None
     section = "moe" if experts else "ffn"
     if serial or config.parallel_norms == 2:
         yield from _norms(config, f"{section}.", "ffn")
@@ -202,7 +210,7 @@ def _attention(
         yield f"{section}.w_{name}", f"{section}.w_{name}", scaled("E", sizes)
         if config.qkv_bias:
             yield f"{section}.b_{name}", f"{section}.b_{name}", zeros
-    for name in ("q_norm", "k_norm") if config.qk_norm != "none" else ():
+    for name in ("q_norm", "k_norm") if config.qk_norm in ("head", "all") else ():
         yield f"{section}.{name}", f"{section}.{name}" + "_all" * (config.qk_norm == "all"), ones
     if config.sinks:
         yield f"{section}.sinks", f"{section}.sinks", zeros

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ from gspmd.ops._attention.zigzag import in_order, ring_size, zigzag
 from gspmd.ops._embedding import embed
 
 from .blocks import Block, ParallelBlock, part
-from .config import ModelConfig
+from .config import ModelConfig, Remat
 from .context import Context, check_inputs, context_of, positions_in, token_positions, with_memory
 from .layer import Layer
 from .parameters import check_placed, initialise, parameters, stages_axes
@@ -32,14 +32,48 @@ from .remat.names import recomputed
 from .vectors import along, cast_matrices, padded_dimensions, scaled
 
 Figures = dict[str, jax.Array]
-Stack = tuple[Any, Any]
+
+
+class Stack(NamedTuple):
+    """Blocks of a stack, each as its definition and its weights (`nnx.split`).
+
+    Attributes:
+        first: those before the ones that repeat, whose weights have no N.
+        definition: of the blocks of one period.
+        weights: of all periods, stacked in a leading N for a scan.
+    """
+
+    first: tuple[tuple[Any, Any], ...]
+    definition: Any
+    weights: Any
+
+    @classmethod
+    def of(cls, blocks: Sequence[nnx.Module], lead: int) -> Stack:
+        """Take blocks, of which the first `lead` do not repeat."""
+        first = (nnx.split(block) for block in blocks[:lead])
+        return cls(tuple((graph, one_layer(own)) for graph, own in first), *nnx.split(nnx.List(blocks[lead:])))
+
+    def cast(self, dtype: Any) -> Stack:
+        """Return the blocks with their matrices in a compute dtype."""
+        first = tuple((graph, cast_matrices(own, dtype)) for graph, own in self.first)
+        return self._replace(first=first, weights=cast_matrices(self.weights, dtype))
+
+    @property
+    def repeats(self) -> int:
+        """Number of periods, N."""
+        return jax.tree.leaves(self.weights)[0].shape[0]
+
+
+def one_layer(weights: Any) -> Any:
+    """Return weights [1, ...] without their N."""
+    return jax.tree.map(lambda leaf: leaf[0], weights)
 
 
 class BlockStack(nnx.Module):
     """The blocks of a decoder or of an encoder, and their table of relative positions, if they have one.
 
-    Blocks repeat with a period of `ModelConfig.period`. Those at the same position of the period are stacked in a
-    leading N; each step of a scan over N runs one period.
+    Blocks repeat with a period, after `ModelConfig.lead`. Those at the same position of the period are stacked in a
+    leading N (`ModelConfig.weight_stacks`); each step of a scan over N runs one period.
 
     Attributes:
         within: the path of the stack in a model.
@@ -61,25 +95,26 @@ class BlockStack(nnx.Module):
 
     def run(self, x: jax.Array, context: Context, *, key: jax.Array | None, train: bool) -> tuple[jax.Array, Figures]:
         """Run the blocks on the residual stream [B, L, E]; return it, and the experts' figures, stacked over N."""
-        definition, weights = self.stacked()
-        stack = definition, cast_matrices(weights, self.dtype)
-        keys = None if key is None else jax.random.split(key, jax.tree.leaves(weights)[0].shape[0])
+        stack = self.stacked().cast(self.dtype)
+        keys = None if key is None else jax.random.split(key, len(stack.first) + stack.repeats)
         return run_blocks(self.config, stack, x, context, keys, train=train)
 
     def stacked(self) -> Stack:
-        """Return the blocks of one period, and the weights of all periods, stacked in a leading N for a scan.
+        """Return the blocks as a scan takes them.
 
         If a pipeline shards N over stages, the weights are gathered: only `loss` runs in stages.
         """
-        definition, weights = nnx.split(self.blocks)
+        lead = self.config.lead if self.config.stacked else 0
+        stack = Stack.of([*self.blocks], lead)
         if not stages_axes(self.layout):
-            return definition, weights
+            return stack
         rows, gathered = parameters(self.config, self.layout), []
-        for path, leaf in nnx.to_flat_state(weights):
-            spec = rows[".".join(map(str, (*self.within, "blocks", *path)))].spec
+        for (place, *path), leaf in nnx.to_flat_state(stack.weights):
+            assert isinstance(place, int)
+            spec = rows[".".join(map(str, (*self.within, "blocks", lead + place, *path)))].spec
             # The leaf belongs to the model, whose weights must stay sharded: so it is not changed in place.
-            gathered.append((path, leaf.replace(moved(leaf.get_value(), spec, spec.with_axes("N", ())))))
-        return definition, nnx.from_flat_state(gathered)
+            gathered.append(((place, *path), leaf.replace(moved(leaf.get_value(), spec, spec.with_axes("N", ())))))
+        return stack._replace(weights=nnx.from_flat_state(gathered))
 
 
 class Encoder(BlockStack):
@@ -127,7 +162,7 @@ class Transformer(BlockStack):
         Args:
             tokens: [B, L] integers, placed as `embedding.tokens`. An id outside of the vocabulary is not refused, since
                 a compiled program cannot: it reads a row of zeros.
-            source, segments, source_segments: as of `hidden`.
+            source, segments, source_segments: as for `hidden`.
             key: random key of the routers, for training.
             train: whether to use the routers' random draws and capacity of training.
         """
@@ -156,7 +191,7 @@ class Transformer(BlockStack):
                 shards L; the stream has the same order.
             source: [B, T] integers that the encoder reads, placed as `batch_spec`; for an encoder–decoder only.
             segments: [B, L] integers in the order of the text, placed as `batch_spec`: the text to which each token
-                belongs, 1, 2 and so on, and 0 for padding at the end. Tokens attend to their own text alone, whose
+                belongs, 1, 2 and so on, and 0 for padding at the end. Tokens attend only to their own text, whose
                 positions begin at 0. None if every row is one text.
             source_segments: [B, T], likewise of the source; text s is generated from source s, and from nothing if the
                 row has no such source.
@@ -191,10 +226,10 @@ class Transformer(BlockStack):
 
         Args:
             source, segments: as the source and its segments of `hidden`.
-            key, train: as of `hidden`.
+            key, train: as for `hidden`.
         """
         if not self.config.encoder_layers:
-            raise ValueError("this model is a decoder alone, and encodes nothing.\n  Set encoder_layers.")
+            raise ValueError("this model is decoder-only, and encodes nothing.\n  Set encoder_layers.")
         segments = in_encoder(self.layout, segments)
         x = embedded_source(self.config, self.layout, self.embedding.weights, source, segments, self.dtype)
         x, figures = self.encoder(x, segments, key=key, train=train)
@@ -220,54 +255,88 @@ def run_blocks(
 
     Args:
         config: the configuration of the model.
-        stack: the blocks of one period, and the weights of N periods.
+        stack: the blocks.
         x: [B, L, E], the residual stream.
         context: of attention, the same for all blocks.
-        keys: [N] random keys of the routers, for training.
+        keys: random keys of the routers, for training: of each first block, and then of the N periods.
         train: whether to use the routers' random draws and capacity of training.
         in_loop: whether to scan them; otherwise each is traced by itself, and nothing is recomputed.
 
     Returns:
-        The residual stream after the last block, and the experts' figures, stacked over N.
+        The residual stream after the last block, and the experts' figures, stacked over layers.
     """
-    definition, weights = stack
-
-    sparse = sum(map(config.is_sparse, range(config.period)))
-
-    def run(block: Any, x: jax.Array, key: jax.Array | None) -> tuple[jax.Array, Figures]:
-        of_block = lambda block, x, key: block(x, context, key=key, train=train)  # noqa: E731
-        if not (in_loop and config.is_one_pattern):
-            return of_block(block, x, key)
-        # Blocks that do not repeat are recomputed one by one.
-        graph, own = nnx.split(block)
-        return recomputed(lambda own, x, key: of_block(nnx.merge(graph, own), x, key), config.remat_name)(own, x, key)
+    lead = len(stack.first)
+    of_first, keys = (None, None) if keys is None else (keys[:lead], keys[lead:])
+    x, ahead = run_first(config, stack.first, x, context, of_first, train=train, in_loop=in_loop)
+    definition, weights, repeats = stack.definition, stack.weights, stack.repeats
+    sparse = sum(config.is_sparse(lead + place) for place in range(config.period))
 
     def step(x: jax.Array, layer: tuple[Any, jax.Array | None]) -> tuple[jax.Array, Figures]:
         weights, key = layer
         each: list[Figures] = []
         for place, block in enumerate(nnx.merge(definition, weights)):
             of_block = key if key is None or sparse <= 1 else jax.random.fold_in(key, place)
-            x, figures = run(block, x, of_block)
+            # Blocks that do not repeat are recomputed one by one.
+            remat = config.remat_name if in_loop and config.is_one_pattern else "none"
+            x, figures = _run_block(*nnx.split(block), x, context, of_block, train, remat)
             each += [figures] if figures else []
         if sparse <= 1:
             return x, each[0] if each else {}
         return x, jax.tree.map(lambda *rows: jnp.stack(rows), *each)
 
-    repeats = jax.tree.leaves(weights)[0].shape[0]
     if not in_loop:
         each = []
         for number in range(repeats):
             x, figures = step(x, jax.tree.map(lambda leaf, at=number: leaf[at], (weights, keys)))
             each.append(figures)
-        return x, _of_layers(jax.tree.map(lambda *rows: jnp.stack(rows), *each), sparse)
+        return x, _of_layers(ahead, jax.tree.map(lambda *rows: jnp.stack(rows), *each), sparse)
     # With one repeat, recomputation saves no memory: the backward pass would hold all recomputed arrays at once.
     x, figures = jax.lax.scan(recomputed(step, config.remat_name if repeats > 1 else "none"), x, (weights, keys))
-    return x, _of_layers(figures, sparse)
+    return x, _of_layers(ahead, figures, sparse)
 
 
-def _of_layers(figures: Figures, sparse: int) -> Figures:
-    """Return the figures of all layers with experts, from those [N, sparse, ...] of several in each period."""
-    return figures if sparse <= 1 else {name: x.reshape(-1, *x.shape[2:]) for name, x in figures.items()}
+def run_first(
+    config: ModelConfig,
+    first: Sequence[tuple[Any, Any]],
+    x: jax.Array,
+    context: Context,
+    keys: jax.Array | None,
+    *,
+    train: bool,
+    in_loop: bool = True,
+) -> tuple[jax.Array, list[Figures]]:
+    """Run the blocks before those that repeat, each recomputed by itself; the arguments are those of `run_blocks`.
+
+    Returns:
+        The residual stream, and the figures of each block that has experts.
+    """
+    each, remat = [], config.remat_name if in_loop else "none"
+    for number, (definition, weights) in enumerate(first):
+        key = None if keys is None else keys[number]
+        x, figures = _run_block(definition, weights, x, context, key, train, remat)
+        each += [figures] if figures else []
+    return x, each
+
+
+def _run_block(
+    definition: Any, weights: Any, x: jax.Array, context: Context, key: jax.Array | None, train: bool, remat: Remat
+) -> tuple[jax.Array, Figures]:
+    """Run one block, and recompute it in the backward pass as `remat` says."""
+
+    def run(weights: Any, x: jax.Array, key: jax.Array | None) -> tuple[jax.Array, Figures]:
+        return nnx.merge(definition, weights)(x, context, key=key, train=train)
+
+    return recomputed(run, remat)(weights, x, key)
+
+
+def _of_layers(ahead: Sequence[Figures], figures: Figures, sparse: int) -> Figures:
+    """Return the figures of all layers with experts: `ahead`, and those [N, ...] of one or [N, sparse, ...] of several
+    in each period."""
+    if sparse > 1:
+        figures = {name: x.reshape(-1, *x.shape[2:]) for name, x in figures.items()}
+    if not ahead:
+        return figures
+    return {name: jnp.concatenate([jnp.stack([each[name] for each in ahead]), x]) for name, x in figures.items()}
 
 
 class Embedding(Layer):
@@ -286,10 +355,12 @@ class Embedding(Layer):
     def __call__(self, tokens: jax.Array, positions: np.ndarray | jax.Array | None = None) -> jax.Array:
         """Return rows of the table, times √E if the configuration scales them, placed as the residual stream.
 
+        Positions are added to them, and they are normalised, if the model says so.
+
         Args:
             tokens: [B, L], placed as `embedding.tokens`.
-            positions: [L] or [B, L], placed as `batch_spec`: of the tokens, if the model adds positions; None for
-                their order.
+            positions: [L] or [B, L], placed as `batch_spec`: the positions of the tokens, if the model adds positions;
+                None for their order.
         """
         equation, options = self.at.equation(f"tokens, table -> {stream_line(self.config)}"), {}
         if self.parameter("scale") is not None:
@@ -297,13 +368,17 @@ class Embedding(Layer):
             scales = moved(self.vector("scale"), self.at.spec("output.bias"), along_rows)
             options = {"scales": scales, "dtype": self.dtype}
         x = embed(tokens, self.matrix("table"), equation, **options) * self.factor  # [B, L] -> [B, L, E]
-        if self.config.positions not in ("sinusoidal", "learned"):
-            return x
-        positions = np.arange(tokens.shape[1]) if positions is None else positions
+        if self.config.positions in ("sinusoidal", "learned"):
+            x = x + self.added(tokens.shape, positions, equation.outputs[0]).astype(x.dtype)
+        return self.normed(stream_line(self.config), x) if self.config.embedding_norm else x
+
+    def added(self, shape: tuple[int, ...], positions: np.ndarray | jax.Array | None, spec: Spec) -> jax.Array:
+        """Return the vectors [B, L, E] of positions, or [1, L, E], placed as the residual stream, `spec`."""
+        positions = np.arange(shape[1]) if positions is None else positions
         batch = self.at.spec("tokens").with_axes("L", ())
         if self.config.positions == "learned":
-            return x + self.learned(positions, tokens.shape, batch).astype(x.dtype)
-        return x + sinusoids(self.config, positions, batch, equation.outputs[0]).astype(x.dtype)
+            return self.learned(positions, shape, batch)
+        return sinusoids(self.config, positions, batch, spec)
 
     def learned(self, positions: np.ndarray | jax.Array, shape: tuple[int, ...], batch: Spec) -> jax.Array:
         """Return the vectors [B, L, E] of positions, placed as the residual stream; they are those of `__call__`."""
@@ -337,10 +412,10 @@ def embedded_source(
 
     Args:
         config: the model.
-        layout: of the decoder, with that of the encoder in it.
-        weights: of the embedding.
-        source: [B, T], as of `Transformer.hidden`.
-        segments: of the source, from `in_encoder`.
+        layout: the layout of the decoder, with that of the encoder in it.
+        weights: the weights of the embedding.
+        source: [B, T], as for `Transformer.hidden`.
+        segments: the segments of the source, from `in_encoder`.
         dtype: compute dtype.
     """
     inner = layout.stack(ENCODER)
@@ -355,7 +430,7 @@ def memory_of(config: ModelConfig, layout: Layout, output: Layer, x: jax.Array) 
 
     Args:
         config: the model.
-        layout: of the decoder, with that of the encoder in it.
+        layout: the layout of the decoder, with that of the encoder in it.
         output: the encoder's last norm.
         x: [B, T, E], the residual stream after the encoder's last block.
     """
@@ -368,13 +443,13 @@ def memory_of(config: ModelConfig, layout: Layout, output: Layer, x: jax.Array) 
 def sinusoids(config: ModelConfig, positions: np.ndarray | jax.Array, batch: Spec, spec: Spec) -> jax.Array:
     """Return sinusoidal positions [B, L, E], with B of size 1 for constant ones, placed as `spec`.
 
-        [b, l, i] = sin(p · w_i) for i < E/2, and cos(p · w_(i - E/2)) behind;  w_i = 10000^(-i / (E/2 - 1))
+        [b, l, i] = sin(p · w_i) for i < E/2, else cos(p · w_(i - E/2));  w_i = 10000^(-i / (E/2 - 1))
 
     Args:
         config: the model; `position_offset` is added to every position.
         positions: [L] constants, or [B, L] placed as `batch`.
         batch: the spec of a batch of tokens, with L whole.
-        spec: of the residual stream.
+        spec: the spec of the residual stream.
 
     Source: Vaswani et al. 2017 (arXiv 1706.03762), section 3.5.
     Differs: all sines come before all cosines, and the longest wavelength is exactly 10000 · 2π, as in tensor2tensor,
@@ -429,9 +504,13 @@ def _reordered(order: Callable[[jax.Array, int], jax.Array], x: jax.Array, spec:
 
 
 def blocks(config: ModelConfig, layout: Layout, weights: Mapping[str, Any], dtype: Any) -> nnx.List:
-    """Return the blocks of one period, each with the weights of all periods, stacked in a leading N."""
+    """Return the blocks of these weights, by their place, each with the weights of all periods in a leading N."""
     block = ParallelBlock if config.block == "parallel" else Block
-    return nnx.List([block(config, layout, weights[str(i)], dtype, config.layer_kind(i)) for i in range(config.period)])
+    stacks = config.weight_stacks()
+    return nnx.List(
+        block(config, layout, weights[place], dtype, config.layer_kind(stacks[int(place)][0]))
+        for place in sorted(weights, key=int)
+    )
 
 
 def stream_line(config: ModelConfig) -> str:

@@ -1,4 +1,4 @@
-"""Weights of blocks as arrays by themselves, which a TPU loads ahead of the block that multiplies by them."""
+"""Weights of blocks as separate arrays, which a TPU loads before the block that multiplies by them runs."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from .transformer import Transformer, arrays, mesh_of
 
 
 def unstack(model: Transformer, *, free: bool = False) -> Transformer:
-    """Return the model with arrays of its own for every block, in place of one for all blocks of a kind.
+    """Return the model with separate arrays for every block, in place of one array for all blocks of a kind.
 
     Logits are the same. A loop over stacked blocks reads each weight when it multiplies by it. The compiler for TPUs
-    loads arrays by themselves into on-chip memory while earlier blocks run and collectives are waited for, so a decode
-    step of few rows is faster. The program has all blocks one after the other, which takes longer to compile.
+    loads separate arrays into on-chip memory while earlier blocks run and collectives are waited for, so a decode step
+    of few rows is faster. The program has all blocks one after the other, which takes longer to compile.
 
     Args:
         model: a model of stacked arrays, from `build`, `load` or `quantize`.
@@ -46,7 +46,7 @@ def unstack(model: Transformer, *, free: bool = False) -> Transformer:
                 continue
             place, _, name = path.removeprefix("blocks.").partition(".")
             for number in range(value.shape[0]):
-                at = number * config.pattern + int(place)
+                at = config.stacks()[int(place)][number]
                 made[f"blocks.{at}.{name}"] = _taker(value.sharding)(value, number)
             if free:
                 value.delete()

@@ -24,6 +24,11 @@ SCALES = {
     "attention.w_k": ("s_k", "attention.b_k"),
     "attention.w_v": ("s_v", "attention.b_v"),
     "attention.w_o": ("s_o", "attention.b_o"),
+    "attention.w_q_down": ("s_q_down", "attention.b_q_down"),
+    "attention.w_q_up": ("s_q_up", "attention.b_q_up"),
+    "attention.w_k_down": ("s_k_down", "attention.b_k_down"),
+    "attention.w_k_up": ("s_k_up", "attention.b_k_up"),
+    "attention.w_v_up": ("s_v_up", "attention.b_v_up"),
     "cross.w_q": ("s_q", "cross.b_q"),
     "cross.w_k": ("s_k", "cross.b_k"),
     "cross.w_v": ("s_v", "cross.b_v"),
@@ -43,7 +48,7 @@ SCALES = {
 
 
 def matrix(weight: nnx.Param, dtype: Any) -> jax.Array:
-    """Return a weight as an operand of a product: in the compute dtype, or in its int8, which the product casts."""
+    """Return a weight as an operand of a product: in the compute dtype, or as int8, which the product casts."""
     return weight[...] if weight[...].dtype == jnp.int8 else weight[...].astype(dtype)
 
 

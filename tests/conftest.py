@@ -25,20 +25,20 @@ from gspmd import host
 from tests.references import schedules, volume
 
 # Programs here are compiled once and run on toy sizes, so most of the suite's time is spent on making machine code.
-# Plain code is made in half the time, and by the emitters that XLA had before its present ones in half of that. The
-# partitioner, and so every collective, is not affected. In the environment too, for the processes that tests start.
+# Unoptimized code takes half the time, and XLA's previous emitters take half of that. The partitioner, and so every
+# collective, is not affected. The flags are set in the environment too, for the processes that tests start.
 os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
 jax.config.update("jax_disable_most_optimizations", True)
-# XLA reads its flags when a backend starts, and one that it does not know ends the process, as this one in jax 0.12.
+# XLA reads its flags when a backend starts. A flag that it does not know, as this one in jax 0.12, ends the process.
 if jax.__version_info__ < (0, 11):
     os.environ["XLA_FLAGS"] = f"--xla_cpu_use_fusion_emitters=false {os.environ.get('XLA_FLAGS', '')}"
 # Python's readline, which pytest loads, tells processes started later that there are 80 columns, such as pytest's own
-# workers. What a test shows in a file is as wide as it is; a test of a narrow terminal says so itself.
+# workers. So these variables are removed: output to a file keeps its width, and tests of narrow terminals set theirs.
 for _name in ("COLUMNS", "LINES"):
-    os.environ[_name] = ""  # readline tells the C library, of which os.environ has not heard
+    os.environ[_name] = ""  # readline sets it in the C library, so os.environ does not have it
     del os.environ[_name]
-# Tokens and programs that tests write, and the processes they start, are kept apart from those of the user, in one
-# folder for all of pytest's workers. Commands that are started as processes keep programs there, as they do for a user.
+# Tokens and programs that tests and their processes write are kept apart from the user's, in one folder for all of
+# pytest's workers. Commands that are started as processes keep programs there, as they do for a user.
 if "PYTEST_XDIST_WORKER" not in os.environ:
     os.environ["GSPMD_CACHE"] = tempfile.mkdtemp(prefix="gspmd-tests-")
     atexit.register(shutil.rmtree, os.environ["GSPMD_CACHE"], ignore_errors=True)
@@ -47,28 +47,29 @@ jax.config.update("jax_compilation_cache_dir", None)
 # Here programs are compiled in the test that needs them.
 os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "true"
 jax.config.update("jax_enable_compilation_cache", False)
-# What tracing leaves behind is kept in caches, so looking for garbage every 700 objects takes a tenth of the time.
+# Objects of tracing are kept in caches, so looking for garbage every 700 objects would take a tenth of the time.
 gc.set_threshold(100_000, 20, 20)
 
-# Where the suite is started in the background of a script, or under nohup, these are ignored, and all that tests start
-# would inherit that: whoever tests an interrupt would wait for its answer.
+# If the suite is started in the background of a script, or under nohup, these signals are ignored. Processes that tests
+# start would inherit that, and a test of an interrupt would wait forever.
 for _number in (signal.SIGINT, signal.SIGHUP):
     if signal.getsignal(_number) is signal.SIG_IGN:
         signal.signal(_number, signal.default_int_handler if _number == signal.SIGINT else signal.SIG_DFL)
 
-# On a machine that is loaded a case may take any time; what is slow is no fault of what is tested.
+# On a loaded machine a case may take any time, so a slow case is not a fault.
 hypothesis.settings.register_profile("loaded", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.load_profile("loaded")
 
 host.use_host_devices(8)
 jax.config.update("jax_platforms", "cpu")
-# Now, not when a test first needs it: whether a test may ask for another number does not depend on those before it.
+# The backend starts now, not when a test first needs it, so the number of devices does not depend on the order of
+# tests.
 jax.devices()
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
 class _Models(MetaPathFinder):
-    """Finds `gspmd_models` in this tree: what is installed by that name may be the folder models/ of another one."""
+    """Finds `gspmd_models` in this tree: the installed package may be the folder models/ of another tree."""
 
     @staticmethod
     def find_spec(name, path=None, target=None):
@@ -90,7 +91,7 @@ def pytest_report_header() -> str:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark and leave out the cases that are not drawn; see tests/references/volume.py."""
+    """Mark slow cases, and leave out those that are not drawn; see tests/references/volume.py."""
     for item in waiting(items):
         item.add_marker(pytest.mark.slow)
     slow = [item for item in items if item.get_closest_marker("slow")]
@@ -103,10 +104,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def waiting(items: list[pytest.Item]) -> set[pytest.Item]:
-    """The cases that are slow, of tests of which only some cases are fast."""
+    """Return the slow cases of tests that have both fast and slow cases."""
     marks = {item: item.get_closest_marker("turns") for item in items if not item.get_closest_marker("slow")}
     turning = [item for item, mark in marks.items() if mark]
-    # By the file, so that tests of one file that share their programs draw the same ones.
+    # Drawn by the file, so that tests of one file draw the same cases and can share their programs.
     now = (
         volume.sampled(random.Random(name.partition("::")[0]), cases, marks[cases[0]].args[0])
         for name, cases in _by_test(turning)
@@ -115,7 +116,7 @@ def waiting(items: list[pytest.Item]) -> set[pytest.Item]:
 
 
 def shuffled(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Tests in an order of the seed, with the cases of each next to one another, since they share programs."""
+    """Return tests in an order drawn by the seed; the cases of a test stay together, since they share programs."""
     tests = [*_by_test(items)]
     random.Random(f"{volume.SEED} order").shuffle(tests)
     return [item for _, cases in tests for item in cases]
@@ -125,13 +126,13 @@ _began = time.monotonic()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip a test that begins after the minutes that are given, each worker's counted from its start."""
+    """Skip a test that begins after the given minutes, which each worker counts from its start."""
     if time.monotonic() - _began > 60 * volume.MINUTES:
         pytest.skip(f"the {volume.MINUTES:g} minutes of this run are over")
 
 
 def _by_test(items: Iterable[pytest.Item]) -> ItemsView[str, list[pytest.Item]]:
-    """The cases of every test."""
+    """Return the cases of every test."""
     tests = defaultdict(list)
     for item in items:
         tests[item.nodeid.partition("[")[0]].append(item)
@@ -143,7 +144,7 @@ _counted = 0.0
 
 @pytest.fixture(scope="module")
 def benchmarks() -> Iterator[None]:
-    """Lets a module's tests import the scripts of benchmarks/, which import one another from their own folder."""
+    """Lets a module's tests import the scripts of benchmarks/, which import one another from that folder."""
     folder = str(Path(__file__).parents[1] / "benchmarks")
     sys.path.insert(0, folder)
     yield
@@ -154,8 +155,8 @@ def benchmarks() -> Iterator[None]:
 def few_memory_maps() -> Iterator[None]:
     """Forgets compiled programs before they are too many: each holds memory maps, and a process may have 65530.
 
-    XLA ends in a segmentation fault where the kernel refuses it another one. To list 20000 of them takes the kernel
-    25 ms, longer than most tests, and compiling makes 200 in a second: they are counted once in ten seconds of work.
+    XLA ends in a segmentation fault if the kernel refuses another one. Listing 20000 of them takes the kernel 25 ms,
+    longer than most tests, and compiling makes 200 in a second. So they are counted once in ten seconds of work.
     """
     global _counted
     yield

@@ -9,7 +9,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def module_of(path: Path) -> str:
-    """The name under which a file is imported."""
+    """Return the name under which a file is imported."""
     return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
@@ -17,13 +17,13 @@ FILES = {module_of(path): path for room in ("gspmd", "models") for path in sorte
 
 
 def room_of(module: str) -> str:
-    """`gspmd.planner` of `gspmd.planner.graph.search`."""
+    """Return the room of a module: `gspmd.planner` for `gspmd.planner.graph.search`."""
     return ".".join(module.split(".")[:2]) if module.startswith("gspmd.") else module.split(".")[0]
 
 
 @cache
 def imports(module: str, everywhere: bool = True) -> tuple[str, ...]:
-    """Return the imports of a file, in its order: in functions and for type checkers too, or only as it is loaded."""
+    """Return the imports of a file, in its order: all of them, or only those that loading it executes."""
     tree = ast.parse(FILES[module].read_text())
     names: dict[str, None] = {}
     for node in ast.walk(tree) if everywhere else _at_once(tree.body):
@@ -31,7 +31,7 @@ def imports(module: str, everywhere: bool = True) -> tuple[str, ...]:
             names |= {alias.name: None for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
             source = _absolute(module, node.module, node.level)
-            source = source.replace("gspmd_models", "models")  # the folder, and what it is installed as
+            source = source.replace("gspmd_models", "models")  # the folder, and the name of its installed package
             full = [f"{source}.{alias.name}" for alias in node.names]
             names |= {name if name in FILES else source: None for name in full}
     return tuple(name.replace("gspmd_models", "models") for name in names)

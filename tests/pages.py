@@ -1,17 +1,16 @@
-"""The code blocks of a page, and running them as a reader would: as printed, each in a process of its own.
+"""Run the code blocks of a page as a reader would: as printed, each in a separate process.
 
-    python -m tests.pages README.md                run every block of a page but the slow ones
+    python -m tests.pages README.md                run every block of a page except the slow ones
     python -m tests.pages --slow README.md         and those too
-    python -m tests.pages --write README.md        and put what blocks print in the place of what the page shows
+    python -m tests.pages --write README.md        and replace the outputs on the page by those of the blocks
 
 What is run, by the language behind the fence:
 
-- `python`: a block stands alone, with imports and devices of its own, as a reader pastes it who begins there. What it
-  prints stands in a block without a language right below it, `...` for any text. Where a release of JAX prints
-  something else, "Since JAX 0.12:" and a second such block follow. A session (`>>>`) goes on where the page's last one
-  stopped, and is a doctest.
+- `python`: a block stands alone, with its own imports and devices, so that a reader can begin there. A block without a
+  language right below it shows its output, with `...` for any text. If a release of JAX prints something else, "Since
+  JAX 0.12:" and a second such block follow. A session (`>>>`) is a doctest, and continues the page's last one.
 - `sh`: in the shell, in a folder that has the project's files; a block without a language right below it is the output.
-- `toml` is read. `text`, `console` and `ebnf` are looked at by readers alone.
+- `toml` is parsed. `text`, `console` and `ebnf` are not checked.
 
 A comment on the line above a block changes that, and says why:
 
@@ -54,12 +53,12 @@ class Block:
 
     Attributes:
         line: number of its first line of code.
-        language: what stands behind the fence.
+        language: the language behind the fence.
         when: "fast", "slow" or "never"; `reason` says why it is not fast.
-        flags: what is put behind each command of a shell.
+        flags: the flags that are added to each command of a shell.
         needs_libtpu: whether it compiles for TPUs.
-        shown: the output that the page shows below it for the installed JAX, None where it shows none.
-        span: where that stands in the page.
+        shown: the output that the page shows below it for the installed JAX, None if it shows none.
+        span: the place of that output in the page.
         file: the name that its code is saved under, in place of running it.
     """
 
@@ -76,12 +75,12 @@ class Block:
 
     @property
     def is_run(self) -> bool:
-        """Whether there is something to run, now or when there is more time."""
+        """Whether it is run in some suite, fast or slow."""
         return self.language in ("python", "sh") and self.when != "never" and not self.file
 
 
 def blocks_of(text: str) -> tuple[list[Block], list[str]]:
-    """The blocks of a page in their order, and what is wrong with any of them."""
+    """Return the blocks of a page in their order, and the faults of all of them."""
     blocks, faults, end = [], [], 0
     for each in _FENCE.finditer(text):
         language, code = each["language"].strip(), each["code"]
@@ -125,15 +124,15 @@ def _release(name: str) -> tuple[int, ...]:
 class Page:
     """A page whose blocks are run; its session, in this process.
 
-    Processes are handed `os.environ`. Else they would inherit what readline, which doctest loads since Python 3.13,
-    tells the C library alone: that there are 80 columns.
+    Processes are given `os.environ`. Otherwise they would inherit a width of 80 columns, which readline sets in the C
+    library only; doctest loads readline since Python 3.13.
     """
 
     def __init__(self, path: Path, folder: Path):
         self.path, self.folder, self.session = path, folder, {"__name__": "__main__"}
 
     def run(self, block: Block) -> tuple[str, str]:
-        """Run the block; return what it printed, and what is wrong with that."""
+        """Run the block; return its output, and the fault of that output."""
         if block.file:
             Path(self.folder, block.file).write_text(block.code)
         if block.language == "toml":
@@ -185,13 +184,13 @@ def _difference(block: Block, printed: str) -> str:
 
 
 def _tidy(printed: str) -> str:
-    """Without the spaces and empty lines at ends, which no page shows."""
+    """Return the text without the spaces and empty lines at ends, which no page shows."""
     lines = [line.rstrip() for line in printed.splitlines()]
     return "\n".join(lines).strip("\n") + "\n" if any(lines) else ""
 
 
 def run_page(path: Path, *, slow: bool, write: bool) -> int:
-    """Runs a page's blocks, and tells what is wrong; the number of blocks with a fault."""
+    """Run a page's blocks, and print their faults; return the number of blocks with a fault."""
     text, wrong, outputs = path.read_text(), 0, []
     blocks, faults = blocks_of(text)
     with tempfile.TemporaryDirectory() as folder:

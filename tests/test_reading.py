@@ -60,7 +60,7 @@ def test_what_is_no_file_is_neither_waited_for_nor_read(tmp_path):
     os.mkfifo(tmp_path / "fifo")
     os.symlink("loop", tmp_path / "loop")
     for name, reason in {
-        "fifo": "it is a FIFO, and no regular file",
+        "fifo": "it is a FIFO, not a regular file",
         ".": "it is a folder",
         "/dev/zero": "it is a device",
         "loop": "[Ss]ymbolic links",

@@ -53,6 +53,8 @@ def _calls():
         (gspmd.einsum, ["BE, EF -> BF", x, w], {"lowering": "blocking", "via": None, "preferred_element_type": None}),
         (gspmd.reshard, [x, "BE -> B_xE"], {"lowering": "blocking"}),
         (annotate, [x, "B_xE"], {}),
+        (gspmd.show, [jnp.asarray(x), "BE", None], {}),
+        (gspmd.show, ["B_xE_y", SIZES, MESH], {}),
         (gspmd.lowering, ["looped"], {}),
         (gspmd.ledger, ["text"], {"mesh": MESH}),
         (Spec.parse, ["B_x"], {}),

@@ -14,7 +14,7 @@ from gspmd.annotate.validation import LARGEST, mesh_sizes, whole_sizes
 _CAPITALS = frozenset(string.ascii_uppercase)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Spec:
     """The placement of one tensor on a mesh, in the notation of the papers: `B_xLE_yz partialsum-w`.
 
@@ -102,6 +102,15 @@ class Spec:
         dims = "".join(dim_text(d, axes) for d, axes in zip(self.dims, self.axes))
         suffixes = (("partialsum", self.partial), ("reduced", self.reduced))
         return " ".join([dims, *(f"{name}-{axes_suffix(axes)}" for name, axes in suffixes if axes)]).strip()
+
+    def __repr__(self) -> str:
+        return f"Spec({str(self)!r})"
+
+    def _repr_html_(self) -> str:
+        from gspmd.display.html import page  # imported here, as below: parsing draws nothing
+        from gspmd.figures.notation import spec_html
+
+        return page([f"<p>{spec_html(self)}</p>"])
 
     # -- editing ------------------------------------------------------------------------------------------------------
 

@@ -38,7 +38,7 @@ def operations(flops: Any) -> float:
     """Return a number of floating-point operations, 0 or more.
 
     Raises:
-        PlanError: `flops` is no such number.
+        PlanError: `flops` is not such a number.
     """
     number = isinstance(flops, Real) and not isinstance(flops, bool)
     if not number or not isfinite(flops) or flops < 0:

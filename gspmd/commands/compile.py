@@ -81,7 +81,7 @@ class CompileSettings:
     """Dtype in which serving stores keys and values; int8 has a float32 scale for each token and head."""
     smallest: bool = False
     """Look for the fewest devices of this chip that the model fits on: slices of TPUs that double in size, or parts of
-    a node of GPUs and then 1, 2, 4, ... nodes. Of each size the layout's own mesh is tried; with another --mesh the
+    a node of GPUs and then 1, 2, 4, ... nodes. For each size the layout's own mesh is tried; with another --mesh the
     model may fit on fewer."""
     json: str = ""
     """File for the figures, as JSON."""
@@ -92,7 +92,7 @@ class CompileSettings:
     gantt: str = ""
     """PNG file for the timeline."""
     model_class: Annotated[str, tyro.conf.arg(name="model", metavar="MODULE:NAME")] = ""
-    """A custom model, as in `gspmd train`; without --config, the model alone."""
+    """A custom model, as in `gspmd train`; without --config, only the model."""
     model: ModelConfig = field(default_factory=ModelConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
     optimizer: tyro.conf.OmitArgPrefixes[OptimizerConfig] = field(default_factory=OptimizerConfig)

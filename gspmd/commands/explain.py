@@ -1,6 +1,6 @@
 """An equation on a mesh: its plan, drawn as the papers draw it, with the plans of its gradients.
 
-    gspmd explain "BLE_xyz, E_xF_yz -> BLF_yzx" --mesh x=4,y=4,z=4 --sizes B=512,L=1,E=18432,F=73728
+    gspmd explain "BLE_xyz, E_xF_yz -> BLF_yzx" --mesh x=4,y=4,z=4 --sizes B=512,L=1,E=18432,F=73728 --svg plan.svg
 
 Nothing runs and nothing is compiled: no device of the mesh is needed.
 """
@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import gspmd
 from gspmd.annotate.errors import shown
+from gspmd.commands import pictures
 from gspmd.display.console import console
 from gspmd.lowerings.in_force import LOWERINGS
 from gspmd.planner import drawing
@@ -40,6 +41,9 @@ def run(argv: Sequence[str], script: str = "") -> int:
     except (gspmd.SpecError, gspmd.PlanError) as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 2
+    if pictures.asked(options) and (fault := pictures.write(plan.figure(gradients=options.gradients), options)):
+        print(f"{parser.prog}: {fault}", file=sys.stderr)
+        return 2
     if options.json:
         print(data)
     else:
@@ -63,6 +67,7 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     parser.add_argument("--via", help='specs of the operands in the local einsum, such as "BLE_x, E_xF_yz"')
     parser.add_argument("--no-gradients", dest="gradients", action="store_false", help="leave the gradients out")
     parser.add_argument("--json", action="store_true", help="print plain data instead of the figure")
+    pictures.add_flags(parser, "the plan")
     return parser
 
 

@@ -6,6 +6,7 @@
 OUT is a new folder with config.json, model.safetensors and tokenizer.json.
 """
 
+import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -72,6 +73,8 @@ def main(argv: Sequence[str], script: str = "") -> int:
             progress.begin("Writing the tensors")
             length = max(longest(source), promised(folder / "tokenizer"))
             checkpoints.save(model, settings.out, tokenizer=source.tokenizer, dtype=settings.dtype, length=length)
+            if (kept := folder / "tokenizer" / "generation_config.json").exists():
+                shutil.copyfile(kept, Path(settings.out) / kept.name)
     except checkpoints.CheckpointError as error:
         print(f"CheckpointError: {error}", file=sys.stderr)
         return 2

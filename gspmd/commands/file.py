@@ -58,7 +58,7 @@ def source_length_of(file: File) -> int:
 
 
 def checked_source(settings: S, default: Any) -> tuple[S, list[str]]:
-    """Return the settings of a command with `--source-length` and `--phase`, and what is wrong with their source.
+    """Return the settings of a command with `--source-length` and `--phase`, and the faults of their source.
 
     Args:
         settings: the settings, as changed by flags; returned without a source if flags took the encoder of the file
@@ -73,7 +73,7 @@ def checked_source(settings: S, default: Any) -> tuple[S, list[str]]:
     faults = []
     if given.source_length != default.source_length:
         faults.append("--source-length is for an encoder–decoder, and this model has no encoder.")
-    if given.phase == "encode" and not is_own(given):  # Of a custom model every phase but one is refused.
+    if given.phase == "encode" and not is_own(given):  # A custom model with a phase is refused elsewhere.
         faults.append("--phase encode is for an encoder–decoder, and this model has no encoder.")
     return replace(given, source_length=0), faults
 

@@ -179,7 +179,7 @@ def _refuse_absent(argv: Sequence[str], base: Dataclass) -> None:
                 table = ".".join(tables[:number])
                 what = {"model.moe": "no experts", "model.lora": "no adapters"}.get(table, f"no [{table}]")
                 fact = f"{flag} is a field of [{table}], and this configuration has {what}"
-                written = "lora" if table == "model.lora" else table  # Adapters have a table of their own.
+                written = "lora" if table == "model.lora" else table  # Adapters have a separate table.
                 remedy = f"write [{written}] in a TOML file, and name it with --config."
                 if written != table and hasattr(base, written):
                     remedy = f"write {flag.replace(f'--{table}.', f'--{written}.')}."

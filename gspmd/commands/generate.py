@@ -57,8 +57,8 @@ DRAWN = ("temperature", "top_k", "top_p", "min_p")
 
 @dataclass(frozen=True)
 class SamplingFlags:
-    """Settings of sampling; the filters apply in this order. One that is not given is that of the checkpoint's
-    generation_config.json; without such a file, no filter applies."""
+    """Settings of sampling; the filters apply in this order. One that is not given is that of generation_config.json of
+    the checkpoint, or of that with which the run began; without such a file, no filter applies."""
 
     temperature: float | None = None
     """Divides the logits; 0 takes the likeliest token. 1 if neither this flag nor the file gives it."""
@@ -101,8 +101,8 @@ class GenerateSettings:
     prompt_file: str = ""
     """File with one more prompt; - for standard input."""
     chat: bool = False
-    """Whether a prompt is a user's turn of a chat, which the checkpoint's chat template renders; the answer alone is
-    written, and ends with the end of its turn."""
+    """Whether a prompt is a user's turn of a chat, which the checkpoint's chat template renders; only the answer is
+    written, and it ends with the end of its turn."""
     system: str = ""
     """With --chat: the system's message, before all others."""
     messages: str = ""
@@ -146,7 +146,7 @@ class GenerateSettings:
     cache: Literal["int8"] | None = None
     """Dtype of stored keys and values; int8 has a scale for every token and head. The compute dtype if not given."""
     unstacked: bool = False
-    """Whether every block has weights of its own, which TPUs load ahead of it: faster steps of few rows, longer
+    """Whether every block has separate weights, which TPUs load ahead of it: faster steps of few rows, longer
     compilation."""
     dtype: Literal["float32", "bfloat16"] | None = None
     """Dtype of computation and weights; if not given, float32 on a CPU and bfloat16 elsewhere."""
@@ -196,12 +196,13 @@ def generate(settings: GenerateSettings) -> int:
         return generate_own(console, settings, folder, run, prompts, sampling)
     source = Source.at(folder)
     config = decoding.for_serving(source.config)
-    if source.run is None:
-        sampling = sampling_of(console, settings, folder)
+    sampling = sampling_of(console, settings, folder if source.run is None else folder / "tokenizer")
     if settings.unstacked and config.encoder_layers:
-        raise ConfigError(_DOING, ["--unstacked is for decoders alone, and this model has an encoder; leave it out."])
+        raise ConfigError(
+            _DOING, ["--unstacked is for decoder-only models, and this one has an encoder; leave it out."]
+        )
     if settings.chat and config.encoder_layers:
-        raise ConfigError(_DOING, ["--chat is for decoders alone, and this model has an encoder; leave it out."])
+        raise ConfigError(_DOING, ["--chat is for decoder-only models, and this one has an encoder; leave it out."])
     ids = ids_of(settings, source.tokenizer, prompts, source=bool(config.encoder_layers))
     stops = sorted(source.tokenizer.ends)
     decoding.check_beams(
@@ -254,25 +255,23 @@ def generate(settings: GenerateSettings) -> int:
 def beginnings(
     settings: GenerateSettings, source: Source, config: models.ModelConfig, ids: list[list[int]]
 ) -> tuple[list[list[int]], dict[str, Any]]:
-    """Return what the texts begin with, and, for a model with an encoder, the sources as an argument.
+    """Return the beginnings of the texts and, for a model with an encoder, the sources as an argument.
 
     Raises:
-        ConfigError: --target-prompt or --source-length is given for a decoder alone.
+        ConfigError: --target-prompt or --source-length is given for a decoder-only model.
     """
     if config.encoder_layers:
         target = source.tokenizer.encode(settings.target_prompt, special=False) if settings.target_prompt else []
         return [target] * len(ids), {"sources": ids}
     for flag, given in (("target-prompt", settings.target_prompt), ("source-length", settings.source_length)):
         if given:
-            fault = (
-                f"--{flag} is for models with an encoder, and this one is a decoder alone, which continues --prompt."
-            )
+            fault = f"--{flag} is for models with an encoder, and this model is decoder-only: it continues --prompt."
             raise ConfigError(_DOING, [fault, "Leave it out."])
     return ids, {}
 
 
 def sampling_of(console: Console, settings: GenerateSettings, folder: Path) -> decoding.Sampling:
-    """Return the settings of sampling of the flags, or else of a checkpoint's file; print those of the file.
+    """Return the settings of sampling of the flags, or else of the file in a folder; print those of the file.
 
     Raises:
         ConfigError: the file asks for settings that are not supported, and no flag says to leave them out.
@@ -504,7 +503,7 @@ def prompts_shown(settings: GenerateSettings, prompts: Sequence[str]) -> Sequenc
 
 
 def prompts_of(settings: GenerateSettings) -> list[str]:
-    """Return the prompts: those of the flags, then that of the file. A chat may have none, and its messages alone.
+    """Return the prompts: those of the flags, then that of the file. A chat may have only messages, and no prompt.
 
     Raises:
         ConfigError: there is no prompt, or it cannot be read; or flags of a chat are given without --chat.
@@ -584,7 +583,7 @@ def write(
 
 
 def _title(number: int, count: int, scores: Sequence[float]) -> str:
-    """Return the line above a text, if there are several; with scores, its own: of its tokens, as `beam_loop` says."""
+    """Return the line above a text, if there are several texts; it has the text's score (`beam_loop`) if given."""
     if count == 1:
         return ""
     return f"=== text {number + 1} of {count}{f', score {scores[number]:.4f}' if scores else ''} ===\n"

@@ -70,7 +70,7 @@ def _process(name: str, flags: Sequence[str], file: str = "") -> int:
     finally:
         if _raises():  # The command has ended, and libraries clean up.
             signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if code > 128:  # XLA may still compile in threads of its own, which crash if they are torn down.
+    if code > 128:  # XLA may still compile in other threads, which crash if they are torn down.
         os._exit(code)
     return code
 
@@ -180,7 +180,7 @@ def _interrupt_soon(number: int) -> None:
 
 
 def _without_command(name: str) -> int:
-    """Handle arguments that are no command: print the list of commands, the version, or the nearest name."""
+    """Handle arguments that are not a command: print the list of commands, the version, or the nearest name."""
     from gspmd.display.console import console
 
     if name in ("", "-h", "--help"):

@@ -134,7 +134,8 @@ def check_traced(settings: RunSettings, arrangement: Arrangement, state: TrainSt
     """Trace one update and one evaluation, which finds the faults that no other check finds.
 
     So a fault is reported before the text is read and the model is built, and not at the step at which the arrangement
-    begins. It takes about a second; a run, which plans the same here, takes only a third of that more.
+    begins. It takes about a second, but makes a run only a third of that longer, since the run then finds the plans
+    cached.
     """
     with arrangement.context():
         update, *args = step_of(settings, arrangement, state)
@@ -165,7 +166,7 @@ def explain(console: Console, settings: RunSettings, arrangement: Arrangement, s
 def sample(
     settings: RunSettings, arrangement: Arrangement, params: Tree, tokenizer: checkpoints.Tokenizer | None = None
 ) -> str:
-    """Return the prompt as the trained model continues it; of an encoder–decoder, what it writes for that source."""
+    """Return the prompt as the trained model continues it; for an encoder–decoder, its output for that source."""
     training, tokenizer = settings.training, tokenizer or bytes_of(settings.model)
     model = merge(models.with_arrays(abstract_model(settings, arrangement), params))
     encode = tokenizer.source if settings.model.encoder_layers else tokenizer.encode

@@ -58,7 +58,7 @@ class Source:
 
 def bytes_of(model: Any) -> checkpoints.Tokenizer:
     """Return the tokenizer of a model on bytes; that of an encoder–decoder has an end and sentinels."""
-    has_encoder = getattr(model, "encoder_layers", 0) > 0  # a custom model has settings of its own
+    has_encoder = getattr(model, "encoder_layers", 0) > 0  # a custom model has other settings
     return checkpoints.byte_tokenizer(model.vocabulary if has_encoder else 256)
 
 

@@ -39,7 +39,6 @@ from gspmd.training.run.folder import choose_out, released_after
 from gspmd.training.state import TrainState
 from gspmd.training.syntax import lines_searched
 from gspmd_models import ModelConfig, checkpoints
-from gspmd_models.decoding import GenerationError, check_length
 from gspmd_models.stages import check_lowering_of_stages, check_stages
 
 CALLED = "gspmd train"
@@ -134,6 +133,8 @@ def check(console: Console, settings: RunSettings) -> Checked:
         objective = None
     else:
         objective = check_ours(settings, tokenizer, ids)
+        settings = with_fitting_sample(console, settings, tokenizer)
+        training = settings.training
     subject = own.trainable(settings)
     with Progress(console, "Starting the devices") as progress:
         kept = host.keep_compiled(settings.compile_cache)
@@ -175,7 +176,7 @@ def check(console: Console, settings: RunSettings) -> Checked:
 def check_ours(
     settings: RunSettings, tokenizer: checkpoints.Tokenizer | None, ids: int | None
 ) -> data.Objective | None:
-    """Refuse a model that comes with gspmd if it does not fit the data, or cannot generate the requested sample.
+    """Refuse a model that comes with gspmd if it does not fit the data.
 
     Returns:
         The objective, which makes the rows of a batch from the texts; None for windows of text.
@@ -192,19 +193,38 @@ def check_ours(
     if model.positions == "learned" and training.length > (model.context_length or 0):
         fault = f"a sequence has {training.length} tokens, and this model has {model.context_length} learned positions"
         raise ConfigError("cannot train this model:", [f"{fault}; take a smaller --length."])
+    return objective
+
+
+def with_fitting_sample(
+    console: Console, settings: RunSettings, tokenizer: checkpoints.Tokenizer | None
+) -> RunSettings:
+    """Return the settings with as many tokens of the generated text as the model's context has room for.
+
+    If these are fewer, the console says so.
+
+    Raises:
+        ConfigError: there is nothing to begin the text with, or the context has no room for a token.
+    """
+    training, model = settings.training, settings.model
     if not training.sample_bytes:
-        return objective
+        return settings
     doing = "cannot begin the generated text:"
-    prompt = (tokenizer or bytes_of(settings.model)).encode(training.prompt)
+    prompt = (tokenizer or bytes_of(model)).encode(training.prompt)
     if tokenizer and not prompt:
         fault = f"the tokenizer has no token for {training.prompt!r}; give another --prompt, or --sample-bytes 0."
         raise ConfigError(doing, [fault])
-    try:
-        # The generated text does not contain its source.
-        check_length(settings.model, 1 if settings.model.encoder_layers else len(prompt), training.sample_bytes)
-    except GenerationError as error:
-        raise ConfigError(doing, [f"{error}, with a smaller --sample-bytes."]) from None
-    return objective
+    begins = 1 if model.encoder_layers else len(prompt)  # the generated text does not contain its source
+    room = training.sample_bytes if model.context_length is None else model.context_length - begins
+    if room >= training.sample_bytes:
+        return settings
+    if room < 1:
+        fault = f"the prompt has {begins} tokens, and the model was made for at most {model.context_length}"
+        raise ConfigError(doing, [f"{fault} (context_length); give a shorter --prompt, or --sample-bytes 0."])
+    said = f"The text at the end has {room} new tokens, not {training.sample_bytes} (--sample-bytes)"
+    why = f"the model was made for {model.context_length}, and the prompt has {begins}"
+    console.print(f"{said}: {why}.", soft_wrap=True, highlight=False, markup=False)
+    return replace(settings, training=replace(training, sample_bytes=room))
 
 
 def check_model(training: TrainingConfig, model: ModelConfig, tokens: int | None = None) -> None:

@@ -1,8 +1,8 @@
-"""Print tables and figures: as wide as the terminal, in characters that its encoding has, and as HTML in notebooks.
+"""Print tables and figures: as wide as the terminal, in characters that its encoding has.
 
-Everything that is printed passes through here: `console` prints a program's messages, `text` and `html` show objects
-for `print` and notebooks (`gspmd.display.printed`), `printable` (`gspmd.display.plain`) converts one line. Tables
-are made in `tables`.
+Everything that is printed passes through here: `console` prints a program's messages, `text` shows objects for `print`
+(`gspmd.display.printed`), `printable` (`gspmd.display.plain`) converts one line. Tables are made in `tables`, and for
+notebooks in `html`.
 """
 
 import errno
@@ -18,7 +18,7 @@ from rich.console import Console
 from gspmd.display import terminal
 from gspmd.display.plain import HANDLER, printable
 
-__all__ = ["columns", "console", "html", "never_fail", "printable", "text"]
+__all__ = ["columns", "console", "never_fail", "printable", "text"]
 
 _WIDE = 140
 """Number of columns without a terminal."""
@@ -69,14 +69,6 @@ def columns(console: Console) -> int | None:
     """Return the columns of a terminal, or `COLUMNS` if it is set; None for a file or a pipe, where any length is
     fine."""
     return console.width if console.is_terminal or os.environ.get("COLUMNS") else None
-
-
-def html(renderable: Any, width: int = 160) -> str:
-    """Render as HTML for a notebook."""
-    recorder = Console(file=StringIO(), record=True, width=width, force_jupyter=False)
-    recorder.print(renderable, soft_wrap=True, highlight=False)
-    style = "font-family:ui-monospace,Menlo,Consolas,monospace;line-height:normal"
-    return recorder.export_html(inline_styles=True, code_format=f'<pre style="{style}">{{code}}</pre>')
 
 
 def text(renderable: Any, width: int | None = None) -> str:

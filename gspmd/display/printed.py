@@ -3,7 +3,10 @@ printed."""
 
 
 class Printed:
-    """Base of objects that `print` and notebooks show in full, by their `__rich__`; their `repr` is one line."""
+    """Base of objects that `print` and notebooks show in full, by their `__rich__`; their `repr` is one line.
+
+    A notebook shows the tables, and below them the picture if the class has a method `figure`.
+    """
 
     def __str__(self) -> str:
         from gspmd.display.console import text
@@ -11,6 +14,7 @@ class Printed:
         return text(self)
 
     def _repr_html_(self) -> str:
-        from gspmd.display.console import html
+        from gspmd.display.html import page, rendered
 
-        return html(self)
+        figure = getattr(self, "figure", None)
+        return page([*rendered(self), *([figure().document(standalone=False)] if figure else [])])

@@ -10,10 +10,13 @@ from rich.console import Console, ConsoleOptions
 from rich.measure import Measurement
 from rich.text import Text
 
+from gspmd.display.notebook import Cell
 from gspmd.display.units import amount_of_bytes
 
 _EVERY, _SOON, _POLL = 2.0, 0.8, 0.2
 """Seconds without a terminal: between two lines, before the first line, and between two checks of the time."""
+_IN_PLACE = 1.0
+"""Seconds in a notebook between two changes of its line."""
 _SHARE, _SELDOM = 1 / 150, 60.0
 """The share of the elapsed time after which a long task is reported again, at least once a minute."""
 
@@ -21,8 +24,8 @@ What = str | Callable[[], str]
 
 
 class Progress:
-    """Report the current task and its time: on a terminal in a line that changes, elsewhere in a line every few
-    seconds.
+    """Report the current task and its time: on a terminal and in a notebook in a line that changes, elsewhere in a
+    line every few seconds.
 
     Without a terminal, a task that takes less than those seconds is not reported. While one task is inside another,
     only the inner one reports.
@@ -39,6 +42,8 @@ class Progress:
         self._console, self._what = console, doing
         self._since = self._began = time.monotonic()
         self._live = console is not None and console.is_terminal
+        self._last: tuple[str, float] | None = None
+        self._cell = Cell() if console is not None and console.is_jupyter else None
         self._status: Any = console.status(self) if console is not None and self._live else nullcontext()
         self._over = Event()
 
@@ -47,6 +52,19 @@ class Progress:
         Progress._said = time.monotonic()
         if self._console is not None:
             self._console.print(sentence, soft_wrap=True, markup=False, highlight=False)
+
+    def report(self, sentence: str, share: float) -> None:
+        """Print a line that stays; in a notebook, replace the last such line by it, beside a bar.
+
+        Args:
+            sentence: the line.
+            share: the share of the whole that is done, from 0 to 1.
+        """
+        if self._cell is None:
+            self.note(sentence)
+            return
+        Progress._said, self._last = time.monotonic(), (sentence, share)
+        self._cell.show(*self._last)
 
     def say(self, doing: What) -> None:
         """Change the task, and report it if it is time; a function is called only then."""
@@ -62,6 +80,8 @@ class Progress:
     def due(self) -> bool:
         """Whether nothing has been reported for so long that it is time for a line."""
         now = time.monotonic()
+        if self._cell is not None:
+            return now - Progress._said >= _IN_PLACE
         return now - Progress._said >= max(_EVERY, min(_SELDOM, _SHARE * (now - self._since)))
 
     def counter(self, doing: str, whole: int) -> Callable[[int], None]:
@@ -94,6 +114,10 @@ class Progress:
         self._over.set()
         Progress._open.remove(self)
         self._status.__exit__(*error)
+        if self._cell is not None and self._last is not None:
+            self._cell.show(*self._last)
+        elif self._cell is not None:
+            self._cell.clear()
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
         yield Text(str(self), no_wrap=True, overflow="ellipsis")
@@ -113,4 +137,8 @@ class Progress:
                 self._line()
 
     def _line(self) -> None:
-        self.note(str(self))
+        if self._cell is None:
+            self.note(str(self))
+        else:
+            Progress._said = time.monotonic()
+            self._cell.show(str(self))

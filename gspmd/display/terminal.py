@@ -8,7 +8,7 @@ OUT, ERR = 1, 2
 
 
 def hung_up(descriptor: int) -> bool:
-    """Return whether this was a terminal and no longer is one; anything but a character device never was.
+    """Return whether this was a terminal and no longer is one; False for anything except a character device.
 
     >>> with open(os.devnull) as nothing, open(__file__) as file:
     ...     hung_up(nothing.fileno()), hung_up(file.fileno())

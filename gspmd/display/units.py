@@ -23,7 +23,7 @@ def amount_of_seconds(amount: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return a time of day-to-day length, in its two largest units.
+    """Return a duration of seconds to days, in its two largest units.
 
     >>> duration(7.6), duration(272), duration(3600 * 50)
     ('8 s', '4 min 32 s', '2 d 2 h')

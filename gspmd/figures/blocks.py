@@ -6,14 +6,14 @@ from math import prod
 from gspmd.display.units import amount_of_seconds, mesh_text
 from gspmd.figures.canvas import Canvas, centered
 from gspmd.figures.figure import Figure
-from gspmd.figures.grid import CellSize, MeshGrid, draw_grid
+from gspmd.figures.grid import CellSize, MeshGrid, draw_grid, extent
 from gspmd.figures.notation import Run, SpecLike, spec_runs
 from gspmd.figures.ownership import Ownership
 from gspmd.figures.plan import PlanLike, StepLike
 from gspmd.figures.tensor import tensor_text
 
 _FEW, _SOME, _MANY = CellSize(62, 46, 15, 8, 10), CellSize(48, 36, 14, 6, 8), CellSize(36, 27, 13, 4, 8)
-_STEP_FEW, _STEP_SOME, _STEP_MANY = CellSize(34, 26, 0, 4, 4), CellSize(18, 15, 0, 3, 3), CellSize(10, 9, 0, 2, 3)
+_STEP_FEW, _STEP_SOME, _STEP_MANY = CellSize(34, 26, 0, 4, 4), CellSize(20, 16, 0, 3, 3), CellSize(10, 9, 0, 2, 3)
 _NARROW = 300.0
 _LABEL, _BETWEEN = 18.0, 14.0
 
@@ -44,26 +44,32 @@ def blocks_figure(
     held, grid, canvas = Ownership(spec, shape, dict(mesh)), MeshGrid(mesh), Canvas()
     size = _FEW if grid.columns <= 4 else _SOME if grid.columns <= 6 else _MANY
     with canvas.group(data_spec=spec):
-        y = canvas.lines(0, 0, [[*spec_runs(spec), Run(f"  {_shape(shape)}")]], 600, "title ink", 19)
-    lines = _captions(held, grid, mesh)
-    wide, _ = draw_grid(canvas, 0, y - 2 + 15.5 * len(lines), held, size, devices)
+        y = canvas.lines(
+            0, 0, [[*(spec_runs(spec) if spec.dims else []), Run(f"  {_shape(shape)}")]], 600, "title ink", 19
+        )
+    lines, wide = _captions(held, grid, mesh), max(extent(mesh, size)[0], _NARROW)
     for line in lines:
-        y = canvas.lines(0, y, [[Run(word + " ")] for word in line.split()], max(wide, _NARROW), "small soft", 15)
+        y = canvas.lines(0, y, [[Run(word + " ")] for word in line.split()], wide, "small soft", 15)
+    draw_grid(canvas, 0, y - 4, held, size, devices)
     text = tensor_text(held, devices)
-    return canvas.figure(f"{spec} {_shape(shape)} on {mesh_text(mesh)}", " ".join(f"{line}." for line in lines), text)
+    return canvas.figure(
+        f"{spec} {_shape(shape)} on {mesh_text(mesh) or 'one device'}".strip(),
+        " ".join(f"{line}." for line in lines),
+        text,
+    )
 
 
 def _shape(shape: Sequence[int]) -> str:
-    return " × ".join(map(str, shape)) or "scalar"
+    return " × ".join(map(str, shape)) or "a scalar"
 
 
 def _captions(held: Ownership, grid: MeshGrid, mesh: Mapping[str, int]) -> list[str]:
     local = _shape([size // count for size, count in zip(held.shape, held.parts)])
-    axes = " ".join(f"{axis}={size}" for axis, size in mesh.items())
+    axes = "mesh " + " ".join(f"{axis}={size}" for axis, size in mesh.items()) if mesh else "one device"
     said = f"{held.blocks:,} block{'s' * (held.blocks != 1)} of {local}" if held.blocks > 1 else "whole"
     copies = f", {held.copies:,} copies of each" if held.copies > 1 else ""
     summed = f", {held.summands:,} summands of each" if held.summands > 1 else ""
-    lines = [f"mesh {axes}" + (f" ({grid.named()})" if len(grid.shown) > 1 else ""), said + summed + copies]
+    lines = [axes + (f" ({grid.named()})" if len(grid.shown) > 1 else ""), said + summed + copies]
     if grid.elided:
         lines.append(f"{sum(1 for _ in grid.cells())} of {held.devices:,} devices are drawn")
     return lines
@@ -121,7 +127,8 @@ def _draw_tensor(
     """Draw a tensor on the mesh with its spec below; return its width and its end."""
     held, runs = Ownership(spec, tuple(plan.sizes[dim] for dim in spec.dims), plan.mesh), spec_runs(spec)
     with canvas.group(data_tensor=role, data_spec=spec):
-        wide, high = draw_grid(canvas, x, y, held, size)
+        wide, high = extent(plan.mesh, size)
+        draw_grid(canvas, x, y, held, size)
         canvas.text(x, y + high + 15, runs, "ink")
     return max(wide, centered(runs)), y + high + _LABEL
 

@@ -88,7 +88,7 @@ class Canvas:
         line: list[Run] = []
         for word in words:
             if line and width([*line, *word], size) > wide:
-                self.text(x, y, line, kind)
+                self.text(x, y, [*line[:-1], Run(line[-1].text.removesuffix("· "), line[-1].style)], kind)
                 line, y = [], y + step
             line += word
         if line:

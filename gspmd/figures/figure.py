@@ -5,8 +5,8 @@ from html import escape
 from os import PathLike, fspath
 from pathlib import Path
 
+from gspmd.display import theme
 from gspmd.display.plain import printable
-from gspmd.figures import theme
 
 _SCALE = 3.0
 """Pixels of a PNG for one unit of its figure: about 290 dots an inch."""

@@ -6,9 +6,9 @@ from functools import cached_property
 from itertools import product
 from math import ceil, prod
 
+from gspmd.display.theme import fill
 from gspmd.figures.canvas import Canvas, number
 from gspmd.figures.ownership import Ownership
-from gspmd.figures.theme import fill
 
 MOST = 64
 """The most devices that are drawn; of larger meshes, the first and the last along each axis."""
@@ -109,10 +109,21 @@ class CellSize:
     panel: float
 
 
+def extent(mesh: Mapping[str, int], size: CellSize) -> tuple[float, float]:
+    """Return width and height of a mesh's grid."""
+    corners = [_corner(cell, size) for cell in MeshGrid(mesh).cells()]
+    return max(x for x, _ in corners) + size.wide, max(y for _, y in corners) + size.head + size.high
+
+
+def _corner(cell: Cell, size: CellSize) -> tuple[float, float]:
+    left = cell.column * (size.wide + size.gap) + cell.gaps[0] * size.panel
+    return left, cell.row * (size.high + size.head + size.gap) + cell.gaps[1] * size.panel
+
+
 def draw_grid(
     canvas: Canvas, x: float, y: float, held: Ownership, size: CellSize, names: Sequence[int] | None = None
-) -> tuple[float, float]:
-    """Draw the devices of a mesh with the block of each; return width and height.
+) -> None:
+    """Draw the devices of a mesh with the block of each.
 
     Args:
         canvas: the canvas to draw on.
@@ -121,14 +132,10 @@ def draw_grid(
         size: the sizes of the cells.
         names: the devices' ids, in the order of the mesh; by default 0, 1, ...
     """
-    right = bottom = 0.0
     for cell in MeshGrid(held.mesh).cells():
-        left = cell.column * (size.wide + size.gap) + cell.gaps[0] * size.panel
-        top = cell.row * (size.high + size.head + size.gap) + cell.gaps[1] * size.panel
+        left, top = _corner(cell, size)
         name = cell.device if names is None else names[cell.device]
         _draw_cell(canvas, x + left, y + top, held, cell.device, name, size)
-        right, bottom = max(right, left + size.wide), max(bottom, top + size.head + size.high)
-    return right, bottom
 
 
 def _draw_cell(canvas: Canvas, x: float, y: float, held: Ownership, device: int, name: int, size: CellSize) -> None:

@@ -1,11 +1,11 @@
 """The figure of a layout: a model's blocks from top to bottom, with the spec of every activation and weight."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from gspmd.figures.canvas import Canvas, centered
 from gspmd.figures.figure import Figure
-from gspmd.figures.notation import Run, SpecLike, spec_runs
+from gspmd.figures.notation import Run
 
 Text = str | tuple[str, ...]
 
@@ -29,12 +29,6 @@ class LayoutLike(Protocol):
         """Return the lowering of a part of the model."""
 
 
-class ReadsSpecs(Protocol):
-    """A function that reads a spec or a via: `Spec.parse` for each of its texts."""
-
-    def __call__(self, text: str) -> Sequence[SpecLike]: ...
-
-
 class _Op:
     """An operation on the way down: its name, the weights that it takes, and the lines of its vias."""
 
@@ -49,15 +43,16 @@ class _Add:
 _Row = str | _Op | _Add
 """An activation by its key, or what is done with it."""
 
-# The way through a section, as `gspmd_models` computes it; lines that a layout does not write are left out.
+# The way through a section, as `gspmd_models` computes it; lines that a layout does not write are left out. Lines that
+# are not on the way, such as those of shared experts, which compute beside the others, are listed below it.
 _ATTENTION: tuple[_Row, ...] = (
-    "residual", _Op("norm", "norm"),
+    "residual", "memory", _Op("norm", "norm"),
     _Op("einsum", "w_q", "w_k", "w_v", "w_q_down", "w_k_down", vias=("in_via", "key_via")),
     "latent_query", "latent", _Op("einsum", "w_q_up", "w_k_up", "w_v_up"),
-    "query", "key", "memory", _Op("attention"), _Op("einsum", "w_o", vias=("out_via",)), _Add(),
+    "query", "key", _Op("attention"), _Op("einsum", "w_o", vias=("out_via",)), _Add(),
 )  # fmt: skip
 FLOWS: Mapping[str, tuple[_Row, ...]] = {
-    "embedding": ("tokens", _Op("look up", "table", "positions")),
+    "embedding": ("tokens", _Op("look up", "table", "positions"), _Op("norm", "norm")),
     "attention": _ATTENTION,
     "cross": _ATTENTION,
     "ffn": (
@@ -67,8 +62,7 @@ FLOWS: Mapping[str, tuple[_Row, ...]] = {
     "moe": (
         "groups", _Op("route", "router", "router_noise", "router_bias"), "dispatched", _Op("send"), "expert_input",
         _Op("einsum", "w_in", "w_gate", vias=("in_via",)), "hidden", _Op("activation"),
-        _Op("einsum", "w_out", vias=("out_via",)), "shared_hidden",
-        _Op("shared experts", "shared_in", "shared_gate", "shared_out", vias=("shared_in_via", "shared_out_via")),
+        _Op("einsum", "w_out", vias=("out_via",)),
     ),
     "output": (_Op("norm", "norm"), _Op("einsum", "table", vias=("in_via",)), "logits"),
 }  # fmt: skip
@@ -79,12 +73,12 @@ _MOST = 8
 """The most lines of an overriding section that are written."""
 
 
-def layout_figure(layout: LayoutLike, read: ReadsSpecs) -> Figure:
+def layout_figure(layout: LayoutLike, read: Callable[[str], list[Run]]) -> Figure:
     """Draw a layout: a panel for each section, in which activations run downwards and weights come from the right.
 
     Args:
         layout: a `gspmd.Layout`.
-        read: the reader of specs; `Layout.figure` passes the one of gspmd.
+        read: returns the notation of a line, a spec or a via, as runs with subscripts.
 
     Returns:
         The figure. Every line of the layout is a group with `data-key`, which has its spec as `data-spec`.
@@ -93,7 +87,7 @@ def layout_figure(layout: LayoutLike, read: ReadsSpecs) -> Figure:
 
 
 class _Drawing:
-    def __init__(self, layout: LayoutLike, read: ReadsSpecs):
+    def __init__(self, layout: LayoutLike, read: Callable[[str], list[Run]]):
         self.layout, self.read, self.canvas = layout, read, Canvas()
 
     def figure(self) -> Figure:
@@ -101,6 +95,8 @@ class _Drawing:
         canvas.text(0, 14, layout.name, "title ink")
         canvas.text(0, 30, f"mesh axes {', '.join(layout.axes)}", "small soft")
         y, parts = 42.0, list(dict.fromkeys(key.partition(".")[0] for key in layout.table))
+        if FLOWS.keys() >= {*parts}:  # sections of custom models stay in the order of the file
+            parts = [part for part in FLOWS if part in parts]
         wide = max(self._width(part) for part in parts) if parts else 0.0
         for number, part in enumerate(parts):
             if number and part != "moe":
@@ -114,9 +110,7 @@ class _Drawing:
         return canvas.figure(f"Layout {layout.name}", f"{lines_}.", plain)
 
     def _runs(self, text: Text) -> list[Run]:
-        runs: list[Run] = []
-        for spec in self.read(_first(text)):
-            runs += [*([Run(" · ")] if runs else []), *spec_runs(spec)]
+        runs = self.read(_first(text))
         more = len(text) - 1 if isinstance(text, tuple) else 0
         return [*runs, Run(f" or {more} more", "sum")] if more else runs
 
@@ -124,7 +118,7 @@ class _Drawing:
         return [key for name in row.weights if (key := f"{part}.{name}") in self.layout.table]
 
     def _rows(self, part: str) -> list[_Row]:
-        """Return the rows of a section that the layout writes, then its other lines."""
+        """Return the rows of a section that the layout writes."""
         table = self.layout.table
         rows: list[_Row] = []
         for row in FLOWS.get(part, ()):

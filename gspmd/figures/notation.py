@@ -71,7 +71,7 @@ _WIDTHS = {
     **dict.fromkeys("CDHNRU", 722), **dict.fromkeys("GOQ", 778), **dict.fromkeys("FTZL", 611), "w": 722, "W": 944,
     "→": 1000, "·": 333, "×": 584, "+": 584, "=": 584, "…": 1000, "%": 889,
 }  # fmt: skip
-_WIDER = 1.09
+_WIDER = 1.14
 
 
 def text_width(text: str, size: float) -> float:
@@ -146,5 +146,10 @@ def spec_html(spec: SpecLike) -> str:
     >>> spec_html(Spec.parse("B_xLE_{data,model}"))
     'B<sub>x</sub>LE<sub>data,model</sub>'
     """
+    return runs_html(spec_runs(spec))
+
+
+def runs_html(runs: Iterable[Run]) -> str:
+    """Return runs as HTML."""
     tags = {"": ("", ""), "sub": ("<sub>", "</sub>"), "sum": ("<small>", "</small>")}
-    return "".join(f"{tags[kind][0]}{escape(text)}{tags[kind][1]}" for text, kind in spec_runs(spec))
+    return "".join(f"{tags[kind][0]}{escape(text)}{tags[kind][1]}" for text, kind in runs)

@@ -227,28 +227,28 @@ def _box(canvas: Canvas, x: float, y: float, spec: SpecLike) -> float:
     return y + _BOX
 
 
-def plan_figure(plan: PlanLike, *, gradients: bool = False, notes: Sequence[str] = ()) -> Figure:
+def plan_figure(plan: PlanLike, *, gradients: bool = False, notes: Sequence[str] = (), plain: str = "") -> Figure:
     """Draw a plan: every operand's way to the local einsum, and the result's way on.
 
     Args:
         plan: a `gspmd.Plan`.
         gradients: whether to draw the plans of the gradients below it.
         notes: lines below the figure, such as the collectives that are looped; those of `plan` itself only.
+        plain: the same as text; by default a sentence.
 
     Returns:
         The figure. Every step is a group with `data-step`, its number in `plan.steps`, `data-kind` and `data-operand`;
         every spec one with `data-spec`; those of gradients are inside a group with `data-gradient`, from 1.
     """
-    canvas, plain = Canvas(), []
+    canvas = Canvas()
     y = _one(canvas, plan, 0.0, _setting(plan), notes)
-    plain.append(_plain(plan, notes))
     for number, gradient in enumerate(plan.gradients if gradients else (), 1):
         with canvas.group(data_gradient=number):
             canvas.text(0, y + 30, f"gradient of operand {number}", "small soft")
             y = _one(canvas, gradient, y + 36, ())
-        plain.append(f"gradient of operand {number}:\n{_plain(gradient)}")
     told = f"The plan of {plan.equation}: " + "; ".join(f"{step.name}, {_label(step)[1][0]}" for step in plan.steps)
-    return canvas.figure(f"Plan of {plan.equation}", f"{told}. {_totals(plan)}.", "\n\n".join(plain))
+    told = f"{told}. {_totals(plan)}."
+    return canvas.figure(f"Plan of {plan.equation}", told, plain or told)
 
 
 def _setting(plan: PlanLike) -> tuple[str, ...]:
@@ -261,16 +261,6 @@ def _totals(plan: PlanLike) -> str:
     sent, held = amount_of_bytes(plan.wire_bytes), amount_of_bytes(plan.peak_bytes)
     work, time = amount_of_flops(plan.flops), amount_of_seconds(plan.seconds)
     return f"per device: {sent} sent, {work}, {time}, about {held} held"
-
-
-def _plain(plan: PlanLike, notes: Sequence[str] = ()) -> str:
-    steps = [
-        f"  {' · '.join(map(str, (step.before, step.other) if step.other else (step.before,)))}"
-        f" ── {step.name} ─▶ {step.after}   {_label(step)[1][0]}"
-        for step in plan.steps
-    ]
-    return "\n".join([str(plan.equation), *(steps or ["  (nothing to do)"]), *(f"  {n}" for n in notes),
-                      f"  {_totals(plan)}"])  # fmt: skip
 
 
 def _one(canvas: Canvas, plan: PlanLike, y: float, setting: Sequence[str], notes: Sequence[str] = ()) -> float:

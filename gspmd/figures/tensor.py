@@ -32,11 +32,13 @@ def tensor_text(held: Ownership, names: Sequence[int] | None = None) -> str:
         B 4:8  │ 4 5   │ 6 7   │
                └───────┴───────┘
     """
-    mesh = " ".join(f"{axis}={size}" for axis, size in held.mesh.items())
+    mesh = " ".join(f"{axis}={size}" for axis, size in held.mesh.items()) or "one device"
     local = [size // count for size, count in zip(held.shape, held.parts)]
-    shape, block = (" × ".join(map(str, sizes)) or "scalar" for sizes in (held.shape, local))
-    said = f"{held.blocks:,} blocks of {block}" if held.blocks > 1 else "whole on every device"
-    lines = [f"{held.spec}  {shape}  on {mesh}: {said}"]
+    shape, block = (" × ".join(map(str, sizes)) or "a scalar" for sizes in (held.shape, local))
+    everywhere = " on every device" * (held.devices > 1)
+    said = f"{held.blocks:,} blocks of {block}" if held.blocks > 1 else f"whole{everywhere}"
+    said += f", {held.summands} summands" if held.summands > 1 else ""
+    lines = [f"{held.spec}  {shape}  on {mesh}: {said}".strip()]
     split: list[int | None] = [at for at, count in enumerate(held.parts) if count > 1]
     *rows, across = split or [None]
     columns = _some(1 if across is None else held.parts[across], _COLUMNS)

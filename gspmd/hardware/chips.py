@@ -48,12 +48,12 @@ class Chip(Printed):
     network_bandwidth: float = 0.0  #: bandwidth of one device into the network between nodes, in one direction, bytes/s
     network_seconds: float = 0.0  #: latency of one step over that network, seconds
     tf32_flops: float = 0.0  #: float32 matrix products in TF32, FLOP/s; 0 without TF32
-    stream_efficiency: float = 1.0  #: of `hbm_bandwidth`, in a kernel that computes little
-    attention_efficiency: float = 1.0  #: of `bf16_flops`, in fused attention
-    kernel_seconds: float = 0.0  #: between the end of one kernel and the start of the next, seconds
-    launch_seconds: float = 0.0  #: that the host needs to launch a kernel, seconds
-    link_efficiency: float = 1.0  #: of `link_bandwidth`, in a collective
-    network_efficiency: float = 1.0  #: of `network_bandwidth`, in a collective
+    stream_efficiency: float = 1.0  #: share of `hbm_bandwidth`, in a kernel that computes little
+    attention_efficiency: float = 1.0  #: share of `bf16_flops`, in fused attention
+    kernel_seconds: float = 0.0  #: seconds between the end of one kernel and the start of the next
+    launch_seconds: float = 0.0  #: seconds that the host needs to launch a kernel
+    link_efficiency: float = 1.0  #: share of `link_bandwidth`, in a collective
+    network_efficiency: float = 1.0  #: share of `network_bandwidth`, in a collective
     reduce_bandwidth: float = 0.0  #: bus bandwidth of an all-reduce that the switch of a node adds up, bytes/s; or 0
     slice_shape: tuple[int, ...] = ()  #: chips along each torus axis of its slice, without axes of one; or empty
 
@@ -77,11 +77,11 @@ class Chip(Printed):
 
     @property
     def stream_bandwidth(self) -> float:
-        """Bytes/s of main memory that a kernel reaches which computes little."""
+        """Bytes/s of main memory that a kernel with little computation reaches."""
         return self.hbm_bandwidth * self.stream_efficiency
 
     def nodes(self, mesh: Mapping[str, int]) -> int:
-        """Number of nodes (slices, of a TPU) that the devices of a mesh fill.
+        """Return the number of nodes (slices, for a TPU) that the devices of a mesh fill.
 
         >>> CHIPS["h100"].nodes({"data": 32, "model": 8}), CHIPS["tpu-v4"].nodes({"data": 32, "model": 8})
         (32, 1)
@@ -106,7 +106,7 @@ class Chip(Printed):
     def flops(self, dtype: str) -> float:
         """Peak FLOP/s of a matrix product with operands of this dtype (a name).
 
-        `float32` is at full precision, and `tensorfloat32` what JAX makes of it on a GPU by default.
+        `float32` is at full precision, and `tensorfloat32` is JAX's default for float32 on a GPU.
         """
         if dtype == "tensorfloat32" and self.tf32_flops:
             return self.tf32_flops

@@ -1,9 +1,9 @@
 """Bytes that one device sends in a collective, and the seconds it takes on the links of a chip.
 
 Bytes are those of ring algorithms. Seconds follow the roofline of the *scaling book* (jax-ml, parts 1 to 3, and 12 for
-GPUs): bytes over the bandwidth of all rings that are used at once, plus the latency of a start and of each hop.
-Between nodes, bytes go over the network: of GPUs at the same time as within them, of TPU slices one after the other.
-On GPUs bandwidth and latency are those of NCCL.
+GPUs): bytes over the bandwidth of all rings that are used at once, plus the latency of a start and of each hop. Between
+nodes, bytes go over the network: for GPUs at the same time as within nodes, for TPU slices afterwards. On GPUs
+bandwidth and latency are those of NCCL.
 """
 
 from collections.abc import Mapping, Sequence
@@ -63,20 +63,20 @@ class Occupancy(NamedTuple):
 
 
 LARGEST_WHOLE: Mapping[str, int] = MappingProxyType({"all-gather": 16, "reduce-scatter": 4})
-"""The largest TPU slices on which one of these over all devices is one collective everywhere (`stays_whole`)."""
+"""The number of devices up to which each of these over a whole TPU slice is always one collective (`stays_whole`)."""
 
 
 def stays_whole(kind: str, group: int, buffer: float, chip: Chip) -> bool:
     """Return whether `blocking` makes one collective of a gather or reduce-scatter over all devices of a TPU slice.
 
-    The compiler replaces many of them by an all-reduce with twice the bytes. Those are made in two. On the 2D torus of
-    v5e and v6e one that stays is up to twice as fast as two, since it goes round a ring through all devices, with links
-    of both axes. Few bytes are faster in two, over fewer hops. It stays, as libtpu 0.0.42 and 0.0.50 compile slices
-    from 2x2 to 16x16:
+    The compiler replaces many of them by an all-reduce with twice the bytes. `blocking` makes two collectives of each
+    of those. On the 2D torus of v5e and v6e a single collective is up to twice as fast as two, since it goes round a
+    ring through all devices, with links of both axes. For few bytes two are faster, over fewer hops. As libtpu 0.0.42
+    and 0.0.50 compile slices from 2x2 to 16x16, these stay single:
 
     - a gather over 32 devices or fewer, or of more than 16 MiB. Where both axes have wrap-around links, as in 16x16,
       two collectives are as fast;
-    - a reduce-scatter over a slice that is no square: it stays on 2x4 and 4x8, and does not on 4x4 and 8x8.
+    - a reduce-scatter over a slice that is not square: on 2x4 and 4x8, but not on 4x4 and 8x8.
 
     Args:
         kind: `"all-gather"` or `"reduce-scatter"`.
@@ -102,7 +102,7 @@ def stays_whole(kind: str, group: int, buffer: float, chip: Chip) -> bool:
 
 
 def _sides(group: int, chip: Chip) -> tuple[int, ...]:
-    """Return the torus axes of a slice of so many devices; of an unknown one, two that are as equal as possible."""
+    """Return the torus axes of a slice of so many devices; for an unknown one, two that are as equal as possible."""
     if prod(chip.slice_shape) == group:
         return chip.slice_shape
     side = max(size for size in range(1, isqrt(group) + 1) if group % size == 0)
@@ -110,10 +110,10 @@ def _sides(group: int, chip: Chip) -> tuple[int, ...]:
 
 
 ROUND_EACH_AXIS = 2**26
-"""The smallest number of gathered bytes for which `gathers_round_each_axis`.
+"""The smallest number of gathered bytes for which `gathers_round_each_axis` returns True.
 
-As compiled it would be faster from 4 MB (v4) or 32 MB (v5p) on, but that does not count what it takes to start some
-fifty instructions instead of one.
+Compiled programs are faster from 4 MB (v4) or 32 MB (v5p) on, but their seconds do not include starting some fifty
+instructions instead of one.
 """
 
 _COPIES: Mapping[int, float] = MappingProxyType({2: 1.0, 3: 1.75})
@@ -204,7 +204,8 @@ def _by_the_compiler(kind: str, axes: Sequence[str], mesh: Mapping[str, int], bu
         whole_slice = chip.keeps_whole_slices and group == prod(mesh.values()) and group > LARGEST_WHOLE[kind]
         if chip.gathers_on_one_ring or whole_slice:
             # The latency stays that of rings along each axis, as the lowering sends few bytes. Many bytes take a hop
-            # for every second device. To count these would cut every such gather in two, whose pieces are reordered.
+            # every second device. If a plan counted these, it would cut every such gather in two, and reorder the
+            # pieces.
             takes = takes._replace(links=max(takes.links, _on_one_ring(kind, axes, mesh, buffer, chip)))
         if whole_slice:  # `stays_whole` has weighed the hops.
             takes = takes._replace(latency=chip.start_seconds + group // 2 * chip.hop_seconds)
@@ -242,7 +243,7 @@ def _over_slices(kind: str, axes: Sequence[str], mesh: Mapping[str, int], buffer
 def _runs(axes: Sequence[str], mesh: Mapping[str, int], inside: Mapping[str, int]) -> list[Sequence[str]]:
     """Return the axes of a collective within a slice that it runs over at once, major first.
 
-    JAX can name a part of a mesh axis only on its own, so an axis that lies over slices and within them is apart.
+    JAX can name a part of a mesh axis only by itself, so an axis that lies over slices and within them runs separately.
     """
     mixed = next((place for place, axis in enumerate(axes) if 1 < inside[axis] < mesh[axis]), None)
     if mixed is None:
@@ -389,9 +390,9 @@ def occupancy(kind: str, sizes: Sequence[int], group: int, near: int, buffer: fl
         permute:                     S / W_network
 
     In a node the links are a ring per torus axis, or a switch. The m devices of a node divide the data from other nodes
-    among themselves, and all use the network at once. On GPUs the bandwidths are those that NCCL reaches, and of its
-    ways (`gspmd.hardware.nccl`) the fastest is taken. A torus is one node here: slices take turns with the network
-    between them (`collective_seconds`).
+    among themselves, and all use the network at once. On GPUs the bandwidths are those that NCCL reaches, and its
+    fastest way (`gspmd.hardware.nccl`) is taken. A torus is one node here: slices and the network between them are used
+    in turn (`collective_seconds`).
 
     Args:
         kind: as for `wire_bytes`, but neither slice nor einsum.

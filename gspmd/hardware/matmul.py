@@ -139,7 +139,7 @@ def product_seconds(
     Source: cycles that the TPU compiler estimates for products compiled offline; benchmarks/thin.py regenerates them.
     Over some 280 products per chip the error is 5 to 7% in the median, and 15 to 25% at the 90th percentile. For GPUs,
     51 products timed on an H200; benchmarks/gpu.py fits them, with an error of 5% in the median, and 12% at the 90th
-    percentile. What is assumed of other GPUs stands in matmul.toml.
+    percentile. matmul.toml states the assumptions for other GPUs.
 
     Leaves out: overlap with what runs before and after; the compiler's choice of windows, which changes the seconds of
     some shapes by a third or more; repeated reads of operands in large products; results that stay on the chip.

@@ -1,8 +1,8 @@
 """Ways in which NCCL, the library of collectives on GPUs, can run one: latency, and share of the bandwidth.
 
 NCCL has three protocols. The one for small messages has the least latency, and wastes bandwidth on flags; for each
-collective the fastest is taken, as NCCL does by the same table. RCCL of AMD, which derives from it, is taken to be
-alike.
+collective the fastest is taken, as NCCL does by the same table. RCCL of AMD, which derives from it, is assumed to do
+the same.
 """
 
 from collections.abc import Iterator
@@ -19,8 +19,8 @@ class Protocol(NamedTuple):
         start: seconds more to start.
         hop: seconds more for a step in a node.
         network: seconds more for a step of a ring between nodes.
-        tree: the same of a tree.
-        share: of the bandwidth.
+        tree: the same for a tree.
+        share: the share of the bandwidth.
 
     Source: NVIDIA NCCL, src/graph/tuning.cc: `baseLatencies`, `hwLatencies`; `llMaxBws` over the links' bandwidth,
     which is 0.37 to 0.39 from Ampere to Blackwell.
@@ -49,7 +49,7 @@ class Way(NamedTuple):
 
     Attributes:
         latency: seconds, whatever the bytes.
-        share: of the bandwidth of links and network that it uses.
+        share: the share of the bandwidth of links and network that it uses.
         bandwidth: bus bandwidth in the node instead of that of the links, bytes/s; or 0.
     """
 
@@ -61,9 +61,9 @@ class Way(NamedTuple):
 def ways(kind: str, group: int, near: int, chip: Chip) -> Iterator[Way]:
     """Yield the ways to run a collective.
 
-    A ring takes a step for each device but one, and twice as many in an all-reduce. An all-reduce between nodes can
-    also go up and down a tree, and one in a node or two can be added up by the switch if it has more than two devices
-    there. In an all-to-all, and in a permute, all devices send at once.
+    A ring takes a step for each device except one, and twice as many in an all-reduce. An all-reduce between nodes can
+    also go up and down a tree. The switch can add up an all-reduce within one or two nodes, if it has more than two
+    devices there. In an all-to-all, and in a permute, all devices send at once.
 
     Args:
         kind: as for `gspmd.hardware.links.wire_bytes`, but neither slice nor einsum.

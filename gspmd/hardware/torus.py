@@ -1,4 +1,4 @@
-"""The mapping of mesh axes to the axes of a torus, in sizes alone."""
+"""The mapping of mesh axes to the axes of a torus, by their sizes only."""
 
 from collections.abc import Iterator, Sequence
 from functools import cache

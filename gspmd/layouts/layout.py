@@ -6,7 +6,6 @@ from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 from gspmd.annotate import LayoutError, Spec, report
-from gspmd.annotate.equation import parse_via
 from gspmd.annotate.errors import shown
 from gspmd.display.plain import printable
 from gspmd.display.units import mesh_text
@@ -97,9 +96,7 @@ class Layout(LayoutTable):
           >>> Layout.load("megatron-1d").figure().title
           'Layout megatron-1d'
         """
-        from gspmd.figures.layout import layout_figure
-
-        return layout_figure(self, lambda text: parse_via(text).specs)
+        return printed.figure(self)
 
     def __getattr__(self, part: str) -> Section:
         """`layout.ffn` is `layout.section("ffn")`."""
@@ -239,7 +236,7 @@ class Layout(LayoutTable):
         raise LayoutError(f"{error}{others}", error.faults)
 
     def _dividing_mesh(self, devices: int, sizes: Mapping[str, int]) -> dict[str, int] | None:
-        """Return, of the meshes that divide the sizes, the one most similar to the default mesh; None if none does."""
+        """Return the mesh most similar to the default mesh among those that divide the sizes; None if none does."""
         meshes = nearest(factorise(devices, self.axes, self.factor), self.factor)
         return next((mesh for mesh in meshes if not faults_of(self, sizes, mesh)), None)
 

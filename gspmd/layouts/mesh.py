@@ -59,7 +59,7 @@ def complete(mesh: Any, axes: Sequence[str]) -> dict[str, int]:
 
 
 def read_sizes(sizes: Any) -> Mapping[str, int]:
-    """Return the sizes of dimensions unchanged, {} for None; raise LayoutError if they are no sizes."""
+    """Return the sizes of dimensions unchanged, {} for None; raise LayoutError if they are not sizes."""
     if sizes is None:
         return {}
     if not isinstance(sizes, Mapping) or not all(isinstance(dim, str) for dim in sizes):

@@ -131,8 +131,8 @@ def _section(key: str) -> str:
 def _via(key: str, look_up: LookUp) -> Via | None:
     """Return the via that the layout writes for a weight, or for the weight of its section whose spec is its default.
 
-    A default in another section is met by another activation, so that its via is for other dimensions; so is that of a
-    default with other dimensions.
+    A default in another section is multiplied by another activation, so its via does not apply here. Neither does the
+    via of a default with other dimensions.
     """
     default = KEYS[key].default if key in KEYS else None
     alike = default is not None and (_section(default) != _section(key) or dims_of(default) == dims_of(key))

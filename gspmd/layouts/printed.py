@@ -1,11 +1,17 @@
 """Print layouts and rankings: on one line, as plain text, and as HTML for notebooks."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from itertools import groupby
 from typing import Any
 
-from gspmd.annotate.errors import listed
+from gspmd.annotate.equation import parse_via
+from gspmd.annotate.errors import SpecError, listed
+from gspmd.display.html import page
+from gspmd.display.html import table as html_table
+from gspmd.figures.figure import Figure
+from gspmd.figures.layout import layout_figure
+from gspmd.figures.notation import Run, joined, runs_html, spec_runs
 from gspmd.layouts.table import LayoutTable
 
 
@@ -28,17 +34,42 @@ def plain(layout: LayoutTable) -> str:
 
 
 def html(layout: LayoutTable) -> str:
-    """Return the table as HTML."""
-    rows = [(section, *line) for section, lines in _sections(layout) for line in lines]
-    return table(layout.name, ("section", "key", "spec"), rows)
+    """Return the table and the figure as HTML."""
+    rows = []
+    for section, lines in _sections(layout):
+        specs = section not in ("mesh", "lowering", "dimensions", "padding")
+        rows += [(escape(section), escape(key), _html(text) if specs else escape(text)) for key, text in lines]
+    sheet = html_table(layout.name, ("section", "key", "spec"), rows)
+    return page([sheet, figure(layout).document(standalone=False)])
 
 
-def table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Format rows of text as an HTML table; all text is escaped."""
-    lines = ["".join(f"<td>{escape(cell)}</td>" for cell in row) for row in rows]
-    head = "".join(f"<th>{escape(name)}</th>" for name in heads)
-    body = "".join(f"<tr>{line}</tr>" for line in lines)
-    return f"<table><caption>{escape(title)}</caption><tr>{head}</tr>{body}</table>"
+def found_html(told: str, lines: Mapping[str, str], layout: LayoutTable) -> str:
+    """Return the lines of a layout that a search found, and its figure, as HTML below a sentence."""
+    rows = [(escape(key), _html(spec)) for key, spec in lines.items()]
+    figures = layout_figure(layout, notation).document(standalone=False)
+    return page([f"<p>{escape(told)}</p>", html_table(layout.name, ("line", "spec"), rows), figures])
+
+
+def figure(layout: LayoutTable) -> Figure:
+    """Draw a layout; see `Layout.figure`."""
+    return layout_figure(layout, notation)
+
+
+def notation(text: str) -> list[Run]:
+    """Return a line's text in runs with subscripts; as it stands if it is no notation, which `Layout.check` says."""
+    try:
+        return joined((spec_runs(spec) for spec in parse_via(text).specs), " · ")
+    except SpecError:
+        return [Run(text)]
+
+
+def _html(text: str) -> str:
+    return " | ".join(runs_html(notation(each)) for each in text.split(" | "))
+
+
+def ranking(title: str, rows: Sequence[tuple[str, str]]) -> str:
+    """Return the rows of a ranking, a layout's name and its cost, as HTML."""
+    return page([html_table(title, ("layout", "feed-forward block"), [tuple(map(escape, row)) for row in rows])])
 
 
 def _sections(layout: LayoutTable) -> Iterator[tuple[str, list[tuple[str, str]]]]:

@@ -77,7 +77,7 @@ class Ranking(list[Ranked]):
         return Ranking, (list(self), self.title)
 
     def _repr_html_(self) -> str:
-        return printed.table(self.title, ("layout", "feed-forward block"), [(entry.name, entry.says) for entry in self])
+        return printed.ranking(self.title, [(entry.name, entry.says) for entry in self])
 
 
 def rank(

@@ -237,7 +237,7 @@ class SectionSpecs:
       >>> from gspmd.layouts import Layout
       >>> ffn = SectionSpecs(Layout.load("megatron-1d").ffn)
       >>> ffn.w_in, ffn.in_via.specs[0] == ffn.residual
-      (Spec(dims=('E', 'F'), axes=((), ('y', 'z')), partial=(), reduced=()), True)
+      (Spec('EF_yz'), True)
     """
 
     _section: Any

@@ -104,7 +104,7 @@ class LayoutTable:
     def cache(self, key: str = "attention.key") -> str:
         """Return the spec of the key/value cache, with length T: that of attention.key unless [cache] overrides it.
 
-        The cache of cross-attention, `"cross.key"`, lies as that of self-attention unless it is written.
+        The cache of cross-attention, `"cross.key"`, is sharded as that of self-attention unless it is written.
 
         >>> from gspmd.layouts import Layout
         >>> Layout.load("weight-stationary-2d").cache()

@@ -119,7 +119,7 @@ def on_slices(count: int) -> AbstractContextManager:
 
 
 def slices() -> int:
-    """Return the number of TPU slices that the mesh in force lies over: of `on_slices`, or of its devices."""
+    """Return the number of TPU slices of the mesh in force, as `on_slices` or else its devices give it."""
     return _slices.value or slices_of(concrete_mesh())
 
 
@@ -129,9 +129,9 @@ def on_slice_shape(shape: tuple[int, ...]) -> AbstractContextManager:
 
 
 def slice_shape() -> tuple[int, ...]:
-    """Return the chips along each torus axis of the TPU slice that the mesh in force fills; empty if it is none.
+    """Return the chips along each torus axis of the TPU slice that the mesh in force fills; empty if it fills none.
 
-    It is that of `on_slice_shape`, or of the places of the devices.
+    They come from `on_slice_shape`, or else from the coordinates of the devices.
     """
     return _slice_shape.value or shape_of(concrete_mesh())
 
@@ -190,7 +190,7 @@ def across_slices() -> Mapping[str, int]:
 
 
 def slices_of(mesh: Any) -> int:
-    """Return the number of TPU slices that a mesh lies over; 1 for anything but a `jax.sharding.Mesh`.
+    """Return the number of TPU slices that a mesh lies over; 1 for anything except a `jax.sharding.Mesh`.
 
     Raises:
         PlanError: the slices do not fill the mesh one after the other.

@@ -55,7 +55,7 @@ def accumulator(*dtypes) -> jnp.dtype:
 
 
 def _widened(dtype: jnp.dtype) -> jnp.dtype:
-    # Each alone, before two are promoted together: JAX promotes neither 8-bit floats nor 4-bit integers.
+    # Each dtype is widened before two are promoted together: JAX promotes neither 8-bit floats nor 4-bit integers.
     if dtype.itemsize >= 4:
         return dtype
     floating, unsigned = (jnp.issubdtype(dtype, kind) for kind in (jnp.floating, jnp.unsignedinteger))

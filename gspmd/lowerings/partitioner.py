@@ -12,10 +12,10 @@ def splits_badly(mesh: Mapping[str, int]) -> bool:
 
     To move axes between dimensions it may split the devices of one dimension at the size of another axis: the six of
     x=3, y=2 at 2. Since jax 0.12 shardings are kept by the names of axes, and no name says 2 × 3 of x=3, y=2: 2 does
-    not divide 3, and the process ends with a failed check. Powers of one prime can be split at each other, and an axis
-    alone is never split. A step of a plan splits no axis either, since it gathers, slices or exchanges the last axes of
-    a dimension. So on such a mesh lowering `xla` constrains an array after every step. It does so under every JAX, so
-    that an equation always sends the same.
+    not divide 3, and the process ends with a failed check. Powers of one prime can be split at each other, and a mesh
+    of a single axis never needs a split. A step of a plan splits no axis either, since it gathers, slices or exchanges
+    the last axes of a dimension. So on such a mesh lowering `xla` constrains an array after every step. It does so
+    under every JAX, so that an equation always sends the same.
 
     >>> splits_badly({"x": 3, "y": 2}), splits_badly({"x": 4, "y": 2, "z": 1}), splits_badly({"x": 6})
     (True, False, False)

@@ -171,7 +171,7 @@ def joint_of(left: Spec, right: Spec) -> Spec:
 
 
 def lying(joint: Spec, dims: Sequence[str]) -> Spec:
-    """Return the spec of a tensor whose dimensions have the mesh axes of a product's."""
+    """Return the spec of a tensor, each dimension with the mesh axes that it has in a product."""
     return Spec(tuple(dims), tuple(joint.axes_of(dim) for dim in dims))
 
 

@@ -59,7 +59,8 @@ class MoEConfig:
         experts: number of experts X in each block.
         every: every n-th layer of the model is a mixture-of-experts block.
         offset: which of n layers it is, counted from 0; None for the last.
-        first_dense: number of first layers that are dense, whatever `every` says (DeepSeek, GLM).
+        dense_layers: numbers of further layers that are dense, from 0, whatever `every` says: the first ones in
+            DeepSeek and GLM, any in Qwen.
         dense_feed_forward: width of dense layers; 0 for the width of an expert.
         router: "noisy-top-k" (Shazeer et al. 2017), "gshard" (Lepikhin et al. 2020), "switch" (Fedus et al. 2021),
             "st-moe" (Zoph et al. 2022), "top-k" (as Mixtral's), or "expert-choice" (Zhou et al. 2022).
@@ -108,7 +109,7 @@ class MoEConfig:
     experts: int = 8
     every: int = 2
     offset: int | None = None
-    first_dense: int = 0
+    dense_layers: tuple[int, ...] = ()
     dense_feed_forward: int = 0
     router: str = "switch"
     k: int | None = None
@@ -214,12 +215,16 @@ _MAY_BE_NONE = ("offset", "groups", "k", "z_weight", "jitter", "kept_groups")
 def _number_faults(config: MoEConfig) -> Iterator[str]:
     for name, least in (("experts", 1), ("every", 1), ("offset", 0), ("groups", 1), ("k", 1), ("shared", 0),
                         ("expert_groups", 1), ("kept_groups", 1), ("group_best", 1), ("shared_width", 0),
-                        ("first_dense", 0), ("dense_feed_forward", 0)):  # fmt: skip
+                        ("dense_feed_forward", 0)):  # fmt: skip
         value = getattr(config, name)
         if not _fits(name, value, Integral, partial(le, least)):
             yield f"{name} is {shown(value)}; it must be a whole number, at least {least}."
     if isinstance(config.offset, int) and isinstance(config.every, int) and config.offset >= config.every > 0:
         yield f"offset is {config.offset}; it must be less than every, {config.every}."
+    dense = config.dense_layers
+    whole = isinstance(dense, tuple) and all(_fits("dense_layers", each, Integral, partial(le, 0)) for each in dense)
+    if not whole or list(dense) != sorted(set(dense)):
+        yield f"dense_layers is {shown(dense)}; it must be a tuple of numbers of layers from 0, each once, in order."
     for name in ("capacity_factor", "evaluation_capacity_factor", "importance_weight", "load_weight", "aux_weight",
                  "z_weight", "router_scale", "bias_rate", "gate_factor"):  # fmt: skip
         value = getattr(config, name)

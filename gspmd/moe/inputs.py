@@ -90,7 +90,7 @@ def array(
 
 
 def prng_key(doing: str, key: Any) -> None:
-    """Refuse anything but a random key or None.
+    """Refuse anything except a random key or None.
 
     Raises:
         PlanError: the value is a seed, several keys, or something else.

@@ -60,10 +60,10 @@ def expert_layer(
             weights are cast to their joint dtype, in which slots are sent too.
         weights: "router" [E, X], float32; "w_in" [X, E, F], "w_out" [X, F, E], and "w_gate" [X, E, F] for a gated
             activation; "router_noise" [E, X], float32, for noisy-top-k; "router_bias" and "choice_bias" [X], float32,
-            if the config has them. With biases of the products also "b_in" [X, F],
-            "b_out" [X, E], and "b_gate" [X, F]; an answer has its bias times its gate. The experts' weights may be
-            int8, with float32 scales of their products: "s_in" [X, F], "s_out" [X, E], and "s_gate" [X, F]. They are
-            moved as int8, cast to the tokens' dtype for the products, and have no gradient.
+            if the config has them. With biases of the products also "b_in" [X, F], "b_out" [X, E], and "b_gate" [X, F];
+            the gate multiplies an answer with its bias. The experts' weights may be int8, with float32 scales of their
+            products: "s_in" [X, F], "s_out" [X, E], and "s_gate" [X, F]. They are moved as int8, cast to the tokens'
+            dtype for the products, and have no gradient.
         layout: the moe section of a layout: .router, .groups, .dispatched, .expert_input, .w_in, .w_gate, .hidden,
             .w_out, with biases or int8 weights .b_in and .b_out, with .router_bias and .choice_bias if the config has
             them, and optionally .router_noise, .in_via, .out_via.
@@ -106,7 +106,7 @@ def expert_layer(
     dropped = train and config.dropout > 0
     dropout_key = jax.random.fold_in(key, 2) if dropped and key is not None else None
     experts = LayerExperts(weights, specs, config, activation, dropout_key)
-    if config.gate_inputs:  # of the only choice; its answer is then taken as it is
+    if config.gate_inputs:  # the gate of the only choice multiplies the input, and the answer is not weighted
         x = (x.astype(jnp.float32) * routing.gate).astype(x.dtype)
         routing = replace(routing, gate=routing.kept.astype(jnp.float32))
     if config.capacity(x.shape[1]):

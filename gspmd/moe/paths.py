@@ -33,7 +33,7 @@ class LayerExperts:
     """The experts of a layer.
 
     Attributes:
-        weights: "w_in", "w_out", and "w_gate" for a gated activation, of the tokens' dtype, or int8 with their scales;
+        weights: "w_in", "w_out", and "w_gate" for a gated activation, in the tokens' dtype, or int8 with their scales;
             and their biases, if they have some.
         specs: the specs of a layout's moe section.
         config: the config of the layer.

@@ -247,7 +247,7 @@ class _Embed:
     """The shape and the dtype of the table; its gradient needs nothing else of the table."""
     dtype: jnp.dtype
     scaled: jnp.dtype | None
-    """The dtype of rows that are multiplied by scales; None for rows as they are."""
+    """The dtype of rows that are multiplied by scales; None for rows without scales."""
 
     @property
     def specs(self) -> tuple[Spec, ...]:

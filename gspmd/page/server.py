@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from gspmd.figures import theme
+from gspmd.display import theme
 from gspmd.page import limits
 from gspmd.page.guard import Application, Guard
 from gspmd.page.requests import BadRequest, read_object

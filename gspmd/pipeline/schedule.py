@@ -5,7 +5,7 @@ without that work wait. A stage computes `rounds` chunks of layers: in round r, 
 microbatch goes round the stages `rounds` times.
 
 If a model has several stacks of blocks, such as an encoder and a decoder, a stage has chunks of each. A microbatch goes
-through the first stack in all stages, then through the second, and each stack has slots of its own in a tick.
+through the first stack in all stages, then through the second, and each stack has separate slots in a tick.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

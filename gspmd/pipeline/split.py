@@ -2,7 +2,7 @@
 
 Zero-bubble schedules split a backward pass in this way: the first part is the gradient of its input, for which the
 previous stage waits; the second part is the gradients of weights, for which no stage waits. Only operations that depend
-on weights alone are computed in both parts.
+on nothing except weights are computed in both parts.
 """
 
 from collections.abc import Callable
@@ -36,12 +36,12 @@ class Halves(NamedTuple):
 def split(f: Callable[[Tree, Tree], tuple[Tree, Tree]], fixed: Tree, moving: Tree) -> Halves:
     """Split a function by its two results.
 
-    An operation whose results both parts need runs in the first part. If each part needs other results of an operation,
-    and JAX can take it apart, as it can the gradient of an equation, each part computes its own.
+    An operation whose results both parts need runs in the first part. If the parts need different results of an
+    operation that JAX can split, such as the gradient of an equation, each part computes its own results.
 
     Args:
         f: (fixed, moving) -> (early, late).
-        fixed: arguments that both parts are given; operations on them alone run in both parts.
+        fixed: arguments that both parts are given; operations that use nothing else run in both parts.
         moving: arguments that only the first part is given.
 
     Returns:
@@ -104,7 +104,7 @@ def _needed(whole: Jaxpr, results: list[Any], there: set[Any]) -> list[Any]:
             continue
         if not all(used):
             less = without_unused_results(equation, used)
-            # If taking it apart saves no operation, for instance of a gathered operand, its results are kept instead.
+            # If splitting it saves no operation, for instance of a gathered operand, its results are kept instead.
             equation = less if _operations(less) < _operations(equation) else equation
         found.append(equation)
         wanted |= {var for var in equation.invars if not isinstance(var, Literal)} - there

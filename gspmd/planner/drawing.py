@@ -1,18 +1,22 @@
 """A plan as the papers draw it: a chain of specs, each arrow a collective, with bytes and microseconds."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Protocol
+from html import escape
+from typing import TYPE_CHECKING, Protocol
 
 from rich.console import Console
 from rich.text import Text
 
 from gspmd.annotate.equation import Equation
-from gspmd.display.console import columns, html, printable
+from gspmd.display.console import columns, printable
 from gspmd.display.units import amount_of_bytes, amount_of_flops, amount_of_seconds, axes_text
 from gspmd.hardware.chips import Chip
 from gspmd.planner.overlap import Overlap, Ring, Stripes
 from gspmd.planner.spans import LONGEST, CollectiveSpan, loopable, ring_gather, ring_scatter
-from gspmd.planner.steps import Routine, Step
+from gspmd.planner.steps import Routine, Step, Tensor
+
+if TYPE_CHECKING:
+    from gspmd.figures.figure import Figure
 
 COLORS = {
     "all-gather": "cyan",
@@ -58,6 +62,9 @@ class PlanFigures(Protocol):
     def routine(self) -> Routine: ...
 
     @property
+    def inputs(self) -> Sequence[Tensor]: ...
+
+    @property
     def loops(self) -> Overlap: ...
 
     @property
@@ -94,12 +101,35 @@ def plain(plan: PlanFigures) -> str:
 
 
 def as_html(plan: PlanFigures) -> str:
-    """Return the figure for a notebook."""
-    return html(figure(plan))
+    """Return the steps as a table, and the picture, for a notebook."""
+    from gspmd.display.html import page, table
+    from gspmd.figures.notation import spec_html
+
+    rows = [
+        (
+            " · ".join(map(spec_html, step.sources)),
+            f'<span class="{COLORS[step.kind]}">{escape(step.name)}</span>',
+            spec_html(step.after),
+            step.amount,
+            amount_of_seconds(step.seconds),
+        )
+        for step in plan.steps
+    ]
+    heads = ("from", "step", "to", "amount", "time")
+    steps = table(str(plan.equation), heads, rows, right=(3, 4)) if rows else "<p>nothing to do</p>"
+    return page([steps, picture(plan).document(standalone=False)])
+
+
+def picture(plan: PlanFigures, *, gradients: bool = False) -> "Figure":
+    """Draw the plan as a picture; see `Plan.figure`."""
+    from gspmd.figures.plan import plan_figure
+
+    plain = figure(plan, gradients=gradients).plain
+    return plan_figure(plan, gradients=gradients, notes=looped(plan), plain=plain)
 
 
 def figure(plan: PlanFigures, *, gradients: bool = False, width: int | None = None) -> Text:
-    """Draw a plan: a heading, a line per step, a total; with `gradients`, those of the cotangents behind it.
+    """Draw a plan: a heading, a line per step, and a total; with `gradients`, then the plans of the cotangents.
 
     Args:
         plan: the plan to draw.
@@ -115,13 +145,17 @@ def figure(plan: PlanFigures, *, gradients: bool = False, width: int | None = No
 
 
 def _heading(plan: PlanFigures, width: int | None) -> Text:
-    sizes, mesh = (" ".join(f"{name}={size}" for name, size in of.items()) for of in (plan.sizes, plan.mesh))
-    said = [sizes, f"mesh {mesh}", " ".join(dict.fromkeys(plan.dtypes)), plan.chip.describe(plan.mesh), plan.lowering]
+    said = _setting(plan)
     lines = [said[0]]
     for each in said[1:]:
         fits = width is None or len(lines[-1]) + 3 + len(each) <= width
         lines = [*lines[:-1], f"{lines[-1]}   {each}"] if fits else [*lines, f"{_INDENT}{each}"]
     return Text.assemble((f"{plan.equation}\n", "bold"), ("\n".join(lines) + "\n", "dim"))
+
+
+def _setting(plan: PlanFigures) -> list[str]:
+    sizes, mesh = (" ".join(f"{name}={size}" for name, size in of.items()) for of in (plan.sizes, plan.mesh))
+    return [sizes, f"mesh {mesh}", " ".join(dict.fromkeys(plan.dtypes)), plan.chip.describe(plan.mesh), plan.lowering]
 
 
 def _one(plan: PlanFigures, heading: Text, width: int | None) -> Text:
@@ -130,9 +164,14 @@ def _one(plan: PlanFigures, heading: Text, width: int | None) -> Text:
         text.append_text(line).append("\n")
     for line in looped(plan):
         text.append(f"{_INDENT}{line}\n", style="dim")
+    return text.append(f"{_INDENT}{totals(plan)}", style="dim")
+
+
+def totals(plan: PlanFigures) -> str:
+    """Return the last line: the figures of the whole plan."""
     sent, held = amount_of_bytes(plan.wire_bytes), amount_of_bytes(plan.peak_bytes)
     work, time = amount_of_flops(plan.flops), amount_of_seconds(plan.seconds)
-    return text.append(f"{_INDENT}per device: {sent} sent, {work}, {time}, about {held} held", style="dim")
+    return f"per device: {sent} sent, {work}, {time}, about {held} held"
 
 
 def _steps(steps: tuple[Step, ...], width: int | None) -> list[Text]:

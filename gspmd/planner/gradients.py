@@ -40,7 +40,7 @@ def backward(
 
     searches, common, aims = groups(targets), _common_operand(routine), list(targets)
     # The cotangent of an operand of several products is a sum of one part per product. The parts are brought to one
-    # placement, added there, and reduced once; reducing each part alone would send every one of them.
+    # placement, added there, and reduced once; reducing each part separately would send every one of them.
     if common is not None:
         sources = [[routine.moves[own].source for own, _ in _sides(routine, n)] for n in range(len(outputs))]
         terms = [g.result_costs(environment, part.index(common)) for g, part in zip(searches, sources)]
@@ -82,7 +82,7 @@ def _common_operand(routine: Routine) -> int | None:
 
 
 def _sides(routine: Routine, output: int) -> list[tuple[int, int | None]]:
-    """Return, for one output's cotangent, the move whose cotangent each product gives, and the other move it needs."""
+    """Return, for each product with an output's cotangent, the move it differentiates and the other move it reads."""
     sides = []
     for p in routine.outputs[output].products:
         product = routine.products[p]

@@ -135,7 +135,8 @@ class Plan:
     def gradients(self) -> tuple["Plan", ...]:
         """One plan for each operand's cotangent; a step that several need belongs to the first of them only.
 
-        The seconds hidden by the loops of the backward routine are divided among the plans as their sending seconds.
+        The seconds hidden by the loops of the backward routine are divided among the plans in proportion to their
+        sending seconds.
         """
         from gspmd.planner.gradients import parts
 
@@ -215,12 +216,12 @@ class Plan:
         return None if self.pinned is None else self.pinned.text
 
     def to_json(self, *, gradients: bool = True) -> str:
-        """Write the plan as JSON: every figure, per device and execution, and the same of the gradients.
+        """Write the plan as JSON: every figure, per device and execution, and the same for the gradients.
 
         Keys:
             equation, lowering, dtypes (of the operands), wire_bytes, flops, seconds, hidden_seconds, peak_bytes: as
                 the attributes of the same names.
-            steps: a list in the order of execution, each with kind, axes, operand, before, other (null but for a
+            steps: a list in the order of execution, each with kind, axes, operand, before, other (null except for a
                 product of two), after, wire_bytes, flops, seconds.
             mesh, sizes, chip, via: the request.
             gradients: a list with one entry for each operand, which has all keys except those of the line above and
@@ -247,10 +248,9 @@ class Plan:
 
         Source: Pope et al. 2022 (arXiv 2211.05102), figures 2 and 3.
         """
-        from gspmd.figures.plan import plan_figure
-        from gspmd.planner.drawing import looped
+        from gspmd.planner.drawing import picture
 
-        return plan_figure(self, gradients=gradients, notes=looped(self))
+        return picture(self, gradients=gradients)
 
     def steps_figure(self) -> "Figure":
         """Draw the operands of every step on the mesh, before it and after it: which device holds which block.

@@ -109,7 +109,7 @@ class UnknownShared:
 
 @dataclass(frozen=True)
 class UnknownReduction:
-    """The last step of a chain, if it is a reduction that a compiler may save; nothing otherwise.
+    """The last step of a chain, if it is a reduction that a compiler may remove; nothing otherwise.
 
     Attributes:
         chain: the chain that ends in it.

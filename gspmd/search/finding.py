@@ -54,11 +54,11 @@ def search(
 ) -> Found:
     """Search for the cheapest layout of a program: exactly, over every spec of every line.
 
-    The program is traced once, with an unknown in place of every dimension of every line. Each planned step then
-    says on which lines it depends, how often it runs, and whether it is recomputed or merged. Its seconds for every
+    The program is traced once, with an unknown in place of every dimension of every line. Each planned step then says
+    on which lines it depends, how often it runs, and whether it is recomputed or merged. Its seconds for every
     placement come from the planner's tables, and the cheapest combination is found and proved. Work outside of plans is
-    added as passes over memory and FLOPs. Memory is the size of arguments, results and intermediate arrays when most is
-    held, according to their types.
+    added as passes over memory and FLOPs. Memory is the size of arguments, results and intermediate arrays at the
+    moment when most bytes are held, by their types.
 
     Args:
         build: maps a layout and a mesh to a function and its abstract arguments, placed as the layout says, such as a
@@ -181,7 +181,7 @@ class Found:
         priced_seconds: seconds of planned steps, as the search added them up: the same, except that on a mesh of three
             axes a norm of all gradients is over all of them. If they differ by more, nothing is proved, and `bound` is
             0.
-        bytes: bytes that a device holds when most is held.
+        bytes: the most bytes that a device holds at any moment.
         bound: a lower bound on the seconds of all layouts on all given meshes; 0 if the search was stopped before
             it had reached all of them.
         complete: whether the layout is proved to be the cheapest on all of them.
@@ -207,6 +207,11 @@ class Found:
             f"A device holds {amount_of_bytes(self.bytes)}."
         )
 
+    def _repr_html_(self) -> str:
+        from gspmd.layouts.printed import found_html
+
+        return found_html(str(self), self.lines, self.layout)
+
     def toml(self) -> str:
         """Return the layout as the text of a file that `Layout.load` reads."""
         return document(str(self).splitlines(), self.mesh, self.lines)
@@ -226,7 +231,8 @@ class MeshProblem:
         chip: the chip whose seconds are assumed.
         microbatches: as in `search`.
         dimensions: sizes by which a layout is checked, as in `gspmd.search.lines.choices_of`.
-        like: a program that differs in sizes alone, at whose moment of most bytes memory is counted; None for its own.
+        like: a program that differs only in sizes; memory is counted at its moment of most bytes. None for the program
+            itself.
         whole: the whole mesh, in order, if it has axes around the searched ones (`Lines.around`).
     """
 
@@ -313,7 +319,7 @@ class MeshProblem:
 
     @property
     def others(self) -> Mapping[HeldArray, int]:
-        """The other arrays that a device holds when most is held, with the number of each."""
+        """The other arrays at the moment when most bytes are held, with the number of each."""
         return self._held.others
 
     def _spread(self, array: HeldArray, amount: float) -> Table:

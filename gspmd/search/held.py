@@ -334,7 +334,7 @@ def held(jaxpr: Jaxpr, devices: int, moment: Moment | None = None) -> Held:
     Args:
         jaxpr: the program.
         devices: number of devices that share an array with an unknown, to find the moment.
-        moment: the moment to take, of a program that differs in sizes alone.
+        moment: the moment to take, of a program that differs only in sizes.
     """
     arguments = Counter(array for var in jaxpr.invars if (array := HeldArray.of(var.aval)) is not None)
     results = Counter(

@@ -13,7 +13,7 @@ from gspmd.annotate.errors import listed, suggestion
 from gspmd.layouts import Layout
 from gspmd.layouts.naming import via_of
 from gspmd.layouts.rules import own
-from gspmd.layouts.rules.keys import ALIKE, KEYS, is_override, keys_of_override
+from gspmd.layouts.rules.keys import ALIKE, KEYS, in_dims, is_override, keys_of_override
 from gspmd.planner.graph.placements import fitting, sequences
 from gspmd.planner.unknown import PREFIX, Known, placed, unknowns_in
 
@@ -30,7 +30,7 @@ _FOLLOWS = (
     ("attention.latent_query", "attention.query", "BL"),
     ("attention.w_k_down", "attention.w_q_down", "E"),
 )
-"""Lines that are tied to other lines: sharding them otherwise costs a move and gains nothing."""
+"""Lines that are tied to other lines: sharding them differently costs a move and gains nothing."""
 
 
 @dataclass
@@ -43,7 +43,7 @@ class Lines:
         whole: for each line, the dimensions that are not sharded.
         vias: lines of vias, with the dimensions of both operands.
         fixed: lines whose spec, or via, is given and is their only option.
-        trained: lines of parameters, whose gradient and optimizer state have lines of their own.
+        trained: lines of parameters, whose gradient and optimizer state have separate lines.
         around: mesh axes that are present whatever is chosen, with their sizes, such as that of the stages of a
             pipeline.
         beside: those of `around` over which every batch is sharded, before its unknown: pipelines run side by side on
@@ -75,7 +75,7 @@ class Lines:
         known = KEYS | own.keys(layout.own)
         written = {name: known[name] for name in layout.table if name in known}
         lines = {name: key for name, key in written.items() if key.kind != "via" and key.section != "pipeline"}
-        for key in KEYS.values():  # Keys that default to another line have a line of their own in the search.
+        for key in KEYS.values():  # Keys that default to another line have a separate line in the search.
             if key.default in lines and key.kind != "via" and len(key.dims) > 1 and "scale" not in key.name:
                 lines.setdefault(key.name, key)
         vias = [key for key in KEYS.values() if key.kind == "via" and key.dims[0] in lines and key.dims[1] in lines]
@@ -300,9 +300,20 @@ class Lines:
         own = {line: unknowns_in(self.spec(line, dims)) for line, dims in self.dims.items()}
         absent = {line for line, names in own.items() if not unknowns >= {*names}}
         follows = {line for line in absent if is_override(line) or (line in KEYS and KEYS[line].default is not None)}
+        follows |= {line for line in self.dims if self._is_as_default(line)}
         self._absent = absent - follows
-        for line in follows:  # Without it, the line that it overrides or follows holds, as for a model without one.
+        for line in follows:  # Without it, the line that it overrides or follows applies.
             del self.dims[line]
+
+    def _is_as_default(self, line: str) -> bool:
+        """Return whether a line that the layout does not write is tied to its default in all of its dimensions.
+
+        It says nothing, and most models have no tensor of such a line, such as the latents of attention.
+        """
+        default = KEYS[line].default if line in KEYS else None
+        if default is None or default not in self.dims or line in self.layout.table or line in self.fixed:
+            return False
+        return self.spec(line, self.dims[line]) == in_dims(self.spec(default, self.dims[default]), self.dims[line])
 
     def _has_state(self, name: str, unknowns: Collection[str]) -> bool:
         return any(each in unknowns for each in unknowns_in(self.spec(f"optimizer.{name}", self.dims[name])))

@@ -1,7 +1,7 @@
 """Lookups of rows in a table, for every placement of ids, table and rows: the seconds of their moves, as tables.
 
 While rows are looked up, each mesh axis shards the dimension on which some spec has it, as in `gspmd.ops.embed`. So a
-lookup is a choice of its own: among all joint placements, the one that ids, table and rows reach in the fewest seconds.
+lookup is a separate choice: among all joint placements, the one that ids, table and rows reach in the fewest seconds.
 """
 
 from collections.abc import Sequence

@@ -58,7 +58,7 @@ class Prices:
     """The seconds of steps on one mesh.
 
     Args:
-        choices: of the search.
+        choices: the choices of the search.
         mesh: sizes of the mesh axes, all above 1.
         chip: the chip whose seconds are assumed.
     """
@@ -431,7 +431,7 @@ class Prices:
         return most
 
     def _reduction(self, what: UnknownReduction, of: tuple[int, ...]) -> np.ndarray:
-        """Return the seconds of the last step of a chain, 0 unless it is a reduction that a compiler may save."""
+        """Return the seconds of the last step of a chain, 0 unless it is a reduction that a compiler may remove."""
         chains, at = self._chains(what.chain, of)
         ends = [_reduction_of(chain) for chain in chains]
         seconds = np.array([0.0 if end is None or (what.adds_up and end[1]) else end[0][-1] for end in ends])[at]

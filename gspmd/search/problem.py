@@ -109,7 +109,7 @@ def _check_term(term: Term, sizes: dict[str, int]) -> None:
             f"have {shape} options.\n  Give the table an axis for each choice, in that order."
         )
     if np.isnan(term.seconds).any() or (np.asarray(term.seconds) == -math.inf).any():
-        raise ValueError(f"term {term.name!r} has seconds that are none: nan or -inf.\n  Only inf has a meaning.")
+        raise ValueError(f"term {term.name!r} has seconds that are nan or -inf.\n  Only inf has a meaning.")
     if term.bytes is None:
         return
     try:

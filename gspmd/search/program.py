@@ -111,7 +111,7 @@ class TracedProgram:
         return work(self.jaxpr)
 
     def held(self, devices: int, like: TracedProgram | None = None) -> Held:
-        """Return the arrays held when most is held, on this number of devices: see `gspmd.search.held.held`.
+        """Return the arrays when most bytes are held, on this number of devices: `gspmd.search.held.held`.
 
         Args:
             devices: number of devices of the mesh.
@@ -400,7 +400,7 @@ def _marked(own: Run, once: int, others: list[Run]) -> Iterator[tuple[Unknown, i
 
 
 def _saved(what: Unknown, change: Change, trips: int) -> Iterator[tuple[Unknown, int, int]]:
-    """Yield the reductions that a compiler saves: see `gspmd.tracing.sums`."""
+    """Yield the reductions that a compiler removes: see `gspmd.tracing.sums`."""
     merged = change.merged if change.first is None else [change.first]
     steps = [each.equation.params["mark"].what for each in merged]
     others = tuple(each for each in steps if _is_chain(each))
@@ -433,7 +433,7 @@ _MESH = re.compile(r"AbstractMesh\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\)")
 _WANTED = re.compile(
     rf"is (?:sharded over ({PREFIX}\d+)|unsharded), "
     rf"and (?:has to be over ({PREFIX}\d+)|has to be unsharded|every device needs)"
-)  # The message of operations for a dimension that is sharded otherwise than they need it.
+)  # The message of operations for a dimension that is not sharded as they need it.
 _TYPE = re.compile(r"\w+\[([^\]]*)\]")
 _TUPLE = re.compile(r"\(([^()]*)\)")
 _SPEC = re.compile(r"'([^']*)'")
@@ -502,7 +502,7 @@ def _pairs(message: str) -> Iterator[tuple[str, str]]:
     dimension."""
     written = [_named_dims(text) for text in _TUPLE.findall(message) if _NAME.search(text)]
     types = [_named_dims(text) for text in _TYPE.findall(message) if _NAME.search(text)]
-    specs: dict[str, list[list[str]]] = {}  # By their letters: a query and a cache are not compared.
+    specs: dict[str, list[list[str]]] = {}  # by letters: a query is not compared with a cache
     for text in filter(_NAME.search, _SPEC.findall(message)):
         specs.setdefault("".join(_LETTER.findall(text)), []).append(_spec_dims(text))
     for found in (types, *specs.values(), written):

@@ -94,9 +94,9 @@ class BoundedSearch:
         return replace(self._known(), complete=True)
 
     def at_least(self, enough: float) -> float:
-        """Return a lower bound on the seconds of picks that fit, by the best rate alone; stop above `enough`.
+        """Return a lower bound on the seconds of picks that fit, by the best rate only; stop above `enough`.
 
-        It is infinite where nothing fits.
+        The bound is infinite if nothing fits.
         """
         self.enough = enough
         if all(map(len, self.tables.kept)) and self.tables.least_bytes() > self._ceiling():

@@ -278,8 +278,8 @@ def _fault(space: _SplitSpace, alike: bool) -> str:
     offered = ", ".join(map(str, sorted({*space.sizes})))
     if not possible(_upper(np.zeros_like(space.table)), None):
         return (
-            f"cannot split {what}: submeshes of {offered} devices do not make so many in any number of stages that the "
-            f"layers {'divide into' if alike else 'are enough for'}.\n"
+            f"cannot split {what}: submeshes of {offered} devices do not add up to {space.devices} in any number of "
+            f"stages that the layers {'divide into' if alike else 'are enough for'}.\n"
             "  Offer a submesh of other devices, such as one of all of them."
         )
     if possible(space.table, None):

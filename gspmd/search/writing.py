@@ -56,7 +56,7 @@ def document(
 
 def _mesh(mesh: Mapping[str, int]) -> Iterator[str]:
     axes, devices = tuple(mesh), prod(mesh.values())
-    # The order in which this number of devices is factored into this mesh without --mesh, if there is one.
+    # The `factor` list that gives this mesh without --mesh, if there is one.
     fits = (order for count in range(1, len(axes) + 1) for order in permutations(axes, count)
             if factorise(devices, axes, order) == dict(mesh))  # fmt: skip
     for name, names in (("axes", axes), ("factor", next(fits, axes))):

@@ -29,8 +29,7 @@ class Compiler:
             its results are no larger than its operands (so no all-gather).
         merges_across_barriers: whether it eliminates common subexpressions again, all-reduces excepted, once it has
             expanded optimization barriers. XLA:CPU did so until jaxlib 0.10; no other compiler does.
-        reduces_sums: whether it adds partial sums before it reduces them, if nothing but their sum is used. XLA:GPU
-            does.
+        reduces_sums: whether it adds partial sums before it reduces them, if only their sum is used. XLA:GPU does.
     """
 
     is_host: bool

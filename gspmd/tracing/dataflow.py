@@ -1,7 +1,7 @@
 """The dataflow of a program: its operations in one list, where it uses each value, and the program that made it.
 
 Compilers inline all calls, so the operations of called programs stand in the list, too, in place of their calls. A loop
-is one operation, and its body has a dataflow of its own.
+is one operation, and its body has a separate dataflow.
 """
 
 from collections import defaultdict
@@ -56,7 +56,7 @@ class Operation:
 
     @property
     def step_key(self) -> StepKey:
-        """The equation of its program, and the number of its step, in which it must be."""
+        """The equation of its program and the number of its step; it must be in a step."""
         assert self.program is not None
         assert self.step is not None
         return self.program.equation, self.step
@@ -110,7 +110,7 @@ def _inlined(
     program: PlannedProgram | None,
     program_path: Path,
 ) -> list[Value | None]:
-    """Append the operations of a program, which some values are the arguments of; return the values of its results."""
+    """Append the operations of a program called with these arguments, and return the values of its results."""
     known = dict(zip(jaxpr.invars, arguments, strict=True))
 
     def value(var: Any) -> Value | None:

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import prod
+from typing import TYPE_CHECKING
 
 from rich.console import Group
 from rich.text import Text
@@ -19,6 +20,9 @@ from gspmd.planner.plan import Plan
 from gspmd.planner.spans import ring_gather, ring_scatter
 from gspmd.planner.steps import Step
 from gspmd.tracing.steps import hlo_name
+
+if TYPE_CHECKING:
+    from gspmd.figures.figure import Figure
 
 
 @dataclass(frozen=True, repr=False)
@@ -100,7 +104,7 @@ class ProgramPlan(Printed):
 
     @property
     def size(self) -> tuple[int, float, int]:
-        """Bytes, seconds and operations, the order in which branches of a conditional are compared."""
+        """Bytes, seconds and operations: branches of a conditional are compared in this order."""
         return self.wire_bytes, self.seconds, self.flops
 
     @property
@@ -141,6 +145,23 @@ class ProgramPlan(Printed):
         total = sum(count for _, (count, _) in rows)
         sheet.add("all", "", str(total), amount_of_bytes(self.wire_bytes), total=True)
         return sheet
+
+    def figure(self) -> "Figure":
+        """Draw the bytes of the collectives as bars, by kind and mesh axes, most bytes first.
+
+        >>> ProgramPlan(()).figure().title
+        'planned collectives, bytes per device'
+        """
+        from gspmd.figures.bars import Bar, bars_figure
+
+        rows = sorted(self.by_kind_and_axes().items(), key=lambda row: -row[1][1])
+        bars = [
+            Bar(f"{kind} {axes_text(axes)}", kind, (sent,), f"{counted(count, 'run')}, {amount_of_bytes(sent)}")
+            for (kind, axes), (count, sent) in rows
+        ]
+        figures = f"{amount_of_bytes(self.wire_bytes)} sent, {amount_of_flops(self.flops)}"
+        total = f"{figures}, {amount_of_seconds(self.seconds)} if nothing overlaps"
+        return bars_figure("planned collectives, bytes per device", bars, total, str(self))
 
     def __rich__(self) -> Group:
         return Group(self.table(), *(Text(f"note: {note}") for note in self.notes))

@@ -84,7 +84,7 @@ class _Reduction:
 def changed_reductions(jaxpr: Jaxpr) -> Mapping[Path, Changes]:
     """Return the changes of reductions, by the path of the planned program's call, or of a mark.
 
-    A mark may stand for a reduction, so its changes are those that there are if it does.
+    A mark may stand for a reduction, so it gets the changes that the reduction would have.
     """
     found: Found = defaultdict(dict)
     _Program(dataflow(jaxpr), found)
@@ -92,7 +92,7 @@ def changed_reductions(jaxpr: Jaxpr) -> Mapping[Path, Changes]:
 
 
 class _Program:
-    """The reductions of a program without its loops, whose bodies are programs of their own.
+    """The reductions of a program without its loops, whose bodies are separate programs.
 
     Args:
         flow: the program.
@@ -155,7 +155,7 @@ class _Program:
         return _Reduction(self._places[made], (made,), tuple(cuts), str(own) if {own, *dtypes[:1]} != {own} else "")
 
     def _maker_for_this_alone(self, value: Value | None) -> Operation | None:
-        """Return what makes a value that is used once; None if it is used otherwise, too."""
+        """Return the operation that makes a value if this is its only use, otherwise None."""
         return self.flow.makers.get(value) if self.flow.uses(value) == 1 else None
 
     def _is_scattered(self, value: Value | None) -> bool:

@@ -128,7 +128,10 @@ def _merge_notes(shared: Sequence[PlannedStep], numbering: Numbering) -> Iterato
 def _steps(
     jaxpr: Jaxpr, region: Region, changes: Mapping[Path, Changes], path: Path = (), is_backward: bool = False
 ) -> Iterator[PlannedStep]:
-    """Yield a program's planned steps: of a conditional those of its largest branch, of a scan of no trips none."""
+    """Yield a program's planned steps, of a conditional only those of its largest branch.
+
+    A scan of no trips has none.
+    """
     for equation in jaxpr.eqns:
         here = (*path, id(equation))
         backward = _is_backward(equation, is_backward)

@@ -137,7 +137,7 @@ def move(state: TrainState, like: TrainState) -> TrainState:
 
     Args:
         state: the state, of arrays.
-        like: shapes with shardings, or arrays, on another mesh; of the form of `state`.
+        like: shapes with shardings, or arrays, on another mesh, in the tree structure of `state`.
 
     Source: the idea is from PipeTransformer (He et al. 2021, arXiv 2102.03161), which changes the parallelism of a
         run as it goes on.

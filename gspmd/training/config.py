@@ -42,8 +42,8 @@ class TrainingConfig:
     """Files of text, JSON lines (.jsonl) or Parquet, or glob patterns ('path/*.txt', quoted; in a file, they begin in
     that file's folder); none for the source of Python's standard library."""
     objective: Literal["next-token", "span-corruption", "prefix", "pairs"] = "next-token"
-    """Task that the text is made into: next-token for a decoder alone; span-corruption (T5, Switch), prefix or pairs
-    for an encoder–decoder."""
+    """Task that the text is made into: next-token for a decoder-only model; span-corruption (T5, Switch), prefix or
+    pairs for an encoder–decoder."""
     source_length: int = 256
     """Tokens of an encoder's input; those of its decoder are --length."""
     noise_density: float = 0.15
@@ -98,7 +98,8 @@ class TrainingConfig:
     prompt: str = "def "
     """Beginning of the text that is generated at the end."""
     sample_bytes: int = 256
-    """Length of that text in tokens: bytes, without a tokenizer; 0 for none."""
+    """Length of that text in tokens: bytes, without a tokenizer; 0 for none. If the model's context has room for fewer,
+    it has these."""
 
     def __post_init__(self):
         faults: list[str] = []

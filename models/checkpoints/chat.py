@@ -33,8 +33,8 @@ _REASONING = ("reasoning_content", "thinking", "reasoning")
 def read_templates(folder: Path, settings: Mapping[str, Any], doing: str) -> dict[str, str]:
     """Return the chat templates of a checkpoint by name; the only one of most checkpoints is called "default".
 
-    Files count (chat_template.jinja, additional_chat_templates/NAME.jinja), or else tokenizer_config.json's entry
-    `chat_template`.
+    They are the files chat_template.jinja and additional_chat_templates/NAME.jinja, or else the entry `chat_template`
+    of tokenizer_config.json.
 
     Raises:
         CheckpointError: a file cannot be read, or the entry is neither a text nor a list of named ones.
@@ -90,10 +90,10 @@ def chosen(templates: Mapping[str, str], name: str, doing: str) -> str:
 
 
 def render(source: str, name: str, variables: Mapping[str, Any], doing: str) -> str:
-    """Render a template in a process of its own, which has 10 seconds, 1 GiB of memory and 16 million characters.
+    """Render a template in a separate process, which has 10 seconds, 1 GiB of memory and 16 million characters.
 
-    The limits are the system's, so that no template exceeds them; on macOS, memory is not bounded. The process may not
-    write files. jinja2's sandbox alone keeps the template from reading some.
+    The operating system enforces the limits, so no template exceeds them; on macOS, memory is not limited. The process
+    may not write files. Only jinja2's sandbox keeps the template from reading files.
 
     Args:
         source: the template.
@@ -102,7 +102,7 @@ def render(source: str, name: str, variables: Mapping[str, Any], doing: str) -> 
         doing: the beginning of messages.
 
     Raises:
-        CheckpointError: the template is faulty, refuses the messages, or exceeds a limit; or a variable is no plain
+        CheckpointError: the template is faulty, refuses the messages, or exceeds a limit; or a variable is not plain
             data.
     """
     limits = {
@@ -115,8 +115,8 @@ def render(source: str, name: str, variables: Mapping[str, Any], doing: str) -> 
         request = json.dumps(limits | {"template": source, "variables": variables})
     except (TypeError, ValueError) as error:
         raise CheckpointError(doing, [f"messages must be plain data, as in JSON: {error}."]) from None
-    # -I and -S: no code of the caller's folder, no PYTHON* variable and no .pth file has a part in it; and it has no
-    # variables of the caller's, among which are secrets.
+    # -I and -S: the process ignores code in the caller's folder, PYTHON* variables and .pth files. It gets none of the
+    # caller's environment variables, since some of them are secrets.
     command = [sys.executable, "-I", "-S", str(Path(__file__).with_name("rendering.py"))]
     try:
         ended = subprocess.run(
@@ -159,7 +159,7 @@ def checked(messages: Sequence[Mapping[str, Any]], doing: str) -> list[dict[str,
     """Return messages as templates read them: without entries that are None, and with reasoning under all its names.
 
     Raises:
-        CheckpointError: there are none, or one is no table with a role.
+        CheckpointError: there are none, or one is not a table with a role.
     """
     if not messages:
         raise CheckpointError(doing, ["there are no messages; give at least one."])

@@ -65,12 +65,14 @@ class Described:
         family: the family whose tensor names and shapes it uses.
         config: the model.
         factors: maps a parameter's path, without "blocks.0.", to the factor that its tensor is multiplied by.
+        modules: number of `Family.modules` behind the last layer.
         remark: how the tensors contradict config.json; empty if they agree.
     """
 
     family: Family
     config: ModelConfig
     factors: Mapping[str, float]
+    modules: int = 0
     remark: str = ""
 
 
@@ -115,7 +117,7 @@ def described(directory: str | os.PathLike) -> Described:
     if files.equal(first, second):
         return found
     remark = f"{second} is not {first}, so the model is not tied, though config.json says it is (tie_word_embeddings)"
-    if family.multipliers:  # some are divided out of the last norm of tied models alone
+    if family.multipliers:  # only for tied models are some divided out of the last norm
         found = _described(family, json | {"tie_word_embeddings": False}, doing)
     return replace(found, config=replace(found.config, tied=False), remark=remark)
 
@@ -125,6 +127,9 @@ def _text_part(family: Family, json: Mapping[str, Any], doing: str) -> dict[str,
     entries = json.get("text_config")
     if not isinstance(entries, dict):
         raise CheckpointError(doing, [f"text_config is {in_json(entries)}; it must be the table of the text model."])
+    if (kind := entries.get("model_type", family.text_type)) != family.text_type:
+        fault = f"model_type of text_config is {in_json(kind)}, which is not supported; {in_json(family.text_type)} is."
+        raise CheckpointError(doing, [fault])
     named = {"architectures": [family.architecture], "model_type": family.model_type}
     outer = {key: json[key] for key in ("tie_word_embeddings", "quantization_config") if key in json}
     return {**(family.text_part or {}), **entries, **outer, **named}
@@ -153,7 +158,7 @@ def _described(family: Family, json: Mapping[str, Any], doing: str) -> Described
             faults.append(f"{key} is {in_json(value)}, which is not supported; supported: {known}.")
         else:
             values[name] = option.names[value] if option.names else value
-    length = _length(family, json, faults)
+    length, modules = _length(family, json, faults), _modules(family, json, faults)
     scale = json.get("logit_scale", family.logit_scale) if family.logit_scale is not None else 1.0
     if not is_number(scale):
         faults.append(f"logit_scale is {in_json(scale)}; it must be a number.")
@@ -170,7 +175,9 @@ def _described(family: Family, json: Mapping[str, Any], doing: str) -> Described
     if faults:
         raise CheckpointError(doing, faults)
     values |= {name: function(values) for name, function in family.derived.items()}
-    values |= {"context_length": length, **read_window(family.window, json, values["layers"], faults)}
+    own = {} if family.agreement is None else {*family.agreement.keys}
+    others = {key: value for key, value in json.items() if key not in own}
+    values |= {"context_length": length, **read_window(family.window, others, values["layers"], faults)}
     if family.default_rope and not json.get("rope_scaling") and json.get("rope_parameters") is None:
         json = {**json, "rope_parameters": family.default_rope}
     json, local = read_local_rope(family, json, faults)
@@ -192,7 +199,7 @@ def _described(family: Family, json: Mapping[str, Any], doing: str) -> Described
     for key, value in multipliers.items():
         for path, factor in family.multipliers[key].factors(value, tied=config.tied).items():
             factors[path] = factors.get(path, 1.0) * factor
-    return Described(family, config, factors)
+    return Described(family, config, factors, modules)
 
 
 def _multipliers(family: Family, json: Mapping[str, Any], faults: list[str]) -> dict[str, float]:
@@ -219,6 +226,17 @@ def _length(family: Family, json: Mapping[str, Any], faults: list[str]) -> int |
     if len(set(map(in_json, given.values()))) > 1:
         faults.append(f"{' and '.join(given)} differ, but are names of one entry: keep only one of them.")
     return next(iter(given.values()), family.default_length)
+
+
+def _modules(family: Family, json: Mapping[str, Any], faults: list[str]) -> int:
+    """Return the number of modules behind the last layer."""
+    given = {key: json[key] for key in family.modules if key in json}
+    for key, value in given.items():
+        if not is_whole(value) or value < 0:
+            faults.append(f"{key} is {in_json(value)}; it must be a whole number of modules.")
+    if len(set(map(in_json, given.values()))) > 1:
+        faults.append(f"{' and '.join(given)} differ, but are names of one entry: keep only one of them.")
+    return next(iter(given.values()), 1) if family.modules else 0
 
 
 def _root_scaled(family: Family, json: Mapping[str, Any], faults: list[str]) -> bool:
@@ -263,7 +281,7 @@ def expressing(config: ModelConfig) -> Family:
 
 
 def _distance(reasons: list[str]) -> int:
-    """Return the number of a family's reasons, of which those about a kind of model count most."""
+    """Return the number of a family's reasons; those about a kind of model count most."""
     kinds = ("it has experts", "it has no experts", "it has an encoder")
     return sum(5 if reason in kinds else 1 for reason in reasons)
 
@@ -293,7 +311,7 @@ def written(family: Family, config: ModelConfig, length: int, dtype: str) -> dic
             json["rope_scaling"] = json["rope_scaling"] | scaling
     json |= write_window(family.window, config) | {"torch_dtype": dtype}
     json |= {family.output_dropout[0]: 0.0} if family.output_dropout else {}
-    json |= dict.fromkeys(family.multipliers, 1.0)
+    json |= dict.fromkeys(family.multipliers, 1.0) | dict.fromkeys(family.modules[:1], 0)
     if family.logit_scale is not None:
         json["logit_scale"] = 1.0
     if family.default_rope and config.rope_scaling is None:
@@ -311,6 +329,7 @@ def _family(json: Mapping[str, Any], doing: str) -> Family:
     if not (isinstance(named, list) and all(isinstance(name, str) for name in named)):
         raise CheckpointError(doing, [f"architectures is {in_json(named)}; it must be a list of names."])
     known = {family.architecture: family for family in FAMILIES}
+    known |= {alias: family for family in FAMILIES for alias in family.aliases}
     names = named or [family.architecture for family in FAMILIES if family.model_type == kind]
     family = next((known[name] for name in names if name in known), None)
     if not names and kind is None:
@@ -354,7 +373,7 @@ def _fits(name: str, value: Any) -> bool:
 def known_entries(family: Family) -> frozenset[str]:
     """Return the entries of config.json that are read, or are known to have no effect, at least for some value."""
     read = {key for option in family.options.values() for key in option.keys}
-    read |= {*family.length, *WINDOW, *rope_entries(family), *family.multipliers}
+    read |= {*family.length, *WINDOW, *rope_entries(family), *family.multipliers, *family.modules}
     read |= {*LOCAL_ROPE} if family.local_rope_base is not None else set()
     read |= {"logit_scale"} if family.logit_scale is not None else set()
     read |= {*family.root_scaled, *(family.output_dropout or ())[:1]} | (
@@ -383,7 +402,9 @@ def _unknown_faults(family: Family, json: Mapping[str, Any]) -> Iterator[str]:
 
 def _inactive_faults(family: Family, json: Mapping[str, Any]) -> Iterator[str]:
     """Yield a fault for every entry that asks for a feature that these models lack."""
-    for key, values in {**INACTIVE, **_absent_biases(family), **STACKS[family.has_encoder], **family.inactive}.items():
+    own = () if family.agreement is None else family.agreement.keys
+    general = {key: values for key, values in INACTIVE.items() if key not in own}
+    for key, values in {**general, **_absent_biases(family), **STACKS[family.has_encoder], **family.inactive}.items():
         value = json.get(key, values[0])
         if value not in values and not (key == "quantization_config" and is_read_packed(value)):
             remedy = REMEDIES.get(key, f"which is not supported; {in_json(values[0])} is")

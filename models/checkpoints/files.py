@@ -137,7 +137,7 @@ class Files:
         """Read a region of a parameter, cast to the dtype of `out`.
 
         Args:
-            out: the destination, of the region's shape, but for dimensions that are merged into one.
+            out: the destination, of the region's shape, except for dimensions that are merged into one.
             name: the tensor.
             form: the place of the parameter in it, such as (heads, head size, embed) of (heads · head size, embed).
             region: one slice for each dimension of `form.split`.
@@ -173,7 +173,7 @@ class Files:
         return self._maps[tensor.path]
 
     def _convert_into(self, out: np.ndarray, tensor: packed.Packed, form: Form, region: Sequence[slice]) -> int:
-        """Do as `read_into` for a packed tensor: convert all rows that the region has a part of."""
+        """Read a region of a packed tensor as `read_into` does: convert all rows that overlap the region."""
 
         def read(part: StoredTensor) -> np.ndarray:
             kind = np.dtype("float32") if part.dtype == "F32" else np.dtype("uint8")

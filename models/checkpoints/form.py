@@ -41,8 +41,8 @@ class Form:
         """Return the form of the given part of a tensor with these dimensions.
 
         Args:
-            dims, part: as of `Stored`.
-            sizes: of all letters in `dims`.
+            dims, part: the fields of a `Stored`.
+            sizes: the sizes of all letters in `dims`.
         """
         letters: list[str] = []
         shape: list[int] = []

@@ -27,6 +27,7 @@ from ..quantization import quantize_together, scale_groups
 from ..shapes import stored_dtype
 from ..transformer import Transformer
 from .config import Described, described
+from .families.serial import LAYER
 from .files import DTYPES, READ_AS, CheckpointError, Files, all_finite
 from .sources import ParameterSource, Region, sources
 
@@ -139,6 +140,7 @@ def _check(checkpoint: Described, config: ModelConfig, table: dict[str, Paramete
         if {name, own} <= files.tensors.keys() and not files.equal(name, own)
     ]
     ignored = [*family.ignored, *map(re.escape, family.copies), *_second_table(checkpoint, config)]
+    ignored += [re.escape(f"{name}.") + ".*" for name in _modules(checkpoint, config, files)]
     faults += [
         f"{name} is in the checkpoint, but the model has no such tensor."
         for name in files.tensors
@@ -149,9 +151,20 @@ def _check(checkpoint: Described, config: ModelConfig, table: dict[str, Paramete
 
 
 def _second_table(checkpoint: Described, config: ModelConfig) -> list[str]:
-    """Return a pattern of the table of the logits if the model is tied, where a file may have it all the same."""
+    """Return a pattern for the logits' table of a tied model, which its files may contain nevertheless."""
     table = checkpoint.family.tensors.get("output.table")
     return [re.escape(table.name)] if table and config.tied else []
+
+
+def _modules(checkpoint: Described, config: ModelConfig, files: Files) -> Iterator[str]:
+    """Yield the names of the modules behind the last layer, each of which has a matrix that layers do not have.
+
+    Without that matrix a tensor behind the last layer is of one more layer, and config.json is wrong.
+    """
+    for number in range(config.layers, config.layers + checkpoint.modules):
+        name = LAYER.format(N=number)
+        if f"{name}.eh_proj.weight" in files.tensors:
+            yield name
 
 
 def _tensor_faults(wanted: dict[str, tuple[int, ...]], files: Files) -> Iterator[str]:

@@ -1,7 +1,7 @@
 """Weights in four or eight bits, with a scale for each block of them, converted as they are read.
 
-Two formats of public checkpoints are known: MXFP4, of gpt-oss's experts, and eight bits in square blocks, as of
-DeepSeek V3.
+Two formats of public checkpoints are known: MXFP4, for gpt-oss's experts, and eight bits in square blocks, for DeepSeek
+V3.
 """
 
 from __future__ import annotations

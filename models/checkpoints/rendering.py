@@ -1,4 +1,4 @@
-"""A chat template, rendered in a process of its own: `python rendering.py < REQUEST`, a line of JSON for an answer.
+"""A chat template, rendered in a separate process: `python rendering.py < REQUEST`, a line of JSON for an answer.
 
 A template is a program that comes with a checkpoint. jinja2's sandbox keeps it from files and from Python's internals,
 but not from running for ever, or from doubling a string forty times; limits of a process do. This file is run by its
@@ -52,7 +52,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
         return {"error": _short(error.message), "line": _line(error.__traceback__)}
     except MemoryError:
         return {"error": f"it takes more than {request['bytes']:,} bytes of memory", "line": 0}
-    except Exception as error:  # Whatever Python raises for what the template does.
+    except Exception as error:  # A template can make Python raise any exception.
         return {"error": _short(f"{type(error).__name__}: {error}"), "line": _line(error.__traceback__)}
 
 

@@ -121,7 +121,7 @@ def _write_tensors(
 ) -> list[str]:
     """Write the files, and their index if there are several; return the faults of the tensors' values.
 
-    `copies` are further names of the embedding table, each of which is written as a tensor of its own.
+    `copies` are further names of the embedding table, each of which is written as a separate tensor.
     """
     every: dict[str, list[tuple[str, tuple[int, ...]]]] = {}  # a tensor may have parts of several parameters
     for path, source in table.items():

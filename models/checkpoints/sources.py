@@ -30,16 +30,14 @@ class ParameterSource:
         row: the parameter, whose shape may be padded.
         stored: the names and dimensions of its tensors.
         factor: the parameter is factor · (tensor + offset).
-        place: its place in the period of blocks, if it belongs to a block.
-        period: blocks of a period; each is a layer of the checkpoint.
+        layers: numbers of the layers of the checkpoint that are stacked in it, if it belongs to blocks.
         sizes: of the dimensions of all parameters, without padding, among them Q, the query heads of a key/value head.
     """
 
     row: ParameterRow
     stored: Stored
     factor: float
-    place: int = 0
-    period: int = 1
+    layers: range = range(0)
     sizes: Mapping[str, int] = field(default_factory=dict)
 
     @cached_property
@@ -62,7 +60,7 @@ class ParameterSource:
     def name(self, numbers: tuple[int, ...]) -> str:
         """Return the name of the tensor at these indices of the counted dimensions."""
         at = dict(zip(self.counted, numbers))
-        return self.stored.name.format(**at | ({"N": at["N"] * self.period + self.place} if "N" in at else {}))
+        return self.stored.name.format(**at | ({"N": self.layers[at["N"]]} if "N" in at else {}))
 
     def names(self) -> Iterator[str]:
         """Yield the names of all tensors."""
@@ -155,5 +153,6 @@ def sources(checkpoint: Described, config: ModelConfig, layout: Layout) -> dict[
             stored = replace(stored, name=stored.paired)
         beside = {"W": sizes[others[name]]} if name in others else {}
         factor = checkpoint.factors.get(name, 1.0)
-        table[path] = ParameterSource(row, stored, factor, place, config.period, {**sizes, **beside})
+        layers = config.weight_stacks(config.encoder_layers if path.startswith("encoder.") else None)[place]
+        table[path] = ParameterSource(row, stored, factor, layers, {**sizes, **beside})
     return table

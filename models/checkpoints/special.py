@@ -53,14 +53,14 @@ _OF_FAMILY = {
     **dict.fromkeys(("olmo2", "olmo3", "nemotron"), _GENERIC),
 }
 
-#: Families whose published tokenizer_config.json names a wrong class: theirs counts.
+#: Families whose published tokenizer_config.json names a wrong class: the family's class above counts.
 _MISNAMED = {"qwen2", "phi3", "phimoe", "nemotron"}
 
 
 def read_settings(folder: Path, doing: str) -> dict[str, Any]:
     """Return the entries of tokenizer_config.json, with those of the files that older versions of transformers wrote.
 
-    special_tokens_map.json and added_tokens.json count where tokenizer_config.json has no `added_tokens_decoder`.
+    special_tokens_map.json and added_tokens.json count only if tokenizer_config.json has no `added_tokens_decoder`.
 
     Raises:
         CheckpointError: a file cannot be read.

@@ -19,10 +19,10 @@ _PIECES = ("LlamaTokenizer", "CodeLlamaTokenizer", "GemmaTokenizer")
 def rebuild(backend: tokenizers.Tokenizer, made_by: str, settings: Mapping[str, Any], named: Mapping[str, str]) -> None:
     """Give a tokenizer the steps that its class in transformers gives it, in place of those of tokenizer.json.
 
-    Since version 5, a class of its own takes the vocabulary, the merges, the added tokens and the last step from
+    Since version 5, a separate class takes the vocabulary, the merges, the added tokens and the last step from
     tokenizer.json. How a text is normalised and split is up to the class. Some files of Llama 2 and its descendants
-    have other steps: there a space before a text, or after a special token, has another id. GPT-NeoX and T5 also
-    decide which tokens begin and end a text.
+    have other steps: there a space before a text, or after a special token, has another id. GPT-NeoX and T5 also decide
+    which tokens begin and end a text.
 
     Args:
         backend: the library's tokenizer, with the steps of tokenizer.json.
@@ -65,7 +65,7 @@ _NORMALIZERS = {
 
 
 def _bytes(made_by: str, prefix: bool) -> pre_tokenizers.PreTokenizer:
-    """Return the way to words of bytes; with `prefix`, a text begins with a space."""
+    """Return the splitter of texts into words of bytes; with `prefix`, a text begins with a space."""
     if made_by == "Qwen2Tokenizer":
         split = pre_tokenizers.Split(Regex(_QWEN), "isolated")
         return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=prefix, use_regex=False)])
@@ -76,8 +76,10 @@ def _bytes(made_by: str, prefix: bool) -> pre_tokenizers.PreTokenizer:
 
 
 def _pieces(made_by: str, prefix: bool, legacy: bool) -> pre_tokenizers.PreTokenizer:
-    """Return the way to pieces with ▁ for spaces; with `prefix`, the first has one, and in old files every other one
-    after a special token."""
+    """Return the splitter into pieces with ▁ for spaces.
+
+    With `prefix` the first piece begins with one; in legacy files, so does every piece after a special token.
+    """
     if made_by == "GemmaTokenizer":
         return pre_tokenizers.Split(" ", "merged_with_previous")
     scheme = "always" if legacy and made_by == "LlamaTokenizer" else "first"

@@ -17,7 +17,7 @@ from gspmd.reading import ReadError, read_text
 from . import chat, special, steps
 from .files import CheckpointError
 
-FILE = "tokenizer.json"
+FILE, GENERATION = "tokenizer.json", "generation_config.json"
 
 
 class Tokenizer:
@@ -92,14 +92,14 @@ class Tokenizer:
     ) -> list[int]:
         """Return the ids of a chat, as transformers' `apply_chat_template`: the template writes all special tokens.
 
-        The template is a program of the checkpoint's. It runs in jinja2's sandbox, in a process of its own with limits
-        of time, memory and output.
+        The template is a program that comes with the checkpoint. It runs in jinja2's sandbox, in a separate process
+        with limits of time, memory and output.
 
         Args:
             messages: the turns, such as `{"role": "user", "content": "Hi!"}`.
             template: the name of the template, if the checkpoint has several; by default "default", or "tool_use" if
                 there is one and `tools` are given.
-            prompt: whether the text ends with what begins an answer.
+            prompt: whether the text ends with the opening of an answer.
             **variables: others that the template reads, such as `tools` (a list of JSON schemas) or `enable_thinking`.
 
         Raises:
@@ -183,9 +183,9 @@ def tokenizer(directory: str | os.PathLike) -> Tokenizer:
     The ids that end a text come from the first of these that has them: generation_config.json, config.json, or the
     `eos_token` of tokenizer_config.json; likewise the id that begins a text. The last step of tokenizer.json decides
     which tokens `encode` adds to a text. As in transformers since version 5, add_bos_token and add_eos_token of
-    tokenizer_config.json count for nothing beside it; the classes of GPT-NeoX (which adds none) and T5 (which adds the
-    end) decide themselves. Some classes also decide how a text is split (`steps.rebuild`). Tokens that
-    tokenizer_config.json names or describes, and tokenizer.json does not have, are added.
+    tokenizer_config.json are ignored then; the classes of GPT-NeoX (which adds none) and T5 (which adds the end) decide
+    themselves. Some classes also decide how a text is split (`steps.rebuild`). Tokens that tokenizer_config.json names
+    or describes, and tokenizer.json does not have, are added.
 
     Args:
         directory: the checkpoint's folder, with tokenizer.json; or the path of such a file under any name.
@@ -201,7 +201,7 @@ def tokenizer(directory: str | os.PathLike) -> Tokenizer:
         raise CheckpointError(doing, [f"{file} is missing; {_instead(folder)}"])
     text, backend = _backend(folder / file, doing)
     settings = special.read_settings(folder, doing)
-    files = {name: special.optional(folder / name, doing) for name in ("generation_config.json", "config.json")}
+    files = {name: special.optional(folder / name, doing) for name in (GENERATION, "config.json")}
     made_by = special.class_of(settings, files["config.json"], text)
     named = special.texts(settings, made_by, doing)
     special.add(backend, settings, doing)
@@ -286,7 +286,7 @@ def byte_tokenizer(vocabulary: int = 256) -> Tokenizer:
     backend.decoder = decoders.ByteLevel()
     if vocabulary <= 256:
         return Tokenizer(backend)
-    # Sentinels are no special tokens, so that a decoded text shows them.
+    # Sentinels are not special tokens, so that a decoded text shows them.
     named = ["</s>", "<s>", *(f"<extra_id_{number}>" for number in range(vocabulary - 259, -1, -1))]
     backend.add_special_tokens(named[:2][: vocabulary - 256])
     backend.add_tokens(named[2:])
@@ -295,7 +295,8 @@ def byte_tokenizer(vocabulary: int = 256) -> Tokenizer:
 
 
 def keep_tokenizer(folder: Path, tokenizer: Tokenizer, checkpoint: str) -> None:
-    """Save a tokenizer, and the checkpoint's config.json, with a run, for `gspmd generate` and `gspmd export`.
+    """Save a tokenizer with a run, and its checkpoint's config.json and settings of generation, for `gspmd generate`
+    and `gspmd export`.
 
     Args:
         folder: where to save them; created if needed.
@@ -305,6 +306,11 @@ def keep_tokenizer(folder: Path, tokenizer: Tokenizer, checkpoint: str) -> None:
     folder.mkdir(exist_ok=True)
     tokenizer.save(folder)
     ids = {"eos_token_id": sorted(tokenizer.ends) or None, "bos_token_id": tokenizer.begin}
-    (folder / "generation_config.json").write_text(json.dumps(ids) + "\n", encoding="utf-8")
+    kept = folder / GENERATION
+    if checkpoint and not kept.exists():  # a resume may not have the checkpoint any more
+        entries = special.optional(Path(checkpoint) / GENERATION, f"cannot read checkpoint {checkpoint!r}:")
+    else:
+        entries = special.optional(kept, f"cannot read the tokenizer of the run {str(folder.parent)!r}:")
+    kept.write_text(json.dumps(entries | ids) + "\n", encoding="utf-8")
     if checkpoint and not (folder / "config.json").exists():
         shutil.copyfile(Path(checkpoint) / "config.json", folder / "config.json")

@@ -46,7 +46,7 @@ class Sizes:
         chunk: tokens of a row that a prefill step reads.
         room: tokens of a row that the cache has room for, T.
         prefill, decode: the layouts, as returned by `phases`, without alternatives.
-        source: tokens of a source that the encoder reads and the cache has room for; 0 for a decoder alone.
+        source: tokens of a source that the encoder reads and the cache has room for; 0 for a decoder-only model.
     """
 
     rows: int
@@ -68,7 +68,7 @@ class Batch:
         sizes: the sizes of the programs.
         owners: for each row of text, the number of its prompt; None for a row without a text.
         shares: the prompt that each row of the prefill reads, and the row of the prefill that each row of text copies.
-        sources: the token ids of each prompt's source; none for a decoder alone.
+        sources: the token ids of each prompt's source; none for a decoder-only model.
     """
 
     prompts: tuple[np.ndarray, ...]
@@ -84,7 +84,7 @@ class Batch:
         return np.array([ids[-1] for ids in of_rows], np.int32), np.array([len(ids) - 1 for ids in of_rows], np.int32)
 
     def totals(self, tokens: int, prompts: Sequence[int | None]) -> np.ndarray:
-        """Return the number of tokens that are read of texts of these prompts with so many new tokens, 0 for None."""
+        """Return how many tokens are read of the text of each prompt with this many new tokens; 0 for None."""
         return np.array([0 if at is None else len(self.prompts[at]) + tokens - 1 for at in prompts], np.int32)
 
     def chunks(self) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -135,10 +135,10 @@ def make_batch(
         layout: the layout for decoding, as for `phases`; the number of rows decides between its alternatives.
         prefill: the layout for reading prompts, likewise; None for the same layout.
         mesh: devices with the layouts' axes.
-        prompts: the token ids of each prompt; at least one prompt. With an encoder they are what each text begins with
-            after the start token, and may be empty; None if all are.
+        prompts: the token ids of each prompt; at least one prompt. With an encoder they follow the start token of each
+            text, and may be empty; None if all are empty.
         tokens: the most tokens that a text adds to its prompt.
-        sources: the token ids that the encoder reads for each prompt; at least one source; None for a decoder alone.
+        sources: the token ids that the encoder reads for each prompt; at least one source; None if decoder-only.
         samples: number of texts of each prompt.
         beams: number of beams of each prompt, which all lie on one device; 0 without beams.
         chunk: the most tokens of a row that are read in one step.
@@ -150,7 +150,7 @@ def make_batch(
         GenerationError: there is no prompt, a prompt or a source is empty, a token is not in the vocabulary, or a text
             or a source is longer than the cache or than the model was made for.
         LayoutError: the mesh does not divide the model's sizes, the chunk or the cache; or the caches of texts and of
-            their sources lie apart.
+            their sources are on different devices.
     """
     config = for_serving(config)
     given, read = read_sources(config, prompts, sources, source_length)
@@ -220,7 +220,7 @@ def read_sources(
     sources: Sequence[Sequence[int]] | None,
     source_length: int | None = None,
 ) -> tuple[Sequence[Sequence[int]], tuple[np.ndarray, ...]]:
-    """Return what each text begins with, with an encoder after the start token, and the sources, after checking them.
+    """Return the tokens that each text begins with (with an encoder, after the start token) and the sources, checked.
 
     The arguments are those of `make_batch`.
 
@@ -230,7 +230,7 @@ def read_sources(
     """
     if not config.encoder_layers:
         if sources is not None or source_length is not None:
-            raise GenerationError("this model is a decoder alone and reads no sources; give prompts only")
+            raise GenerationError("this model is decoder-only and reads no sources; give prompts only")
         return () if prompts is None else prompts, ()
     if not sources:
         raise GenerationError("this model has an encoder, and there is no source for it; give at least one")
@@ -250,8 +250,8 @@ def token_ids(vocabulary: int, texts: Sequence[Sequence[int]], empty: str, calle
     Args:
         vocabulary: number of tokens.
         texts: the token ids of each.
-        empty: what an error says of an empty one.
-        called: the name by which it counts them.
+        empty: the text of an error for an empty one.
+        called: the name by which an error counts them.
 
     Raises:
         GenerationError: one is empty, or has a token that is not in the vocabulary.

@@ -44,7 +44,7 @@ class BeamSearch:
         end_texts: [G, b, M] int32, their tokens.
         end_lengths: [G, b] int32, the number of their tokens, without a stop token; -1 for one that is not there yet.
         going: [G] bool, whether beams may still improve on what has ended.
-        undefined: [G] bool, whether some logits have been no numbers.
+        undefined: [G] bool, whether some logits have been NaN or infinite.
         step: int32, the number of new tokens of each beam.
     """
 
@@ -66,10 +66,10 @@ BeamLoop = Callable[[Mapping[str, jax.Array], BeamSearch, jax.Array, jax.Array],
 def check_beams(
     beams: int, length_penalty: float, samples: int, draws: bool, vocabulary: int, stops: int, n_best: int = 1
 ) -> None:
-    """Refuse settings that do not go with beam search, or with none.
+    """Refuse settings that beam search does not support, and its own settings where there is no beam search.
 
     Args:
-        beams: of each text; 0 for none.
+        beams: the number of beams of each text; 0 for none.
         length_penalty: the exponent of a text's length.
         samples: texts of each prompt.
         draws: whether the settings of sampling differ from their defaults.
@@ -109,10 +109,10 @@ def beam_loop(model: Transformer, beams: int, length_penalty: float, stop: Seque
         score(text) = sum over its new tokens of log p(token | those before it) / |new tokens| ^ length_penalty
 
     In each step the b beams of a text are continued by all tokens, and the (1 + stop tokens) · b likeliest
-    continuations, at least 2 b, are kept. Those of the b likeliest that are a stop token are ends; of the rest, the b
-    likeliest are the next beams. The b ends with the best scores are kept. A text is complete once there are b and the
-    best beam's score, at its present length, is not above the worst of theirs, or at the most tokens, where beams end
-    as they are.
+    continuations, at least 2 b, are kept. Those among the b likeliest that end in a stop token are ends; among the
+    rest, the b likeliest are the next beams. The b ends with the best scores are kept. A text is complete once it has b
+    ends, and the score of its best beam, at the present length, is not above the worst score of an end. At the most
+    tokens, beams end as they are.
 
     Every device finds the likeliest tokens of its own part of the vocabulary, and these few numbers are gathered: the
     logits are not. A text's beams lie together on one device, so that each device reorders the rows of its own cache,
@@ -120,7 +120,7 @@ def beam_loop(model: Transformer, beams: int, length_penalty: float, stop: Seque
 
     Args:
         model: as for `decode_step`.
-        beams: of each text, b.
+        beams: the number of beams of each text, b.
         length_penalty: the exponent of a text's length; above 0 it favours longer texts, below 0 shorter ones.
         stop: tokens that end a text; they count in its length and its score, and are not part of it.
 
@@ -129,10 +129,10 @@ def beam_loop(model: Transformer, beams: int, length_penalty: float, stop: Seque
         number of steps after which it returns, and the most new tokens of a text. Everything except weights and cache
         is replicated.
 
-    Source: Wu et al. 2016 (arXiv 1609.08144), section 7, for scores that are normalised by length.
-    Differs: the penalty is |Y|^α instead of ((5 + |Y|) / 6)^α, and there is no coverage penalty. Ends and stops are
-        those of `generate(num_beams=b, do_sample=False, early_stopping=False)` of transformers, of which texts are the
-        same: a beam that ends is replaced by another, and a longer text that would overtake is not waited for.
+    Source: Wu et al. 2016 (arXiv 1609.08144), section 7, for scores that are normalised by length. Differs: the penalty
+    is |Y|^α instead of ((5 + |Y|) / 6)^α, and there is no coverage penalty. Ends and stops are those of
+    `generate(num_beams=b, do_sample=False, early_stopping=False)` of transformers, and so are the texts: a beam that
+    ends is replaced by another, and the search does not wait for a longer text that might overtake the ends.
     """
     decode = decode_step(model)
     spec = model.layout.one_position().spec("output.logits").without("L")
@@ -195,11 +195,11 @@ def likeliest(logits: jax.Array, spec: Spec, count: int) -> tuple[jax.Array, jax
     Args:
         logits: [B, V] float32.
         spec: their spec.
-        count: how many tokens are found; fewer of a vocabulary that has fewer.
+        count: the number of tokens that are found; fewer if the vocabulary has fewer.
 
     Returns:
-        [B, C] float32 log-probabilities, the largest first, and [B, C] int32 tokens; of equal ones the lowest first.
-        A row whose logits are no numbers has a first log-probability that is not finite.
+        [B, C] float32 log-probabilities, the largest first, and [B, C] int32 tokens; of equal ones the lowest first. A
+        row whose logits are NaN or infinite has a first log-probability that is not finite.
     """
     found = Spec(("B", "C"), spec.axes)
     whole = Spec(("B", "C"), ((), ()))
@@ -247,11 +247,11 @@ def begin(cache: Cache, tokens: jax.Array, groups: int, texts: int, beams: int, 
     """Return a search whose beams have no tokens yet; all but the first of each text are impossible.
 
     Args:
-        cache: of the prompts without their last tokens.
+        cache: the cache of the prompts without their last tokens.
         tokens: [G · b] int32, these last tokens.
         groups: number of texts with rows, G.
         texts: how many of them are real.
-        beams: of each, b.
+        beams: the number of beams of each, b.
         room: the most tokens of a text, M, or more.
     """
     lowest: Any = np.full((groups, beams), _LOWEST)

@@ -27,26 +27,25 @@ SELF, CROSS = "attention.key", "cross.key"
 class Cache:
     """Keys and values of the tokens that a model has read, for all layers: a pytree, donated from step to step.
 
-    Blocks repeat with a pattern. There is one array for each block of the pattern, with the N repeats stacked first,
-    also if the weights are not stacked, so that the step writes to few arrays. B
-    rows have room for T tokens each. Heads come before tokens: in the other order, if a device has several heads, the
-    compiler for TPUs copies every layer before it multiplies.
+    There is one array for each stack of layers (`ModelConfig.stacks`), with its N layers first, also if the weights are
+    not stacked, so that the step writes to few arrays. B rows have room for T tokens each. Heads come before tokens: in
+    the other order, if a device has several heads, the compiler for TPUs copies every layer before it multiplies.
 
-    A sliding layer keeps the last tokens only, as many as its window: T is then the length of a ring, in which a token
-    at position p is at p modulo T.
+    A sliding layer keeps the last tokens only, as many as its window, and a chunked one as many as a chunk: T is then
+    the length of a ring, in which a token at position p is at p modulo T.
 
     Attributes:
-        keys: rotated keys, one [N, B, K, T, D] for each block of the pattern.
+        keys: rotated keys, one [N, B, K, T, D] for each stack of layers.
         values: values, with the same shapes; None for latent attention, whose keys [N, B, 1, T, Z] are the latents and
             rotated keys of all heads.
-        key_scales: scales of an int8 cache, one float32 [N, B, K, T] for each block of the pattern; otherwise None.
-        value_scales: scales of the values, likewise.
+        key_scales: scales of an int8 cache, one float32 [N, B, K, T] for each stack of layers; otherwise None.
+        value_scales: scales of the values, likewise; in latent attention those of the rotated keys, and `key_scales`
+            are of the latents.
         lengths: [B] int32, the number of each row's tokens that are in the cache.
-        source: likewise the keys and values to which a decoder's cross-attention attends, one for each of its blocks,
-            of each row's encoded source; None for a decoder alone.
-        totals: [B] int32, the number of tokens that each row's text has in the end, as far as they are read, if the
-            rotary embedding depends on it (`RopeScaling.by_length`); None otherwise. The caller sets it before the
-            first token is read.
+        source: a cache of the keys and values of each row's encoded source, one for each block of the decoder, for its
+            cross-attention; None for a decoder-only model.
+        totals: [B] int32, the number of tokens of each row's complete text that are read, if the rotary embedding
+            depends on it (`RopeScaling.by_length`); None otherwise. The caller sets it before the first token is read.
     """
 
     keys: tuple[jax.Array, ...]
@@ -64,7 +63,7 @@ class Cache:
 
     @property
     def room(self) -> int:
-        """T of the layers that keep most: the tokens that a row has room for, unless all layers are sliding."""
+        """T of the layers that keep most: the tokens that a row has room for, unless no layer keeps all."""
         return max(keys.shape[3] for keys in self.keys)
 
 
@@ -73,7 +72,7 @@ def cache_spec(layout: Layout, line: str = SELF, *, latent: bool = False) -> Spe
 
     Args:
         layout: the layout that places the cache.
-        line: of a text's own tokens, or of its encoded source.
+        line: the line of a text's own tokens, or of its encoded source.
         latent: whether it holds latents, which all heads share: K is 1 and unsharded.
     """
     held, dims = Spec.parse(layout.cache(line)), ("B", "K", "T", "D")
@@ -121,10 +120,9 @@ def abstract_cache(
         ((2, 4, 8, 32, 16), ('x', 'y', 'z'))
     """
     if bool(config.encoder_layers) != (source_length > 0):
-        fact = "this model has an encoder" if config.encoder_layers else "this model is a decoder alone"
+        fact = "this model has an encoder" if config.encoder_layers else "this model is decoder-only"
         remedy = "at least 1" if config.encoder_layers else "0"
         raise ValueError(f"{fact}, and source_length is {source_length}; it must be {remedy}")
-    repeats = config.layers // config.pattern
 
     def of(line: str, length: int) -> Cache:
         spec = cache_spec(layout, line, latent=config.latent is not None)
@@ -133,22 +131,23 @@ def abstract_cache(
             sizes |= {"K": 1, "D": sizes["Z"]}
         parts = math.prod(mesh.shape[axis] for axis in spec.axes_of("T"))
         shapes = []
-        for place in range(config.pattern):
-            window = config.window_of(config.layer_kind(place)) if line == SELF else None
-            kept = length if window is None else min(length, -(-window // parts) * parts)
-            shapes.append(tuple((sizes | {"T": kept})[dim] for dim in spec.dims))
-            spec.check(shapes[-1], dict(mesh.shape))
+        for layers in config.stacks():
+            reach = config.reach_of(config.layer_kind(layers[0])) if line == SELF else None
+            kept = length if reach is None else min(length, -(-reach // parts) * parts)
+            shape = tuple((sizes | {"T": kept})[dim] for dim in spec.dims)
+            spec.check(shape, dict(mesh.shape))
+            shapes.append((len(layers), *shape))
 
         def tensors(spec: Spec, dtype: Any) -> tuple[Any, ...]:
             where = NamedSharding(mesh, stacked(spec).partition_spec())
-            each = ((repeats, *shape[: len(spec.dims)]) for shape in shapes)
+            each = (shape[: 1 + len(spec.dims)] for shape in shapes)
             return tuple(jax.ShapeDtypeStruct(shape, dtype, sharding=where) for shape in each)
 
         held = tensors(spec, jnp.int8 if int8 else jnp.dtype(dtype))
         scaled = tensors(spec.without("D"), jnp.float32) if int8 else None
         lengths: Any = abstract_whole(mesh, (batch,), jnp.int32)
         if config.latent is not None:
-            return Cache(held, None, scaled, None, lengths)
+            return Cache(held, None, scaled, scaled, lengths)
         return Cache(held, held, scaled, scaled, lengths)
 
     totals: Any = abstract_whole(mesh, (batch,), jnp.int32) if config.by_length else None
@@ -170,11 +169,11 @@ def empty_cache(
     """Return a sharded cache that holds no token.
 
     Args:
-        config, layout, mesh, batch, length, dtype, int8, source_length: as of `abstract_cache`.
+        config, layout, mesh, batch, length, dtype, int8, source_length: as for `abstract_cache`.
         totals: [B], the `Cache.totals`, if the rotary embedding depends on them.
 
     Raises:
-        SpecError, ValueError: as of `abstract_cache`; or totals are missing, or nothing depends on them.
+        SpecError, ValueError: as for `abstract_cache`; or totals are missing, or nothing depends on them.
     """
     shapes = abstract_cache(config, layout, mesh, batch, length, dtype, int8=int8, source_length=source_length)
     if (shapes.totals is None) != (totals is None):

@@ -38,7 +38,7 @@ class Burst:
         tokens: the new tokens of each text, in order; empty for a text that has ended.
         ended: whether each text is complete.
         seconds: seconds since the prompts were sent to the devices, without compilation.
-        scores: of each text that beams have found, see `beam_loop`; empty before that, and for texts that are drawn.
+        scores: the score of each text that beams have found, see `beam_loop`; empty before that, and for drawn texts.
     """
 
     tokens: list[list[int]]
@@ -55,7 +55,7 @@ class Generated:
         texts: the tokens of each text, without its prompt and without a stop token.
         first_token: seconds until every text had its first token; with beams, until all texts were complete.
         seconds: seconds until the last token.
-        scores: of each text that beams have found, see `beam_loop`; empty for texts that are drawn.
+        scores: the score of each text that beams have found, see `beam_loop`; empty for drawn texts.
     """
 
     texts: list[list[int]]

@@ -99,7 +99,7 @@ def on_rows(
 
     Args:
         cache: the cache.
-        sources: [R] int32, as of `copy_rows`.
+        sources: [R] int32, as for `copy_rows`.
         layout: the layout that places the cache.
         name: what `body` does, for the plan.
         body: from the piece of an array [N, B, ...] and of the sources to a new piece; kept, not made for a call.

@@ -102,9 +102,9 @@ def serving_program(
     if config.encoder_layers and source_length < 1:
         faults.append(f"the model has an encoder, and source_length is {source_length}; it must be at least 1")
     if not config.encoder_layers and source_length:
-        faults.append(f"the model is a decoder alone, and source_length is {source_length}; leave it out")
+        faults.append(f"the model is decoder-only, and source_length is {source_length}; leave it out")
     if not config.encoder_layers and encoding:
-        faults.append("the model is a decoder alone, and encodes nothing; its phases are prefill and decode")
+        faults.append("the model is decoder-only, and encodes nothing; its phases are prefill and decode")
     if faults:
         raise GenerationError("cannot build this program:\n" + "\n".join(f"  {fault}" for fault in faults))
     config = for_serving(config)

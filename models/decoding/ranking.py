@@ -123,7 +123,7 @@ def rank_serving(
     Source: Pope et al. 2022 (arXiv 2211.05102), sections 2 and 3: compute time, memory time, communication time.
     """
     if config.encoder_layers:
-        raise GenerationError("layouts are ranked for decoders alone, and this model has an encoder; name a layout")
+        raise GenerationError("layouts are ranked for decoder-only models, and this one has an encoder; name a layout")
     chip, ranked = chip_named(chip), []
     stored: dict[str, Any] = {"dtype": dtype, "weights": weights, "cache": cache}
     for layout in layouts:
@@ -181,14 +181,15 @@ def _attention(
     kind = jax.numpy.dtype(kept_as)
     seconds = 0.0
     for number in range(config.layers):
-        window = config.window_of(config.layer_kind(number)) or room
-        seen = min(cached, window / over(cache.axes_of("T")))
+        reach = config.reach_of(config.layer_kind(number)) or room
+        seen = min(cached, reach / over(cache.axes_of("T")))
         each = 2 * config.head_size  # of a key and a value
         if config.latent is not None and length == 1:  # a prompt's keys and values are those of all heads
             each = 2 * sizes["Z"]
         arrays, size = (2 * kept, config.head_size) if config.latent is None else (1, sizes["Z"])
-        operations = 2 * rows * read * heads * (seen + min(length, window)) * each
-        moved = arrays * rows * seen * (size * kind.itemsize + 4 * (kind == jax.numpy.int8))
+        operations = 2 * rows * read * heads * (seen + min(length, reach)) * each
+        scales = 4 if config.latent is None else 8  # a latent and its rotated key have one each
+        moved = arrays * rows * seen * (size * kind.itemsize + scales * (kind == jax.numpy.int8))
         seconds += max(operations / chip.flops(str(dtype)), moved / chip.hbm_bandwidth)
     return seconds
 

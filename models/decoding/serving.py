@@ -79,7 +79,7 @@ def check_rows(layout: Layout, mesh: Mapping[str, int]) -> None:
     """Refuse layouts that shard B of a text's cache and of its source's differently: rows could not be copied locally.
 
     Args:
-        layout: of decoding.
+        layout: the layout of decoding.
         mesh: sizes of the mesh axes, of which those of size 1 shard nothing.
 
     Raises:
@@ -98,11 +98,11 @@ def check_lengths(layout: Layout, sizes: Mapping[str, int], mesh: Any, room: int
     """Check a layout of serving, with the length T of each cache in the lines of that cache.
 
     Args:
-        layout: of a phase.
-        sizes: size of each dimension but T.
+        layout: the layout of a phase.
+        sizes: size of each dimension except T.
         mesh: as for `Layout.check`.
         room: length of the cache of texts; 0 for a program without one.
-        source: length of the cache of sources; 0 for a decoder alone.
+        source: length of the cache of sources; 0 for a decoder-only model.
 
     Raises:
         LayoutError: the layout does not fit the sizes.
@@ -122,7 +122,7 @@ def check_source(config: ModelConfig, source: int, room: int | None) -> None:
     """Refuse sources that are longer than the cache has room for, or than the model was made for.
 
     Args:
-        config: of the model.
+        config: the config of the model.
         source: tokens of the longest source.
         room: tokens that the cache of sources has room for; None if it is as long as needed.
 

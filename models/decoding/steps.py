@@ -20,7 +20,7 @@ from gspmd.planner.unknown import is_unknown
 from ..blocks import part
 from ..context import Context
 from ..placement import batch_spec, moved, tokens_spec
-from ..rotary import Angles, angles_at
+from ..rotary import Angles, angles_at, query_growth
 from ..transformer import Transformer, stream, with_arrays
 from .cache import CROSS, Cache, cache_spec, stacked
 from .serving import one_position
@@ -31,14 +31,14 @@ Weights = Mapping[str, jax.Array]
 def encode_step(
     model: Transformer, *, dtype: Any = None, int8: bool = False
 ) -> Callable[[Weights, jax.Array, jax.Array], Cache]:
-    """Build the reading of sources by an encoder–decoder: (weights, tokens, counts) -> the cache of sources.
+    """Build a step that encodes the sources of an encoder–decoder: (weights, tokens, counts) -> their cache.
 
-    A source is encoded once. Every block of the decoder then has its keys and values of it, which stay as they are.
+    A source is encoded once. The keys and values that each block of the decoder computes from it do not change later.
 
     Args:
-        model: of `for_serving`, possibly abstract; its layout, `Layout.stack("encoder")` of it for the encoder, says
-            where weights and activations lie, and `Layout.cache("cross.key")` where keys and values are kept.
-        dtype: in which keys and values are kept; the compute dtype when None.
+        model: a model with the config of `for_serving`, possibly abstract. Its layout places weights and activations,
+            those of the encoder by `Layout.stack("encoder")`; `Layout.cache("cross.key")` places keys and values.
+        dtype: dtype in which keys and values are kept; None for the compute dtype.
         int8: whether to keep them as int8 instead, with a float32 scale for each token and head.
 
     Returns:
@@ -50,7 +50,7 @@ def encode_step(
         ValueError: the model has no encoder.
     """
     if not model.config.encoder_layers:
-        raise ValueError("this model is a decoder alone, and encodes no source.\n  Take its prefill_step.")
+        raise ValueError("this model is decoder-only, and encodes no source.\n  Take its prefill_step.")
     layout, kept = model.layout, jnp.dtype(model.dtype if dtype is None else dtype)
     key, held = layout.spec(CROSS), cache_spec(layout, CROSS)
 
@@ -59,7 +59,7 @@ def encode_step(
         real = jnp.arange(tokens.shape[1])[None] < counts[:, None]
         segments = moved(real.astype(jnp.int32), Spec(("B", "L"), ((), ())), batch_spec(layout))
         memory, _ = placed.encode(tokens, segments)
-        definition, blocks = placed.stacked()
+        _, definition, blocks = placed.stacked()
 
         def layer(memory: jax.Array, weights: Any) -> tuple[jax.Array, list[Any]]:
             with part(layout, "cross"):
@@ -76,7 +76,7 @@ def encode_step(
 
 
 def _kept(x: jax.Array, key: Spec, held: Spec, dtype: Any, int8: bool) -> tuple[jax.Array, jax.Array | None]:
-    """Keys or values [N, B, T, K, D] as the cache keeps them, [N, B, K, T, D], and their scales if it is int8."""
+    """Return keys or values [N, B, T, K, D] as the cache keeps them, [N, B, K, T, D], and the scales of int8."""
     if not int8:
         return moved(x.astype(dtype), stacked(key), stacked(held)), None
     numbers, scales = ops.quantize_heads(x)
@@ -172,18 +172,20 @@ def _read(
         real = jnp.arange(length)[None] < counts[:, None]
         context = replace(context, real=moved(real, whole, tokens_spec(layout)))
     chunk = replace(Chunk.at(cache, length, model), counts=counts, fresh=fresh)
-    definition, weights = model.stacked()
-    read = cache.source
+    first, definition, weights = model.stacked()
+    read, lead = cache.source, model.config.lead
+    # The arrays of the blocks before those that repeat, and of those.
+    alone, repeating = ([each and each[part] for each in cache.layers] for part in (slice(lead), slice(lead, None)))
 
     def run(x: jax.Array, blocks: Sequence[Any], held: Any, of_source: Any) -> tuple[jax.Array, list[Any]]:
-        """Run the blocks of one pattern; return the stream, and what they add to the cache."""
+        """Run blocks, such as those of one pattern; return the stream, and what they add to the cache."""
 
         def at(place: int, arrays: Any) -> list[Any]:
             return [each and each[place] for each in arrays]
 
         pasts = [
             LayerCache(chunk, at(place, held), None if read is None else [*at(place, of_source), read.lengths])
-            for place in range(len(cache.keys))
+            for place in range(len(blocks))
         ]
         for block, past in zip(blocks, pasts):
             x, _ = block(x, context, key=None, train=False, past=past)
@@ -194,14 +196,22 @@ def _read(
         return run(x, nnx.merge(definition, weights), held, of_source)
 
     if model.config.stacked:
-        x, new = jax.lax.scan(layer, x, (weights, cache.layers, None if read is None else read.layers))
+        ahead, blocks = [nnx.merge(*each) for each in first], None
     else:
-        blocks, pattern, each = nnx.merge(definition, jax.tree.map(lambda leaf: leaf[0], weights)), len(cache.keys), []
-        for number in range(len(blocks) // pattern):
-            held = jax.tree.map(lambda leaf, at=number: leaf[at], cache.layers)
-            x, made = run(x, blocks[number * pattern : (number + 1) * pattern], held, None)
+        blocks = nnx.merge(definition, jax.tree.map(lambda leaf: leaf[0], weights))
+        ahead = blocks[:lead]
+    x, new = run(x, ahead, jax.tree.map(lambda leaf: leaf[0], alone), None)
+    new = jax.tree.map(lambda row: row[None], new)
+    if blocks is None:
+        x, others = jax.lax.scan(layer, x, (weights, repeating, None if read is None else read.layers))
+    else:
+        each, pattern = [], model.config.pattern
+        for number in range(model.config.repeats):
+            held, at = jax.tree.map(lambda leaf, at=number: leaf[at], repeating), lead + number * pattern
+            x, made = run(x, blocks[at : at + pattern], held, None)
             each.append(made)
-        new = jax.tree.map(lambda *rows: jnp.stack(rows), *each)
+        others = jax.tree.map(lambda *rows: jnp.stack(rows), *each)
+    new = [*new, *others]
     key, added = layout.spec("attention.key"), length if counts is None else counts
     if model.config.latent is not None:
         key = key.with_axes(key.dims[2], ())  # one key for all heads
@@ -219,8 +229,8 @@ def _read(
 def _written(array: jax.Array, new: jax.Array, chunk: Chunk, key: Spec, ring: bool) -> jax.Array:
     """Return keys, values or scales of all layers with the new ones appended to each row.
 
-    What stands beyond a row's real tokens is overwritten by the next ones. In a ring it would replace tokens that are
-    still attended to, so there it is not written.
+    Entries beyond a row's real tokens are overwritten by the next ones. In a ring they would replace tokens that are
+    still attended to, so there they are not written.
     """
     narrow = array.ndim == 4  # scales, which lack dimension D
     specs = (spec.without(spec.dims[3]) if narrow else spec for spec in (chunk.spec, key))
@@ -238,7 +248,8 @@ class Chunk:
         source_spec: spec of the cache of one layer of encoded sources.
         angles: `angles_at` the positions of the chunk's tokens, by the kind of a layer and the mesh axes that shard
             their B and L; empty unless queries and keys are rotated.
-        rings: for each block of the pattern, whether its cache is a ring, as that of a sliding layer is.
+        growth: the factors of queries at these positions, in layers whose queries grow; None if there are none.
+        rings: for each stack of layers, whether its cache is a ring, as that of a sliding or chunked layer is.
         counts: [B] int32, number of real tokens of each row; None for all.
         fresh: whether the cache holds no tokens yet.
     """
@@ -247,6 +258,7 @@ class Chunk:
     spec: Spec
     source_spec: Spec
     angles: Mapping[tuple[str, tuple[tuple[str, ...], ...]], Angles]
+    growth: jax.Array | None
     rings: tuple[bool, ...]
     counts: jax.Array | None = None
     fresh: bool = False
@@ -266,13 +278,18 @@ class Chunk:
                 lengths_of = moved(totals, whole, of_rows) if totals is not None and rotary.by_length else None
                 wanted.append((rotary, axes))
                 made.append(angles_at(moved(positions, whole, of_rows), rotary, lengths_of))
+        growth = None
+        if any(map(config.grows, config.kinds)):
+            of_queries = Spec(whole.dims, layout.spec("attention.query").axes[:2])
+            growth = query_growth(moved(positions, whole, of_queries), config)
         # Without the barrier, the TPU compiler moves these few operations back into the loop over layers.
-        found = dict(zip(wanted, jax.lax.optimization_barrier(made)))
+        made, growth = jax.lax.optimization_barrier((made, growth))
+        found = dict(zip(wanted, made))
         rotated = [(kind, rotary) for kind in config.kinds if (rotary := config.rotary_of(kind)) is not None]
         angles = {(kind, axes): found[rotary, axes] for kind, rotary in rotated for axes in places}
         held = cache_spec(layout, latent=config.latent is not None)
-        rings = tuple(config.layer_kind(place) == "sliding" for place in range(config.pattern))
-        return cls(lengths, held, cache_spec(layout, CROSS), angles, rings)
+        rings = tuple(config.reach_of(config.layer_kind(layers[0])) is not None for layers in config.stacks())
+        return cls(lengths, held, cache_spec(layout, CROSS), angles, growth, rings)
 
 
 class LayerCache:
@@ -282,9 +299,9 @@ class LayerCache:
     cache dtype, they are rounded before the chunk attends to itself, so that results do not depend on chunk borders.
 
     Args:
-        chunk: of the step.
+        chunk: the chunk of the step.
         held: the cached keys and values, and their scales.
-        source: likewise those of a source, and the number of its tokens in each row [B]; None for a decoder alone.
+        source: likewise those of a source, and the number of its tokens in each row [B]; None for a decoder-only model.
     """
 
     def __init__(self, chunk: Chunk, held: Sequence[Any], source: Sequence[Any] | None):
@@ -295,6 +312,11 @@ class LayerCache:
     def angles(self, spec: Spec, kind: str) -> Angles:
         """Return the angles of a layer of this kind at the chunk's positions, placed as B and L of `spec`."""
         return self.chunk.angles[kind, spec.axes[:2]]
+
+    def growth(self) -> jax.Array:
+        """Return the factors [B, L, 1, 1] of queries at the chunk's positions, placed as B and L of queries."""
+        assert self.chunk.growth is not None, "queries of this model do not grow"
+        return self.chunk.growth
 
     def attend(
         self, q: jax.Array, k: jax.Array, v: jax.Array, query_spec: Spec, key_spec: Spec, **options: Any
@@ -322,9 +344,11 @@ class LayerCache:
             k, v = moved(k, key_spec, beside), moved(v, key_spec, beside)
             return ops.attention(q, k, v, query_spec, beside, **options)
         cached_k, cached_v = self.held
+        room = cached_k.shape[self.chunk.spec.dims.index("T")]
         if "window" in options:  # a cache with room for a whole text may be shorter than a window
-            room = cached_k.shape[self.chunk.spec.dims.index("T")]
             options["window"] = min(options["window"], room + 1)
+        if options.get("chunk", 0) > room:  # or than a chunk, which then hides nothing
+            del options["chunk"]
         return ops.cached_attention(
             q, k, v, cached_k, cached_v, query_spec, key_spec, self.chunk.spec, lengths=self.chunk.lengths,
             **scales, **options,
@@ -332,34 +356,39 @@ class LayerCache:
 
     @property
     def fresh(self) -> bool:
-        """Whether no token is cached, so that the new ones attend to one another alone."""
+        """Whether no token is cached, so that the new ones attend only to one another."""
         return self.chunk.fresh
 
-    def keep(self, latent: jax.Array) -> jax.Array:
-        """Store the latents [B, L, Z] of the new tokens, and return them as they are kept, in their own dtype."""
+    def keep(self, latent: jax.Array, rank: int) -> jax.Array:
+        """Store the latents [B, L, Z] of the new tokens, and return them as they are kept, in their own dtype.
+
+        In an int8 cache the latent, of `rank` numbers, and the rotated key have a scale each: the latent is normalised,
+        the key is not, and numbers much smaller than the largest of their scale would be rounded to 0.
+        """
         each = latent[:, :, None]  # [B, L, 1, Z]
         if self.scales[0] is None:
             self.new = each.astype(self.held[0].dtype), None, None, None
             return self.new[0][:, :, 0].astype(latent.dtype)
-        whole, scales = ops.quantize_heads(each)
-        self.new = whole, None, scales, None
-        return (whole * scales[..., None])[:, :, 0].astype(latent.dtype)
+        (whole, scales), (rest, rest_scales) = map(ops.quantize_heads, (each[..., :rank], each[..., rank:]))
+        self.new = jnp.concatenate([whole, rest], axis=-1), None, scales, rest_scales
+        kept = jnp.concatenate([whole * scales[..., None], rest * rest_scales[..., None]], axis=-1)
+        return kept[:, :, 0].astype(latent.dtype)
 
     def attend_latents(
-        self, q: jax.Array, latent: jax.Array, query_spec: Spec, key_spec: Spec, **options: Any
+        self, q: jax.Array, latent: jax.Array, rank: int, query_spec: Spec, key_spec: Spec, **options: Any
     ) -> jax.Array:
         """Attend with queries [B, L, H, Z] to the cached latents and, causally, to those of the chunk [B, L, Z]."""
         if self.scales[0] is not None:
-            options |= {"key_scales": self.scales[0], "value_scales": self.scales[0]}
-        each = latent[:, :, None]
-        # A latent is the key and the value of all heads; it is read once.
+            options |= {"key_scales": self.scales[0], "value_scales": self.scales[0], "rest_scales": self.scales[1]}
+        each, held = latent[:, :, None], self.held[0]
+        # A latent with its rotated key is the key of all heads, and its first numbers are the value.
         return ops.cached_attention(
-            q, each, each, self.held[0], self.held[0], query_spec, key_spec, self.chunk.spec,
+            q, each, each[..., :rank], held, held[..., :rank], query_spec, key_spec, self.chunk.spec,
             lengths=self.chunk.lengths, **options,
         )  # fmt: skip
 
     def attend_source(self, q: jax.Array, query_spec: Spec, key_spec: Spec, **options: Any) -> jax.Array:
-        """Attention of queries to the keys and values of each row's source, as far as they are real."""
+        """Attend with queries to the keys and values of each row's source, except those of padding."""
         assert self.source is not None, "a decoder with cross-attention needs a cache with an encoded source"
         keys, values, key_scales, value_scales, lengths = self.source
         scales = {} if key_scales is None else {"key_scales": key_scales, "value_scales": value_scales}

@@ -17,8 +17,8 @@ class Text:
 
     Attributes:
         ended: whether a stop string was found, a token came that the tokenizer does not have, or `end` was called.
-        unknown: this token, which ended the text; else None. A model's table may have more rows than its tokenizer has
-            tokens, and nothing keeps it from drawing one of them.
+        unknown: the token that ended the text because the tokenizer does not have it; None if there was none. A model's
+            table may have more rows than its tokenizer has tokens, and the model may draw one of them.
 
     Example:
         >>> from gspmd_models.checkpoints import byte_tokenizer

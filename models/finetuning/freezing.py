@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 
 from gspmd.layouts import Layout
 from gspmd.training.model.trainable import trained_paths as of_patterns
-from gspmd.training.toml import ConfigError
 
 from ..config import ModelConfig
 from ..parameters import ParameterRow, parameters, stages_axes
@@ -28,32 +27,28 @@ def trained_paths(config: ModelConfig, layout: Layout, frozen: Sequence[str] = (
 
     Raises:
         ConfigError: a pattern matches no parameter, nothing is left to train, or the layout splits the layers into
-            stages, which always train all parameters; biases of the choice of experts are none of them.
+            stages, which train all parameters except biases of the choice of experts.
 
     Example:
         >>> from gspmd.layouts import Layout
         >>> trained_paths(ModelConfig(), Layout.load("replicated"), frozen=("blocks.*", "embedding.*"))
         ('output.norm',)
     """
-    rows, stages = parameters(config, layout), bool(stages_axes(layout))
+    rows = parameters(config, layout)
     still = {path for path, row in rows.items() if row.key == CHOICE_BIAS}
-    if still and stages:
-        fault = (
-            "the stages of a pipeline train all parameters, and moe.choice_bias is not trained; leave it, or the stages"
-        )
-        raise ConfigError("cannot train this model:", [f"{fault}, out."])
+    staged = rows.keys() - still if stages_axes(layout) else ()
     if config.lora:
         still = {path for path in rows if f"{path[:-2]}" not in rows or not path.endswith(("_a", "_b"))}
-    return of_patterns(_keys(rows), frozen, still, stages=stages)
+    return of_patterns(_keys(rows), frozen, still, staged)
 
 
 def balanced_paths(config: ModelConfig, layout: Layout, frozen: Sequence[str] = ()) -> tuple[str, ...]:
     """Return the paths of the biases of the choice that training steps change, in the order of `parameters`.
 
-    There are none without `moe.bias_rate`, with adapters, and among what patterns freeze.
+    Frozen biases do not change, and none change without `moe.bias_rate` or with adapters.
 
     Args:
-        config, layout, frozen: as of `trained_paths`.
+        config, layout, frozen: as for `trained_paths`.
     """
     if config.lora or not (config.moe and config.moe.bias_rate):
         return ()

@@ -71,8 +71,8 @@ def predicted(
         dtype: compute dtype.
 
     Returns:
-        A row for each of `REMATS`. No rows if there is only one repeat of blocks, which no stacks are kept of, or a
-        pipeline, whose schedule decides what stages keep.
+        A row for each of `REMATS`. There are no rows for a single repeat of blocks, since nothing is stacked then, nor
+        for a pipeline, whose schedule decides what stages keep.
 
     Example:
         >>> from gspmd.layouts import Layout
@@ -84,7 +84,7 @@ def predicted(
 
     Differs: under lowering "xla", `none` keeps attention's logits too, which no planned program does.
     """
-    repeats = config.layers // config.period
+    repeats = config.repeats if config.stacked else 1
     if repeats == 1 or stages_axes(layout):
         return ()
     # Under Explicit axes an array's type has its sharding, from which `_kept` takes the shape of a shard.

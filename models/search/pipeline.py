@@ -88,7 +88,7 @@ class StageProblem(PhaseProblem):
 
     def __init__(self, workload: Workload, stages: int, mesh: Mapping[str, int], side: tuple[str, ...] = ()):
         config, batch, count = workload.config, workload.batch, workload.microbatches
-        periods = config.layers // config.period
+        periods = config.repeats
         if periods % stages:
             raise PlanError(f"cannot split {periods} stacked layers into {stages} stages.\n  Choose a divisor.")
         if batch % count:
@@ -96,6 +96,8 @@ class StageProblem(PhaseProblem):
         if config.moe and (side or config.moe.groups):
             what = "pipelines side by side" if side else f"{config.moe.groups} groups of tokens"
             raise Unsearched("stages of this model", [f"it has experts and {what}"])
+        if config.lead:
+            raise Unsearched("stages of this model", ["its first layers are not among those that repeat"])
         if config.encoder_layers:
             raise Unsearched("stages of this model", ["it has an encoder"])
         if config.lora or workload.update.frozen:

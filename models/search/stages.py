@@ -1,11 +1,11 @@
 """Search for pipelines on a slice: the numbers of stages and microbatches, and the mesh in a stage.
 
-For every number of stages that divides both the layers and an axis of the torus (of GPUs, their number), for each mesh
-of the rest, and for each choice of its axes along which pipelines run side by side, the specs of a stage are searched
-exactly (`StageProblem`). The answer gives a price for each layer, and separate ones for embedding and output. With
-these prices `gspmd.search.stages` splits the layers in two ways: into equal stages, each with embedding and output, as
-`gspmd.pipeline` runs them; and freely, as Alpa may, on submeshes of every size, with embedding on the first stage and
-output on the last.
+For every number of stages that divides both the layers and an axis of the torus (on GPUs, the number of GPUs), for each
+mesh of the rest, and for each choice of its axes along which pipelines run side by side, the specs of a stage are
+searched exactly (`StageProblem`). The answer gives a price for each layer, and separate ones for embedding and output.
+With these prices `gspmd.search.stages` splits the layers in two ways: into equal stages, each with embedding and
+output, as `gspmd.pipeline` runs them; and freely, as Alpa may, on submeshes of every size, with embedding on the first
+stage and output on the last.
 
 Not covered: rounds, and stages over more than one torus axis. If stages take part of a torus axis, the rest of the axis
 is priced as a ring, although it is a line (`PipelineRow.along`).
@@ -160,7 +160,7 @@ def table(
 
     Args:
         workload: the training step; its number of microbatches is ignored.
-        torus: devices along each torus axis; of GPUs, nodes and GPUs of a node.
+        torus: devices along each torus axis; for GPUs, nodes and GPUs of a node.
         limit: bytes that a device may hold.
         microbatches: the numbers of microbatches to try; those that do not divide the batch are skipped.
         tell: called with a line of progress.
@@ -178,7 +178,7 @@ def table(
         >>> str(found.best.lines[-1].text)
         'N_p'
     """
-    rows, periods = [], workload.config.layers // workload.config.period
+    rows, periods = [], workload.config.repeats
     whole = [prod(torus)] if workload.chip.is_switch else torus  # what stages may divide
     for stages in range(2, max(whole) + 1):
         if periods % stages or not any(size % stages == 0 for size in whole):

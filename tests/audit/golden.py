@@ -1,10 +1,10 @@
-"""The ledger of every preset's training step as text that a review can read: tests/golden/PRESET.txt.
+"""The ledger of every preset's training step as text to review: tests/golden/PRESET.txt.
 
-    python -m tests.audit.golden                  # rewrites them all
+    python -m tests.audit.golden                  # rewrite all of them
     python -m tests.audit.golden zero-3 gshard    # or some
 
-Lines of code may move: no file names and no numbers of lines stand in the text. Nor does a release of JAX: what planned
-programs send is the same with each that is supported.
+The text has no file names and no line numbers, since code may move. It names no release of JAX either: planned programs
+send the same with every supported one.
 """
 
 import difflib
@@ -25,12 +25,12 @@ REWRITE = "python -m tests.audit.golden"
 
 
 def text(ledger: Ledger) -> str:
-    """A ledger, its like collectives in one line, sorted; the totals last."""
+    """Return a ledger as sorted lines, one for equal collectives; the totals last."""
     return "\n".join([*header(ledger), *lines(ledger.entries), *totals(ledger)]) + "\n"
 
 
 def header(ledger: Ledger) -> Iterator[str]:
-    """Return the heading that says for what the figures hold."""
+    """Yield the heading, which names the step of the figures."""
     mesh = " ".join(f"{axis}={size}" for axis, size in ledger.mesh.items())
     yield f"# mesh {mesh}; {model()}"
     yield f"# One training step, lowering blocking, float32: what one device sends. Rewritten by `{REWRITE}`."
@@ -38,14 +38,14 @@ def header(ledger: Ledger) -> Iterator[str]:
 
 
 def model() -> str:
-    """The sizes of the model."""
+    """Return the sizes of the model."""
     sizes = steps.SMALL.sizes(steps.BATCH, steps.LENGTH)
     sizes = {**{letter: size for letter, size in sizes.items() if letter != "N"}, "N": steps.SMALL.layers}
     return f"model {' '.join(f'{letter}={size}' for letter, size in sizes.items())}"
 
 
 def lines(entries: Sequence[Entry]) -> list[str]:
-    """A line for each kind, axes, dtype, equation and step."""
+    """Return a line for each kind, axes, dtype, equation and step."""
     counts, sent = Counter(), Counter()
     for entry in entries:
         together = f"{entry.arrays} arrays in each: " if entry.arrays > 1 else ""
@@ -57,7 +57,7 @@ def lines(entries: Sequence[Entry]) -> list[str]:
 
 
 def totals(ledger: Ledger) -> Iterator[str]:
-    """All bytes by kind and axes, all bytes, and the work."""
+    """Yield the bytes by kind and axes, all bytes, and the FLOPs."""
     yield ""
     for (kind, axes), (count, sent) in ledger.by_kind_and_axes().items():
         yield _line(kind, ",".join(axes), "", count, sent, "in all, every array counted").rstrip()
@@ -75,7 +75,7 @@ def path(preset: str) -> Path:
 
 
 def difference(preset: str, ledger: Ledger) -> str:
-    """A unified diff from the golden ledger to this one, and what to do about it; nothing if they are the same."""
+    """Return a unified diff from the golden ledger to this one, with a remedy; empty if they are equal."""
     old, new = path(preset).read_text().splitlines(), text(ledger).splitlines()
     diff = list(difflib.unified_diff(old, new, f"tests/golden/{preset}.txt", "as compiled now", n=1, lineterm=""))
     if not diff:

@@ -28,7 +28,7 @@ AXIS_TYPES = {"explicit": AxisType.Explicit, "auto": AxisType.Auto}
 
 @dataclass(frozen=True)
 class Built:
-    """A step's plan, and the ledger of the program that was made of it."""
+    """A step's plan, and the ledger of its compiled program."""
 
     plan: ProgramPlan
     ledger: Ledger
@@ -42,14 +42,14 @@ def training(
     axis_type: str = "explicit",
     lowering: str = "blocking",
 ) -> Built:
-    """A preset's training step in float32, as the training loop compiles it.
+    """Plan and compile a preset's training step in float32, as the training loop does.
 
     Args:
-        name: of the preset.
+        name: the name of the preset.
         config: the model.
-        mesh: sizes of eight host devices' axes; what the preset makes of them, if not given.
+        mesh: sizes of the axes of eight host devices; the preset's own mesh if not given.
         axis_type: "explicit" or "auto".
-        lowering: of every part of the model.
+        lowering: the lowering of every part of the model.
 
     Raises:
         LayoutError: the preset does not fit the model on this mesh.
@@ -62,7 +62,7 @@ def training(
         model = models.abstract(config, layout, devices)
         state = step.abstract_state(model, optimizer, UPDATES, devices)
         arguments = state, models.abstract_batch(layout, devices, BATCH, LENGTH), models.abstract_key(devices)
-        # In a pipeline of one microbatch nothing is a loop, and the compiler merges what stages compute for nobody.
+        # A pipeline of one microbatch has no loop, and the compiler merges computations of stages that nothing uses.
         update = jit_step(step.training_step(model, optimizer, UPDATES, 2 if stages_axes(layout) else 1), state)
-        plan = gspmd.trace(update, *arguments)  # of the compiled function itself, which is traced once for both
+        plan = gspmd.trace(update, *arguments)  # the compiled function itself, which is traced once for both
         return Built(plan, gspmd.ledger(update.lower(*arguments).compile()))

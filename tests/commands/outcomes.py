@@ -1,4 +1,4 @@
-"""Commands of `gspmd`, each in a process of its own that is forked from one that has imported everything.
+"""Commands of `gspmd`, each in a separate process that is forked from one that has imported everything.
 
 `python -m tests.commands.outcomes` reads a line of JSON for each: the words of the command, and the folder to run in.
 """
@@ -28,8 +28,8 @@ class Outcome:
     Attributes:
         code: its exit code; minus the number of the signal that killed it, -SIGKILL if it took too long.
         out, err: its output.
-        seconds: that it took.
-        bytes: its largest resident memory, beside that of the imports.
+        seconds: the seconds that it took.
+        bytes: its largest resident memory, without that of the imports.
     """
 
     code: int
@@ -91,7 +91,7 @@ def _waited(child: int, limit: float) -> tuple[int, resource.struct_rusage]:
 
 
 def _run(words: Sequence[str], folder: str, out: int, err: int) -> None:
-    """Become the command; nothing that it raises comes back."""
+    """Become the command; nothing that it raises reaches the caller."""
     from gspmd.commands.main import main
 
     code = 99
@@ -114,7 +114,7 @@ def _run(words: Sequence[str], folder: str, out: int, err: int) -> None:
 
 
 if __name__ == "__main__":
-    # Everything that a command imports, and none of what starts a backend.
+    # Everything that a command imports, except modules that start a backend.
     import gspmd.commands.compile
     import gspmd.commands.explain
     import gspmd.commands.export

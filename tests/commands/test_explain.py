@@ -121,6 +121,8 @@ BAD = [
     ([EQUATION, "--mesh", "x=4,x=2", *SIZES], "argument --mesh: 'x=4,x=2' gives a size twice."),
     ([EQUATION, "--mesh", "x=0,y=1,z=1", *SIZES], "explain.py: mesh axis x has size 0."),
     ([EQUATION, *MESH], "explain.py: the following arguments are required: --sizes"),
+    ([EQUATION, *MESH, *SIZES, "--svg", "a.png"], "explain.py: argument --svg: 'a.png' does not end in .svg."),
+    ([EQUATION, *MESH, *SIZES, "--svg", "/nowhere/a.svg"], "explain.py: cannot write /nowhere/a.svg: No such file"),
 ]
 
 
@@ -131,6 +133,36 @@ def test_bad_input_is_one_message_and_exit_code_2(run, arguments, message):
     assert message in err
     assert "Traceback" not in err
     assert "usage" not in err
+
+
+def _plan() -> gspmd.Plan:
+    sizes, mesh = {"B": 512, "L": 1, "E": 18432, "F": 73728}, {"x": 4, "y": 4, "z": 4}
+    return gspmd.plan(EQUATION, sizes, mesh)
+
+
+@pytest.mark.parametrize("gradients", [True, False])
+def test_the_plan_is_drawn_into_a_file(run, tmp_path, gradients):
+    file, flags = tmp_path / "plan.svg", [] if gradients else ["--no-gradients"]
+    code, out, _ = run(EQUATION, *MESH, *SIZES, *flags, "--svg", str(file))
+    assert code == 0
+    assert out == run(EQUATION, *MESH, *SIZES, *flags)[1]
+    assert file.read_text(encoding="utf-8") == _plan().figure(gradients=gradients).svg
+
+
+def test_the_plan_is_drawn_as_png(run, tmp_path):
+    pytest.importorskip("resvg_py")
+    code, _, _ = run(EQUATION, *MESH, *SIZES, "--json", "--png", str(tmp_path / "plan.png"))
+    assert code == 0
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_resvg_a_png_names_its_extra(run, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "resvg_py", None)
+    code, out, err = run(EQUATION, *MESH, *SIZES, "--png", str(tmp_path / "plan.png"))
+    assert (code, out) == (2, "")
+    assert err == (
+        "explain.py: cannot draw a PNG without resvg.\n  Install it with pip install 'gspmd[png]', or save an .svg.\n"
+    )
 
 
 def test_without_unicode(explain, monkeypatch):

@@ -49,7 +49,11 @@ def trained(tmp_path, make_mesh):
 
 def test_a_run_is_written_as_a_checkpoint_of_the_same_parameters(trained, tmp_path, capsys):
     folder, model = trained(CONFIG)
+    kept = tmp_path / "run" / "tokenizer"
+    checkpoints.keep_tokenizer(kept, checkpoints.byte_tokenizer(), "")
+    (kept / "generation_config.json").write_text('{"temperature": 0.7}')
     assert main.main(["export", folder, str(tmp_path / "out")]) == 0
+    assert checkpoints.sampling(tmp_path / "out") == models.Sampling(temperature=0.7)
     assert "Wrote step 3 of the run as LlamaForCausalLM to" in capsys.readouterr().out
     back, _ = checkpoints.load(
         tmp_path / "out", model.layout, models.arrays(model)["output.norm"].sharding.mesh, "float32"

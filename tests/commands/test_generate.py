@@ -309,8 +309,8 @@ def test_explain_shows_the_encoder(capsys, translator):
         ),
         (
             ["--target-prompt", "xy"],
-            "ConfigError: cannot generate text:\n  --target-prompt is for models with an encoder, and this one is a "
-            "decoder alone",
+            "ConfigError: cannot generate text:\n  --target-prompt is for models with an encoder, and this model is "
+            "decoder-only",
         ),
         (["--beams", "-1"], "GenerationError: cannot search with beams:\n  beams is -1; it must be at most 64"),
         (["--layout", "megatron-1d", "--mesh", "y=8"], "LayoutError: cannot use layout 'megatron-1d'"),
@@ -451,7 +451,7 @@ def test_faulty_chats_are_one_message(capsys, public, flags, message, tmp_path, 
 def test_a_model_with_an_encoder_has_no_chat(capsys, translator):
     code, _, said = run(capsys, "--checkpoint", translator[0], "--prompt", "abc", "--chat")
     assert code == 2
-    assert said.startswith("ConfigError: cannot generate text:\n  --chat is for decoders alone, and this model has an")
+    assert said.startswith("ConfigError: cannot generate text:\n  --chat is for decoder-only models, and this one has")
 
 
 LLAMA = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "eos_token_id": [1, 2]}

@@ -104,6 +104,31 @@ def test_a_layout_is_written_with_its_reasons(run, tmp_path):
     assert all(name in out for name in priced)
 
 
+def test_a_layout_of_one_s_own_is_priced_beside_the_presets(run, tmp_path):
+    """A copy of a preset costs what the preset does, and a layout that was found costs what the search found."""
+    found, copied, odd = (tmp_path / f"{name}.toml" for name in ("found", "copied", "odd"))
+    where = ["--mesh", "x=4", "--phase", "decode"]
+    assert run(*where, "--out", str(found))[0] == 0
+    copied.write_text('base = "megatron-1d"\n')
+    odd.write_text('base = "megatron-1d"\n[ffn]\nhidden = "BL_xF_yz"\n')
+    figures = tmp_path / "figures.json"
+    beside = [part for path in (found, copied, odd) for part in ("--beside", str(path))]
+    code, out, _ = run(*where, *beside, "--out", str(found), "--json", str(figures))
+    assert code == 0
+    figures = json.loads(figures.read_text())
+    seconds = {each["name"]: each["seconds"] for each in figures["presets"]}
+    assert seconds[str(copied)] == seconds["megatron-1d"] >= figures["seconds"]
+    assert seconds[str(found)] == pytest.approx(figures["seconds"])
+    assert seconds[str(odd)] > seconds["megatron-1d"]
+    assert str(odd) in out
+
+
+def test_a_layout_that_was_found_has_no_lines_of_tensors_that_the_model_lacks(run, tmp_path):
+    found = tmp_path / "found.toml"
+    assert run("--mesh", "x=4", "--phase", "decode", "--out", str(found))[0] == 0
+    assert not {*Layout.load(found).table} & {"attention.latent", "attention.latent_query", "attention.relative"}
+
+
 def test_planned_seconds_have_the_error_to_expect_where_it_was_measured(run, tmp_path, monkeypatch):
     found = tmp_path / "found.toml"
     measured = {"decode": {"tpu-v5p": 0.123}}
@@ -475,6 +500,7 @@ def test_all_lines_that_are_none_are_named_at_once(run, tmp_path):
             "--mesh x=2,y=4 has 8 devices, and tpu-v5p:2x2x1 has 4; --topology names another slice.",
         ),
         (["--mesh", "x"], "cannot read mesh 'x'"),
+        (["--beside", "nowhere.toml"], "--beside nowhere.toml: "),
         (["--batch", "0"], "batch must be"),
         (["--batch", "8", "--microbatches", "3"], "cannot cut a batch of 8 into 3 microbatches."),
         (["--topology", "tpu-v5p:2x2"], "there is no topology 'tpu-v5p:2x2'"),
@@ -492,7 +518,7 @@ def test_all_lines_that_are_none_are_named_at_once(run, tmp_path):
         (["--source-length", "-8"], "source_length must not be negative, but is -8."),
         (
             ["--model.encoder-layers", "2", "--stages"],
-            "--stages searches pipelines of a decoder alone, and this model has an encoder; leave it out.",
+            "--stages searches pipelines of a decoder-only model, and this one has an encoder; leave it out.",
         ),
     ],
 )

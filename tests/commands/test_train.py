@@ -4,6 +4,7 @@ import dataclasses
 import io
 import json
 import shlex
+import shutil
 
 import jax
 import numpy as np
@@ -87,20 +88,33 @@ def test_a_run_at_longer_sequences_writes_as_long_texts(files):
     assert of_checkpoint(given, []).model.context_length == 1024
 
 
-@pytest.mark.parametrize(
-    ("changes", "flags", "words"),
-    [
-        (
-            {"context_length": 64},
-            {"length": 16},
-            "make a text of .*, but the model was made for at most 64.*--sample-bytes",
-        ),
-    ],
-)
-def test_what_a_model_is_not_right_for_is_refused_before_training(changes, flags, words):
-    model = dataclasses.replace(models.ModelConfig(), **changes)
-    with pytest.raises(ConfigError, match=words):
-        train.train(RunSettings(model=model, training=TrainingConfig(**flags)))
+def test_the_text_at_the_end_is_as_long_as_the_context_has_room_for():
+    def fitted(context: int | None, **flags):
+        said, model = io.StringIO(), dataclasses.replace(models.ModelConfig(), context_length=context)
+        settings = RunSettings(model=model, training=TrainingConfig(**flags))
+        found = train.with_fitting_sample(Console(file=said, width=500), settings, None)
+        return found.training.sample_bytes, said.getvalue()
+
+    assert fitted(None) == fitted(260) == (256, "")  # the prompt is "def "
+    said = "The text at the end has 60 new tokens, not 256 (--sample-bytes): the model was made for 64, and the prompt"
+    assert fitted(64) == (60, f"{said} has 4.\n")
+    assert fitted(64, prompt="abcdef", sample_bytes=58) == (58, "")
+    assert fitted(3, sample_bytes=0) == (0, "")
+    with pytest.raises(ConfigError, match="the prompt has 4 tokens, and the model was made for at most 4 "):
+        fitted(4)
+
+
+def test_a_run_keeps_how_its_checkpoint_generates(files, tmp_path):
+    given, kept = tmp_path / "given", tmp_path / "run" / "tokenizer"
+    shutil.copytree(files / "public", given)
+    (given / "generation_config.json").write_text('{"temperature": 0.6, "top_p": 0.9, "eos_token_id": [0, 7]}')
+    (given / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    kept.parent.mkdir()
+    for checkpoint in (str(given), "gone"):  # at the start, and at a resume
+        train.keep_tokenizer(Console(), kept, checkpoints.tokenizer(given), checkpoint)
+        assert checkpoints.sampling(kept) == models.Sampling(temperature=0.6, top_p=0.9)
+        again = checkpoints.tokenizer(kept)
+        assert (again.ends, again.chat_text([{"role": "user", "content": "Hi!"}])) == ({0, 7}, "Hi!")
 
 
 def test_what_cannot_begin_with_a_checkpoint_is_one_message(files):

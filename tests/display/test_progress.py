@@ -1,13 +1,16 @@
 """Progress: nothing is silent for long, a call that does not return least of all."""
 
 import io
+import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
 from gspmd.display import progress
 from gspmd.display.progress import Progress
+from gspmd.training.reporting.display import Display
 
 
 @pytest.fixture
@@ -95,3 +98,62 @@ def test_nowhere_to_say_it(console):
         silent.say("Reading more")
         silent.note("a fact")
     assert lines(console) == []
+
+
+class _Handle:
+    """What IPython's `display` returns: a place whose content is replaced."""
+
+    def __init__(self, shown: list):
+        self.shown = shown
+
+    def update(self, data, raw):
+        self.shown.append(data)
+
+
+@pytest.fixture
+def notebook(monkeypatch):
+    """A console as in a notebook, the places in its output, and what was shown in them."""
+    shown, places = [], []
+
+    def display(data, raw, display_id):
+        places.append(display_id)
+        shown.append(data)
+        return _Handle(shown)
+
+    monkeypatch.setitem(sys.modules, "IPython.display", SimpleNamespace(display=display))
+    for name in ("_EVERY", "_SOON", "_POLL", "_IN_PLACE"):
+        monkeypatch.setattr(progress, name, 0.02)
+    return Console(file=io.StringIO(), width=30, force_jupyter=True), places, shown
+
+
+def test_a_notebook_has_one_line_that_changes(notebook):
+    console, places, shown = notebook
+    with Progress(console, "Searching <4 meshes>"):
+        deadline = time.monotonic() + 120
+        while len(shown) < 5 and time.monotonic() < deadline:
+            time.sleep(0.02)
+    assert places == [True]
+    assert shown[0]["text/plain"].startswith("Searching <4 meshes> …")
+    assert "Searching &lt;4 meshes&gt; …" in shown[0]["text/html"]
+    assert shown[-1] == {"text/plain": "", "text/html": ""}
+    assert console.file.getvalue() == ""
+
+
+def test_a_notebook_keeps_the_last_step_with_its_bar(notebook):
+    console, places, shown = notebook
+    with Progress(console, "Step 1/2") as line:
+        line.report("step 1/2  loss 3.0", 0.5)
+        line.report("step 2/2  loss 2.0", 1.0)
+    assert places == [True]
+    assert shown[-1]["text/plain"] == "step 2/2  loss 2.0"
+    assert '<progress value="1.0000" max="1"' in shown[-1]["text/html"]
+
+
+def test_a_training_run_in_a_notebook_is_one_line(notebook):
+    console, places, shown = notebook
+    with Display(console, 50) as display:
+        for step in range(1, 51):
+            display.update(step, {"loss": 1.0, "bits_per_byte": 1.0, "tokens_per_second": 10.0})
+    assert places == [True]
+    assert shown[-1]["text/plain"].startswith("step 50/50  loss 1.000")
+    assert console.file.getvalue() == ""

@@ -72,5 +72,5 @@ def test_what_is_printed_is_shown_in_a_notebook_too(monkeypatch):
 
     monkeypatch.setenv("COLUMNS", "80")
     assert max(map(len, str(Shown()).splitlines())) <= 80
-    assert Shown()._repr_html_().startswith("<pre style=")
+    assert Shown()._repr_html_().startswith('<div class="gspmd-printed"><style>')
     assert "-&gt;" in Shown()._repr_html_()

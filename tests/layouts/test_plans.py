@@ -116,7 +116,7 @@ def test_a_ranking_is_short_by_itself_and_a_table_when_printed():
     head, *rows = str(ranked).splitlines()
     assert head == "feed-forward block  B=1 L=2048 E=18432 F=73728  mesh x=1 y=4  bfloat16  tpu-v4  by seconds"
     assert [row.split()[0] for row in rows] == ["megatron-1d", "zero-3"]
-    assert ranked._repr_html_().count("<tr>") == 3
+    assert ranked._repr_html_().count("<tr>") == 3  # with the headings
     assert copy.deepcopy(Ranking([], "nothing")).title == "nothing"
 
 

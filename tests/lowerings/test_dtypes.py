@@ -213,8 +213,8 @@ def _check_wide(name: str, lowering: str, forms, make_mesh) -> None:
 
 MOVED = "BE_x, E_xF -> BF"
 HOLD = "does not hold such numbers.\n"
-WHOLE = HOLD + "  A wire is narrower for floating numbers alone. Leave it out."
-REAL = HOLD + "  A wire is narrower for floating numbers alone. Use a floating wire_dtype, such as bfloat16."
+WHOLE = HOLD + "  Only floating numbers can be sent in a narrower dtype. Leave it out."
+REAL = HOLD + "  Only floating numbers can be sent in a narrower dtype. Use a floating wire_dtype, such as bfloat16."
 REFUSED = [
     ("complex64", None, "float32", "operand 1 is complex64, and float32 " + WHOLE),
     ("int32", None, "int8", "operand 1 is int32, and int8 " + WHOLE),

@@ -1,4 +1,4 @@
-"""A tiny model, its batch, and the same parameters placed by any layout on any mesh."""
+"""A tiny model, its batch, and its parameters sharded by any layout on any mesh."""
 
 from dataclasses import replace
 from functools import partial
@@ -20,26 +20,26 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 
 
 def load(name: str) -> models.ModelConfig:
-    """The model of configs/NAME.toml."""
+    """Return the model of configs/NAME.toml."""
     return load_toml(File, CONFIGS / f"{name}.toml").model
 
 
 @pytest.fixture
 def config():
-    """A function (changes) -> ModelConfig, small, but divisible by 8 wherever a preset divides."""
+    """Return a function (changes) -> ModelConfig, small, but divisible by 8 wherever a preset divides."""
     return partial(replace, TINY)
 
 
 @pytest.fixture
 def tokens() -> np.ndarray:
-    """[B, L+1] tokens with something to learn: each is its predecessor plus one of two steps."""
+    """Return [B, L+1] tokens with something to learn: each is its predecessor plus one of two steps."""
     steps = np.random.default_rng(0).choice([1, 5], size=(BATCH, LENGTH + 1))
     return (np.cumsum(steps, axis=1) % 64).astype(np.int32)
 
 
 @pytest.fixture
 def one_device(make_mesh):
-    """A function (config) -> model on a single device, fresh from key 0."""
+    """Return a function (config) -> model on a single device, fresh from key 0."""
     layout = Layout.load("replicated")
     mesh = make_mesh(layout.mesh_for(1))
     return lambda config: models.build(config, layout, mesh, jax.random.key(0))
@@ -47,7 +47,7 @@ def one_device(make_mesh):
 
 @pytest.fixture
 def placed():
-    """A function (model, layout, mesh) -> the same model, its parameters placed by the layout on the mesh."""
+    """Return a function (model, layout, mesh) -> the same model, its parameters sharded by the layout on the mesh."""
 
     def place(model: models.Transformer, layout: Layout, mesh: jax.sharding.Mesh) -> models.Transformer:
         specs = models.parameter_specs(model.config, layout)
@@ -61,5 +61,5 @@ def placed():
 
 
 def put(tokens: np.ndarray, layout: Layout, mesh: jax.sharding.Mesh) -> jax.Array:
-    """A batch on the mesh, as the layout has it."""
+    """Return a batch on the mesh, sharded as in the layout."""
     return jax.device_put(tokens, jax.sharding.NamedSharding(mesh, models.batch_spec(layout).partition_spec()))

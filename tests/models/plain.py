@@ -1,4 +1,4 @@
-"""The dense transformer in plain jax.numpy, on one device: what every placement is held against."""
+"""The dense transformer in plain jax.numpy, on one device: the reference for every layout."""
 
 import dataclasses
 
@@ -7,19 +7,22 @@ import jax.numpy as jnp
 
 
 def logits(config, values, tokens):
-    """Logits [B, L, V] from the parameters by path."""
+    """Return logits [B, L, V] from the parameters by path."""
     return forward(config, values, tokens)[0]
 
 
 def forward(config, values, tokens):
-    """Logits [B, L, V], and the rotated keys and the values of all layers, [N, B, L, K, D] each."""
+    """Return logits [B, L, V], and the rotated keys and the values of all layers, [N, B, L, K, D] each."""
     x = values["embedding.table"][tokens] * (config.embed**0.5 if config.scale_embedding else 1.0)
     if config.positions == "learned":
         x = x + values["embedding.positions"][None, : tokens.shape[1]]
+    if config.embedding_norm:
+        x = _norm(config, x, values, "embedding.norm")
     heads = []
+    places = {number: (place, at) for place, each in enumerate(config.stacks()) for at, number in enumerate(each)}
     for layer in range(config.layers):
-        place = f"blocks.{layer % config.pattern}."
-        at = layer // config.pattern
+        number, at = places[layer]
+        place = f"blocks.{number}."
         weights = {k.removeprefix(place): v[at] for k, v in values.items() if k.startswith(place)}
         x = _block(config, weights, x, heads, config.layer_kind(layer))
     keys, held = map(jnp.stack, zip(*heads))
@@ -29,7 +32,7 @@ def forward(config, values, tokens):
 
 
 def loss(config, values, tokens):
-    """Mean next-token cross-entropy in nats."""
+    """Return the mean next-token cross-entropy in nats."""
     chosen = jax.nn.log_softmax(logits(config, values, tokens[:, :-1]))
     return -jnp.mean(jnp.take_along_axis(chosen, tokens[:, 1:, None], axis=-1))
 
@@ -94,6 +97,8 @@ def _attention(config, w, y, heads, kind):
     q, k, v = (
         jnp.einsum("BLE,EHD->BLHD", y, w[f"attention.w_{name}"]) + _bias(w, f"attention.b_{name}") for name in "qkv"
     )
+    if config.qkv_clip is not None:
+        q, k, v = (jnp.minimum(jnp.maximum(t, -config.qkv_clip), config.qkv_clip) for t in (q, k, v))
     if config.qk_norm == "head":
         q, k = (_unit(config, t) * w[f"attention.{name}_norm"][None, None, None] for t, name in ((q, "q"), (k, "k")))
     if config.qk_norm == "all":
@@ -104,13 +109,25 @@ def _attention(config, w, y, heads, kind):
         q, k = ((_unit(config, wide) * scale[None, None]).reshape(t.shape) for t, wide, scale in over)
     if config.positions == "rotary" and kind != "unrotated":
         q, k = _rotate(config, q, kind), _rotate(config, k, kind)
+        if config.qk_norm == "rotated":
+            q, k = _unit(config, q), _unit(config, k)
+    if kind == "unrotated":
+        steps = jnp.floor((jnp.arange(q.shape[1]) + 1) / config.growth_interval)
+        q = q * (1 + config.query_growth * jnp.log(1 + steps))[None, :, None, None]
     heads.append((k, v))
     k, v = (jnp.repeat(t, config.heads // config.kv_heads, axis=2) for t in (k, v))
     scale = config.head_size**-0.5 if config.attention_scale is None else config.attention_scale
     scores = _capped(jnp.einsum("BLHD,BTHD->BHLT", q, k) * scale, config.score_softcap)
+    if config.positions == "alibi":
+        at = jnp.arange(q.shape[1])
+        slopes = jnp.array(alibi_slopes(config.heads, config.alibi_max)) * (scale if config.alibi_scaled else 1.0)
+        scores = scores - slopes[None, :, None, None] * (at[:, None] - at[None])[None, None]
     seen = jnp.tri(q.shape[1], dtype=bool)
     if kind == "sliding":
         seen &= ~jnp.tri(q.shape[1], k=-config.sliding_window, dtype=bool)
+    if kind == "chunked":
+        of_chunk = jnp.arange(q.shape[1]) // config.attention_chunk
+        seen &= of_chunk[:, None] == of_chunk[None]
     scores = jnp.where(seen[None, None], scores, -jnp.inf)
     if config.sinks:
         sinks = jnp.broadcast_to(w["attention.sinks"][None, :, None, None], (*scores.shape[:3], 1))
@@ -119,6 +136,14 @@ def _attention(config, w, y, heads, kind):
         shares = jax.nn.softmax(scores)
     out = jnp.einsum("BHLT,BTHD,HDE->BLE", shares, v, w["attention.w_o"])
     return out + _bias(w, "attention.b_o")
+
+
+def alibi_slopes(heads, most):
+    """The slopes of ALiBi as its paper defines them, those of half as many heads and of twice as many in between."""
+    if heads & (heads - 1) == 0:
+        return [2.0 ** (-most * (head + 1) / heads) for head in range(heads)]
+    lower = 2 ** (len(bin(heads)) - 3)
+    return alibi_slopes(lower, most) + alibi_slopes(2 * lower, most)[::2][: heads - lower]
 
 
 def _rotate(config, x, kind):

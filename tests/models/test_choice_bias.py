@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import gspmd
 import gspmd_models as models
 from gspmd.layouts import Layout
 from gspmd.moe import MoEConfig
@@ -17,6 +18,7 @@ from gspmd.training.state import abstract
 from gspmd_models import step
 from gspmd_models.finetuning.config import LoraConfig
 from gspmd_models.finetuning.freezing import balanced_paths, trained_paths
+from gspmd_models.parameters import parameters
 from tests.conftest import AXIS_TYPES
 
 RATE, STEPS, BATCH, LENGTH = 0.01, 4, 16, 8
@@ -40,21 +42,23 @@ def run(
     optimizer=OPTIMIZER,
     seeds=tuple(range(STEPS)),
     folder=None,
+    mesh=None,
+    **stages,
 ):
     """Biases [steps, N, X], and the figures of every step; with a folder, each is saved and resumed from."""
     layout = Layout.load(name).override(moved or {})
-    sizes = layout.mesh_for(1 if name == "replicated" else 8)
+    sizes = mesh or layout.mesh_for(1 if name == "replicated" else 8)
     devices, types = jax.devices()[: np.prod([*sizes.values()])], (AXIS_TYPES[kind],) * len(sizes)
-    mesh = jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=types, devices=devices)
-    placed = jax.NamedSharding(mesh, models.batch_spec(layout).partition_spec())
+    placing = jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=types, devices=devices)
+    placed = jax.NamedSharding(placing, models.batch_spec(layout).partition_spec())
     biases, found = [], []
-    with jax.set_mesh(mesh):
-        model = models.build(config, layout, mesh, jax.random.key(0))
-        state = step.initial_state(model, optimizer, STEPS, mesh, frozen=frozen)
+    with jax.set_mesh(placing):
+        model = models.build(config, layout, placing, jax.random.key(0))
+        state = step.initial_state(model, optimizer, STEPS, placing, frozen=frozen)
         if spoiled:
             table = state.params["embedding.table"]
             state = replace(state, params={**state.params, "embedding.table": table * jnp.nan})
-        update = jit_step(step.training_step(model, optimizer, STEPS, microbatches, frozen=frozen), state)
+        update = jit_step(step.training_step(model, optimizer, STEPS, microbatches, frozen=frozen, **stages), state)
         for number in seeds:
             ids = np.random.default_rng(number).integers(0, 64, (BATCH, LENGTH + 1)).astype(np.int32)
             state, figures = update(state, jax.device_put(ids, placed), jax.random.key(1))
@@ -136,12 +140,38 @@ def test_no_optimizer_trains_the_bias():
     assert balanced_paths(replace(CONFIG, lora=lora), layout) == ()
 
 
-def test_stages_refuse_a_bias_that_is_not_trained():
+@pytest.mark.turns(1)
+@pytest.mark.parametrize(
+    ("schedule", "microbatches", "rounds", "kind", "lead"),
+    [
+        ("1f1b", 2, 1, "explicit", 0),
+        ("1f1b", 2, 1, "explicit", 1),
+        ("gpipe", 4, 1, "auto", 1),
+        ("zero-bubble", 2, 1, "explicit", 1),
+        ("1f1b", 4, 2, "explicit", 0),
+    ],
+)
+def test_in_stages_the_bias_and_the_losses_are_those_of_one_device(schedule, microbatches, rounds, kind, lead):
+    """Stages add up the loads of all microbatches, and change the bias once a step.
+
+    With a first layer that has no experts, five layers are that one, on the first stage, and four in stages.
+    """
+    config = replace(CONFIG, layers=4 * rounds)  # one pair of layers for each chunk
+    if lead:
+        config = replace(CONFIG, layers=5, moe=replace(V3, every=1, dense_layers=(0,), dense_feed_forward=24))
+    how = {"moved": {"pipeline.layers": "N_p"}, "mesh": {"p": 2, "x": 2, "y": 1, "z": 1}, "rounds": rounds}
+    with gspmd.lowering("blocking"):
+        biases, figures = run(config, "gshard", kind, microbatches, schedule=schedule, **how)
+    wanted, of_one = alone() if config == CONFIG else run(config, "replicated")
+    np.testing.assert_allclose([each["loss"] for each in figures], [each["loss"] for each in of_one], rtol=1e-4)
+    np.testing.assert_array_equal(biases, wanted)
+    assert len(np.unique(biases)) > 3
+    assert "sent" not in figures[0]
+
+
+def test_stages_train_all_but_the_bias():
     layout = Layout.load("gshard").override({"pipeline.layers": "N_p"})
-    with pytest.raises(ConfigError) as error:
-        trained_paths(CONFIG, layout)
-    assert str(error.value) == (
-        "cannot train this model:\n"
-        "  the stages of a pipeline train all parameters, and moe.choice_bias is not trained; leave it, or the stages,"
-        " out."
-    )
+    assert {*parameters(CONFIG, layout)} - {*trained_paths(CONFIG, layout)} == {PATH}
+    assert balanced_paths(CONFIG, layout, ("moe.choice_bias",)) == ()
+    with pytest.raises(ConfigError, match="the stages of a pipeline train all parameters; leave"):
+        trained_paths(CONFIG, layout, ("moe.w_in",))

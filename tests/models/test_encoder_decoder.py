@@ -340,7 +340,7 @@ def test_tokens_of_padding_change_no_bit(model):
     ("model", "given", "message"),
     [
         ("t5", {}, "this model has an encoder, and there is no source for it."),
-        ("decoder", {"source": (2, 4)}, "this model is a decoder alone and reads no source."),
+        ("decoder", {"source": (2, 4)}, "this model is decoder-only and reads no source."),
         ("t5", {"source": (2, 4), "segments": (2, 8)}, "targets have segments, and the source has none."),
         ("t5", {"source": (2, 4), "source_segments": (2, 5)}, "source_segments have shape (2, 5), and their tokens"),
         ("t5", {"source": (1, 4)}, "the source has shape (1, 4), and tokens (2, 8)."),
@@ -376,7 +376,7 @@ def test_refuses_sources_for_targets_without_segments():
                 source=jnp.ones((1, 4), jnp.int32),
                 source_segments=jnp.array([[1, 1, 2, 0]]),
             )
-        with pytest.raises(ValueError, match="this model is a decoder alone, and encodes nothing"):
+        with pytest.raises(ValueError, match="this model is decoder-only, and encodes nothing"):
             models.abstract(DECODER, Layout.load("replicated"), mesh).encode(jnp.ones((1, 4), jnp.int32))
 
 
@@ -410,7 +410,7 @@ def test_activations_of_both_stacks():
         ({"encoder_layers": 2, "block": "parallel"}, "block is parallel, and cross-attention has a norm of its own"),
         ({"encoder_layers": 2, "qk_norm": True}, "qk_norm is set, and cross-attention has no norms of heads"),
         ({"encoder_layers": 2, "start_token": 64}, "start_token is 64, which is not a token of 64"),
-        ({"start_token": 1}, "start_token is 1, and a decoder alone begins with its text"),
+        ({"start_token": 1}, "start_token is 1, and a decoder-only model begins with text"),
         ({"encoder_layers": 3, "moe": MoEConfig()}, "encoder_layers is 3, which moe.every (2) does not divide"),
         ({"attention_scale": 0.0}, "attention_scale is 0.0; it must be positive, or be left out"),
     ],

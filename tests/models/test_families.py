@@ -42,11 +42,27 @@ FAMILIES = {
     "unrotated": {
         "layers": 2, "layer_kinds": ("unrotated", "full"), "sinks": True, "attention_scale": 0.4, "norms": "after",
     },
+    "llama4": {
+        "layers": 4, "layer_kinds": ("chunked", "chunked", "unrotated", "chunked"), "attention_chunk": 5, "kv_heads": 2,
+        "qk_norm": "rotated", "rotary_pairs": "neighbours", "query_growth": 0.6, "growth_interval": 3, "tied": False,
+    },
     "latent": {"head_size": 10, "latent": LatentConfig(rank=6, query_rank=5, rotary=4, values=7), "tied": False},
     "latent of keys": {"head_size": 8, "latent": LatentConfig(rank=12, rotary=2, values=9), "attention_scale": 0.5},
     "gpt2": {
         "positions": "learned", "context_length": 40, "norm": "layer", "norm_bias": True, "activation": "gelu",
         "ffn_bias": True, "qkv_bias": True, "out_bias": True, "scale_embedding": False,
+    },
+    "bloom": {
+        "positions": "alibi", "norm": "layer", "norm_bias": True, "activation": "gelu", "embedding_norm": True,
+        "ffn_bias": True, "qkv_bias": True, "out_bias": True, "scale_embedding": False,
+    },
+    "mpt": {
+        "positions": "alibi", "alibi_max": 5.0, "norm": "layer", "activation": "gelu_exact", "qkv_clip": 0.2,
+        "scale_embedding": False,
+    },
+    "falcon": {
+        "positions": "alibi", "alibi_scaled": True, "block": "parallel", "norm": "layer", "kv_heads": 4,
+        "activation": "gelu_exact", "attention_scale": 0.3, "embedding_norm": True,
     },
     "clamped": {"activation": "swiglu_clamped", "ffn_bias": True, "qkv_bias": True, "out_bias": True},
     "plain silu": {"activation": "silu"},
@@ -55,6 +71,8 @@ FAMILIES = {
 CASES = [
     ("gpt-j", "weight-stationary-2d", "blocking", "explicit"),
     ("every bias", "megatron-1d", "blocking", "auto"),
+    ("llama4", "context-parallel", "looped", "explicit"),
+    ("bloom", "context-parallel", "blocking", "explicit"),
 ]
 MORE = [
     ("gpt-neox", "weight-stationary-2d", "blocking", "explicit"),
@@ -74,9 +92,18 @@ MORE = [
     ("gpt2", "weight-stationary-2d", "blocking", "explicit"),
     ("gpt2", "context-parallel", "xla", "auto"),
     ("olmo2", "weight-gathered-xy", "xla", "auto"),
+    ("bloom", "megatron-sequence", "looped", "explicit"),
+    ("bloom", "zero-3", "xla", "auto"),
+    ("mpt", "weight-stationary-2d", "blocking", "explicit"),
+    ("mpt", "context-parallel", "looped", "auto"),
+    ("falcon", "weight-gathered-xyz", "xla", "explicit"),
+    ("falcon", "megatron-1d", "blocking", "auto"),
     ("gemma3", "weight-stationary-2d", "blocking", "explicit"),
     ("gemma3", "context-parallel", "looped", "explicit"),
     ("unrotated", "zero-3", "blocking", "auto"),
+    ("llama4", "weight-stationary-2d", "blocking", "explicit"),
+    ("llama4", "context-parallel", "xla", "auto"),
+    ("llama4", "zero-3", "xla", "explicit"),
     ("clamped", "megatron-1d", "looped", "explicit"),
     ("plain silu", "weight-stationary-2d", "blocking", "explicit"),
 ]

@@ -133,7 +133,7 @@ def test_a_model_whose_stages_are_gathered_keeps_its_weights_in_stages(config, m
         model = models.build(config(layers=2, moe=None), layout, mesh, jax.random.key(0))
         before = {path: (id(x), x.sharding) for path, x in models.arrays(model).items()}
         model.stacked()
-        jax.make_jaxpr(lambda: [leaf.get_value() for _, leaf in nnx.to_flat_state(model.stacked()[1])])()
+        jax.make_jaxpr(lambda: [leaf.get_value() for _, leaf in nnx.to_flat_state(model.stacked().weights)])()
         assert {path: (id(x), x.sharding) for path, x in models.arrays(model).items()} == before
 
 

@@ -12,12 +12,15 @@ import gspmd_models as models
 from gspmd.layouts import Layout
 from gspmd.layouts.initial import nested
 from gspmd.moe import MoEConfig
+from gspmd_models.config import LatentConfig
 from gspmd_models.decoding import decode_step, for_serving, phases, prefill_step, served
 from gspmd_models.parameters import parameters
 
 ROWS, LENGTH, READ, ROOM = 8, 8, 6, 12
 SWITCH = MoEConfig(experts=8, router="top-k", k=2, shared=1, every=2)
 DROPLESS = replace(SWITCH, dispatch="dropless", every=1, shared=0)
+LATENT = {"kv_heads": 8, "head_size": 20, "latent": LatentConfig(rank=12, query_rank=8, rotary=8, values=16)}
+STRAIGHT = LATENT | {"latent": LatentConfig(rank=12, rotary=8, values=16)}
 BIASES = {"qkv_bias": True, "out_bias": True, "ffn_bias": True, "output_bias": True}
 TOKENS = np.random.default_rng(0).integers(0, 64, (ROWS, LENGTH)).astype(np.int32)
 
@@ -36,12 +39,17 @@ def scaled_up(quantized):
         scale = f"{place}.{'scale' if name == 'table' else name.replace('w_', 's_')}"
         if scale not in values:  # w_o of a parallel block has that of w_out
             scale = path.replace("attention.w_o", "ffn.s_out")
-        over = {"w_q": 1, "w_k": 1, "w_v": 1, "w_o": (1, 2), "table": 1}.get(name, values[path].ndim - 2)
+        over = SUMMED.get(name, values[path].ndim - 2)
         values[path] = values[path] * np.expand_dims(values[scale], over)
     return {path: x for path, x in values.items() if path.rpartition(".")[2] not in (*SCALES, "scale")}
 
 
-SCALES = ("s_q", "s_k", "s_v", "s_o", "s_in", "s_gate", "s_out")
+SCALES = (
+    "s_q", "s_k", "s_v", "s_o", "s_q_down", "s_q_up", "s_k_down", "s_k_up", "s_v_up", "s_in", "s_gate", "s_out",
+)  # fmt: skip
+
+#: The dimensions of stacked matrices over which their products sum, where it is not the last but one.
+SUMMED = dict.fromkeys(("w_q", "w_k", "w_v", "w_q_up", "w_k_up", "w_v_up", "table"), (1,)) | {"w_o": (1, 2)}
 
 
 def on_one_device(settings, values, make_mesh):
@@ -69,7 +77,7 @@ def test_under_auto_axes_too_weights_and_scales_lie_where_the_layout_says(config
 def by_channel(path, w):
     """A weight as [..., channels that have a scale each, numbers of one channel]."""
     name = path.rpartition(".")[2]
-    summed = {"w_q": (1,), "w_k": (1,), "w_v": (1,), "w_o": (1, 2), "table": (1,)}.get(name, (w.ndim - 2,))
+    summed = SUMMED.get(name, (w.ndim - 2,))
     kept = [d for d in range(w.ndim) if d not in summed]
     return w.transpose(*kept, *summed).reshape(*(w.shape[d] for d in kept), -1)
 
@@ -127,6 +135,10 @@ CASES = [
     pytest.param("zero-3", "looped", {"block": "parallel"}, marks=SLOW),
     pytest.param("weight-stationary-2d", "looped", {"block": "parallel", "parallel_norms": 2, **BIASES}, marks=SLOW),
     pytest.param("weight-gathered-x", "auto", {"block": "parallel", "tied": False}, marks=SLOW),
+    ("weight-stationary-2d", "blocking", LATENT),
+    pytest.param("weight-stationary-1d", "xla", STRAIGHT, marks=SLOW),
+    pytest.param("megatron-1d", "looped", LATENT, marks=SLOW),
+    pytest.param("weight-gathered-xyz", "blocking", STRAIGHT | {"tied": False}, marks=SLOW),
 ]
 
 
@@ -161,10 +173,19 @@ def test_weights_cross_the_wire_as_int8(config, make_mesh):
     assert sent[0] - sent[1] == 3 * gathered * 7 / 8 - scales  # of every weight one byte in four
 
 
+READS = [
+    ("weight-stationary-2d", "weight-gathered-xyz", {"block": "parallel", "kv_heads": 1}),
+    ("weight-stationary-2d", "weight-gathered-xyz", LATENT),
+    pytest.param("megatron-1d", "megatron-1d", STRAIGHT, marks=SLOW),
+    pytest.param("weight-stationary-1d", "weight-gathered-x", LATENT | {"tied": False}, marks=SLOW),
+]
+
+
 @pytest.mark.parametrize("cache", [False, pytest.param(True, marks=SLOW)])
-def test_a_prompt_is_read_and_continued_with_int8(cache, config, make_mesh):
-    settings = for_serving(config(block="parallel", kv_heads=1))
-    stationary, gathered = Layout.load("weight-stationary-2d"), Layout.load("weight-gathered-xyz")
+@pytest.mark.parametrize(("stationary", "gathered", "changes"), READS)
+def test_a_prompt_is_read_and_continued_with_int8(stationary, gathered, changes, cache, config, make_mesh):
+    settings = for_serving(config(**changes))
+    stationary, gathered = Layout.load(stationary), Layout.load(gathered)
     mesh = make_mesh(stationary.mesh_for(8))
     sizes = tuple(settings.sizes(ROWS, length) | {"T": ROOM} for length in (READ, 1))
     reading, writing = phases(stationary, gathered, sizes=sizes, mesh=mesh)

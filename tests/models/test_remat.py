@@ -164,7 +164,7 @@ AGAIN = r"\b(?:remat2?|checkpoint)\["
 
 
 def test_blocks_whose_kinds_do_not_repeat_are_computed_again_one_by_one(config, make_mesh):
-    """A checkpoint of 26 layers with a pattern of 6 is one pattern of 26."""
+    """Those that do, after others, are computed again in their loop."""
     layout, mesh = Layout.load("replicated"), make_mesh({"x": 1, "y": 1, "z": 1})
 
     def again(**changes):
@@ -177,3 +177,4 @@ def test_blocks_whose_kinds_do_not_repeat_are_computed_again_one_by_one(config, 
     kinds = ("sliding", "sliding", "full", "sliding")
     assert len(re.findall(AGAIN, again(layer_kinds=kinds, remat="full"))) >= 4
     assert not re.findall(AGAIN, again(layer_kinds=kinds, remat="none"))
+    assert 2 <= len(re.findall(AGAIN, again(layer_kinds=("full", "sliding", "sliding", "sliding"), remat="full"))) < 4

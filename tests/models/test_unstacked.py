@@ -20,6 +20,7 @@ EXPERTS = MoEConfig(experts=8, router="top-k", k=2, every=2, offset=0, dispatch=
 SHAPES = {
     "serial, int8": ({"layers": 3, "kv_heads": 4}, True),
     "experts in every second block": ({"layers": 4, "moe": EXPERTS}, False),
+    "a first block without experts": ({"layers": 3, "moe": replace(EXPERTS, every=1, dense_layers=(0,))}, False),
     "parallel, int8": ({"layers": 2, "kv_heads": 1, "block": "parallel"}, True),
 }
 
@@ -39,13 +40,14 @@ def test_texts_and_weights_are_those_of_stacked_blocks(name, config, make_mesh):
     rows, values, stacks = parameters(apart.config, apart.layout), models.arrays(apart), models.arrays(model)
     assert list(values) == list(rows)
     assert not apart.config.stacked
+    places = {number: (place, at) for place, each in enumerate(model.config.stacks()) for at, number in enumerate(each)}
     for path, value in values.items():
         assert value.shape == rows[path].shape
         assert value.sharding.is_equivalent_to(jax.NamedSharding(mesh, rows[path].spec.partition_spec()), value.ndim)
         if path.startswith("blocks."):
             _, number, rest = path.split(".", 2)
-            stack = stacks[f"blocks.{int(number) % model.config.pattern}.{rest}"]
-            np.testing.assert_array_equal(value[0], stack[int(number) // model.config.pattern])
+            place, at = places[int(number)]
+            np.testing.assert_array_equal(value[0], stacks[f"blocks.{place}.{rest}"][at])
     with jax.set_mesh(mesh):
         layout, ends = Layout.load("weight-stationary-2d"), {"tokens": 6, "seed": 3}
         texts, others = (models.Generator(each, layout, chunk=2)(PROMPTS, **ends).texts for each in (model, apart))

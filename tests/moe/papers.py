@@ -1,7 +1,7 @@
 """The papers' routers and layer, transcribed token by token in float64; nothing here is shared with the package.
 
-Each router takes one group of logits [L, X], which tokens are real, and a capacity; `order` is the order in which
-tokens queue up, as they stand where there is none.
+Each router takes one group of logits [L, X], the mask of real tokens, and a capacity. `order` is the order in which
+tokens queue up; without it they queue up as they come.
 """
 
 import math
@@ -12,7 +12,7 @@ import numpy as np
 
 @dataclass
 class Answer:
-    """One group's assignments: every token's choices, those that found room, and the paper's losses."""
+    """One group's assignments: every token's choices, those with room at their expert, and the paper's losses."""
 
     choices: list[list[int]]
     placed: list[dict[int, tuple[int, float]]] = field(default_factory=list)  # per token, expert: (slot, gate)
@@ -26,7 +26,7 @@ def softmax(row):
 
 
 def best(row, excluded=()):
-    """Index of the largest entry, the first of equals."""
+    """Return the index of the largest entry, the first of equals."""
     found = None
     for index, value in enumerate(row):
         if index not in excluded and (found is None or value > row[found]):
@@ -35,7 +35,7 @@ def best(row, excluded=()):
 
 
 def top(row, count):
-    """Indices of the largest entries, largest first, the first of equals."""
+    """Return the indices of the largest entries, largest first; equals in their order."""
     found = []
     for _ in range(count):
         found.append(best(row, found))
@@ -43,7 +43,7 @@ def top(row, count):
 
 
 def log_odds_against(row, pick):
-    """log((1 - p) / p) of one entry's probability p, which tells probabilities near 1 apart."""
+    """Return log((1 - p) / p) of one entry's probability p, which distinguishes probabilities near 1."""
     if row[pick] == -math.inf:
         return math.inf
     ahead = sorted(float(v) - float(row[pick]) for index, v in enumerate(row) if index != pick)
@@ -53,7 +53,7 @@ def log_odds_against(row, pick):
 
 
 def surest_first(logits):
-    """V-MoE, arXiv 2106.05974, batch-prioritized routing: tokens by their largest probability, equals as they stand."""
+    """V-MoE, arXiv 2106.05974, batch-prioritized routing: tokens by their largest probability, equals in order."""
     return sorted(range(len(logits)), key=lambda token: (log_odds_against(logits[token], best(logits[token])), token))
 
 
@@ -105,7 +105,7 @@ def st_moe(logits, real, capacity, alpha, order=None):
 def top_k(logits, logs, real, capacity, config, bias=None, order=None):
     """Mixtral, arXiv 2401.04088, section 2.1: softmax of the k best logits; or the probabilities of all of them.
 
-    With sigmoid scores, groups or a bias, DeepSeek-V3, arXiv 2412.19437, equations 12 to 16; of groups by their best
+    With sigmoid scores, groups or a bias, DeepSeek-V3, arXiv 2412.19437, equations 12 to 16; for groups by their best
     expert, DeepSeek-V2, arXiv 2405.04434, section 2.2.2. `logs` are the logarithms of sigmoid scores, or the logits.
     """
     answer, gates = Answer([], [{} for _ in logits]), []
@@ -172,7 +172,7 @@ def expert_choice(logits, real, capacity):
 
 
 def balance(logits, real, choices, k):
-    """X · Σ f_i · P_i of the first k choices (Switch, equations 4 to 6; of more than one, DeepSeekMoE, 12 to 14)."""
+    """X · Σ f_i · P_i of the first k choices (Switch, equations 4 to 6; for more than one, DeepSeekMoE, 12 to 14)."""
     experts, tokens = len(logits[0]), sum(bool(r) for r in real)
     share, mean = [0.0] * experts, [0.0] * experts
     for row, picks, is_real in zip(logits, choices, real):
@@ -195,13 +195,13 @@ def z(logits, real):
 
 
 def variation(values):
-    """The square of the coefficient of variation."""
+    """Return the square of the coefficient of variation."""
     mean = sum(values) / len(values)
     return sum((v - mean) ** 2 for v in values) / len(values) / mean**2 if mean else 0.0
 
 
 def _first_come(answer, gates, real, capacity, order):
-    """Places first choices and then second ones, tokens in their order, while there is room."""
+    """Assign first choices and then second ones, tokens in their order, while there is room."""
     count = {}
     for choice in range(len(answer.choices[0])):
         for token in order or range(len(gates)):
@@ -215,14 +215,14 @@ def _first_come(answer, gates, real, capacity, order):
 
 
 def routed(config, logits, real, random=None, bias=None):
-    """The answer of the config's router for one group, its losses weighted.
+    """Return the answer of the config's router for one group, with weighted losses.
 
     Args:
         config: a MoEConfig.
         logits: [L, X]; for noisy-top-k [L, X] or [L, 2X].
         real: [L].
-        random: what the router drew: [L] for gshard, [L, X] for noisy-top-k; None in evaluation.
-        bias: [X], of the choice of top-k; None for none.
+        random: the random numbers that the router drew: [L] for gshard, [L, X] for noisy-top-k; None in evaluation.
+        bias: [X], the bias of the choice of top-k; None for none.
     """
     experts, capacity = config.experts, config.capacity(len(logits))
     clean, raw = logits[:, :experts], logits[:, experts:]
@@ -251,7 +251,7 @@ def routed(config, logits, real, random=None, bias=None):
 
 
 def layer(x, answer, expert_function):
-    """Sum of gate · expert(x) over the experts that took each token of one group [L, E]."""
+    """Return the sum of gate · expert(x) over the experts that took each token of one group [L, E]."""
     rows = []
     for token, placed in enumerate(answer.placed):
         row = np.zeros_like(x[token], dtype=np.float64)

@@ -1,4 +1,4 @@
-"""A small layer of experts: its inputs, one device's answers and gradients, and the same on any mesh by any layout."""
+"""A small layer of experts: its inputs, its results and gradients on one device, and on any mesh in any layout."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -20,13 +20,13 @@ SIZES = {"G": G, "L": L, "E": E, "F": F, "X": X}
 
 @dataclass(frozen=True)
 class Placed:
-    """A layout of experts on a mesh, and what it sends.
+    """A layout of experts on a mesh, and its collectives.
 
     Attributes:
         mesh: sizes of the mesh axes.
         specs: the moe section, keys to specs.
-        forward: kind and mesh axes of every collective of a forward pass, to how many there are.
-        backward: the same of a backward pass.
+        forward: kind and mesh axes of the collectives of a forward pass, to their number.
+        backward: the same for a backward pass.
     """
 
     mesh: dict[str, int]
@@ -36,12 +36,12 @@ class Placed:
 
     @property
     def section(self) -> SimpleNamespace:
-        """The specs as a layout's section."""
+        """Return the specs as a layout's section."""
         return SimpleNamespace(**self.specs)
 
 
 def specs(equation: str, hidden: str, w_in: str, w_out: str, *, router: str = "EX", **more: str) -> dict[str, str]:
-    """A section from what slots do, "G_xXCE -> GX_xCE", and from what is multiplied with them."""
+    """Return a section from the move of slots, "G_xXCE -> GX_xCE", and the operands that they are multiplied by."""
     move = parse_equation(equation)
     dispatched, there = str(move.operands[0].specs[0]), str(move.outputs[0])
     groups = dispatched.replace("XCE", "LE")
@@ -83,7 +83,7 @@ LAYOUTS = {
         TWO,
         specs("G_xXCE -> GX_xCE", "GX_xCF_y", "X_xEF_y", "X_xF_yE"),
         {("all-to-all", "x"): 2, ("all-reduce", "x"): 1, ("all-reduce", "y"): 1},  # the sum over F
-        {("all-to-all", "x"): 2, ("all-reduce", "x"): 1, ("all-reduce", "y"): 1},  # that of the slots' gradient
+        {("all-to-all", "x"): 2, ("all-reduce", "x"): 1, ("all-reduce", "y"): 1},  # for the slots' gradient
     ),
     "experts x data": Placed(
         TWO,
@@ -109,13 +109,13 @@ LAYOUTS = {
 }  # fmt: skip
 TWO_DIMENSIONAL = Placed(
     TWO, specs("GXCE -> GXCE_xy", "GXCF_yx", "XE_xF_y", "XF_yE_x", router="E_xX"), {}, {}
-)  # its gathers and scatters are those of a dense layer
+)  # it has the gathers and scatters of a dense layer
 
 
 def inputs(
     biased: bool = False, config: MoEConfig | None = None
 ) -> tuple[np.ndarray, dict[str, np.ndarray], np.ndarray]:
-    """Tokens [G, L, E], all weights, with or without biases, and the mask of real tokens [G, L].
+    """Return tokens [G, L, E], all weights, with or without biases, and the mask of real tokens [G, L].
 
     The biases of a router are there if the config has them.
     """
@@ -135,7 +135,7 @@ def loss_of(y: jax.Array, loss: jax.Array) -> jax.Array:
 
 @cache
 def on_one_device(config: MoEConfig, activation: str = "swiglu", biased: bool = False):
-    """The layer from its pure parts, as a reader would write it without a mesh; dropless as slots for everything."""
+    """Run the layer from its pure parts, as one would write it without a mesh; dropless has slots for every token."""
     if config.dispatch == "dropless":
         config = replace(config, dispatch="sort", capacity_factor=float(X))
     (x, weights, mask), key = inputs(biased, config), jax.random.key(5)
@@ -176,7 +176,7 @@ def on_one_device(config: MoEConfig, activation: str = "swiglu", biased: bool = 
 def arrays(
     layout: Placed, biased: bool = False, config: MoEConfig | None = None
 ) -> tuple[jax.Array, dict[str, jax.Array], jax.Array]:
-    """The inputs, placed on the current mesh."""
+    """Return the inputs, placed on the current mesh."""
     x, weights, mask = inputs(biased, config)
     lines = {name: name for name in weights} | {"b_gate": "b_in"}
     placed = {name: gspmd.annotate(w, layout.specs[lines[name]]) for name, w in weights.items()}
@@ -185,13 +185,13 @@ def arrays(
 
 
 def layer(layout: Placed, config: MoEConfig, activation: str = "swiglu", key: jax.Array | None = None) -> Callable:
-    """The layer in training, of `arrays`."""
+    """Return a function of `arrays` that runs the layer in training."""
     more = {"train": True, "activation": activation}
     return lambda x, w, mask: expert_layer(x, w, layout.section, config, key=key, mask=mask, **more)
 
 
 def program(layout: Placed, config: MoEConfig, activation: str = "swiglu") -> Callable:
-    """Value, gradient, and what the layer returns, of `arrays`."""
+    """Return a function of `arrays` that returns the value, the gradients, and the layer's result."""
     run = layer(layout, config, activation, jax.random.key(5))
 
     @jax.jit
@@ -206,7 +206,7 @@ def program(layout: Placed, config: MoEConfig, activation: str = "swiglu") -> Ca
 
 
 def pullback(layout: Placed, config: MoEConfig) -> Callable:
-    """Value and gradients of the layer, and no sum of its own."""
+    """Return a function for the value and gradients of the layer, which adds no further sum."""
     run = layer(layout, config)
 
     def both(x, weights, mask):

@@ -1,4 +1,4 @@
-"""The checks of every planned form: one device's numbers, and no collective that the plan does not have."""
+"""The checks of every planned form: the results of one device, and no collective that the plan does not have."""
 
 import re
 from collections import Counter
@@ -38,12 +38,12 @@ def sent(text: str) -> dict[tuple[str, int], tuple[int, int]]:
 
 def _bytes(array: re.Match) -> int:
     size = prod(int(n) for n in array["shape"].split(",") if n)
-    return size * (int(re.sub(r"\D", "", array["dtype"]) or 8) // 8)  # a truth value takes a byte
+    return size * (int(re.sub(r"\D", "", array["dtype"]) or 8) // 8)  # a boolean takes a byte
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """A case runs under one type of mesh axes, the types taking turns; under the other it is slow."""
+    """Mark cases slow so that each runs under one type of mesh axes in the fast suite, the types in turn."""
     numbers: dict = {}
     for item in items:
         if {"check_form", "axis_type"} <= set(item.fixturenames):
@@ -58,7 +58,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture
 def check_form(make_mesh, place):
-    """A function that compiles value and gradients of a form and compares both with plain code on one device.
+    """Return a function that compiles value and gradients of a form and compares both with plain code on one device.
 
     It asserts that the compiled collectives are the planned ones, in number and bytes, and returns those that are
     planned: {(kind, axes): count}.
@@ -110,7 +110,7 @@ def _by_group(planned: dict, mesh: dict[str, int]) -> dict[tuple[str, int], tupl
 
 @pytest.fixture
 def tiny_blocks(monkeypatch):
-    """Blocks of about 128 logits, from 64 logits on; buckets are counted like heads."""
+    """Use blocks of about 128 logits, from 64 logits on; buckets are counted like heads."""
     jax.clear_caches()
     for name, value in (("LARGEST", 64), ("_BLOCK", 128), ("_LENGTHS", (2, 5)), ("_MULTIPLES", (2, 1))):
         monkeypatch.setattr(blocks, name, value)

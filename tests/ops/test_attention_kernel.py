@@ -100,7 +100,7 @@ def test_values_and_gradients(case, on_tpu, make_mesh, place):
 
 OPTIONS = [
     {"window": 150, "softcap": 0.8, "sinks": True}, {"window": 128}, {"window": 1, "sinks": True}, {"softcap": 1.5},
-    {"window": 129, "sinks": True},
+    {"window": 129, "sinks": True}, {"chunk": 100, "sinks": True}, {"chunk": 256}, {"chunk": 130, "softcap": 0.8},
 ]  # fmt: skip
 
 
@@ -132,14 +132,22 @@ def test_windows_caps_and_sinks(options, mesh_axes, on_tpu, make_mesh, place):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=2e-5), got, want)
 
 
-@pytest.mark.parametrize("window", [None, 1, 100, 128, 129, 130, 300, 512])
-def test_the_work_of_a_kernel_is_that_of_its_grid(window, on_tpu):
+LIMITS = [*(Limits(window=size) for size in (None, 1, 100, 128, 129, 130, 300, 512)),
+          *(Limits(chunk=size) for size in (1, 100, 128, 129, 200, 256, 300, 450))]  # fmt: skip
+
+
+@pytest.mark.parametrize("limits", LIMITS)
+def test_the_work_of_a_kernel_is_that_of_its_grid(limits, on_tpu):
     """Compare with the tables that JAX makes of the mask: the blocks that are not empty, and the widest row of them."""
-    schedule = splash._Schedule.of(512, 256, Limits(window))
+    schedule = splash._Schedule.of(512, 256, limits)
     assert (schedule.count, schedule.block) == (4, 128)
-    for info, of_row in ((schedule.kernel().fwd_mask_info, -1), (schedule.kernel().dkv_mask_info, -2)):
-        assert np.count_nonzero(info.block_mask) == sum(schedule.seen)
-        assert info.block_mask.shape[of_row] == max(schedule.seen)
+    tables = (
+        (schedule.kernel().fwd_mask_info, -1, schedule.seen),
+        (schedule.kernel().dkv_mask_info, -2, schedule.seeing),
+    )
+    for info, of_row, seen in tables:
+        assert np.count_nonzero(info.block_mask) == sum(seen)
+        assert info.block_mask.shape[of_row] == max(seen)
 
 
 @pytest.mark.slow
@@ -227,7 +235,9 @@ def test_what_the_kernel_takes(on_tpu, make_mesh):
         assert asked(segments=(of_tokens, of_tokens)) == 1
         assert asked(segments=(of_tokens, 2 * of_tokens)) == 0  # where a query may attend to nothing
         assert asked(bias=jnp.ones((32, 2)), bias_spec="RH", buckets=Buckets()) == 0
-        assert asked(window=16) == asked(softcap=2.0) == asked(sinks=jnp.ones(2), sinks_spec="H") == 1
+        assert (
+            asked(window=16) == asked(chunk=16) == asked(softcap=2.0) == asked(sinks=jnp.ones(2), sinks_spec="H") == 1
+        )
         assert asked(slopes=(1.0, 0.5)) == 0
 
 
@@ -253,7 +263,8 @@ def test_what_is_kept_is_not_computed_again(on_tpu, make_mesh):
 
 @pytest.mark.slow
 @pytest.mark.skipif(util.find_spec("libtpu") is None, reason="libtpu, the TPU compiler, is not installed")
-def test_a_compiled_kernel_has_products_and_a_schedule(monkeypatch):
+@pytest.mark.parametrize(("more", "blocks_seen", "most"), [({}, 3, 2), ({"chunk": 256}, 2, 1)])
+def test_a_compiled_kernel_has_products_and_a_schedule(more, blocks_seen, most, monkeypatch):
     """For a v5p slice; a chip's two cores share the kernel, and the ledger counts the blocks that causality leaves."""
     monkeypatch.setattr(splash, "_LONGEST", (256, 256))
     monkeypatch.setattr(blocks, "LARGEST", 64)
@@ -265,13 +276,13 @@ def test_a_compiled_kernel_has_products_and_a_schedule(monkeypatch):
     )
 
     def loss(q, k, v):
-        return attention(q, k, v, "B_xLHD", "B_xTKD").astype(jnp.float32).sum()
+        return attention(q, k, v, "B_xLHD", "B_xTKD", **more).astype(jnp.float32).sum()
 
     with gspmd.lowering("blocking"):
         report = compile_offline(jax.grad(loss, argnums=(0, 1, 2)), q, k, k, topology=target)
-    products, blocks_seen = 2 + 3 + 4, 3
+    products = 2 + 3 + 4
     assert report.ledger.flops == report.timeline.flops == 2 * products * 4 * blocks_seen * 256**2 * 128
-    assert {schedule.trips for schedule in report.module.kernels.values()} == {4 * 2 * 2 // 2 + 2}
+    assert {schedule.trips for schedule in report.module.kernels.values()} == {4 * 2 * most // 2 + 2}
     assert len(report.module.kernels) == 3
     assert not report.timeline.notes + report.ledger.notes
     spans = [span for span in report.timeline.spans if span.instruction in report.module.kernels]

@@ -1,4 +1,4 @@
-"""Windows, soft caps, sinks and slopes, alone and together, in every placement, whole and in blocks."""
+"""Windows, chunks, soft caps, sinks and slopes, alone and together, in every placement, whole and in blocks."""
 
 import re
 
@@ -10,6 +10,7 @@ import pytest
 import gspmd
 from gspmd.ops import attention
 from gspmd.ops._attention.blocks import Blocks
+from gspmd.ops._attention.terms import Limits
 from tests.ops.test_attention_segments import CUBE, ROW, arrays, order_of, segments
 from tests.references.attention import written_out
 
@@ -26,6 +27,8 @@ TERMS = [
     {"window": 3, "softcap": 0.7}, {"window": 1, "sinks": True}, {"window": 4, "slopes": True, "softcap": 1.5},
     {"window": 5, "slopes": True}, {"window": 4, "softcap": 0.7, "sinks": True}, {"sinks": True, "softcap": 0.7},
     {"window": 3}, {"softcap": 0.7}, {"sinks": True}, {"slopes": True}, {"window": 40, "slopes": True, "sinks": True},
+    {"chunk": 3}, {"chunk": 4, "softcap": 0.7, "sinks": True}, {"chunk": 6, "slopes": True}, {"chunk": 7},
+    {"chunk": 1, "sinks": True}, {"chunk": 40},
 ]  # fmt: skip
 WITH = ["", "mask", "segments", "offset"]
 LOWERINGS = ["blocking", "xla", "looped", "auto"]
@@ -41,6 +44,8 @@ def draw(seed):
     )
     terms = dict(TERMS[seed % len(TERMS)])
     more = str(rng.choice(WITH[:3] if "ring" in case else WITH))
+    if "chunk" in terms and more == "segments":
+        more = "mask"
     return case, lowering, terms, more
 
 
@@ -123,27 +128,67 @@ def test_a_query_that_sees_nothing_gives_nothing_to_its_sink(make_mesh):
     np.testing.assert_allclose(none[0, :, :, 0], [[0, 0], [1, 1], [1, 1]], rtol=1e-6)
 
 
-@pytest.mark.parametrize(("causal", "window"), [(True, 5), (True, 1), (True, 40), (True, None), (False, None)])
-def test_blocks_that_no_query_sees_are_left_out(causal, window):
+LIMITS = [*(Limits(window=size) for size in (5, 1, 40)), *(Limits(chunk=size) for size in (6, 5, 11, 1, 40)), Limits()]
+
+
+@pytest.mark.parametrize(("causal", "limits"), [*((True, each) for each in LIMITS), (False, Limits())])
+def test_blocks_that_no_query_sees_are_left_out(causal, limits):
     """Every pair that is seen is in exactly one block, and every block has one, or is the only one of its queries."""
     for rows, queries, keys, block in ((2, 24, 24, (1, 4, 6)), (1, 24, 10, (1, 8, 4)), (1, 21, 21, (1, 7, 5))):
         blocks, count = Blocks(*block), np.zeros((rows, queries, keys), int)
-        starts = blocks.starts(rows, queries, keys, causal, window)
-        relative = np.arange(keys)[None] - np.arange(queries)[:, None]
+        starts = blocks.starts(rows, queries, keys, causal, limits)
+        of_keys, of_queries = np.arange(keys)[None], np.arange(queries)[:, None]
+        relative = of_keys - of_queries
         seen = np.ones_like(relative, bool) if not causal else relative <= 0
-        seen = seen if window is None else seen & (relative > -window)
+        seen = seen if limits.window is None else seen & (relative > -limits.window)
+        seen = seen if limits.chunk is None else seen & (of_keys // limits.chunk == of_queries // limits.chunk)
         for row, query, key, new in starts:
             here = slice(row, row + block[0]), slice(query, query + block[1]), slice(max(key, new), key + block[2])
             count[here] += 1
             others = (starts[:, 0] == row) & (starts[:, 1] == query)
-            assert (new == blocks.first_key(query, keys, window)) == (new == starts[others, 3].min())
+            assert (new == blocks.first_key(query, keys, limits)) == (new == starts[others, 3].min())
             assert seen[here[1:]].any() or others.sum() == 1
         assert count.max() == 1
         assert (count == 1)[:, seen].all()
 
 
-def test_a_window_leaves_out_products(make_mesh):
-    """Multiply 31 blocks with a window of 2,048, and 136 without one, of 16 by 16 causal blocks of 2,048 tokens."""
+@pytest.mark.parametrize("name", ["window", "chunk"])
+@pytest.mark.parametrize("reach", [1, 2, 5, 9])
+def test_blocks_move_with_the_position_of_the_first_query(name, reach):
+    """As above, from any position: all pairs that are seen are in one block, of as few as a window can touch."""
+    limits = Limits(**{name: reach})
+    for queries, keys, block in ((24, 48, (1, 4, 6)), (21, 80, (1, 7, 5)), (8, 30, (1, 8, 4))):
+        blocks = Blocks(*block)
+        for ahead in (-40, -3, 0, 1, 7, 26, 50, 90):
+            starts = np.asarray(blocks.starts(1, queries, keys, True, limits, jnp.int32(ahead)))
+            assert len(starts) == queries // block[1] * blocks.in_reach(reach) < queries // block[1] * (keys / block[2])
+            count = np.zeros((queries, keys), int)
+            relative = np.arange(keys)[None] - np.arange(queries)[:, None] - ahead
+            for _, query, key, new in starts:
+                assert 0 <= key <= keys - block[2]
+                count[query : query + block[1], max(key, new) : key + block[2]] += 1
+                others = starts[starts[:, 1] == query, 3]
+                assert (new == blocks.first_key(query, keys, limits, ahead)) == (new == others.min())
+            assert count.max() == 1
+            assert (count == 1)[(relative <= 0) & (relative > -reach)].all()
+
+
+@pytest.mark.parametrize("by", ["offset", "shards"])
+def test_a_window_leaves_out_products_from_any_position(by, make_mesh):
+    """Of 32,768 keys, 8,192 queries multiply 4 by 3 blocks of 2,048, wherever they are, and not 4 by 16."""
+    long, short = (jax.ShapeDtypeStruct((1, length, 2, 8), jnp.bfloat16) for length in (32768, 8192))
+    options = {"window": 2048} | ({"offset": jnp.int32(12345)} if by == "offset" else {})
+    queries, query = (short, "BLHD") if by == "offset" else (long, "BL_xHD")
+    with jax.set_mesh(make_mesh({"x": 4}, "auto")), gspmd.lowering("blocking"):
+        attend = lambda q, k, v: attention(q, k, v, query, "BTKD", **options).astype(float).sum()  # noqa: E731
+        for function in (attend, jax.grad(attend)):
+            program = str(jax.make_jaxpr(function)(queries, long, long))
+            assert set(re.findall(r"length=(\d+)", program)) == {"12"}
+
+
+def test_a_window_or_a_chunk_leaves_out_products(make_mesh):
+    """Multiply blocks of 2,048 tokens, 16 by 16 of which 136 are causal: 31 with a window of 2,048; 24 with
+    chunks of two blocks, and 16 with chunks of one."""
     q = jax.ShapeDtypeStruct((1, 32768, 2, 8), jnp.bfloat16)
 
     def trips(**more):
@@ -152,23 +197,25 @@ def test_a_window_leaves_out_products(make_mesh):
         return max(map(int, re.findall(r"length=(\d+)", str(jaxpr))))
 
     assert (trips(), trips(window=2048)) == (136, 31)
+    assert (trips(chunk=4096), trips(chunk=2048), trips(chunk=32768)) == (24, 16, 136)
 
 
 @pytest.mark.parametrize("lowering", ["looped", "blocking"])
-def test_chunks_before_every_window_are_not_multiplied(lowering, make_mesh, place):
+@pytest.mark.parametrize("terms", [{"window": 3}, {"chunk": 4}])
+def test_chunks_before_every_window_are_not_multiplied(lowering, terms, make_mesh, place):
     """Not-a-number in a chunk reaches only devices with queries near it: 0 times it would spoil the others, too."""
     mesh, of_place = make_mesh({"x": 4}), gspmd.ops.zigzag_positions(16, 4)
     q, k, v = arrays(2, 2, 16, 16)
     v[:, of_place < 2] = np.nan
 
     def value_and_gradient(g, *given):
-        y, transpose = jax.vjp(lambda *each: attention(*each, "BL_xHD", "BT_xKD", window=3), *given)
+        y, transpose = jax.vjp(lambda *each: attention(*each, "BL_xHD", "BT_xKD", **terms), *given)
         return y, transpose(g)[0]
 
     with jax.set_mesh(mesh), gspmd.lowering(lowering):
         placed = [place(mesh, x, spec) for x, spec in zip((q, k, v), ("BL_xHD", "BT_xKD", "BT_xKD"))]
         y, d_q = map(np.asarray, jax.jit(value_and_gradient)(placed[0], *placed))
-    want = written_out(q, k, np.nan_to_num(v), at=(of_place, of_place), window=3)
+    want = written_out(q, k, np.nan_to_num(v), at=(of_place, of_place), **terms)
     np.testing.assert_allclose(y[:, 8:], want[:, 8:], rtol=2e-5, atol=2e-5)  # of the third and the last device
     assert np.isfinite(d_q[:, 8:]).all()
     assert np.isnan(y[:, :8]).any()
@@ -225,6 +272,14 @@ def test_reduced_sinks_keep_their_gradient_a_partial_sum(make_mesh, place):
         ({"window": 0}, "window is 0.\n  It is the number of keys that a query sees, itself included: pass a whole"),
         ({"window": 2.5}, "window is 2.5."),
         ({"window": 4, "causal": False}, "attention is not causal.\n  Leave window out, or attend causally."),
+        ({"chunk": 0}, "chunk is 0.\n  It is the number of tokens of a chunk, in which queries see keys: pass a whole"),
+        ({"chunk": 4, "causal": False}, "attention is not causal.\n  Leave chunk out, or attend causally."),
+        ({"chunk": 4, "window": 3}, "window is 3, and chunk 4, but a query sees either the last keys or those of its"),
+        (
+            {"chunk": 4, "segments": (np.ones((4, 8), int), np.ones((4, 8), int))},
+            "chunks are counted from the start of a row, and segments are texts that begin within it.\n"
+            "  Give segments that begin anew with every chunk, and window=4 in place of chunk.",
+        ),
         ({"softcap": -1.0}, "softcap is -1.0.\n  Pass a number above 0, or None for no cap."),
         ({"sinks": np.ones(4)}, "sinks_spec is missing.\n  sinks and sinks_spec are given together."),
         ({"sinks_spec": "H"}, "sinks is missing."),

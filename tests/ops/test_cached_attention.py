@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import gspmd
-from gspmd.ops import cached_attention, write_cache
+from gspmd.ops import cached_attention, quantize_heads, write_cache
 from tests.references.caches import MESHES, Case, plain, random_case, written
 
 GATHER, SCATTER, SUM, EXCHANGE = "all-gather", "reduce-scatter", "all-reduce", "all-to-all"
@@ -32,6 +32,29 @@ def test_value_and_plan(case, make_mesh, place):
     sizes = {"B": 8, "L": 2, "T": 8, "H": heads, "K": key_heads, "D": 4}
     planned = Case(np.random.default_rng(0), sizes, (query, key, held)).check(make_mesh(MESHES[1]), place)
     assert planned == expected
+
+
+@pytest.mark.turns(2)
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("length", [1, 3])
+@pytest.mark.parametrize("specs", [("BLH_xyzD", "BLKD", "B_xT_yKD"), ("B_xLH_yzD", "B_xLKD", "BT_yKD")])
+@pytest.mark.parametrize("lowering", ["blocking", pytest.param("xla", marks=pytest.mark.slow)])
+def test_values_narrower_than_keys_whose_rest_has_its_own_scales(int8, length, specs, lowering, make_mesh, place):
+    """As a latent and the rotated key behind it, which is thirty times as large."""
+    sizes = {"B": 4, "L": length, "T": 8, "H": 8, "K": 1, "D": 6}
+    case = Case(np.random.default_rng(0), sizes, specs, int8=int8, width=4)
+    case.check(make_mesh(MESHES[1]), place, lowering)
+
+
+def test_the_rest_of_keys_is_rounded_by_its_own_scale():
+    """One scale for both would round a latent thirty times as small to a few steps."""
+    sizes, specs = {"B": 4, "L": 2, "T": 64, "H": 8, "K": 1, "D": 96}, ("BLHD", "BLKD", "BTKD")
+    exact, apart = (Case(np.random.default_rng(0), sizes, specs, int8=int8, width=64) for int8 in (False, True))
+    whole, scales = map(np.asarray, quantize_heads(exact.cache[0]))
+    near = whole * scales[..., None]
+    found = [plain(*exact.new, *cache, exact.lengths) for cache in (exact.cache, apart.cache, (near, near[..., :64]))]
+    off = [np.linalg.norm(x - found[0]) / np.linalg.norm(found[0]) for x in found[1:]]
+    assert off[0] < 0.015 < 0.1 < off[1]
 
 
 OPEN = [("B_?LH_?D", "B_?LK_?D", "BKTD"), ("BL_?H_xD", "BL_?KD", "B_?T_yKD"), ("B_xLH_?D", "BLKD", "B_xT_?K_?D")]
@@ -175,6 +198,9 @@ def test_refuses_what_does_not_agree(make_mesh):
     )
     assert "one is missing" in message(q, k, v, cached_k, cached_v, key_scales=cached_k[..., 0])
     int8 = [x.astype(jnp.int8) for x in (cached_k, cached_v)]
+    assert "there are rest_scales, and no key_scales" in message(
+        q, k, v, cached_k, cached_v, rest_scales=cached_k[..., 0]
+    )
     scales = {"key_scales": cached_k[..., 0], "value_scales": cached_v[..., 0]}
     assert "the cache is int8, and has no scales: give key_scales and value_scales" in message(q, k, v, *int8)
     assert "the cache is int8, and has no scales" in message(q, k, v, cached_k, int8[1])

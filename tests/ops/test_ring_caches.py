@@ -41,7 +41,8 @@ def test_random_rings(seed, make_mesh, place):
     sizes["H"] = sizes["K"] * int(rng.choice((1, 2, 3)))
     specs = [random_spec(rng, dims, sizes, mesh) for dims in ("BLHD", "BLKD", ORDERS[seed % 5])]
     window = int(rng.choice((1, 2, sizes["T"] // 2, sizes["T"], sizes["T"] + 1)))
-    options = {"window": window} | ({"softcap": 0.8} if rng.integers(2) else {})
+    reach = "chunk" if seed % 3 == 1 and window > 1 else "window"
+    options = {reach: window} | ({"softcap": 0.8} if rng.integers(2) else {})
     of_sinks = {"sinks_spec": random_spec(rng, "H", sizes, mesh)} if rng.integers(2) else {}
     options |= {"slopes": tuple(2.0 ** -np.arange(sizes["H"]))} if rng.integers(2) else {}
     int8, padded = seed % 4 == 3, bool(rng.integers(2)) or sizes["L"] == 19
@@ -188,6 +189,7 @@ def test_decoding_writes_one_slot_of_each_row(make_mesh):
     ("given", "message"),
     [
         ({"window": 10}, "the cache has room for 8 keys, and queries see 9 before them.\n  Give it 9 slots or more."),
+        ({"chunk": 10}, "the cache has room for 8 keys, and queries see 9 before them.\n  Give it 9 slots or more."),
         ({"window": -1}, "window is -1."),
         ({"window": 4, "k": None, "v": None}, "attention is not causal.\n  Leave window out"),
         ({"sinks": np.ones(5), "sinks_spec": "H"}, "sinks have size 5, not 6, the number of query heads."),

@@ -6,10 +6,10 @@ import numpy as np
 
 
 def written_out(
-    q, k, v, *, at=None, scale=None, causal=True, window=None, softcap=None, sinks=None, slopes=None, mask=None,
-    segments=None,
+    q, k, v, *, at=None, scale=None, causal=True, window=None, chunk=None, softcap=None, sinks=None, slopes=None,
+    mask=None, segments=None,
 ):  # fmt: skip
-    """Return [B, L, H, D]; `at` has the positions of queries and keys, which are their places by default."""
+    """Return [B, L, H, D]; `at` has the positions of queries and keys, by default their indices."""
     of_queries, of_keys = (np.arange(q.shape[1]), np.arange(k.shape[1])) if at is None else at
     k, v = (jnp.repeat(x, q.shape[2] // k.shape[2], axis=2) for x in (k, v))
     logits = jnp.einsum("blhd,bthd->bhlt", q, k) * (q.shape[3] ** -0.5 if scale is None else scale)
@@ -23,6 +23,8 @@ def written_out(
         seen = seen & (relative <= 0)
     if window is not None:
         seen = seen & (relative > -window)
+    if chunk is not None:
+        seen = seen & (np.asarray(of_keys)[None] // chunk == np.asarray(of_queries)[:, None] // chunk)
     if mask is not None:
         seen = seen & mask[:, None, None, :]
     if segments is not None:

@@ -1,7 +1,7 @@
-"""Brute force, in plain Python, for what the planner finds in its own way: every placement, every step, every product.
+"""The planner's results by brute force, in plain Python: every placement, every step, every product.
 
-Nothing here is shared with the planner but the prices of single steps. A placement is the tuple of every dimension's
-axes and the set of axes whose sum is owed.
+Only the prices of single steps are shared with the planner. A placement is the tuple of every dimension's axes, and the
+set of axes of its partial sum.
 """
 
 import heapq
@@ -90,7 +90,7 @@ class Tensor:
         return tuple(axis for axis in self.mesh if self._place(before, axis) != self._place(after, axis))
 
     def _place(self, axes, axis: str):
-        """The dimension an axis is on, and by how much its coordinate counts there."""
+        """Return the dimension that an axis shards, and the factor of its coordinate there."""
         return next(((d, self.parts(h[h.index(axis) + 1 :])) for d, h in enumerate(axes) if axis in h), None)
 
     def costs_from(self, start: Placement) -> dict[Placement, Cost]:
@@ -131,7 +131,7 @@ def tensor(dims, sizes, mesh, dtype: str, chip: Chip, owed) -> Tensor:
 
 
 def cheapest_move(src: Spec, dst: Spec, sizes, mesh, dtype: str, chip: Chip) -> Cost:
-    """The cost of the cheapest chain."""
+    """Return the cost of the cheapest chain."""
     whole = tensor(src.dims, sizes, mesh, dtype, chip, src.partial)
     return whole.costs_from(placement(src)).get(placement(dst, src.dims), FAR)
 
@@ -140,9 +140,10 @@ def cheapest_move(src: Spec, dst: Spec, sizes, mesh, dtype: str, chip: Chip) -> 
 
 
 def cheapest_product(equation: str, sizes, mesh, dtype: str, chip: Chip) -> Cost:
-    """The cost of a product or a group: every placement of the shared operand with every one of each partner.
+    """Return the cost of a product or a group.
 
-    A group whose results no one placement makes travels once for each member.
+    Every placement of the shared operand is tried with every placement of each partner. If no single placement of it
+    makes all results of a group, it is moved once for each member.
     """
     parsed = parse_equation(equation)
     shared = parsed.operands[0].specs[0]
@@ -190,7 +191,7 @@ class _Table:
 
 
 def random_spec(rng: random.Random, dims, mesh, owed) -> Spec:
-    """A spec of these dimensions that owes at most a sum over the axes `owed`."""
+    """Return a spec of these dimensions; at most the axes `owed` have a partial sum."""
     held, partial = {dim: [] for dim in dims}, []
     for axis in rng.sample(list(mesh), len(mesh)):
         place = rng.choice([*dims, *dims, "", *("+" if axis in owed else "")])
@@ -206,25 +207,25 @@ def divides(spec: Spec, sizes, mesh) -> bool:
 
 
 def random_sizes(rng: random.Random, dims, mesh) -> dict[str, int]:
-    """Sizes into which the whole mesh divides, some of its axes, or none."""
+    """Return sizes that all, some or none of the mesh axes divide."""
     some = [prod(axes) for count in range(len(mesh) + 1) for axes in combinations(mesh.values(), count)]
     return {dim: rng.choice([prod(mesh.values()), rng.choice(some)]) * rng.choice([1, 5, 1 << 10]) for dim in dims}
 
 
 def random_move(rng: random.Random, mesh) -> tuple[Spec, Spec, dict[str, int]]:
-    """A move that some chain makes."""
+    """Return a move that some chain makes."""
     while True:
         dims = "ABCD"[: rng.randint(1, 4 if len(mesh) < 3 else 3)]
         sizes = random_sizes(rng, dims, mesh)
         src = random_spec(rng, dims, mesh, mesh)
         dst = random_spec(rng, dims, mesh, src.partial)
-        countable = prod(sizes.values()) < 2**43  # larger tensors are refused where all of one is sent at once
+        countable = prod(sizes.values()) < 2**43  # larger tensors are refused if a whole one is sent at once
         if src != dst and countable and divides(src, sizes, mesh) and divides(dst, sizes, mesh):
             return src, dst, sizes
 
 
 def random_product(rng: random.Random, mesh, members: int = 1) -> tuple[str, dict[str, int]]:
-    """A product, or a group of several members, and sizes that divide it."""
+    """Return a product, or a group of several members, and sizes that the mesh divides."""
     while True:
         sizes = random_sizes(rng, "ABCD", mesh)
         shared = random_spec(rng, rng.sample("ABC", rng.randint(1, 2)), mesh, mesh)

@@ -12,7 +12,7 @@ MESHES = ({"x": 8, "y": 1, "z": 1}, {"x": 2, "y": 2, "z": 2}, {"x": 4, "y": 2, "
 
 def plain(q, k, v, cached_k, cached_v, lengths, scale=None):
     """Every row and head by itself: softmax over its cached keys and over the new ones up to the query."""
-    out = np.zeros(q.shape)
+    out = np.zeros((*q.shape[:3], v.shape[3]))
     for b, i, h in np.ndindex(*q.shape[:3]):
         head = h * k.shape[2] // q.shape[2]
         keys = np.concatenate([cached_k[b, : lengths[b], head], k[b, : i + 1, head]]).astype(np.float64)
@@ -24,7 +24,7 @@ def plain(q, k, v, cached_k, cached_v, lengths, scale=None):
 
 
 def written(cache, new, lengths):
-    """Every new key at its own position of its row, one by one."""
+    """Write every new key at its position of its row, one by one."""
     cache = np.array(cache)
     for n, b, i in np.ndindex(*new.shape[:3]):
         if 0 <= lengths[b] + i < cache.shape[2]:
@@ -33,34 +33,47 @@ def written(cache, new, lengths):
 
 
 def stored(x, held):
-    """[..., B, T, K, D] in the order of `held`, or scales [..., B, T, K]."""
+    """Return [..., B, T, K, D] in the order of `held`, or scales [..., B, T, K]."""
     dims = gspmd.Spec.parse(held).dims
     at = x.ndim - len(dims)
     return x.transpose(*range(at), *(at + "BTKD".index(dim) for dim in dims))
 
 
 class Case:
-    """Arrays and specs; the cache is [B, T, K, D] for numpy, and among the operands in the order of its spec."""
+    """Arrays and specs; the cache is [B, T, K, D] for numpy, and among the operands in the order of its spec.
 
-    def __init__(self, rng, sizes, specs, int8=False):
+    With a `width`, values are the first numbers of the keys, and the keys' rest, which is larger, has its own scales.
+    """
+
+    def __init__(self, rng, sizes, specs, int8=False, width=None):
         b, n, t, h, k, d = (sizes[dim] for dim in "BLTHKD")
         draw = lambda *shape: rng.normal(size=shape).astype(np.float32)  # noqa: E731
         self.new = draw(b, n, h, d), draw(b, n, k, d), draw(b, n, k, d)
         self.cache = 3 * draw(b, t, k, d), draw(b, t, k, d)
+        if width:
+            larger = np.where(np.arange(d) < width, 1, 30).astype(np.float32)
+            self.new = self.new[0] / larger, self.new[1] * larger, (self.new[1] * larger)[..., :width]
+            self.cache = self.cache[0] * larger, (self.cache[0] * larger)[..., :width]
         self.lengths = rng.integers(0, t + 1, b).astype(np.int32)
         self.lengths[: min(b, 3)] = (0, t, min(1, t))[: min(b, 3)]
         self.query, self.key, self.held = specs
         self.specs, self.scales, cache = [self.query, *[self.key] * 2], {}, self.cache
         if int8:
-            (whole_k, k_scales), (whole_v, v_scales) = (map(np.asarray, quantize_heads(x)) for x in self.cache)
-            self.cache = whole_k * k_scales[..., None], whole_v * v_scales[..., None]
-            cache, spec = (whole_k, whole_v), gspmd.Spec.parse(self.held).without("D")
-            self.scales = {"key_scales": stored(k_scales, spec), "value_scales": stored(v_scales, spec)}
+            spec, parts = gspmd.Spec.parse(self.held).without("D"), [*self.cache]
+            if width:
+                parts = [self.cache[0][..., :width], self.cache[1], self.cache[0][..., width:]]
+            found = [[*map(np.asarray, quantize_heads(x))] for x in parts]
+            self.scales = {
+                name: stored(scales, spec)
+                for name, (_, scales) in zip(("key_scales", "value_scales", "rest_scales"), found)
+            }
+            whole, near = [x for x, _ in found], [x * scales[..., None] for x, scales in found]
+            cache, self.cache = ((np.concatenate([k, *rest], axis=-1), v) for k, v, *rest in (whole, near))
         self.operands = *self.new, *(stored(x, self.held) for x in cache)
         self.specs += [self.held] * 2
 
     def check(self, mesh, place, lowering="blocking"):
-        """Compare the value with numpy's, and what is compiled with what is planned. Returns the plan."""
+        """Compare the value with numpy's, and the compiled program with the plan. Return the plan."""
         scale_spec = str(gspmd.Spec.parse(self.held).without("D"))
         with jax.set_mesh(mesh), gspmd.lowering(lowering):
             operands = [place(mesh, x, spec) for x, spec in zip(self.operands, self.specs)]
@@ -82,7 +95,7 @@ class Case:
 
 
 def random_spec(rng, dims, sizes, mesh):
-    """Each mesh axis, in a random order, shards a random dimension that it divides, or none."""
+    """Return a spec in which each mesh axis, in a random order, shards a random dimension that it divides, or none."""
     axes, left = {dim: [] for dim in dims}, dict(sizes)
     for axis in rng.permutation(list(mesh)):
         fitting = [dim for dim in dims if dim != "D" and left[dim] % mesh[axis] == 0]
@@ -94,7 +107,7 @@ def random_spec(rng, dims, sizes, mesh):
 
 
 def random_case(seed, mesh=None, factor=1):
-    """A mesh, and a case on it with the dimensions of the cache in any order, some of them `factor` times as long."""
+    """Return a mesh and a case on it: the cache's dimensions in any order, some of them `factor` times as long."""
     rng = np.random.default_rng(seed)
     mesh = mesh or MESHES[seed % 3]
     sizes = {

@@ -1,4 +1,4 @@
-"""Count what a compiled program sends: collectives and dot FLOPs in its HLO text, times the trips of its loops."""
+"""Count the collectives and dot FLOPs of a compiled program in its HLO text, times the trips of its loops."""
 
 import re
 from collections import Counter
@@ -86,7 +86,7 @@ def _numbers(text: str) -> list[int]:
 
 
 def group_size(line: str) -> int:
-    """Return how many devices a collective's groups have; of a permute, which has pairs, 2."""
+    """Return the number of devices in a collective's groups; 2 for a permute, which has pairs."""
     listed = re.search(r"replica_groups=\{\{([\d,]+)\}", line)
     counted = re.search(r"replica_groups=\[\d+,(\d+)\]", line)
     if listed:

@@ -1,4 +1,4 @@
-"""Small models; a test changes in them what it is about, `replace(TINY, kv_heads=4)`."""
+"""Small models, of which a test changes the settings that it is about: `replace(TINY, kv_heads=4)`."""
 
 from gspmd_models import ModelConfig
 
@@ -7,4 +7,4 @@ TINY = ModelConfig(vocabulary=64, embed=32, layers=2, heads=8, kv_heads=8, head_
 WIDE = ModelConfig(
     vocabulary=2048, embed=1024, layers=2, heads=16, kv_heads=4, head_size=64, feed_forward=2048, tied=False
 )
-"""One to plan, which nobody runs: wide enough for its products and its moves to take their time."""
+"""One that is planned and never run: wide enough that products and moves take noticeable seconds."""

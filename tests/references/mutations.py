@@ -1,4 +1,4 @@
-"""Files as they should not be: what a failing disk, another version, a stranger or a slip of the hand makes of them."""
+"""Damaged files: as a failing disk, another version, a stranger or a typing error would leave them."""
 
 import json
 import random
@@ -8,7 +8,7 @@ from typing import Any
 
 DEEP = 100_000
 
-#: What may stand in the place of any value of JSON.
+#: Values that may replace any value of JSON.
 VALUES: tuple[Any, ...] = (
     None, True, False, 0, -1, 1, 3, 2**31, 2**63, 10**400, 0.5, -0.0, 1e308, float("nan"), float("inf"), "", "x",
     "x" * 5000, "a\0b", "\ud800", "../../x", "/dev/zero", "0", [], {}, [None], [[1, 2], 3], {"a": {"b": None}},
@@ -16,7 +16,7 @@ VALUES: tuple[Any, ...] = (
 )  # fmt: skip
 #: Values that Python cannot write as JSON or that it writes slowly.
 TEXTS = ("[" * DEEP + "]" * DEEP, '{"a":' * DEEP + "1" + "}" * DEEP, "9" * 5000, "1e999", "[" * 60 + "]" * 60)
-#: What may stand behind the sign of equality in TOML.
+#: Texts that may follow the equals sign in TOML.
 TOML = (
     "", "nonsense", "true", "0", "-1", "3", "0.5", "nan", "inf", "-inf", "1e400", str(2**31), str(2**63), "9" * 5000,
     "0x" + "f" * 5000, '""', '"x"', f'"{"x" * 5000}"', r'"a\u0000b"', '"../../x"', '"/dev/zero"', "[]", "[[]]",
@@ -48,7 +48,7 @@ def damaged(data: bytes, draw: random.Random) -> bytes:
 
 
 def other_json(value: Any, draw: random.Random) -> bytes:
-    """Return the JSON of a value in which one or two entries are others, missing, twice or nested too deeply."""
+    """Return the JSON of a value with one or two entries replaced, missing, repeated or nested too deeply."""
     text = json.dumps(value)
     marks = {}
     for number in range(draw.choice((1, 1, 1, 2))):
@@ -81,7 +81,7 @@ def _places(holder: Any, key: Any) -> Iterator[tuple[Any, Any]]:
 
 
 def other_toml(text: str, draw: random.Random) -> bytes:
-    """Return TOML in which one or two values, keys or headers are others."""
+    """Return TOML with one or two values, keys or headers replaced."""
     for _ in range(draw.choice((1, 1, 1, 2))):
         lines = text.splitlines(keepends=True)
         at = draw.choice([number for number, line in enumerate(lines) if re.match(r'\s*[\w"\[]', line)] or [0])

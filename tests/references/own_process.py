@@ -1,7 +1,7 @@
-"""Checks in processes of their own, where XLA may end one: what fails, and what does not come back.
+"""Checks in separate processes, which XLA may end: the failures, and the checks that end a process.
 
-A process runs one check after the other and says how each went. When it dies, that is the fault of the check that it
-was at, and another process goes on behind it.
+A process runs one check after the other and reports the result of each. If it dies, the check that it was running has
+failed, and another process continues with the next.
 """
 
 import json
@@ -14,11 +14,11 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 Check = tuple[str, list[Any]]
-"""A function of tests/references, such as `random_operations:check_seed`, and its arguments, which JSON can hold."""
+"""A function of tests/references, such as `random_operations:check_seed`, and arguments that JSON can hold."""
 
 
 def faults(checks: Sequence[Check], each: int = 50, seconds: float = 1800) -> list[str]:
-    """Return what is wrong with checks, the death of their process included; `each` of them share a process."""
+    """Return the failures of checks, including a death of their process; `each` of them share a process."""
     found, at = [], 0
     while at < len(checks):
         answers, died = _answers(checks[at : at + each], seconds)
@@ -42,7 +42,7 @@ def _answers(checks: Sequence[Check], seconds: float) -> tuple[list[str], str]:
             command, input=given, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=seconds
         )
         ended, out, err = f"the process ended with {done.returncode}", done.stdout, done.stderr
-    except subprocess.TimeoutExpired as error:  # whose output is bytes, whatever was asked for
+    except subprocess.TimeoutExpired as error:  # its output is bytes, whatever was asked for
         ended = f"no answer within {seconds} s"
         out, err = ((text or b"").decode(errors="replace") for text in (error.stdout, error.stderr))
     answers = [json.loads(line) for line in out.splitlines() if line.startswith('"') and line.endswith('"')]
@@ -51,7 +51,7 @@ def _answers(checks: Sequence[Check], seconds: float) -> tuple[list[str], str]:
 
 
 def main() -> None:
-    """Run the checks that stand on the standard input, and print a line for each."""
+    """Run the checks on the standard input, and print a line for each."""
     from importlib import import_module
 
     import jax

@@ -1,4 +1,4 @@
-"""Random equations on random meshes, and what one device says they are: the draws behind the property tests."""
+"""Random equations on random meshes, and their results on one device: the draws of the property tests."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -35,12 +35,12 @@ MESHES = (
 )
 LETTERS = "BEFH"
 LOWERINGS = ("blocking", "xla", "looped", *(f"looped:{schedule}" for schedule in SCHEDULES), "auto")
-SUMMED = 3  # a case is kept small: no dimension is longer than it must be, times this
+SUMMED = 3  # a case is kept small: no dimension is longer than the least possible, times this
 
 
 @dataclass(frozen=True)
 class Case:
-    """One draw: all that a failing example has to say to be run again."""
+    """One draw: everything that is needed to run a failing example again."""
 
     equation: str
     sizes: tuple[tuple[str, int], ...]
@@ -55,7 +55,7 @@ class Case:
 
 @st.composite
 def cases(draw) -> Case:
-    """A mesh, its axis type, a lowering, an equation, and sizes that its specs divide."""
+    """Return a mesh, its axis type, a lowering, an equation, and sizes that its specs divide."""
     shape = draw(st.sampled_from(MESHES))
     mesh = dict(zip("xyz", shape))
     axis_type = draw(st.sampled_from(("explicit", "auto")))
@@ -69,7 +69,7 @@ def cases(draw) -> Case:
 
 
 def _pins(draw, equation: Equation, mesh: Mapping[str, int]) -> list[gspmd.Spec] | None:
-    """Draw where operands that owe nothing are brought to meet: each mesh axis on one dimension, or gathered."""
+    """Draw a via for operands without partial sums: each mesh axis shards one dimension, or is gathered."""
     specs = [spec for operand in equation.operands for spec in operand.specs]
     if len(specs) < 2 or any(spec.partial for spec in (*specs, *equation.outputs)) or draw(st.booleans()):
         return None
@@ -81,7 +81,7 @@ def _pins(draw, equation: Equation, mesh: Mapping[str, int]) -> list[gspmd.Spec]
 
 
 def _like(equation: Equation, specs: Sequence[gspmd.Spec]) -> Term:
-    """A term grouped as that of an equation, of these specs."""
+    """Return a term of these specs, grouped as that of an equation."""
     held = iter(specs)
     return Term(tuple(Operand(tuple(next(held) for _ in o.specs), o.group) for o in equation.operands))
 
@@ -96,7 +96,7 @@ class _Drawing:
         return "".join(self.draw(st.permutations([d for d in letters if self.draw(st.booleans())])))
 
     def spec(self, dims: str, owed: Sequence[str] = ()) -> gspmd.Spec:
-        """A spec of these dimensions; sums may be owed over the axes `owed`."""
+        """Return a spec of these dimensions; the axes `owed` may have partial sums."""
         axes, partial = {dim: [] for dim in dims}, []
         for axis in self.draw(st.permutations(list(self.mesh))):
             place = self.draw(st.sampled_from([*dims, "", *(["+", "+"] if self.partial and axis in owed else [])]))
@@ -110,7 +110,10 @@ class _Drawing:
         return self.spec(dims, tuple(self.mesh))
 
     def output(self, dims: str, terms: Sequence[Sequence[gspmd.Spec]]) -> gspmd.Spec:
-        """A result's spec; a sum may be owed that in every term an operand owes, or a summed dimension makes."""
+        """Return a result's spec, which may be a partial sum over an axis.
+
+        In every term an operand is a partial sum over that axis, or a dimension is summed.
+        """
         owed = [axis for axis in self.mesh if all(_makes(axis, dims, term) for term in terms)]
         return self.spec(dims, owed)
 
@@ -148,7 +151,7 @@ def _sum(drawing: _Drawing) -> Equation:
 
 
 def _term(drawing: _Drawing, dims: str) -> Term:
-    """One or two operands that together have all of `dims`, and perhaps others."""
+    """Return one or two operands that together have all of `dims`, and perhaps others."""
     left, right = set(drawing.dims()), set(drawing.dims())
     if drawing.draw(st.booleans()):
         specs = [left | set(dims)]
@@ -163,7 +166,7 @@ def _union(*specs: gspmd.Spec) -> str:
 
 
 def _sizes(draw, equation: Equation, mesh: Mapping[str, int], pins: Sequence[gspmd.Spec]) -> dict[str, int]:
-    """The least size of every dimension that divides evenly everywhere, times a small number."""
+    """Return the least size of every dimension that divides evenly everywhere, times a small number."""
     specs = [spec for operand in equation.operands for spec in operand.specs] + [*equation.outputs, *pins]
     owed = prod(mesh[axis] for axis in {axis for spec in equation.outputs for axis in spec.partial})
     sizes = {}
@@ -178,7 +181,10 @@ def _sizes(draw, equation: Equation, mesh: Mapping[str, int], pins: Sequence[gsp
 
 
 def check(case: Case) -> None:
-    """Values and gradients equal numpy's, exactly; results lie as the equation says, alike on replicas."""
+    """Check that values and gradients equal numpy's exactly.
+
+    Results must be sharded as the equation says, and replicas must be equal.
+    """
     equation, sizes = parse_equation(case.equation), dict(case.sizes)
     specs = [spec for operand in equation.operands for spec in operand.specs]
     rng = np.random.default_rng(0)
@@ -225,7 +231,7 @@ def _value_and_gradients(equation: Equation, case: Case, operands, cotangents):
 
 
 def values(equation: Equation, wholes: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """The equation on one device."""
+    """Return the results of the equation on one device."""
     held, sums = iter(wholes), [0] * len(equation.outputs)
     for term in equation.terms:
         operands = [[(spec, next(held)) for spec in operand.specs] for operand in term.operands]
@@ -237,7 +243,7 @@ def values(equation: Equation, wholes: Sequence[np.ndarray]) -> list[np.ndarray]
 def gradients_of(
     equation: Equation, wholes: Sequence[np.ndarray], cotangents: Sequence[np.ndarray]
 ) -> list[np.ndarray]:
-    """The cotangent of every operand, from those of the results."""
+    """Return the cotangent of every operand, from those of the results."""
     gradients, first = [np.zeros_like(x) for x in wholes], 0
     for term in equation.terms:
         operands = []
@@ -263,7 +269,7 @@ def _einsum(arrays: Sequence[np.ndarray], dims: Sequence[Sequence[str]], out: Se
 
 
 def _into(arrays, dims, out: Sequence[str], shape: tuple[int, ...]) -> np.ndarray:
-    """An einsum whose result has dimensions that no operand has: along those it is the same everywhere."""
+    """Return an einsum whose result may have dimensions that no operand has: along those it is constant."""
     known = [dim for dim in out if any(dim in d for d in dims)]
     got = _einsum(arrays, dims, known)
     return np.broadcast_to(np.expand_dims(got, [i for i, dim in enumerate(out) if dim not in known]), shape)
@@ -273,7 +279,10 @@ def _into(arrays, dims, out: Sequence[str], shape: tuple[int, ...]) -> np.ndarra
 
 
 def place(x: np.ndarray, spec: gspmd.Spec, mesh: jax.sharding.Mesh, reduced: Sequence[str] = ()) -> jax.Array:
-    """An array of pieces; where sums are owed, `x` has a leading dimension of summands for each of those mesh axes."""
+    """Return an array of pieces.
+
+    For a partial sum, `x` has a leading dimension of summands for each of its mesh axes.
+    """
     partition = spec.partition_spec()
     if reduced:
         partition = jax.P(*partition.partitions, reduced=set(reduced))
@@ -283,7 +292,7 @@ def place(x: np.ndarray, spec: gspmd.Spec, mesh: jax.sharding.Mesh, reduced: Seq
 
 
 def whole(x: jax.Array, spec: gspmd.Spec, mesh: jax.sharding.Mesh) -> np.ndarray:
-    """The array that the pieces make up; replicas must agree, owed sums are summed."""
+    """Return the array that the pieces make up; replicas must agree, and partial sums are added."""
     pieces = {shard.device: np.asarray(shard.data) for shard in x.addressable_shards}
     lifted = np.full([*(mesh.shape[a] for a in spec.partial), *x.shape], np.nan)
     for at, device in _devices(mesh):
@@ -301,7 +310,7 @@ def _devices(mesh: jax.sharding.Mesh):
 
 
 def _index(spec: gspmd.Spec, at: Mapping[str, int], mesh, shape: Sequence[int]) -> tuple:
-    """Return where a device's piece stands in the whole: x major in `E_xy`; its own summand of an owed sum."""
+    """Return the slices of a device's piece in the whole: x is major in `E_xy`; for a partial sum, its own summand."""
     index = [at[axis] for axis in spec.partial]
     for size, axes in zip(shape[len(spec.partial) :], spec.axes):
         length = size // prod(mesh.shape[axis] for axis in axes)

@@ -1,4 +1,4 @@
-"""Random products, moves and operations on meshes of every kind, for processes of their own (own_process.py)."""
+"""Random products, moves and operations on meshes of every kind, to run in separate processes (own_process.py)."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from tests.references import random_equations, random_products
 from tests.references.caches import random_case
 from tests.references.random_equations import Case
 
-# Where the sizes are no powers of one prime XLA has ended processes, so more of them.
+# XLA has ended processes on meshes whose sizes are not powers of one prime, so there are more of those.
 MESHES = ((2,), (3,), (4,), (5,), (6,), (4, 2), (2, 2, 2), *((3, 2), (2, 3)) * 4, (3, 1, 2))
 LOWERINGS = ("xla", "xla", "blocking", "looped", "auto")
 FORMS = ("product", "move", "product", "group", "product", "move", "product", "sum")
@@ -57,7 +57,7 @@ def planned_steps(mesh: dict[str, int], dims: str) -> set[tuple[str, str]]:
 
 
 def _placements(axes: tuple[str, ...], rank: int) -> Iterator[tuple[tuple[str, ...], ...]]:
-    """Every way to place mesh axes on dimensions, once."""
+    """Return every way to place mesh axes on dimensions, once."""
     places = product([None, *range(rank)], repeat=len(axes))
     orders = [*permutations(range(len(axes)))]
     seen = {
@@ -172,12 +172,15 @@ def _in_rounds(rng: np.random.Generator, axes: tuple[str, ...]) -> Operation:
 
 
 def _attention(rng: np.random.Generator, axes: tuple[str, ...]) -> Operation:
-    """Queries anywhere, and keys with them; cut along the sequence they go round a ring."""
+    """Return attention with queries sharded in any way, and keys likewise.
+
+    Keys that are sharded along the sequence go round a ring.
+    """
     query = random_products._spec(rng, tuple("BLH"), axes)
     query = Spec((*query.dims, "D"), (*query.axes, ()))
     batch, length, heads = (query.axes_of(dim) for dim in "BLH")
     shared = bool(rng.integers(2))  # one head of keys for all
-    causal = not length and bool(rng.integers(2))  # on a ring that is another order of the sequence
+    causal = not length and bool(rng.integers(2))  # on a ring this is another order of the sequence
     key = Spec(tuple("BTKD"), (batch, length, () if shared else heads, ()))
     of_keys = (*_EVEN[:2], 1 if shared else 24, 4)
     return Operation(
@@ -188,7 +191,10 @@ def _attention(rng: np.random.Generator, axes: tuple[str, ...]) -> Operation:
 
 
 def _experts(rng: np.random.Generator, axes: tuple[str, ...]) -> Operation:
-    """Tokens that lie along G go to experts along X, whose features may be split over the other mesh axes."""
+    """Return experts: tokens sharded along G go to experts sharded along X.
+
+    Their features may be sharded over the other mesh axes.
+    """
     order = [str(axis) for axis in rng.permutation(list(axes))]
     count = int(rng.integers(len(order) + 1))
     moved, features = tuple(order[:count]), tuple(order[count:]) if rng.integers(2) else ()
@@ -249,7 +255,7 @@ def check_lookup_in_stages(axis_type: str) -> None:
 
 
 def check_cache(seed: int) -> None:
-    """Check a seed's attention to a cache against numpy, on a mesh whose sizes are no powers of one prime."""
+    """Check a seed's attention to a cache against numpy, on a mesh whose sizes are not powers of one prime."""
     case = random_case(seed, ({"x": 3, "y": 2}, {"x": 2, "y": 3})[seed % 2], factor=6)
     put = lambda mesh, x, spec: jax.device_put(x, jax.NamedSharding(mesh, Spec.parse(spec).partition_spec()))  # noqa: E731
     mesh, axis_type = case[0], ("explicit", "auto")[seed // 2 % 2]

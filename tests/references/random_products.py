@@ -1,7 +1,7 @@
-"""Random products, sums and moves whose operands lie in one another's way: the draws that lowering `xla` is held to.
+"""Random products, sums and moves whose operands conflict in sharding: the draws that test lowering `xla`.
 
-Unlike those of random_equations.py, nearly every mesh axis shards something in every spec, so that the operands of a
-product seldom agree; that is where XLA's partitioner has been seen to be wrong.
+Unlike those of random_equations.py, nearly every mesh axis shards something in every spec, so the operands of a product
+seldom agree. In such cases XLA's partitioner has been wrong.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ FORMS = ("product", "product", "product", "product", "move", "group", "sum")
 
 
 def draw(seed: int, form: str | None = None, meshes: Meshes = MESHES, lowerings: Sequence[str] = ("xla",)) -> Case:
-    """The case of a seed; a failing one is run again by its number."""
+    """Return the case of a seed; a failing one is run again by its number."""
     rng = np.random.default_rng(seed)
     mesh = dict(zip("xyz", meshes[rng.integers(len(meshes))]))
     axis_type = ("explicit", "auto")[rng.integers(2)]

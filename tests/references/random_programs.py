@@ -1,7 +1,7 @@
-"""Random small programs of equations, planned operations and transforms, run on a mesh and, plainly, on one device.
+"""Random small programs of equations, planned operations and transforms, run on a mesh and on one device.
 
-What flows through a program is one matrix, [B, E]; every step takes it where the last has left it, and leaves it
-somewhere else. A program is its seed: `str` prints it as it would be written.
+Each step of a program takes one matrix, [B, E], in the spec in which the last step left it, and leaves it in another. A
+seed determines a program; `str` prints it as a user would write it.
 """
 
 from collections.abc import Sequence
@@ -17,14 +17,14 @@ import gspmd
 from gspmd.annotate import parse_equation
 from gspmd.ops import rms_norm, softmax
 
-SIZE = 12  # of every dimension: each mesh below divides it
+SIZE = 12  # the size of every dimension: each mesh below divides it
 MESHES = ((2, 2), (3, 2), (2, 3), (4,), (6,))
 LOWERINGS = ("blocking", "xla", "looped", "auto")
 KINDS = ("einsum", "einsum", "reshard", "group", "sum", "owed", "norm", "softmax", "tanh")
 WRAPS = ("", "", "", "jit", "checkpoint", "cond", "scan", "scan of weights")
 TRANSFORMS = ("value", "gradient", "gradient", "vmap", "second")
 TOLERANCE = {"float32": 2e-4, "float64": 1e-9, "bfloat16": 6e-2}
-NARROW = ("norm", "softmax")  # their arithmetic is float32 in float64 too
+NARROW = ("norm", "softmax")  # their arithmetic is float32, also for float64
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Program:
-    """All that a failing draw has to say."""
+    """Everything that a failing draw has to report."""
 
     seed: int
     mesh: tuple[tuple[str, int], ...]
@@ -65,7 +65,7 @@ class Program:
 
 
 def draw(seed: int) -> Program:
-    """The program of a seed."""
+    """Return the program of a seed."""
     rng = np.random.default_rng(seed)
     mesh = dict(zip("xy", MESHES[rng.integers(len(MESHES))]))
     axis_type, lowering = ("explicit", "auto")[rng.integers(2)], LOWERINGS[rng.integers(len(LOWERINGS))]
@@ -76,7 +76,7 @@ def draw(seed: int) -> Program:
     for _ in range(rng.integers(1, 5)):
         kind, wrap = KINDS[rng.integers(len(KINDS))], WRAPS[rng.integers(len(WRAPS))]
         if wrap.startswith("scan") and (transform, lowering, axis_type) == ("second", "xla", "explicit"):
-            wrap = "jit"  # JAX raises an error of its own (docs/compiler.md)
+            wrap = "jit"  # here JAX raises an error (docs/compiler.md)
         twice = transform == "second" and lowering != "xla"
         if kind == "owed" and (axis_type == "auto" or transform == "vmap" or twice):  # these are refused
             kind = "einsum"
@@ -88,7 +88,7 @@ def draw(seed: int) -> Program:
 
 
 def _spec(rng, mesh, dims: str, owed: str = "") -> str:
-    """A spec of these dimensions, each mesh axis on one of them or on none."""
+    """Return a spec of these dimensions, each mesh axis on one of them or on none."""
     axes = dict.fromkeys(dims, "")
     for axis in rng.permutation(list(mesh)):
         if axis != owed and rng.random() < 0.75:
@@ -128,7 +128,7 @@ class Ours:
 
 
 class Plain:
-    """The same in plain JAX, on one device."""
+    """The same operations in plain JAX, on one device."""
 
     @staticmethod
     def einsum(text: str, *operands):
@@ -194,7 +194,7 @@ def _wrapped(step: Step, ops, flag, h, weights):
 
 
 def _transformed(program: Program, ops):
-    """The program under its transform: from (flag, toward, h, weights) to arrays."""
+    """Return the program under its transform: from (flag, toward, h, weights) to arrays."""
 
     def loss(toward, flag, h, weights):
         return (_run(program, ops, flag, h, weights) * toward).sum()
@@ -228,7 +228,7 @@ def _transformed(program: Program, ops):
 
 
 def check(program: Program) -> None:
-    """Raises AssertionError, with the program, unless the mesh gives what one device gives."""
+    """Raise AssertionError, with the program, unless the results on the mesh equal those on one device."""
     if program.dtype == "float64":
         with jax.enable_x64(True):
             _check(program)
@@ -261,7 +261,7 @@ def _check(program: Program) -> None:
 
 
 def faults(seeds: Sequence[int]) -> list[str]:
-    """Return what is wrong with the programs of these seeds, errors included."""
+    """Return the faults of the programs of these seeds, including errors."""
     found = []
     for seed in seeds:
         program = draw(seed)

@@ -1,14 +1,14 @@
-"""Random training steps as a user writes them, a settings file beside a layout file, against the same on one device.
+"""Random training steps as a user writes them, a settings file and a layout file, compared with the same on one device.
 
-    python -m tests.references.random_steps 17          # what is wrong with the step of seed 17
-    python -m tests.references.random_steps 17 --show   # its two files
+    python -m tests.references.random_steps 17          # print the faults of the step of seed 17
+    python -m tests.references.random_steps 17 --show   # print its two files
 
-A step is its seed. Its layout has a preset as its base, or none and random specs everywhere; vias, `[gradients]`,
-`[optimizer]`, `[lowering]` and the stages of a pipeline come by chance. A few lines are written without care, and most
+A seed determines a step. Its layout is based on a preset, or has random specs everywhere; vias, `[gradients]`,
+`[optimizer]`, `[lowering]` and the stages of a pipeline are added at random. A few lines are wrong on purpose, and most
 of these have to be refused.
 
-It goes the way of `gspmd train`, through its own checks. What comes after them, where the model is built, has to
-succeed, with the loss, the gradients and the parameters that one device computes, and with the planned bytes.
+A step passes the checks of `gspmd train`. After them, building and running the model has to succeed, with the loss, the
+gradients and the parameters that one device computes, and with the planned bytes.
 """
 
 import argparse
@@ -41,11 +41,12 @@ REMATS = ("none", "full", "dots-except-hidden", "dots", "selective")
 ROUTERS = ("noisy-top-k", "gshard", "switch", "st-moe", "top-k", "expert-choice")
 NAMED = ("microbatches", "rounds", "schedule", "layers", "groups", "dispatch")
 SECONDS = 600  # after which a step hangs
-TOGETHER = 8  # steps of one process
-# The lines of a decoder, so that what encoder–decoders need changes no draw.
+TOGETHER = 8  # the steps that one process runs
+# Only the lines of a decoder, so that lines for encoder–decoders do not change the draws.
 #: Lines of tensors that the drawn models do not have.
 _OTHERS = (
     "attention.relative", "attention.sinks", "attention.q_norm_all", "attention.k_norm_all", "embedding.positions",
+    "embedding.norm", "embedding.norm_bias",
     "attention.w_q_down", "attention.latent_query", "attention.q_latent_norm", "attention.w_q_up",
     "attention.w_k_down", "attention.latent", "attention.latent_norm", "attention.w_k_up", "attention.w_v_up",
     "attention.absorbed",
@@ -102,20 +103,20 @@ class Draw:
         self.rng = np.random.default_rng(seed)
 
     def one(self, choices: Sequence):
-        """One of the choices."""
+        """Return one of the choices."""
         return choices[self.rng.integers(len(choices))]
 
     def happens(self, chance: float) -> bool:
-        """Whether something of this chance happens."""
+        """Return True with this probability."""
         return bool(self.rng.random() < chance)
 
     def shuffled(self, values: Sequence) -> list:
-        """All of them, in another order."""
+        """Return all of them, in a random order."""
         return [values[i] for i in self.rng.permutation(len(values))]
 
 
 def draw(seed: int) -> Written:
-    """The step of a seed."""
+    """Return the step of a seed."""
     d = Draw(seed)
     preset = d.one(presets()) if d.happens(0.6) else ""
     staged = preset == "pipeline" or d.happens(0.15)
@@ -134,7 +135,7 @@ def draw(seed: int) -> Written:
     sharding |= {"axis_types": d.one(("explicit", "explicit", "auto"))}
     if staged:
         sharding |= {"schedule": d.one(SCHEDULES), "rounds": rounds}
-    # Updates that are smooth in the gradients, so that a rounding of either side stays one.
+    # Updates that are smooth in the gradients, so that rounding on either side is not magnified.
     optimizer = {"learning_rate": 0.01, "warmup": 0.0, "epsilon": 1e-3, "clip": d.one((0.0, 0.1, 1.0))}
     settings = {"model": model, "training": training, "optimizer": optimizer, "sharding": sharding}
     if moe := model.pop("moe"):
@@ -145,7 +146,7 @@ def draw(seed: int) -> Written:
 def _model(
     d: Draw, mesh: Mapping[str, int], rounds: int, microbatches: int
 ) -> tuple[dict[str, object], dict[str, int]]:
-    """A model's settings, and the sizes of its dimensions, which most specs over the mesh divide."""
+    """Return a model's settings, and the sizes of its dimensions, which most specs over the mesh divide."""
     whole = prod(size for axis, size in mesh.items() if axis != "p")
     devices = whole * d.one((1, 2)) if whole < 4 else whole
     heads = devices * (2 if devices < 4 else 1)
@@ -184,13 +185,13 @@ def _model(
 
 
 def _experts(d: Draw, devices: int, every: int, microbatches: int) -> dict[str, object]:
-    """The settings of experts. Several microbatches have random draws of their own, so these then have none."""
+    """Return the settings of experts, without random draws for several microbatches, whose draws would differ."""
     router = d.one(ROUTERS)
     if microbatches > 1:
         router = d.one(("switch", "st-moe", "top-k", "expert-choice"))
     moe: dict[str, object] = {"experts": max(4, devices), "every": every, "router": router}
     moe |= {"capacity_factor": d.one((1.0, 1.25, 2.0)), "dispatch": d.one(("sort", "onehot", "dropless"))}
-    moe |= {"router_scale": 1.0}  # routing that is far from even, and so from ties
+    moe |= {"router_scale": 1.0}  # routing that is far from even has no ties
     if router == "expert-choice" and moe["dispatch"] == "dropless":
         moe["dispatch"] = "sort"
     if router in ("noisy-top-k", "top-k") and d.happens(0.4):
@@ -217,7 +218,7 @@ def _experts(d: Draw, devices: int, every: int, microbatches: int) -> dict[str, 
 
 
 def _from_preset(d: Draw, preset: str, mesh: Mapping[str, int], staged: bool, sizes: Mapping) -> dict[str, object]:
-    """A preset with a few lines of one's own."""
+    """Return a preset with a few other lines."""
     layout: dict[str, object] = {"base": preset}
     axes = ["p", *"xyz"] if staged else [*"xyz"]
     layout["mesh"] = {"axes": axes}
@@ -239,7 +240,7 @@ def _from_preset(d: Draw, preset: str, mesh: Mapping[str, int], staged: bool, si
 
 
 def _from_nothing(d: Draw, mesh: Mapping[str, int], staged: bool, sizes: Mapping, model: Mapping) -> dict[str, object]:
-    """Random specs for all lines, which agree where they have to; at times one more, which need not."""
+    """Return random specs for all lines, which agree where they must; sometimes one line more, which may disagree."""
     free = [axis for axis in mesh if axis != "p"]
     layout: dict[str, object] = {"mesh": {"axes": [*mesh], "factor": [*mesh]}}
     if staged:
@@ -271,7 +272,7 @@ def _from_nothing(d: Draw, mesh: Mapping[str, int], staged: bool, sizes: Mapping
 
 
 def _keys(d: Draw, query: Spec, mesh: Mapping[str, int], sizes: Mapping[str, int]) -> Spec:
-    """Draw where keys lie beside these queries: heads over the first of their axes, the length alike or whole."""
+    """Draw the spec of keys for these queries: heads over the first of their axes, the length alike or whole."""
     heads = query.axes_of("H")
     heads = heads[: d.one(range(len(heads) + 1))] if d.happens(0.3) else heads
     while sizes["K"] % prod(mesh[axis] for axis in heads):
@@ -283,7 +284,7 @@ def _keys(d: Draw, query: Spec, mesh: Mapping[str, int], sizes: Mapping[str, int
 def _overrides(
     d: Draw, layout: dict[str, object], free: Sequence[str], mesh: Mapping[str, int], sizes: Mapping[str, int]
 ) -> None:
-    """[gradients], [optimizer] and [lowering] of a layout."""
+    """Return [gradients], [optimizer] and [lowering] of a layout."""
     parameters = [key for key in KEYS.values() if key.kind == "parameter"]
     parameters = [key for key in parameters if key.section != "moe" or "X" in sizes]
     for section, most in (("gradients", 3), ("optimizer", 4)):
@@ -306,7 +307,7 @@ def _overrides(
 def _spec(
     d: Draw, dims: str, axes: Sequence[str], mesh: Mapping[str, int], sizes: Mapping[str, int], local: str
 ) -> Spec:
-    """A random spec: every mesh axis on one of the dimensions, where it divides, or on none."""
+    """Return a random spec: every mesh axis on one of the dimensions that it divides, or on none."""
     held: dict[str, tuple[str, ...]] = dict.fromkeys(dims, ())
     for axis in d.shuffled(axes):
         dim = d.one(dims)
@@ -317,7 +318,7 @@ def _spec(
 
 
 def _via(d: Draw, axes: Sequence[str], mesh: Mapping[str, int], sizes: Mapping[str, int], keys: Sequence[str]) -> str:
-    """Two random specs that can be multiplied where they are."""
+    """Return two random specs that can be multiplied without moves."""
     left, right = (KEYS[key].dims for key in keys)
     product = "".join(dict.fromkeys(left + right))
     whole = _spec(d, product, axes, mesh, sizes, "")
@@ -329,7 +330,7 @@ def _via(d: Draw, axes: Sequence[str], mesh: Mapping[str, int], sizes: Mapping[s
 
 @dataclass(frozen=True)
 class Verdict:
-    """The end of a step: `"trained"`, `"refused"`, or what is wrong with it."""
+    """The result of a step: `"trained"`, `"refused"`, or its fault."""
 
     seed: int
     outcome: str
@@ -345,7 +346,7 @@ class Verdict:
 
 
 class Compiled(Exception):
-    """An error behind the checks."""
+    """An error after the checks."""
 
 
 def check(written: Written) -> Verdict:
@@ -361,7 +362,7 @@ def check(written: Written) -> Verdict:
     results: dict[str, object] = {}
 
     def measured(console, settings, arrangement, state) -> None:
-        """Stand for the report of `--explain`, which is printed once all checks have passed."""
+        """Replace the report of `--explain`, which is printed once all checks have passed."""
         check_traced(settings, arrangement, state)  # as training does before it builds a model
         try:
             results.update(_on_mesh(settings, arrangement, state))
@@ -374,7 +375,7 @@ def check(written: Written) -> Verdict:
         try:
             flags = ["--config", str(Path(folder, "settings.toml")), "--explain", "--no-compile-cache"]
             settings = parse(RunSettings, flags)
-            # The devices are started once for all steps.
+            # The backend is started once for all steps.
             start = mock.patch.object(host, "start", lambda count, *_, **__: jax.devices()[:count])
             explain = mock.patch.object(train, "explain", measured)
             with start, explain, redirect_stdout(StringIO()):
@@ -394,7 +395,7 @@ def check(written: Written) -> Verdict:
 
 
 def _refusal(written: Written, error: Exception) -> Verdict:
-    """A refusal by the checks has to name a line of the layout, or one of the settings that a layout depends on."""
+    """Return the verdict on a refusal, which has to name a line of the layout or a setting that a layout depends on."""
     text = str(error)
     if not any(key in text for key in (*KEYS, *NAMED)):
         return Verdict(written.seed, "refused without a line", text)
@@ -402,12 +403,12 @@ def _refusal(written: Written, error: Exception) -> Verdict:
 
 
 def _where(error: BaseException) -> str:
-    """The innermost frames of an error."""
+    """Return the innermost frames of an error."""
     return "".join(traceback.format_tb(error.__traceback__)[-3:])
 
 
 def _on_mesh(settings, arrangement, state) -> dict[str, object]:
-    """The compiled step's comparison with the plan, and what two steps compute."""
+    """Return the comparison of the compiled step with the plan, and the results of two steps."""
     import jax
 
     import gspmd
@@ -427,19 +428,19 @@ def _on_mesh(settings, arrangement, state) -> dict[str, object]:
         tokens = jax.device_put(_text(training), shardings(batch_spec(arrangement.layout), mesh))
         key = jax.device_put(jax.random.key(training.seed + 1), jax.NamedSharding(mesh, jax.P()))
         values = _two_steps(compiled, start, tokens, key)
-    # Where the compiler chooses, there is no plan to keep.
+    # Equations for which the compiler chooses have no plan to compare with.
     chosen = "xla" in {arrangement.layout.lowering, *arrangement.layout.lowerings.values()}
     return {"agrees": chosen or comparison.agrees, "comparison": comparison, "values": values}
 
 
 def _text(training) -> np.ndarray:
-    """[B, L+1] tokens, each its predecessor plus 1 or 5."""
+    """Return [B, L+1] tokens, each its predecessor plus 1 or 5."""
     steps = np.random.default_rng(0).choice([1, 5], size=(training.batch, training.length + 1))
     return (np.cumsum(steps, axis=1) % 256).astype(np.int32)
 
 
 def _two_steps(update, state, tokens, key) -> dict[str, np.ndarray]:
-    """Figures of two steps, and the gradients and parameters after the first."""
+    """Return the figures of two steps, and the gradients and parameters after the first."""
     import optax
 
     state, first = update(state, tokens, key)
@@ -453,7 +454,7 @@ def _two_steps(update, state, tokens, key) -> dict[str, np.ndarray]:
 
 
 def _alone(settings) -> dict[str, np.ndarray]:
-    """Return what the same settings compute on one device, under the replicated layout."""
+    """Return the results of the same settings on one device, under the replicated layout."""
     import jax
 
     import gspmd
@@ -488,7 +489,7 @@ def _differences(found: Mapping[str, np.ndarray], wanted: Mapping[str, np.ndarra
 
 
 def verdicts(seeds: Sequence[int], seconds: float = SECONDS) -> Iterator[Verdict]:
-    """The verdicts on the steps of these seeds, each in a process that may abort or hang."""
+    """Yield the verdicts on the steps of these seeds, each from a process that may abort or hang."""
     left = list(seeds)
     while left:
         now = left[:TOGETHER]
@@ -508,7 +509,7 @@ def verdicts(seeds: Sequence[int], seconds: float = SECONDS) -> Iterator[Verdict
 
 
 def _ended(command: Sequence[str], said, told: Path, seconds: float) -> str:
-    """Return how a process ends; one that tells nothing for so many seconds is killed."""
+    """Return how a process ends; one without output for so many seconds is killed."""
     root = Path(__file__).parents[2]
     with subprocess.Popen(command, stdout=said, stderr=said, cwd=root) as process:
         size = -1
@@ -523,7 +524,7 @@ def _ended(command: Sequence[str], said, told: Path, seconds: float) -> str:
 
 
 def main() -> None:
-    """Check the steps of the given seeds; a line of JSON for each goes to a file, or what is wrong is printed."""
+    """Check the steps of the given seeds; write a line of JSON for each to a file, or print the faults."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("seeds", type=int, nargs="+")
     parser.add_argument("--to", type=Path, help="the file for the verdicts")

@@ -1,4 +1,4 @@
-"""Random texts for whatever reads text: of pieces of notation, and right ones that are broken somewhere."""
+"""Random texts for parsers: made of pieces of notation, and valid ones that are broken somewhere."""
 
 import random
 import time
@@ -10,13 +10,13 @@ PIECES = [
     "ª", "-->", "<-", "=", ":", "⟶", "\\to", "*", ";", "·", ", ", ",)", "F_z", "BLE_xyz", "E_xF_yz", "\ufe0f", "\0",
     "x=2", "=2", "|", "[", "]", '"', "٣", "²", "Ⅷ", "9", "-1", "0", "1_0", "1e9", "\u202e", "\ud800", "𝔹", "%s", "\\",
 ]  # fmt: skip
-TIMES = (40, 300, 2000)  # how often a piece is repeated at length
-SECONDS = 5.0  # of the processor, for one text
+TIMES = (40, 300, 2000)  # repetitions of a piece in a long text
+SECONDS = 5.0  # seconds of the processor for one text
 MESSAGE = 20_000  # characters
 
 
 def texts(seed: int, count: int, right: Sequence[str]) -> Iterator[str]:
-    """So many texts: of pieces, of one piece many times, and right ones with a few characters changed."""
+    """Yield `count` texts: of pieces, of one piece many times, and valid ones with a few characters changed."""
     draw = random.Random(seed)
     for number in range(count):
         if number % 100 == 0:
@@ -28,7 +28,7 @@ def texts(seed: int, count: int, right: Sequence[str]) -> Iterator[str]:
 
 
 def _deep(draw: random.Random, right: Sequence[str]) -> str:
-    """A long text: a few pieces over and over, perhaps within a right one."""
+    """Return a long text: a few pieces over and over, perhaps within a valid one."""
     long = "".join(draw.choices(PIECES, k=draw.randrange(1, 4))) * draw.choice(TIMES)
     text = draw.choice(right)
     at = draw.randrange(len(text) + 1)
@@ -45,12 +45,12 @@ def _nearly_right(draw: random.Random, right: Sequence[str]) -> str:
 
 
 def faults(read: Callable[[str], object], given: Iterator[str], refused: type[Exception]) -> list[str]:
-    """Return what is wrong with a reader: another error than its own, a message without end, or too long a time.
+    """Return the faults of a reader: an error of another type, an overlong message, or too long a time.
 
     Args:
-        read: reads one text, and checks what it has read by itself.
+        read: a function that reads one text, and checks its result.
         given: the texts.
-        refused: what it may raise.
+        refused: the errors that it may raise.
     """
     found = []
     for text in given:

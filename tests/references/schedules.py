@@ -1,4 +1,4 @@
-"""A door for tests to the schedules that are no public choice."""
+"""Access for tests to the schedules that are not public choices."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +11,7 @@ from gspmd.planner.overlap import SCHEDULES
 
 @contextmanager
 def every_schedule() -> Iterator[None]:
-    """Let every schedule be asked for, by a call or by a layout, as those that are public."""
+    """Let calls and layouts ask for every schedule, as for the public ones."""
     every = tuple(dict.fromkeys((*in_force.LOWERINGS, *(f"looped:{name}" for name in SCHEDULES))))
     with mock.patch.object(in_force, "LOWERINGS", every), mock.patch.object(check, "LOWERINGS", every):
         yield

@@ -17,7 +17,7 @@ VARIANTS = {
 
 
 def program(plan: Plan, variant: str):
-    """A function of operands and cotangents: the results, and the gradients by plain transposition."""
+    """Return a function of operands and cotangents -> the results, and the gradients by plain transposition."""
     check, to = VARIANTS[variant]
     routine = plan.routine
     ins = tuple(spec.partition_spec() for spec in routine.inputs)

@@ -1,10 +1,10 @@
 """The volume of the test suite: how many cases of long products run, which ones, and for how long.
 
-The fast suite runs the same cases at every commit. Of a test that is marked `turns(count)`, so many cases are fast,
-drawn once and for all by the name of its file, and the others are slow: they are instances of one property, each of
-which compiles a program of its own.
+The fast suite runs the same cases at every commit. A test that is marked `turns(count)` has so many fast cases, drawn
+once and for all by the name of its file, and the others are slow. Its cases are instances of one property, and each
+compiles another program.
 
-The slow suite runs whole, unless the environment says otherwise:
+The slow suite runs all cases, unless the environment says otherwise:
 
 - `DRAWS=5` draws five times as many random cases. Below 1, it draws from long products, too: `DRAWS=0.3` runs three in
   ten cases of every slow test that has at least `LONG`, and two in five of the tests that have fewer.
@@ -23,18 +23,18 @@ SEED = os.environ.get("DRAWS_SEED", "0")
 MINUTES = float(os.environ.get("MINUTES", "inf"))
 LONG = 10
 SHORT = 0.4
-"""The part of the slow tests with fewer cases that a run draws which draws from the others."""
+"""The fraction of slow tests with fewer cases than `LONG` that a run with DRAWS < 1 draws."""
 
 Case = TypeVar("Case")
 
 
 def scaled(count: int) -> int:
-    """So many cases, as the environment scales them."""
+    """Return a number of cases, as the environment scales it."""
     return max(1, round(SCALE * count))
 
 
 def drawn(name: str, cases: Sequence[Case]) -> list[Case]:
-    """The cases of a slow test that run, in their order."""
+    """Return the cases of a slow test that run, in their order."""
     if SCALE >= 1:
         return [*cases]
     draw = random.Random(f"{SEED} {name}")
@@ -44,6 +44,6 @@ def drawn(name: str, cases: Sequence[Case]) -> list[Case]:
 
 
 def sampled(draw: random.Random, cases: Sequence[Case], count: int) -> list[Case]:
-    """So many of the cases of a test, in their order; all of them where there are no more."""
+    """Return `count` of the cases of a test, in their order; all of them if there are no more."""
     numbers = draw.sample(range(len(cases)), min(count, len(cases)))
     return [cases[number] for number in sorted(numbers)]

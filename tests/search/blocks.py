@@ -1,4 +1,4 @@
-"""Problems to search: random small ones with all their combinations, and one of the shape of a transformer's block."""
+"""Problems to search: random small ones with all their combinations, and one in the shape of a transformer's block."""
 
 import itertools
 import math
@@ -13,7 +13,7 @@ from gspmd.search import Choice, Problem, Term
 
 @dataclass
 class Small:
-    """A random problem, every assignment that it has, and what each costs by the tables it was made of."""
+    """A random problem, all its assignments, and the cost of each by the problem's tables."""
 
     choices: list[Choice]
     terms: list[Term]
@@ -24,7 +24,7 @@ class Small:
         return Problem(self.choices, self.terms, self.limit)
 
     def cheapest(self, ok: Callable[[dict[str, int]], bool] = lambda picks: True) -> float:
-        """The fewest seconds of all assignments that fit; inf where there are none."""
+        """The fewest seconds of all assignments that fit; inf if none fits."""
         fitting = (s for picks, s, b in self.combinations if (self.limit is None or b <= self.limit) and ok(picks))
         return min(fitting, default=math.inf)
 
@@ -34,7 +34,10 @@ class Small:
 
 @cache
 def small(seed: int) -> Small:
-    """3 to 6 choices of 1 to 5 options, terms over 1 to 4 of them; in half of the problems with many equal costs."""
+    """Return a problem of 3 to 6 choices of 1 to 5 options, with terms over 1 to 4 choices.
+
+    Half of these problems have many equal costs.
+    """
     rng = np.random.default_rng(seed)
     choices = [Choice(f"c{number}", tuple(range(rng.integers(1, 6)))) for number in range(rng.integers(3, 7))]
     equal = rng.random() < 0.5
@@ -60,15 +63,16 @@ def small(seed: int) -> Small:
 
 
 def knapsack(seed: int, choices: int = 16, options: int = 50) -> tuple[Problem, float]:
-    """Choices with nothing in common but the limit, whose seconds nearly follow from their bytes; and the optimum.
+    """Return choices that share only the limit, and whose seconds nearly follow from their bytes; and the optimum.
 
-    Bytes are powers of two or three times them, so that many sums are equal; the optimum is by a table over all sums.
+    Bytes are powers of two, or three times those, so that many sums are equal. The optimum is computed
+    by a table over all sums.
     """
     rng = np.random.default_rng(seed)
     held = 2 ** rng.integers(0, 9, (choices, options)) * rng.integers(1, 4, (choices, options))
     seconds = (800 - held) * 1e-3 * (1 + 0.3 * rng.random((choices, options)))
     limit = 150 * choices
-    least = np.zeros(limit + 1)  # seconds, where this many bytes are left
+    least = np.zeros(limit + 1)  # the seconds by the number of bytes that are left
     for each, cost in zip(held, seconds):
         candidates = [np.concatenate([np.full(b, math.inf), least[: limit + 1 - b] + s]) for b, s in zip(each, cost)]
         least = np.min(candidates, axis=0)
@@ -81,13 +85,13 @@ def block(seed: int = 0, layers: int = 5, scale: float = 1.0, fraction: float | 
     """A transformer's block: triangles of the residual, a via and a hidden activation, each with two weights.
 
     The residual has 106 options, a hidden activation 106 to 240, a via 193 to 1,680, a weight 50 to 1,000 that hold
-    bytes. Costs are of the size of a planner's: factors of the options and a part of each combination's own; a tenth
-    of the combinations with a weight are not allowed.
+    bytes. Costs have the magnitude of a planner's: factors of the options, and a part for each combination. A tenth of
+    the combinations with a weight are not allowed.
 
     Args:
-        layers: How many hidden activations; there are five choices for each, less a shared one.
-        scale: Of the numbers of options.
-        fraction: Where the limit is, between the fewest bytes of all terms and the most; None for none.
+        layers: number of hidden activations; there are five choices for each, minus a shared one.
+        scale: factor of the numbers of options.
+        fraction: place of the limit between the fewest bytes of all terms and the most; None for no limit.
     """
     rng = np.random.default_rng(seed)
     sizes, terms = {"residual": int(106 * scale)}, []

@@ -1,4 +1,4 @@
-"""Random picks of a search problem, and the layout that they stand for."""
+"""Random picks of a search problem, and the layout of such picks."""
 
 import random
 from pathlib import Path
@@ -23,9 +23,9 @@ def layout_of(lines, folder: Path, axes: tuple[str, ...] = ("x", "y", "z")) -> L
 
 
 def drawn(problem, rng: random.Random, sharded: int | None = None) -> dict[str, int]:
-    """Random picks of finite cost: vias last, since they hang on all others.
+    """Return random picks of finite cost: vias last, since they depend on all others.
 
-    The axes of the norm are the fewest that the others allow; `sharded` is the number of those that may shard weights.
+    The axes of the norm are the fewest that the others allow; `sharded` is the number of axes that may shard weights.
     """
     while True:
         picks = {NORM: sharded} if sharded is not None else {}

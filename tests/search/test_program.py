@@ -54,6 +54,12 @@ MODELS = {
         "remat": "dots",
     },
     "sliding layers": {"layer_kinds": ("sliding", "full"), "sliding_window": 6, "local_rope_base": 100.0},
+    "chunked layers": {
+        "layer_kinds": ("chunked", "unrotated"),
+        "attention_chunk": 6,
+        "qk_norm": "rotated",
+        "query_growth": 0.5,
+    },
     "norms after": {"norms": "after", "qk_norm": "all", "remat": "none"},
     "soft caps and sinks": {"score_softcap": 5.0, "logit_softcap": 9.0, "sinks": True, "norms": "both"},
     "learned positions": {"positions": "learned", "context_length": 32},

@@ -254,7 +254,7 @@ def test_errors_name_the_fault():
         Problem([a], [Term("t", ("c",), np.zeros(2))])
     with pytest.raises(ValueError, match=r"table of shape \(3,\), and its choices a have \(2,\) options"):
         Problem([a], [Term("t", ("a",), np.zeros(3))])
-    with pytest.raises(ValueError, match="has seconds that are none"):
+    with pytest.raises(ValueError, match="has seconds that are nan or -inf"):
         Problem([a], [Term("t", ("a",), np.array([math.nan, 0]))])
     with pytest.raises(ValueError, match="it has options 0 to 1"):
         Search(Problem([a], [])).best({"a": 2})

@@ -129,7 +129,7 @@ def test_memory_is_asked_for_with_the_stages_behind(alike):
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        ((FLAT, (3,), 8, 2), "submeshes of 3 devices do not make so many"),
+        ((FLAT, (3,), 8, 2), "submeshes of 3 devices do not add up to 8 in any number"),
         ((FLAT, (2,), 8, 2, lambda stage, behind: behind < 3), "no split fits in memory"),
         ((FLAT * math.inf, (2,), 8, 2), "a stage of infinite seconds"),
         ((FLAT, (2,), 6, 2, None, True), "that the layers divide into"),

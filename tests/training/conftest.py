@@ -21,7 +21,7 @@ from gspmd.training.step import jit_step, make_step
 
 
 def bigram_loss(params, tokens, key):
-    """Cross-entropy of a bigram model over 8 letters."""
+    """Return the cross-entropy of a bigram model over 8 letters."""
     logits = jnp.take(params["table"], tokens[:, :-1], axis=0, mode="clip") + params["bias"][None, None]
     each = -jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[:, 1:, None], axis=-1)
     entropy = each.mean()
@@ -32,7 +32,7 @@ def bigram_loss(params, tokens, key):
 
 @pytest.fixture
 def corpus():
-    """Text in which the next letter is the one after, nearly always."""
+    """Return text in which each letter is nearly always followed by the next of the alphabet."""
     rng = np.random.default_rng(0)
     text = (np.cumsum(np.where(rng.random(20_000) < 0.9, 1, 3)) % 8).astype(np.uint8)
     return data.Corpus("counting", text[:18_000], text[18_000:], (9, 1), 2.0)
@@ -40,7 +40,7 @@ def corpus():
 
 @pytest.fixture
 def make_program(make_mesh):
-    """A function (sizes={"x": 2}, steps=20) -> Program of the bigram model under Auto axes."""
+    """Return a function (sizes={"x": 2}, steps=20) -> Program of the bigram model under Auto axes."""
 
     def make(sizes=None, steps=20, loss=bigram_loss, specs=None):
         mesh = make_mesh(sizes or {"x": 2}, "auto")
@@ -62,7 +62,7 @@ def make_program(make_mesh):
 
 @pytest.fixture
 def small_files():
-    """A function of bytes: a context in which no file can grow beyond them, as on a disk that is full."""
+    """Return a function of a number of bytes: a context in which no file can grow beyond it, as on a full disk."""
 
     @contextmanager
     def limit(size):

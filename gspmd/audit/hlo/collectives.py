@@ -160,7 +160,7 @@ def _make(kind: str, phase: str, instruction: Instruction, devices: int) -> Coll
 def _rings(scheduled: Instruction, group: int) -> tuple[int, ...]:
     """Return the sizes of the torus rings that a collective's algorithm runs along.
 
-    - Of a strategy these are its cores, `cores:{4 4 4}`.
+    - For a strategy they are its cores, `cores:{4 4 4}`.
     - A gather by `1DAllGather...` has one ring.
     - On a SparseCore the data is in as many parts as there are colors. All of them travel along the same rings of
       chips, in other orders and directions, so those of the first are returned. If both devices of each chip are in the

@@ -127,7 +127,7 @@ def _attention(computation: Computation, call: Instruction) -> int:
 
 
 def _mask(call: Instruction) -> str:
-    """Return the mask of cuDNN's attention; a sliding window is a mask of its own."""
+    """Return the mask of cuDNN's attention; a sliding window is another kind of mask."""
     config = call.config.get("cudnn_fmha_backend_config", {})
     return "SLIDING" if config.get("sliding_window_length") else config.get("mask_type", "NO_MASK")
 

@@ -33,8 +33,8 @@ def trips(module: Module, computation: Computation, loop: Instruction) -> int | 
 def reordered(module: Module, body: Computation) -> list[Instruction]:
     """Return the instructions of a loop's body that copy a whole array which no iteration changes.
 
-    One copy before the loop would do. XLA makes one in every iteration where it wants a part of the array in another
-    order in memory: for a scan over layers this is a copy of the weights of all layers, for each layer.
+    One copy before the loop would be enough. XLA makes one in every iteration if it wants a part of the array in
+    another order in memory: for a scan over layers this is a copy of the weights of all layers, for each layer.
 
     Args:
         module: the program.
@@ -53,8 +53,8 @@ def cut_out(module: Module, body: Computation) -> list[Instruction]:
     """Return the instructions of a loop's body that copy a part of an array that no iteration changes, in main memory.
 
     In a loop over layers these are the weights of one layer, copied out of their stack. Most products read them where
-    they are. A kernel, such as that of `jax.lax.ragged_dot`, needs an array of its own. Fewer bytes than `LEAST` are no
-    weights: a loop over rows that writes a cache looks up the position of each row.
+    they are. A kernel, such as that of `jax.lax.ragged_dot`, needs a separate array. Slices of fewer bytes than `LEAST`
+    are not weights: a loop over rows that writes a cache looks up the position of each row.
 
     Args:
         module: the program.
@@ -79,7 +79,7 @@ def _whole(body: Computation) -> set[str]:
 
 
 def _unchanged(body: Computation) -> frozenset[int]:
-    """Return the places in the carried tuple of what an iteration passes on as it found it."""
+    """Return the places in the carried tuple whose values an iteration passes on unchanged."""
     taken = {
         each.name: int(each.attribute("index"))
         for each in body.instructions
@@ -103,7 +103,7 @@ def _reorders(module: Module, instruction: Instruction) -> bool:
 
 
 def _cut_from(module: Module, instruction: Instruction) -> str:
-    """Return the name of the operand of which the result is a part, in main memory; empty if more is computed."""
+    """Return the name of the operand, in main memory, that the result is a part of; empty if more is computed."""
     if re.search(r"S\(\d+\)", instruction.type):  # It is loaded onto the chip.
         return ""
     if instruction.opcode == "dynamic-slice":
@@ -212,7 +212,7 @@ def _constant(computation: Computation, name: str) -> int | None:
 
 
 def _place(computation: Computation, name: str) -> int | None:
-    """Return the element of the loop's tuple that a value is; None if it is no element."""
+    """Return the element of the loop's tuple that a value is; None if it is not an element."""
     if name.startswith("="):
         return None
     source = _through(computation, computation.by_name[name])

@@ -31,7 +31,7 @@ def parse(text: str) -> Module:
         text: `compiled.as_text()`, or a dump of XLA (`--xla_dump_to`, `*after_optimizations.txt`).
 
     Raises:
-        HloError: `text` is no text, or has no entry computation.
+        HloError: `text` is not a text, or has no entry computation.
 
     Example:
         >>> module = parse('''HloModule m, is_scheduled=true

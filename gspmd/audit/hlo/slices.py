@@ -43,7 +43,7 @@ def of_all_slices(module: Module, mesh: Any) -> Module:
 
     Args:
         module: the program.
-        mesh: the mesh that it was compiled for; anything but a `jax.sharding.Mesh` says nothing about slices.
+        mesh: the mesh that it was compiled for; only a `jax.sharding.Mesh` has slices.
 
     Raises:
         PlanError: the slices do not fill the mesh one after the other, or another number of devices runs the program.
@@ -77,7 +77,7 @@ def _of_computation(computation: Computation, in_slice: int, slices: int, places
         elif each.opcode == "send" and (target := _TARGET.search(each.attributes)):
             each = _sent(each, target[1].strip('"'), places)
         elif each.opcode == "recv" and (send := sends.get(_rendezvous(each))):
-            # Whoever waits for what arrives waits for the transfer, which is known by the send.
+            # An instruction that waits for the receive waits for the transfer, which is identified by the send.
             if send in seen:
                 each = replace(each, operands=(*each.operands, send))
             else:

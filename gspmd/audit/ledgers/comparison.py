@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from rich.console import Group, RenderableType
 from rich.markup import escape
@@ -17,6 +18,9 @@ from gspmd.display.tables import Column, Sheet
 from gspmd.display.units import amount_of_bytes, axes_text
 from gspmd.planner.drawing import COLORS
 from gspmd.tracing.program_plan import ProgramPlan
+
+if TYPE_CHECKING:
+    from gspmd.figures.figure import Figure
 
 
 @dataclass(frozen=True, repr=False)
@@ -67,6 +71,23 @@ class Comparison(Printed):
             by = escape(asked_for_by(row.equation, row.step, row.source))
             sheet.add(told, f"[{COLORS[row.kind]}]{row.kind}[/]", axes_text(row.axes), *amounts, by)
         return sheet
+
+    def figure(self) -> "Figure":
+        """Draw planned and compiled bytes as bars, by kind and mesh axes: planned pale, compiled below it.
+
+        >>> Comparison((), {("all-gather", ("x",)): (96, 96)}).figure().title
+        'planned (pale) and compiled, bytes per device'
+        """
+        from gspmd.figures.bars import Bar, bars_figure
+
+        rows = sorted(self.totals.items(), key=lambda row: -max(row[1]))
+        bars = [
+            Bar(f"{kind} {axes_text(axes)}", kind, both, " → ".join(map(amount_of_bytes, both)))
+            for (kind, axes), both in rows
+        ]
+        planned, compiled = map(amount_of_bytes, self._sums)
+        total = f"{planned} planned, {compiled} compiled; steps: {self._counted}"
+        return bars_figure("planned (pale) and compiled, bytes per device", bars, total, str(self))
 
     @property
     def _sums(self) -> tuple[int, int]:

@@ -17,7 +17,7 @@ Key = tuple[str, tuple[str, ...]]
 class Entry:
     """One collective instruction of a compiled program, with all its executions; figures are per device.
 
-    If the compiler combined several collectives into one instruction, each has an entry of its own.
+    If the compiler combined several collectives into one instruction, each has a separate entry.
 
     Attributes:
         kind: its kind, as in a plan: all-gather, reduce-scatter, all-reduce, all-to-all, collective-permute.

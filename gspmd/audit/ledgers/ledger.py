@@ -4,6 +4,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from math import prod
+from typing import TYPE_CHECKING
 
 from rich.console import Group
 from rich.markup import escape
@@ -21,6 +22,9 @@ from gspmd.display.units import amount_of_bytes, amount_of_flops, axes_text
 from gspmd.planner.drawing import COLORS
 from gspmd.planner.plan import Plan
 from gspmd.tracing.program_plan import ProgramPlan, of_equation
+
+if TYPE_CHECKING:
+    from gspmd.figures.figure import Figure
 
 
 @dataclass(frozen=True, repr=False)
@@ -87,6 +91,22 @@ class Ledger(Printed):
         sheet.add("all", "", "", "", count, amount_of_bytes(self.wire_bytes), work, total=True)
         return sheet
 
+    def figure(self) -> "Figure":
+        """Draw the bytes that one device sends as bars, by kind and mesh axes, most bytes first.
+
+        >>> Ledger((), 0, {}).figure().title
+        'ledger of a program, bytes per device'
+        """
+        from gspmd.figures.bars import Bar, bars_figure
+
+        rows = sorted(self.by_kind_and_axes().items(), key=lambda row: -row[1][1])
+        bars = [
+            Bar(f"{kind} {axes_text(axes)}", kind, (sent,), f"{counted(count, 'array')}, {amount_of_bytes(sent)}")
+            for (kind, axes), (count, sent) in rows
+        ]
+        total = f"{amount_of_bytes(self.wire_bytes)} sent, {amount_of_flops(self.flops)} in matrix products"
+        return bars_figure(f"ledger of {self._named}, bytes per device", bars, total, str(self))
+
     @property
     def _named(self) -> str:
         return self.name or "a program"
@@ -136,7 +156,7 @@ def compare(ledger: Ledger, plan: ProgramPlan | Plan) -> Comparison:
             its `gspmd.plan` is enough.
 
     Raises:
-        PlanError: `ledger` is not a ledger, or `plan` no plan.
+        PlanError: `ledger` is not a ledger, or `plan` is not a plan.
 
     Example:
         >>> compare(Ledger((), 0, {}), ProgramPlan(())).agrees

@@ -39,7 +39,7 @@ def ledger(compiled: Any, mesh: Any = None) -> Ledger:
     Raises:
         PlanError: `compiled` is not compiled; `mesh` is not a mesh; no mesh is given or found; or mesh and program have
             different numbers of devices.
-        HloError: the text is no HLO module.
+        HloError: the text is not an HLO module.
 
     Example:
         >>> mesh = jax.make_mesh((1,), ("x",))
@@ -149,7 +149,7 @@ class _ModuleReader:
             )
 
     def _away(self, part: Collective, near: int, times: int) -> int:
-        """Return the bytes that one device sends over the network, of groups of which `near` devices share a node."""
+        """Return the bytes that one device sends over the network, in groups in which `near` devices share a node."""
         assert self.chip is not None
         return network_bytes(part.kind, part.group, near, part.wire_bytes, self.chip) * times
 

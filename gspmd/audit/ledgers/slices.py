@@ -28,7 +28,7 @@ def by_bytes(
     """Return the entries of a program of several slices under the names, kinds and axes of the steps that they run.
 
     A step gets as many executions as it has trips, of collectives with exactly the kinds, axes and bytes of its parts:
-    those of its own name first, and then those without a name. A step of which a part is not found gets none.
+    those of its own name first, and then those without a name. A step gets none if one of its parts is not found.
 
     Args:
         steps: the planned steps that run.
@@ -62,10 +62,11 @@ def by_bytes(
 
 
 def whole_permutes(entries: Sequence[Entry]) -> list[Entry]:
-    """Return the entries, without what permutes over slices send within them.
+    """Return the entries, without the permutes within slices that belong to a permute over slices.
 
-    The compiler writes that as a permute of its own. A device sends its piece one way or the other, so the bytes of one
-    device are those of one of the two: of the nearest permute of as many bytes, over the same axes or some of them.
+    The compiler writes a permute over slices as two, one over slices and one within them. A device sends its piece by
+    one of the two, so only the first is counted. The second is the nearest permute of as many bytes, over the same axes
+    or some of them.
     """
     rest: set[int] = set()
     for number, crossing in enumerate(entries):
@@ -97,7 +98,7 @@ class _Pool:
                 self._alike[entry.kind, frozenset(entry.axes), each].append(number)
 
     def take(self, ways: Iterator[Sequence[Part]], count: int, name: tuple[str, str]) -> list[Entry]:
-        """Take `count` executions of each part of the first way of which all are there; nothing if there is none."""
+        """Take `count` executions of each part of the first way whose parts are all there; nothing if no way is."""
         for parts in ways:
             found = [(number, runs) for part in parts for number, runs in self._find(part, count, name)]
             if sum(runs for _, runs in found) == count * len(parts):
@@ -172,7 +173,7 @@ _Along = tuple[frozenset[str], int]
 def _inside(axes: Sequence[str], mesh: Mapping[str, int], across: Mapping[str, int]) -> Iterator[list[_Along]]:
     """Yield the parts of a collective within a slice, major first: at once, or in two.
 
-    An axis that lies over slices and within them is a part of its own, without a name in the compiled program.
+    An axis that lies over slices and within them is a separate part, without a name in the compiled program.
     """
     parts: list[list[str]] = [[]]
     for axis in axes:

@@ -15,7 +15,7 @@ from gspmd.jax_internals import assume_cudnn
 COMPILER_OPTIONS = {
     # Kernels are chosen by timing them on the card; without one the first that works is taken.
     "xla_gpu_autotune_level": 0,
-    # Products by cuBLAS. Whether Triton's are faster is another thing that is measured.
+    # Products by cuBLAS. Whether Triton's are faster would have to be measured, too.
     "xla_gpu_enable_triton_gemm": False,
 }
 """The compiler's options for a card that is not attached, by name."""
@@ -66,7 +66,7 @@ def require_cuda_plugin(name: str, chip: Chip) -> None:
             f"  Install it with pip install 'gspmd[gpu-offline]', on Linux (jax {jax_version} needs "
             f"jax-cuda12-plugin=={wanted})."
         )
-    # The plugin loads the compiler, which is in a package of its own, and says nothing if that is missing.
+    # The plugin loads the compiler, which is in a separate package, and reports nothing if that is missing.
     plugin = next((each for each, version in found.items() if version == wanted), next(iter(found)))
     pjrt = plugin.replace("plugin", "pjrt")
     for package in (plugin, pjrt):
@@ -79,7 +79,7 @@ def require_cuda_plugin(name: str, chip: Chip) -> None:
 
 
 def _given_up() -> str:
-    """Return the message that JAX gave its plugin for CUDA up, which it does when it starts."""
+    """Return the message for a plugin for CUDA that JAX has given up, as it may when it starts."""
     if has_nvidia_gpu():
         return (
             "cannot compile for GPUs: this machine has a GPU, and JAX gave its plugin for CUDA up: CUDA is missing.\n"

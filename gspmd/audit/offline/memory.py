@@ -24,7 +24,7 @@ _SMALLER = "a smaller batch or length, or a layout that shards it; in training, 
 KEPT = 64
 """Number of buffers that a report keeps; it prints the largest five, if the program does not fit."""
 
-_STARTS = ("-start", "-update")  # Their results include their operands; the -done has the result alone.
+_STARTS = ("-start", "-update")  # Their results include their operands; the -done has only the result.
 _LAYOUT = re.compile(r"([a-z]\w*)\[([\d,<=]*)\](?:\{([\d,]*)(?::((?:T\([\d,]+\)(?:\([\d,]+\))*)?)([^}]*))?\})?")
 
 

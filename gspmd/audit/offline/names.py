@@ -19,20 +19,21 @@ SEARCHED_GPUS = 24_576
 of Models*, §3.3.1: 24K H100). The name of a topology may ask for more."""
 
 MOST_DEVICES = 2**18
-"""Number of devices that a name may ask for, ten times `SEARCHED_GPUS` to the next power of two: each device is an
-object, so that an absurd number would fill the memory."""
+"""The most devices that a name may ask for: ten times `SEARCHED_GPUS`, rounded up to a power of two. Each device is an
+object, so an absurd number would fill the memory."""
 
 SPELLINGS = {"a100-80gb": "a100", "h100-80gb": "h100"}
-"""Names of GPUs that are not those of chips.toml."""
+"""Other names of GPUs, besides those of chips.toml."""
 
 CORES = {"tpu-v3": 2, "tpu7x": 2}
 """Number of devices of one chip, if it is not one (see `libtpu.py`)."""
 
 
 def shapes(chip: Chip, slices: int = 1) -> Iterator[tuple[int, ...]]:
-    """Yield the shapes of a chip's slices from the smallest to a pod, doubling in size, each as near a cube as
-    possible; of a GPU those of parts of a node, and then of 1, 2, 4, ... nodes, up to `SEARCHED_GPUS`. Of several
-    slices no more than `MOST_DEVICES` devices.
+    """Yield the shapes of a chip's slices from the smallest to a pod, doubling in size.
+
+    Each is as near a cube as possible. For a GPU they are those of parts of a node, and then of 1, 2, 4, ... nodes, up
+    to `SEARCHED_GPUS`. Several slices have no more than `MOST_DEVICES` devices.
 
     Example:
         >>> list(shapes(CHIPS["tpu-v6e"]))
@@ -59,9 +60,9 @@ class Named(NamedTuple):
     """The meaning of a topology's name.
 
     Attributes:
-        chip: the figures of one device; of several slices its nodes are the slices.
-        shape: chips along each torus axis of one slice; of GPUs the number in a node, and before it the number of nodes
-            if there are several.
+        chip: the figures of one device; for several slices its nodes are the slices.
+        shape: chips along each torus axis of one slice; for GPUs the number in a node, and before it the number of
+            nodes if there are several.
         slices: number of slices of TPUs, which the data-centre network connects.
     """
 
@@ -112,7 +113,7 @@ def read_name(name: str) -> Named:
     shape, slices = tuple(map(int, tail.split("x"))), int(number or 1)
     if chip.is_switch:
         if times:
-            fact = "only TPUs come in slices; of GPUs the first number is that of the nodes"
+            fact = "only TPUs come in slices; for GPUs the first number is the number of nodes"
             raise PlanError(_no_such(name, fact, f"Did you mean {_nodes_near(chip, slices * prod(shape))!r}? "))
         if fact := _impossible_nodes(chip, shape):
             raise PlanError(_no_such(name, fact, f"Did you mean {_nodes_near(chip, prod(shape))!r}? "))

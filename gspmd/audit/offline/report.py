@@ -124,7 +124,7 @@ class Report(Printed):
         mesh = " ".join(f"{axis}={size}" for axis, size in self.mesh.items())
         verdict = "[bold green]fits[/]" if self.fits else "[bold red]does not fit[/]"
         held, room = amount_of_bytes(self.bytes_per_device), amount_of_bytes(self.hbm_bytes)
-        # Of a program that was not compiled only what is known: its arguments, and what a refusing compiler says.
+        # A program that was not compiled has only known parts: its arguments, and what a refusing compiler says.
         parts = (f"{amount_of_bytes(n)} {name}" for n, name in self._parts() if n or self.ledger)
         slices = f" in {self.topology.slices} slices" if self.topology.slices > 1 else ""
         table.add_row("machine", f"{self.topology.num_devices} {self.topology.chip.name} devices{slices}, mesh {mesh}")

@@ -29,9 +29,9 @@ class Topology:
 
     Attributes:
         name: canonical, such as `tpu-v4:4x4x4`, `tpu-v5p:4x8x8*4` or `h100:16x8`.
-        chip: the figures of one device; of several slices its nodes are the slices.
-        shape: chips along each torus axis of one slice; for GPUs the number of nodes, if there are several, and of GPUs
-            in a node.
+        chip: the figures of one device; for several slices its nodes are the slices.
+        shape: chips along each torus axis of one slice; for GPUs the number of nodes, if there are several, and the
+            number of GPUs in a node.
         devices: devices to compile for, not to run on; slice by slice, each in torus order, last axis fastest, devices
             of one chip next to each other; GPUs node by node.
         slices: number of slices, which the data-centre network connects; 1 for GPUs.
@@ -118,7 +118,7 @@ class Topology:
         """Return for each axis of a mesh over this slice the sizes of the torus axes that it spans.
 
         An axis that spans no box of the torus counts as one ring. The two devices of one chip are not a ring, and
-        neither are several slices. GPUs hang on switches, and have none.
+        neither are several slices. GPUs are connected by switches, and have none.
 
         Example:
             >>> slice64 = topology("tpu-v4:4x4x4")                  # doctest: +SKIP
@@ -184,7 +184,7 @@ def topology(name: str) -> Topology:
 def slices(chip: Chip | str, count: int = 1) -> Iterator[Topology]:
     """Yield the slices of a chip from the smallest to a whole pod, doubling in size, each as near a cube as possible.
 
-    Of a GPU: parts of a node, and then 1, 2, 4, ... whole nodes.
+    For a GPU: parts of a node, and then 1, 2, 4, ... whole nodes.
 
     Args:
         chip: a chip, or its name.

@@ -17,7 +17,7 @@ from gspmd.audit.simulation.roofline import cost, traffic
 from gspmd.hardware.chips import Chip
 
 Value = int | dict | None
-"""A value, as waiting sees it: the number of a transfer, a tuple with some transfers in it, or neither."""
+"""A value, for waiting: the number of a transfer, a tuple with some transfers in it, or neither."""
 
 
 _OVERFLOW_NOTE = (
@@ -143,7 +143,7 @@ class Interpreter:
         return next((each.bytes for each in users if each.opcode.endswith("-done")), instruction.arrays[0].bytes)
 
     def _loop(self, computation: Computation, loop: Instruction, carried: Value) -> Value:
-        """Run iterations until one leaves transfers in flight and host as it found them; it counts for all that remain.
+        """Run iterations until one leaves transfers and host unchanged; it counts for all that remain.
 
         On a GPU the host needs no condition if it knows the number of iterations. Otherwise it waits for the device.
         """

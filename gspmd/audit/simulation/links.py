@@ -89,7 +89,7 @@ def transfer(sent: Collective, mesh: Mapping[str, int], chip: Chip, torus: Torus
 def _rings(axes: tuple[str, ...], sizes: Mapping[str, int], torus: Torus) -> dict[str, int]:
     """Return the torus rings of these axes, under names that only have to differ.
 
-    The two devices of a chip are on no ring; they count as one of their own, as in a plan.
+    The two devices of a chip are on no ring; they count as a separate ring, as in a plan.
     """
     found = {}
     for axis in axes:

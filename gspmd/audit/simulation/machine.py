@@ -68,8 +68,8 @@ class Machine:
     seconds under `"compute"`, `"hidden"`, `"exposed"`, `"memory"` and `"launch"`, operations under `"flops"`, and
     executions, seconds and exposed seconds under `(category, rows, "count" | "seconds" | "exposed")`.
 
-    A host launches what the device runs, `ahead` seconds before the device is done with all before; it gets further
-    ahead while the device is busy, and falls back with every launch. `least` is the least that it was ahead.
+    A host launches what the device runs, `ahead` seconds before the device finishes the earlier work. The host gets
+    further ahead while the device is busy, and falls back with every launch. `least` is the smallest value of `ahead`.
     """
 
     now: float = 0.0
@@ -100,7 +100,7 @@ class Machine:
         self.least = min(self.least, self.ahead)
 
     def synchronize(self) -> None:
-        """Let the host wait until the device is done with all before, to read a value that decides what comes next."""
+        """Let the host wait until the device has finished, to read a value that decides what comes next."""
         self.ahead = self.least = 0.0
 
     def compute(self, span: Span, flops: int = 0, memory_bound: bool = False) -> None:
@@ -145,7 +145,7 @@ class Machine:
         return tuple((each.span.instruction, round(each.busy, 15), round(each.latency, 15)) for each in transfers)
 
     def alike(self, ahead: float, launching: float, left: int) -> int:
-        """Return how many of the iterations `left` are for the host like the last one.
+        """Return how many of the `left` iterations are like the last one for the host.
 
         Args:
             ahead: seconds that the host was ahead before it; `least` is that of the iteration.
@@ -166,7 +166,7 @@ class Machine:
         """
         gained = more * (self.ahead - ahead)
         self.ahead += gained
-        self.least += min(0.0, gained)  # The last of them is as far below the one that was simulated.
+        self.least += min(0.0, gained)  # In the last iteration the host is this much less far ahead.
         for key in list(self.sums):
             self.sums[key] += more * (self.sums[key] - sums[key])
         self.spans[recorded:] = [replace(span, times=span.times * (more + 1)) for span in self.spans[recorded:]]

@@ -18,7 +18,7 @@ def write(timeline: Timeline, path: str | Path) -> None:
 
     Args:
         timeline: from `gspmd.audit.timeline`.
-        path: of the JSON file to write.
+        path: the JSON file to write.
 
     Source: *Trace Event Format* (Google), complete events (`ph: X`) in microseconds and metadata events (`ph: M`).
     """
@@ -41,7 +41,7 @@ def trace(timeline: Timeline) -> dict[str, Any]:
 def _lanes(timeline: Timeline) -> list[tuple[Span, int, str]]:
     """Return each span with a thread per row, and that thread's name; loops enclose what is computed in them.
 
-    Spans that overlap without nesting need threads of their own, so a row takes a thread per lane.
+    Spans that overlap without nesting need separate threads, so a row takes a thread per lane.
     """
     lanes = [(span, 0, _title("compute", 0)) for span in timeline.spans if span.category == "loop"]
     first = 0

@@ -84,7 +84,7 @@ def cost(module: Module, computation: Computation, instruction: Instruction, chi
 
 
 def runs(computation: Computation, instruction: Instruction, chip: Chip) -> bool:
-    """Return whether an instruction takes time: it computes something, on a TPU anything but scalars.
+    """Return whether an instruction takes time: it computes something and, on a TPU, not only scalars.
 
     A custom call without operands allocates a buffer.
     """

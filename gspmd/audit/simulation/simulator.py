@@ -79,8 +79,8 @@ def timeline(
 
     Leaves out: launches of TPU programs; kernels that find their arrays in a GPU's cache; sorting; skew between
     devices, and barriers; contention for main memory, and for a GPU's multiprocessors, between collectives, copies and
-    computation; latency of copies; how a collective is pipelined, and its work on the cores; padding to tiles; routing
-    of anything but shifts; mesh axes that share a torus axis; links between slices; clocks other than the nominal one.
+    computation; latency of copies; how a collective is pipelined, and its work on the cores; padding to tiles; routing,
+    except of shifts; mesh axes that share a torus axis; links between slices; clocks other than the nominal one.
 
     Source: for the links the *scaling book* (jax-ml), parts 2 and 3; for cycles the TPU compiler, `backend_config`;
     for GPUs see `gspmd.hardware.matmul` and `gspmd.hardware.nccl`.

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Group
 from rich.text import Text
@@ -16,6 +16,9 @@ from gspmd.display.tables import Column, Sheet
 from gspmd.display.units import amount_of_seconds, axes_text
 from gspmd.hardware.chips import Chip
 from gspmd.planner.drawing import COLORS
+
+if TYPE_CHECKING:
+    from gspmd.figures.figure import Figure
 
 _ROUNDING = 1e-12
 """Rounding error of sums of seconds."""
@@ -138,6 +141,16 @@ class Timeline(Printed):
             f"collectives; {hidden} of collectives hidden; MFU {self.mfu:.1%}"
         )
 
+    def figure(self) -> "Figure":
+        """Draw what the device does over time, as SVG; `gspmd.audit.gantt` draws it larger, with every name.
+
+        Returns:
+            A figure with a row for computation, one per mesh axis, and one for copies between memories.
+        """
+        from gspmd.figures.timeline import timeline_figure
+
+        return timeline_figure(self, str(self))
+
     def __rich__(self) -> Group:
         return Group(self.table(), Text(self.summary), *self.remarks())
 
@@ -176,7 +189,7 @@ def amount(seconds: float) -> str:
 
 
 def checked_timeline(given: Any, doing: str) -> Timeline:
-    """Return the timeline, checked to be one.
+    """Check that this is a timeline, and return it.
 
     Raises:
         PlanError: `given` is not a timeline.

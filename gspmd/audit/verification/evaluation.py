@@ -63,7 +63,7 @@ def values_and_gradients(
 
 
 def difference(name: str, where: str, got: jax.Array | None, wanted: jax.Array) -> Parting | None:
-    """Return the difference of one array from that of one device, if any: of its copies, the largest."""
+    """Return the difference of an array from that of one device, if any: the largest of all its copies."""
     if got is None or got.shape != wanted.shape or got.dtype != wanted.dtype:
         kind = "nothing" if got is None else f"{got.dtype}{list(got.shape)}"
         return Parting(name, where, error=f"nothing, but {where} is {kind}, not {wanted.dtype}{list(wanted.shape)}")

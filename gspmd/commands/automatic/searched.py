@@ -275,7 +275,7 @@ def _read_beside(
 
 
 def _complete(finding: SearchResult) -> SearchResult:
-    """Return the result. If an interrupt stopped the search before the proof, raise it again: it was for the run."""
+    """Return the result. If an interrupt stopped the search before the proof, raise it again, to stop the run."""
     if not finding.complete:
         raise KeyboardInterrupt
     return finding

@@ -165,11 +165,12 @@ class CommandResults:
         said: the comment on each choice.
         asked: the answers to --why.
         presets: the presets with their costs, in the space or outside of it.
+        beside: the layouts of --beside, likewise.
         front, drawn: for --frontier, the staircase and the presets on its mesh.
         stages: the pipelines, for --stages.
         shortlist: the layouts compiled for --compile.
         lowering: the lowering of the fastest of these programs; empty if none was compiled.
-        faults: questions of --why that are no line of this mesh; the answer is printed all the same.
+        faults: questions of --why that name no line on this mesh; the answer is printed all the same.
         interrupted: whether some results are missing.
     """
 
@@ -177,6 +178,7 @@ class CommandResults:
     said: dict[str, LineCost] = field(default_factory=dict)
     asked: list[Why] = field(default_factory=list)
     presets: list[Placed] = field(default_factory=list)
+    beside: list[Placed] = field(default_factory=list)
     front: list[Point] = field(default_factory=list)
     drawn: list[Placed] = field(default_factory=list)
     stages: pipelines.Table | None = None
@@ -209,6 +211,10 @@ def look_closer(found: CommandResults, settings: SearchSettings, progress: Progr
             progress.begin("what presets cost")
             found.presets = placed_presets(found.finding.promising, found.finding.ranges)
             found.presets = compiling.traced(settings, found.presets)
+        if settings.beside:
+            progress.begin("what the layouts of --beside cost")
+            beside = placed_presets(found.finding.promising, found.finding.ranges, settings.beside)
+            found.beside = compiling.traced(settings, beside)
         if settings.stages:
             found.stages = staged(best, settings, progress)
         if settings.compile:
@@ -263,7 +269,7 @@ def take_fastest(found: CommandResults, programs: Iterable[compiling.Listed]) ->
 
 
 def improve_preset(found: CommandResults, settings: SearchSettings, progress: Progress) -> None:
-    """If the fastest program is a preset's, compile it with other lines: each alone, and then the faster ones together.
+    """If the fastest program is a preset's, compile it with other lines: each by itself, then the faster ones together.
 
     Among the lines in which the answer differs, one may gain and another lose more. The layouts are written as the
     search writes one, with its mesh axes, norms and biases, and not as the preset.
@@ -288,8 +294,8 @@ def report(found: CommandResults, settings: SearchSettings, target: Slice, argv:
     console = printing.console(140)
     if found.presets:
         written = next((each.name for each in found.shortlist if each.answer is finding.answer), "found")
-        console.print(shown.comparison(finding, found.presets, written))
-        for line in shown.outside(found.presets):
+        console.print(shown.comparison(finding, [*found.presets, *found.beside], written))
+        for line in shown.outside([*found.presets, *found.beside]):
             console.print(line, markup=False, highlight=False)
     for asked in found.asked:
         console.print(*shown.reasons(asked), sep="\n")
@@ -305,7 +311,7 @@ def report(found: CommandResults, settings: SearchSettings, target: Slice, argv:
         drawn = picture.figure(finding, found.front, found.drawn, top[0].removesuffix("."))
         found.faults += unwritten("--frontier", settings.frontier, partial(drawn.savefig, settings.frontier))
     if settings.json:
-        lists = found.said, found.presets, found.asked, found.front, found.shortlist
+        lists = found.said, [*found.presets, *found.beside], found.asked, found.front, found.shortlist
         text = figures.to_json(settings, target, finding, *lists)
         write = partial(Path(settings.json).write_text, text, encoding="utf-8")
         found.faults += unwritten("--json", settings.json, write)

@@ -1,5 +1,4 @@
-"""The message if nothing fits: the nearest layout, by how much it is too large, and the smallest slice that is large
-enough."""
+"""The message if nothing fits: the nearest layout, its excess, and the smallest slice that is large enough."""
 
 from collections.abc import Callable, Iterable
 

@@ -137,8 +137,7 @@ def _staircase(axes: Any, frame: _Frame, front: Sequence[Point]) -> None:
 
 
 def _presets(axes: Any, frame: _Frame, presets: Sequence[Placed], taken: list[_Box]) -> None:
-    """Draw a mark for each preset that fits, and a label for those at about one place, which names the first of
-    them."""
+    """Draw a mark for each preset that fits; presets at nearly the same place share a label, which names the first."""
     places: list[tuple[float, float, list[str]]] = []
     for each in presets:
         if not (each.answer and each.fits and frame.has(each.answer.bytes, each.answer.seconds)):

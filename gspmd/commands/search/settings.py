@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 import jax.numpy as jnp
 import tyro
 
+from gspmd.annotate import LayoutError
 from gspmd.commands import configs, flags
 from gspmd.commands.file import File, checked_source, file_of, group_faults, source_length_of
 from gspmd.commands.own import is_own
@@ -48,7 +49,7 @@ class SearchSettings:
     on --source-length tokens of every row, --length tokens of every row into a cache, or one token after a full cache;
     each phase is searched by itself."""
     mesh: str = ""
-    """Mesh axes and their sizes, such as x=4,y=8,z=8; if not given, every mesh whose axes are whole torus axes, and of
+    """Mesh axes and their sizes, such as x=4,y=8,z=8; if not given, every mesh whose axes are whole torus axes, and for
     GPUs every mesh of at most three axes."""
     batch: int = 32
     """Sequences, over all devices."""
@@ -75,6 +76,8 @@ class SearchSettings:
     """A line that is fixed to a spec, such as ffn.w_in=EF_x; repeatable."""
     why: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
     """A line to ask about, such as ffn.w_in=EF_x: its cost, and the lines that would change with it; repeatable."""
+    beside: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
+    """A layout file to price beside the presets, on the mesh that is best for it; repeatable."""
     stages: bool = False
     """Also search pipelines: print a table of stages and microbatches, each with the best layout of a stage, on every
     mesh of the remaining devices, regardless of --mesh."""
@@ -94,7 +97,7 @@ class SearchSettings:
     )
     """The update of a training step, from [optimizer] and [training] of the file."""
     model_class: Annotated[str, tyro.conf.arg(name="model", metavar="MODULE:NAME")] = ""
-    """A custom model, as in `gspmd train`; without --config, the model alone."""
+    """A custom model, as in `gspmd train`; without --config, only the model."""
     model: ModelConfig = field(default_factory=ModelConfig)
 
     @property
@@ -114,7 +117,7 @@ class SearchSettings:
 
     @property
     def sources(self) -> int:
-        """Tokens of the source of an encoder–decoder; 0 for a decoder alone and for a custom model."""
+        """Tokens of the source of an encoder–decoder; 0 for a decoder-only model and for a custom model."""
         return 0 if is_own(self) else self.model.tokens_of_source(self.source_length, self.length)
 
     @property
@@ -132,7 +135,7 @@ class SearchSettings:
     @property
     def remats(self) -> tuple[Any, ...]:
         """The choices of remat that are searched; one if nothing is trained, or if blocks are never recomputed."""
-        if self.remat or self.phase != "train" or self.model.layers == self.model.period:
+        if self.remat or self.phase != "train" or self.model.repeats == 1:
             return (self.remat or self.model.remat,)
         return REMATS
 
@@ -185,13 +188,15 @@ def _faults_of_own(file: File, settings: SearchSettings) -> Iterator[str]:
     if file.lora.rank:
         yield "adapters are for the models that come with gspmd; leave [lora] out, or freeze parameters."
     if ours := [*_for_ours(settings)]:
-        yield f"{', '.join(ours)}: for the models that come with gspmd alone; leave them out."
+        yield f"{', '.join(ours)}: only for the models that come with gspmd; leave them out."
 
 
 def _for_ours(settings: SearchSettings) -> Iterator[str]:
     """Yield the given flags that do not apply to a custom model."""
     if settings.stages:
         yield "--stages"
+    if settings.beside:
+        yield "--beside"
     if settings.remat is not None:
         yield "--remat"
     for name in ("weights", "cache"):
@@ -237,7 +242,7 @@ def _faults(settings: SearchSettings):
     elif settings.phase == "train" and not numbers:
         yield from group_faults(settings.model, settings.batch, settings.length, settings.sources)
     if settings.stages and settings.sources:
-        yield "--stages searches pipelines of a decoder alone, and this model has an encoder; leave it out."
+        yield "--stages searches pipelines of a decoder-only model, and this one has an encoder; leave it out."
     if settings.compile < 0:
         yield f"--compile is a number of layouts, 0 or more, not {settings.compile}."
     if settings.phase == "train" and not is_own(settings):
@@ -276,6 +281,11 @@ def _faults_of_lines(settings: SearchSettings) -> Iterator[str]:
                 yield f"--{flag} reads KEY=SPEC, such as ffn.w_in=EF_x, not {asked!r}."
     if settings.layout and not is_own(settings):
         yield "--layout is for a custom model (--model); the lines of this model are known. Leave it out."
+    for name in settings.beside:
+        try:
+            Layout.load(name)
+        except LayoutError as error:
+            yield f"--beside {name}: {error}"
     if settings.fixed and settings.stages:
         yield "--fixed gives lines of a layout without stages; leave it, or --stages, out."
 

@@ -14,7 +14,7 @@ from gspmd.search.answers.presets import Placed
 from gspmd.search.answers.why import Why
 
 _SMALL = 0.005
-"""The share of the slowest layout's seconds below which a part of the cost has no column of its own."""
+"""The share of the slowest layout's seconds below which a part of the cost has no separate column."""
 
 
 def groups(terms: Mapping[str, float]) -> dict[str, float]:
@@ -31,11 +31,12 @@ def groups(terms: Mapping[str, float]) -> dict[str, float]:
 
 
 def comparison(finding: SearchResult, presets: Iterable[Placed], written: str = "found") -> Sheet:
-    """Return the answer beside every preset, by the parts of the cost; `written` is its name among the compiled
-    ones."""
+    """Return the answer beside presets and layouts of the user, by the parts of the cost; `written` is its name among
+    the compiled ones."""
     own_name, ratio_of = ("found", "of found") if written == "found" else (f"written: {written}", "of written")
     rows = [(own_name, finding.best, finding.best.named, finding.answer)]
-    rows += [(each.name, each.candidate, _mesh(each.mesh), each.answer) for each in presets if each.answer]
+    others = [(each.name, each.candidate, _mesh(each.mesh), each.answer) for each in presets if each.answer]
+    rows += sorted(others, key=lambda row: (row[3].bytes > row[1].limit, row[3].seconds))  # What fits comes first.
     costs = [groups(candidate.unlimited.seconds_of(answer.picks)) for _, candidate, _, answer in rows]
     dearest = max(
         (answer.seconds for name, candidate, _, answer in rows if answer.bytes <= candidate.limit), default=0.0
@@ -45,7 +46,7 @@ def comparison(finding: SearchResult, presets: Iterable[Placed], written: str = 
     trained = _trained(candidate for _, candidate, _, _ in rows)
     names = ("layout", "mesh", *trained, "a step", ratio_of, *own, "rest", "memory", "fits")
     sheet = Sheet(
-        f"the layout that was {ratio_of.removeprefix('of ')}, and every preset on the mesh that is best for it",
+        f"the layout that was {ratio_of.removeprefix('of ')}, and every other on the mesh that is best for it",
         _columns(names),
     )
     for (name, candidate, mesh, answer), cost in zip(rows, costs):
@@ -169,7 +170,7 @@ def compiled(shortlist: Sequence[Listed]) -> Sheet:
 
 
 def warnings(shortlist: Sequence[Listed]) -> list[str]:
-    """Return what the compiled programs do that costs more than it needs to, a line each."""
+    """Return a line for everything in the compiled programs that costs more than necessary."""
     timelines = [(each.called, each.report.timeline) for each in shortlist if each.report and each.report.timeline]
     return [f"warning: {called}: {warning}" for called, timeline in timelines for warning in timeline.warnings]
 

@@ -41,8 +41,8 @@ class Slice:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Chips along each torus axis of one slice; for GPUs the number of nodes, if there are several, and of GPUs in
-        a node."""
+        """Chips along each torus axis of one slice; for GPUs the nodes, if there are several, and the GPUs in a
+        node."""
         return self.topology.shape
 
     @property
@@ -60,7 +60,7 @@ class Slice:
         return factorings(self.devices, self.chip) if self.chip.is_switch else meshes(self.torus, self.topology.slices)
 
     def larger(self) -> Iterator["Slice"]:
-        """Return the slices of this chip with more devices, the smallest first; of several as many as there are."""
+        """Return the slices of this chip with more devices, the smallest first, and with the same number of slices."""
         of = CHIPS[self.chip.name]
         every = (Slice.named(Named(of, shape, self.topology.slices).name) for shape in shapes(of, self.topology.slices))
         return (each for each in every if each.devices > self.devices)

@@ -128,9 +128,8 @@ def parted_groups(line: Line, query: Spec, key: Spec, given: GivenSizes) -> Iter
     of equal size, with their key heads.
 
     Args:
-      line: the line of the queries.
-      query, key: the specs; K is sharded over the first of the mesh axes of H.
-      given: sizes and mesh; without H and K there is no fault.
+      line: the line of the queries. query, key: the specs; K is sharded over the first of the mesh axes of H. given:
+      sizes and mesh; there is no fault if they lack H and K.
     """
     heads, key_heads = given.sizes.get("H", 0), given.sizes.get("K", 0)
     wanted, held = (spec.without_trivial(given.mesh).axes_of(dim) for spec, dim in ((query, "H"), (key, "K")))
@@ -169,7 +168,7 @@ def key_via_faults(table: Mapping[str, Any]) -> Iterator[Fault]:
 
 
 def _pinned_to(via: Any) -> Spec | None:
-    """Return the spec of the activation in a via; None if it is absent or unreadable, for which there is a fault."""
+    """Return the spec of the activation in a via; None if it is absent, or unreadable, which is reported elsewhere."""
     try:
         return parse_via(via).specs[0] if isinstance(via, str) else None
     except SpecError:
@@ -242,6 +241,6 @@ def _staying(spec: Spec, wanted: Mapping[str, tuple[str, ...]]) -> Spec:
 
 
 def _moved(specs: Sequence[Spec], stay: Sequence[Spec], mesh: Mapping[str, int]) -> list[str]:
-    """Return the dimensions of rows that are sharded otherwise, ignoring mesh axes of size 1."""
+    """Return the dimensions of rows that are sharded differently, ignoring mesh axes of size 1."""
     pairs = [(a.without_trivial(mesh), b.without_trivial(mesh)) for a, b in zip(specs, stay)]
     return [d for d in "GXC" if any(d in a.dims and a.axes_of(d) != b.axes_of(d) for a, b in pairs)]

@@ -161,7 +161,7 @@ def _whole_faults(line: Line, spec: Spec, key: Key) -> Iterator[Fault]:
     if spec.partial and line.section != "gradients":
         yield line.at_text(f"{key.name} is a partial sum; only lines of [gradients] may be.", f"Write '{whole}'.")
     if spec.reduced:
-        fact = f"{key.name} is reduced; that its gradient is a partial sum is written in [gradients]."
+        fact = f"{key.name} is reduced, but a partial sum of its gradient is written in [gradients]."
         yield line.at_text(fact, f"Write '{whole}' here, and '{spec.cotangent}' in [gradients].")
     # Plain JAX code between einsums needs these whole: a head's scores and rotation take all of D, and a router all
     # tokens of a group.

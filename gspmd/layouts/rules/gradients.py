@@ -25,10 +25,13 @@ WEIGHTS = {
     "output.in_via": ("embedding.table", "output.table"),
 }
 
-#: For parameters outside einsums, the activations over whose rows the gradient is summed; of two, over one or both.
+#: For parameters outside einsums, the activations over whose rows the gradient is summed: over one or both if there are
+#: two.
 ROWS = {
     "embedding.table": ("embedding.tokens", "attention.residual"),
     "embedding.positions": ("embedding.tokens", "attention.residual"),
+    "embedding.norm": ("attention.residual",),
+    "embedding.norm_bias": ("attention.residual",),
     "attention.norm": ("attention.residual",),
     "attention.norm_bias": ("attention.residual",),
     "attention.b_q": ("attention.query",),

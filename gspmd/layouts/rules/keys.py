@@ -43,20 +43,20 @@ OVERRIDES = {
         "see below."
     ),
     "encoder": (
-        "any tensor of the encoder of an encoder–decoder, but for the tables, which both stacks share: "
-        '`Layout.stack("encoder")`. A decoder alone ignores it.'
+        "any tensor of the encoder of an encoder–decoder, except the tables, which both stacks share: "
+        '`Layout.stack("encoder")`. A decoder-only model ignores it.'
     ),
     "prefill": (
-        'any tensor, while a prompt is read: `Layout.phase("prefill")`, with which `gspmd_models.Generator` reads. '
+        'any tensor, while `gspmd_models.Generator` reads a prompt: `Layout.phase("prefill")`. '
         "Parameters and cache are stored as [decode] says. Training ignores it."
     ),
     "decode": (
-        'any tensor, while tokens are generated one by one: `Layout.phase("decode")`, with which '
-        "`gspmd_models.Generator` generates, and stores parameters and cache. Training ignores it."
+        "any tensor, while `gspmd_models.Generator` generates tokens one by one, and its stored parameters and cache: "
+        '`Layout.phase("decode")`. Training ignores it.'
     ),
     "cache": (
-        "the key/value cache: `Layout.cache`, over batch, length and heads in any mix, however queries and keys are "
-        "sharded; of cross-attention too, whose keys are those of the encoded source."
+        "the key/value cache, sharded over any mix of batch, length and heads, however queries and keys are sharded: "
+        "`Layout.cache`. The cache of cross-attention holds the keys of the encoded source."
     ),
 }
 
@@ -123,6 +123,8 @@ _ALL = (
     ),
     _parameter("embedding.table", "VE", "The embedding table."),
     _parameter("embedding.positions", "PE", "Vectors of learned positions.", default="embedding.table"),
+    _parameter("embedding.norm", "E", "Scale of a norm of embedded tokens.", default="attention.norm"),
+    _parameter("embedding.norm_bias", "E", "Bias of this norm.", default="embedding.norm"),
     _activation("embedding.tokens", "BL", "Token ids."),
     _activation("attention.residual", "BLE", "The residual stream around attention."),
     _parameter("attention.norm", "E", "Scale of the norm before attention, and of one after it."),
@@ -146,8 +148,10 @@ _ALL = (
     _parameter("attention.k_norm_all", "KD", "Scale of the norm of all heads' keys together.", default="attention.key"),
     _parameter("attention.w_q_down", "EU", "Projection to the latent of queries.", default="attention.w_q"),
     _activation("attention.latent_query", "BLU", "The latent of queries.", default="attention.query", local="U"),
+    _parameter("attention.b_q_down", "U", "Scales of an int8 w_q_down.", default="attention.latent_query"),
     _parameter("attention.q_latent_norm", "U", "Scale of its norm.", default="attention.latent_query"),
     _parameter("attention.w_q_up", "UHD", "Query projection of this latent.", default="attention.w_q"),
+    _parameter("attention.b_q_up", "HD", "Scales of an int8 w_q_up.", default="attention.query"),
     _parameter("attention.w_k_down", "EZ", "Projection to latent and rotated key.", default="attention.w_k"),
     _activation(
         "attention.latent",
@@ -156,18 +160,21 @@ _ALL = (
         default="attention.key",
         local="Z",
     ),
+    _parameter("attention.b_k_down", "Z", "Scales of an int8 w_k_down.", default="attention.latent"),
     _parameter("attention.latent_norm", "Z", "Scale of the latent's norm.", default="attention.latent"),
     _parameter("attention.w_k_up", "ZHD", "Keys of the latent.", default="attention.w_q"),
+    _parameter("attention.b_k_up", "HD", "Scales of an int8 w_k_up.", default="attention.query"),
     _parameter("attention.w_v_up", "ZHD", "Values of the latent.", default="attention.w_k_up"),
+    _parameter("attention.b_v_up", "HD", "Scales of an int8 w_v_up.", default="attention.query"),
     _activation(
         "attention.absorbed",
         "BLHZ",
-        "Queries of the cached latents, and the latents that they mix.",
+        "Queries for cached latents, and the weighted sums of latents.",
         default="attention.query",
         local="Z",
     ),
     _parameter(
-        "attention.sinks", "H", "Logit of every query head that no value belongs to.", default="attention.query"
+        "attention.sinks", "H", "Logit of every query head without a value (a sink).", default="attention.query"
     ),
     _parameter("attention.w_o", "HDE", "Output projection."),
     _parameter(
@@ -383,6 +390,8 @@ def keys_of_override(section: str) -> dict[str, Key]:
         shared = (
             "embedding.table",
             "embedding.positions",
+            "embedding.norm",
+            "embedding.norm_bias",
             "output.table",
             "output.logits",
             "output.bias",
@@ -476,7 +485,7 @@ def look_up(table: Mapping[str, Text], key: str) -> str | None:
         raise LayoutError("\n  ".join(unknown_key(key, (*KEYS, *table))))
     if known.default is not None:
         text = look_up(table, known.default)
-        return text if text is None or known.kind == "via" else _in_dims(text, known.dims)
+        return text if text is None or known.kind == "via" else str(in_dims(Spec.parse(text), known.dims))
     if not known.optional:
         section, _, short = key.partition(".")
         remedy = f'Write {short} = "{known.dims}" in [{section}], with its mesh axes.'
@@ -484,11 +493,8 @@ def look_up(table: Mapping[str, Text], key: str) -> str | None:
     return None
 
 
-def _in_dims(text: str, dims: str | tuple[str, ...]) -> str:
+def in_dims(spec: Spec, dims: str | tuple[str, ...]) -> Spec:
     """Return a spec in other dimensions: those that it has are sharded alike, T as its L, and others are whole."""
-    spec = Spec.parse(text)
-    if spec.dims == tuple(dims):
-        return text
     held = dict(zip(spec.dims, spec.axes))
     held.setdefault("T", held.get("L", ()))
-    return str(Spec(tuple(dims), tuple(held.get(dim, ()) for dim in dims), spec.partial, spec.reduced))
+    return Spec(tuple(dims), tuple(held.get(dim, ()) for dim in dims), spec.partial, spec.reduced)

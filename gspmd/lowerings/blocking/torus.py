@@ -2,8 +2,8 @@
 
 On TPU v4 and v5p the compiler's own gather over several axes goes round one ring through all devices, with the links of
 one axis. Here every shard is cut into two parts for each axis. One goes one way round, the other the other way: first
-round one axis, then, together with what it met there, round the next. The parts begin with different axes, so at any
-time they use different links. Each block that arrives is written to its place while the next ones are sent.
+round one axis, then, together with the blocks that it met there, round the next. The parts begin with different axes,
+so at any time they use different links. Each block that arrives is written to its place while the next ones are sent.
 
 What makes it fast, as compiled for v4 and v5p (`python benchmarks/torus_gather.py`):
 
@@ -63,8 +63,8 @@ def gather(
 ) -> jax.Array:
     """Gather a dimension over mesh axes, major first, tiled; shards are cut along another dimension.
 
-    Shards that are not whole tiles get a dimension of their own, and are reordered at the end. Nothing is sent before
-    `zero` is known, a zero that comes from whatever has to be done first.
+    Shards that are not whole tiles get a separate dimension, and are reordered at the end. Nothing is sent before
+    `zero` is known, a zero that is computed from the work that has to be done first.
 
     Source: Jain and Sabharwal 2010, *Optimal bucket algorithms for large MPI collectives on torus interconnects* (ICS):
         parts of the data go round the axes in different orders at the same time.

@@ -6,9 +6,9 @@ benchmarks/ledgers.py` shows the differences that are left:
 - many gathers and reduce-scatters over all devices of a slice become all-reduces, with twice the bytes
   (`hardware.links.stays_whole`). As two collectives, over a part of the devices and then over the rest, they send the
   planned bytes and are compiled as written;
-- one over several torus axes goes round a single ring through all their devices. Axis by axis it sends as many bytes
-  over fewer hops, which is faster for few bytes. For many bytes, putting the parts in order costs more. A gather of
-  many bytes is made of permutes instead, round all axes at the same time (`blocking.torus`);
+- a collective over several torus axes goes round a single ring through all their devices. Axis by axis it sends as many
+  bytes over fewer hops, which is faster for few bytes. For many bytes, putting the parts in order costs more. A gather
+  of many bytes is made of permutes instead, round all axes at the same time (`blocking.torus`);
 - a reduce-scatter of two-byte numbers along the last dimension stays if its pieces are multiples of 256, two rows of
   lanes. Other multiples of 128 become an all-reduce; with the scattered dimension in front, and the others flattened,
   they stay, and the transpose costs about what the bytes would. Narrower pieces stay if another dimension fills the
@@ -62,7 +62,8 @@ def zero_after(x: jax.Array) -> jax.Array | int:
         bits = lax.bitcast_convert_type(first.astype(jnp.float32), jnp.uint32)
         return (lax.shift_right_logical(bits, jnp.uint32(31)) & jnp.uint32(2)).astype(jnp.int32)
 
-    # One zero for a whole batch: with one for each, what waits would be sliced, and sent, once for each.
+    # One zero for a whole batch. With one zero per element, the waiting array would be sliced and sent once per
+    # element.
     made = jax.custom_batching.custom_vmap(zero)
     made.def_vmap(lambda size, batched, x: (made(x), False))
     return made(lax.stop_gradient(x))
@@ -75,7 +76,7 @@ class OverSlices(NamedTuple):
         between: the part over the network; None if all devices of a group are in one slice.
         inside: the parts within a slice, major first.
         sizes: number of devices along each axis, first between slices and then within them, in the order of the axes,
-            such as ((2, 4), (1, 8)) of two axes of which the first lies over two slices.
+            such as ((2, 4), (1, 8)) for two axes, the first of which spans two slices.
     """
 
     between: CollectivePart | None
@@ -243,8 +244,8 @@ def _scatter_in_parts(x: jax.Array, parts: Sequence[CollectivePart], dimension: 
 def _over_slices(axes: tuple[str, ...], mesh: Mapping[str, int], kind: str, size: int) -> OverSlices | None:
     """Return the parts of a collective over several slices.
 
-    None on one slice, and if an axis that lies over slices and within them is beside another axis over slices: JAX has
-    no name for such groups, and the compiler runs the collective as it likes.
+    None on one slice. None too if one axis lies both over slices and within them, and another axis also lies over
+    slices: JAX cannot name such groups, so the compiler chooses how the collective runs.
 
     Args:
         axes: mesh axes of the collective, major first.
@@ -264,10 +265,10 @@ def _over_slices(axes: tuple[str, ...], mesh: Mapping[str, int], kind: str, size
         between = (tuple(away), prod(across[axis] for axis in away), None) if away else None
         near = tuple(axis for axis in wide if axis not in away)
         return OverSlices(between, _parts(near, within, kind, size) if near else [], sizes)
-    # Of the axis that lies over slices and within them, places are numbered slice by slice.
+    # The places of an axis that lies over slices and within them are numbered slice by slice.
     inner, at = within[mixed], wide.index(mixed)
     whole = inner < prod(within.values()) or _stays_whole(kind, inner, size)
-    minor = 1 if whole else _ring(inner)  # As of `_parts`, over all devices in two.
+    minor = 1 if whole else _ring(inner)  # As in `_parts`: over all devices, in two parts.
     along = [
         ((mixed,), parts, _groups(mesh[mixed], parts, stride))
         for parts, stride in ((inner // minor, minor), (minor, 1))
@@ -295,8 +296,8 @@ def all_to_all(
 ) -> jax.Array:
     """Exchange parts of a dimension over mesh axes, tiled.
 
-    Parts get a dimension of their own, in front, and are exchanged by rows. libtpu 0.0.42 would reorder parts of the
-    last dimension itself: bfloat16 [4, 8, 8192] in 107 µs on a v5e, where these pieces take 8. Parts that are not whole
+    Parts get a separate dimension, in front, and are exchanged by rows. libtpu 0.0.42 would reorder parts of the last
+    dimension itself: bfloat16 [4, 8, 8192] in 107 µs on a v5e, where these pieces take 8. Parts that are not whole
     lanes, and parts that arrive along the last dimension, are left to it: there it is as fast.
 
     For slots, whose dimensions are GXCE, the order in memory on either side is known. If only two dimensions are longer

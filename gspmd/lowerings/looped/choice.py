@@ -105,7 +105,7 @@ class _Chooser:
         return sent + sum(self.costs.product(p, {}) for p in self.routine.products)
 
     def to_beat(self, overlap: Overlap) -> float:
-        """Return the seconds of `blocking` if what is looped had the links of all its axes.
+        """Return the seconds of `blocking` if the looped moves had the links of all their axes.
 
         On v4 and v5p a gather over several axes uses the links of one. Permutes could use all, and the model of a loop
         counts on it; compiled, they seldom do. The model expects the loops of 14 products of gathered weights on these
@@ -234,7 +234,7 @@ class _Chooser:
 
 
 def _split(shard: Mapping[str, int], span: CollectiveSpan, within: Sequence[str], free: set[str]) -> str | None:
-    """Return the dimension along which shards are cut into parts: a free one that stays as it is, if there is one."""
+    """Return the dimension along which shards are cut into parts: a free one that does not change, if there is one."""
 
     def rank(dim: str) -> tuple:
         return shard[dim] < 2, dim not in free, dim in span.changed_axes, -shard[dim]

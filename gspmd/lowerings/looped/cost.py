@@ -137,7 +137,7 @@ class Costs:
     def striped(self, stripes: Stripes, gathers: Sequence[OverlappedSpan], scatters: Sequence[OverlappedSpan]) -> float:
         """Return the seconds of all stripes: each is gathered, multiplied and scattered after the one before it.
 
-        Stripes of a contracted dimension are summands. They are added first, and what is scattered is their sum.
+        Stripes of a contracted dimension are summands. They are added first, and their sum is scattered.
 
         Args:
             stripes: the stripes of the dimension.

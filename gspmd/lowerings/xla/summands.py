@@ -1,9 +1,9 @@
 """A partial sum as a dimension, so that lowering `xla` can take and leave partial sums, which annotations cannot
 express.
 
-A partial sum over mesh axis x becomes an array with one more dimension, of one summand per device along x. This is a
-relabelling without communication, before and after ordinary einsums. Gradients are ordinary einsums too, of cotangents
-without partial sums.
+A partial sum over mesh axis x becomes an array with one more dimension, which has one summand per device along x. This
+is a relabelling without communication, before and after ordinary einsums. Gradients are ordinary einsums too, of
+cotangents without partial sums.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +24,7 @@ Located = list[tuple[Spec, jax.Array]]
 
 
 def summand_letters(specs: Sequence[Spec]) -> dict[str, str]:
-    """Return a free letter for every mesh axis of a partial sum, of an array or of its gradient."""
+    """Return a free letter for every mesh axis over which an array or its gradient is a partial sum."""
     free = iter(sorted(set(ascii_uppercase) - {dim for spec in specs for dim in spec.dims}))
     return {axis: next(free) for axis in sorted({axis for spec in specs for axis in (*spec.partial, *spec.reduced)})}
 

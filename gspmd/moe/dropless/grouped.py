@@ -38,7 +38,7 @@ def grouped_matmul(rows: jax.Array, weights: jax.Array, sizes: jax.Array, *, for
         form: "ragged" or "blocks"; None means "ragged" on TPUs, and "blocks" elsewhere.
 
     Returns:
-        [R, F], of the rows' dtype, accumulated in float32.
+        [R, F], in the rows' dtype, accumulated in float32.
 
     Raises:
         SpecError: the shapes do not agree, or the sizes add up to more than R.

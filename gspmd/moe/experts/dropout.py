@@ -42,7 +42,7 @@ class Dropout:
             first, size: the first feature, and the number of features.
 
         Returns:
-            The factors, of the rows' shape with a last dimension of `size`, float32.
+            The factors, in the rows' shape with a last dimension of `size`, float32.
         """
         key = jax.random.wrap_key_data(key, impl="threefry2x32")
 

@@ -42,7 +42,7 @@ def top_choices(logits: jax.Array, count: int, rest: jax.Array | None = None) ->
     Args:
         logits: [..., X].
         count: number of choices, k ≤ X.
-        rest: [..., X], finite, by which equal ones are ranked: the rounding error of a sum. None for none.
+        rest: [..., X], finite: ranks equal logits, such as the rounding errors of their sums. None for none.
 
     Returns:
         [..., k] int32.
@@ -112,7 +112,7 @@ def exact_sum(x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def log_scores(logits: jax.Array, config: MoEConfig) -> jax.Array:
-    """Return the logarithm of the scores of all experts, whose softmax are the scores divided by their sum.
+    """Return the logarithms of all experts' scores; their softmax is the scores divided by their sum.
 
     It is log(sigmoid(logit)), or for a softmax, up to a constant, the logit itself.
     """

@@ -86,7 +86,8 @@ class Router:
         """Route the tokens of each group, independently of other groups, with given random numbers.
 
         Raises:
-            PlanError: the config names another router, or has a bias of the choice that is not given, or the reverse.
+            PlanError: the config names another router; or it has a bias of the choice and none is given, or the
+                reverse.
             SpecError: the shape of logits, mask or bias does not fit the config.
         """
         self._check(logits, config, mask, bias)

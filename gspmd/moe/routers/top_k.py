@@ -22,9 +22,10 @@ def route(
         aux = α · X · Σ_i f_i · P_i, of all k choices            α = config.aux_weight, P_i the mean of s_i / Σ s
         C = (k L / X) · capacity_factor
 
-    With `expert_groups`, experts of all but `chosen_groups` groups are excluded, as if s were -∞. A group has the sum
-    of its `group_best` largest s + bias. Sums with a bias are compared exactly, so that no bias, however large, hides
-    a score. With softmax, renormalized gates are the softmax of the chosen logits (Mixtral, gpt-oss).
+    With `expert_groups`, only the experts of the best `kept_groups` groups can be chosen, as if s were -∞ for others. A
+    group has the sum of its `group_best` largest s + bias. Sums with a bias are compared exactly, so that no bias,
+    however large, hides a score. With softmax, renormalized gates are the softmax of the chosen logits (Mixtral,
+    gpt-oss).
 
     Args:
         logits: [G, L, X]; cast to float32.
@@ -55,7 +56,7 @@ def route(
 
     Differs: Mixtral has no capacity: use dispatch "dropless". Its paper gives no loss; public code for it omits the
     factor 1/k of f_i, so that balanced experts cost k · α. The loss is per group of tokens; with the default groups
-    this is DeepSeek-V3's, of a sequence.
+    this is DeepSeek-V3's loss per sequence.
     """
     log_score = log_scores(logits, config)
     probabilities = jax.nn.softmax(log_score, axis=-1)

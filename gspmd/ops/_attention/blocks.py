@@ -12,7 +12,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from gspmd.ops._attention.online import Attended, attend, sink_gradient, sink_statistics, ungroup
-from gspmd.ops._attention.terms import Terms, biases, table_gradient
+from gspmd.ops._attention.terms import UNLIMITED, Limits, Terms, biases, table_gradient
 
 LARGEST = 2**25
 """The number of logits of one device above which attention runs in blocks: 128 MiB of float32."""
@@ -43,19 +43,40 @@ class Blocks:
         fitting = min(max(fitting // query_block, 1), rows)
         return cls(max(n for n in range(1, fitting + 1) if rows % n == 0), query_block, key_block)
 
-    def starts(self, rows: int, queries: int, keys: int, causal: bool, window: int | None = None) -> np.ndarray:
+    def starts(
+        self,
+        rows: int,
+        queries: int,
+        keys: int,
+        causal: bool,
+        limits: Limits = UNLIMITED,
+        ahead: jax.Array | None = None,
+    ) -> np.ndarray | jax.Array:
         """Return [n, 4] starts of blocks: row, query, key, and the first key that no earlier block has.
 
-        Keys come innermost. `causal` leaves out blocks whose keys all come after their queries; `window`, too, those
-        before the window of all their queries. But queries that see nothing have a block.
+        Keys come innermost. `causal` leaves out blocks whose keys all come after their queries. `limits` also leaves
+        out those before the window or the chunk of all their queries. Queries that see nothing still have a block.
+
+        With `limits` and `ahead`, which is that of `Terms`, the places of the blocks are known when the program runs.
+        Their number is the most that a window touches.
         """
+        if ahead is not None and limits.reach is not None:
+            each = [
+                (row, query, number)
+                for row in range(0, rows, self.rows)
+                for query in range(0, queries, self.queries)
+                for number in range(self.in_reach(limits.reach))
+            ]
+            row, query, number = np.array(each, np.int32).reshape(-1, 3).T
+            key = self.first_key(query, keys, limits, ahead) + number * self.keys
+            return jnp.stack([row, query, jnp.minimum(key, keys - self.keys), key], axis=1)
         return np.array(
             [
                 (row, query, min(key, keys - self.keys), key)
                 for row in range(0, rows, self.rows)
                 for query in np.arange(0, queries, self.queries)
                 for key in range(
-                    self.first_key(query, keys, window),
+                    self.first_key(query, keys, limits),
                     min(keys, int(query) + self.queries) if causal else keys,
                     self.keys,
                 )
@@ -63,11 +84,22 @@ class Blocks:
             np.int32,
         ).reshape(-1, 4)
 
-    def first_key(self, query: jax.Array | np.integer, keys: int, window: int | None) -> Any:
+    def in_reach(self, reach: int) -> int:
+        """Return the most blocks of keys that the queries of a block see, wherever these are."""
+        return (self.queries + reach - 1 + self.keys - 2) // self.keys + 1
+
+    def first_key(self, query: Any, keys: int, limits: Limits, ahead: jax.Array | None = None) -> Any:
         """Return the start of the first block of keys of the block of queries that begins at `query`."""
-        if window is None:
+        if limits.reach is None:
             return 0
-        return ((query - window + 1) // self.keys).clip(0, (keys - 1) // self.keys) * self.keys
+        last = (keys - 1) // self.keys
+        if ahead is None:
+            first = limits.first_place(query)
+        else:
+            # Chunks begin at positions, which `ahead` does not give: a query sees at most the last keys in its reach.
+            # All blocks in reach are computed, so the last of them is at most the last there is.
+            first, last = query + ahead - limits.reach + 1, last + 1 - self.in_reach(limits.reach)
+        return (first // self.keys).clip(0, last) * self.keys
 
 
 def _even(size: int, most: int, multiple: int) -> int:
@@ -84,35 +116,40 @@ class Form:
     scale: float
     causal: bool
 
-    def starts(self, q: jax.Array, k: jax.Array, terms: Terms) -> np.ndarray:
+    def starts(self, q: jax.Array, k: jax.Array, terms: Terms) -> np.ndarray | jax.Array:
         """Return the starts of the blocks of queries [B, K, Q, L, D] and keys [B, T, K, D] that some query sees."""
-        causal = self.causal and terms.ahead is None
-        return self.blocks.starts(q.shape[0], q.shape[3], k.shape[1], causal, self.window(terms))
+        causal, (limits, ahead) = self.causal and terms.ahead is None, self.reach(k.shape[1], terms)
+        return self.blocks.starts(q.shape[0], q.shape[3], k.shape[1], causal, limits, ahead)
 
-    def window(self, terms: Terms) -> int | None:
-        """Return the window by which blocks are left out; None if places in the array do not say which."""
-        # Positions of causal attention differ by at least as much as places in the array, in zigzag order too.
-        return terms.limits.window if self.causal and terms.ahead is None else None
+    def reach(self, keys: int, terms: Terms) -> tuple[Limits, jax.Array | None]:
+        """Return the limits by which blocks are left out, and `ahead` if it moves them; no limits for all blocks."""
+        limits = terms.limits if self.causal else UNLIMITED
+        # Positions of causal attention differ by at least as much as places in the array, in zigzag order too. With
+        # `ahead` they differ by just as much.
+        if limits.reach is None or terms.ahead is None:
+            return limits, None
+        few = self.blocks.in_reach(limits.reach) < ceil(keys / self.blocks.keys)
+        return (limits, terms.ahead) if few else (UNLIMITED, None)
 
 
 def attended(form: Form, q, k, v, terms: Terms, dtype, scales=(), sinks=None) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return output [B, K, Q, L, D], largest logit and denominator [B, K, Q, L] of queries, block by block.
 
     Args:
-        form: sizes of blocks, scale of the logits, and whether query i attends to keys j ≤ i + terms.ahead alone.
+        form: sizes of blocks, scale of the logits, and whether query i attends only to keys j ≤ i + terms.ahead.
         q: [B, K, Q, L, D]; L is a multiple of the blocks' length.
-        k, v: [B, T, K, D] of any dtype.
+        k, v: [B, T, K, D] of any dtype; the values' D, and that of the output, may differ.
         terms: which keys are seen, and biases.
         dtype: the dtype of the output.
-        scales: the scales of keys and of values, [B, T, K], or empty.
+        scales: the scales of keys and of values, and perhaps of the keys' rest, [B, T, K], as of `attend`; or empty.
         sinks: [H], a logit more for each head, which has no value; None for none.
     """
-    blocks, shape, window = form.blocks, q.shape, form.window(terms)
+    blocks, shape, reach = form.blocks, q.shape, form.reach(k.shape[1], terms)
     block = (blocks.rows, *shape[1:3], blocks.queries)
 
     def step(carry, at):
         state, out, top, total = carry
-        first = at[3] == blocks.first_key(at[1], k.shape[1], window)
+        first = at[3] == blocks.first_key(at[1], k.shape[1], *reach)
         state = Attended(*(jnp.where(first, start, x) for start, x in zip(nothing, state)))
         q_block, k_block, v_block, *of_scales = _cut(form, at, q, k, v, *scales)
         part = _terms(form, at, terms)
@@ -125,8 +162,8 @@ def attended(form: Form, q, k, v, terms: Terms, dtype, scales=(), sinks=None) ->
         return (state, out, top, total), None
 
     begun = (jnp.full(block, -jnp.inf), jnp.zeros(block)) if sinks is None else _sinks(sinks, block)
-    nothing = Attended(*begun, jnp.zeros((*block, shape[4])))
-    results = jnp.zeros(shape, dtype), jnp.zeros(shape[:4]), jnp.zeros(shape[:4])
+    nothing = Attended(*begun, jnp.zeros((*block, v.shape[3])))
+    results = jnp.zeros((*shape[:4], v.shape[3]), dtype), jnp.zeros(shape[:4]), jnp.zeros(shape[:4])
     return jax.lax.scan(step, (nothing, *results), form.starts(q, k, terms))[0][1:]
 
 
@@ -173,7 +210,7 @@ def _forward(form: Form, kept, d_q, d_k, d_v, *learned):
     if d_sinks:
         of_sink, weight = (x.reshape(1, *q.shape[1:3], 1) for x in (*d_sinks, sinks))
         mean += of_sink * jnp.exp(weight - top) / total
-    (d_out, mean), _ = jax.lax.scan(step, (jnp.zeros(q.shape, jnp.float32), mean), starts)
+    (d_out, mean), _ = jax.lax.scan(step, (jnp.zeros(out.shape, jnp.float32), mean), starts)
     return (d_out - mean[..., None] * out.astype(jnp.float32)).astype(q.dtype)
 
 
@@ -211,7 +248,7 @@ def gradients(form: Form, kept, g) -> tuple[jax.Array, ...]:
 
 
 # JAX would transpose `_forward` with the probabilities of all blocks in memory, so it is a primitive whose transpose is
-# `gradients`. Its operands are the leaves of what is kept, `tree`, and then the tangents. `batches` has the batch
+# `gradients`. Its operands are the leaves of the kept values, `tree`, and then the tangents. `batches` has the batch
 # dimensions of the operands, or None, for each vmap around it, innermost first.
 _tangent = Primitive("gspmd_attention_tangent")
 

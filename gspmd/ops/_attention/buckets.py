@@ -78,7 +78,7 @@ class Buckets:
 
 @lru_cache(maxsize=64)
 def _starts(buckets: Buckets) -> np.ndarray:
-    """Return the shortest distance of each bucket of one direction but the first."""
+    """Return the shortest distance of each bucket of one direction except the first."""
     single = buckets.single
     away = np.arange(single, buckets.distance + 1)
     # in float32, as in T5: its rounding decides the bucket of distances on a border

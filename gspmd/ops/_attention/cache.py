@@ -33,9 +33,9 @@ def write_cache(
     """Write the keys or values of new tokens into a cache, of all layers at once, each row at its own position.
 
     Row b gets `new` at positions lengths[b] ... lengths[b] + L - 1; positions below 0 and from T on are dropped. With
-    `ring` position p is in slot p mod T, so that a new key replaces the one T positions before it, and of more than T
-    new keys the last T stay. The new keys are moved to the cache, and the cache stays. It is written in place if its
-    memory is donated.
+    `ring` position p is in slot p mod T, so that a new key replaces the one T positions before it; if there are more
+    than T new keys, the last T stay. The new keys are moved to the cache, and the cache stays. It is written in place
+    if its memory is donated.
 
     Args:
         cache: [N, B, K, T, D] of N layers, or scales [N, B, K, T]; the dimensions after N may have any order.
@@ -112,7 +112,7 @@ def quantize_heads(x: jax.Array) -> tuple[jax.Array, jax.Array]:
         int8 [..., D] between -127 and 127, and float32 scales [...], the largest magnitude over 127.
 
     Raises:
-        SpecError: `x` is a scalar, or no array.
+        SpecError: `x` is a scalar, or not an array.
 
     Example:
         >>> whole, scale = quantize_heads(jnp.array([[2.54, -1.27], [0.0, 0.0]]))

@@ -16,7 +16,7 @@ from gspmd.lowerings.xla.constrained import left_to_compiler
 from gspmd.ops._attention.buckets import Buckets
 from gspmd.ops._attention.kernels import splash
 from gspmd.ops._attention.local import ALONE, Shards, local_attended
-from gspmd.ops._attention.online import Attended
+from gspmd.ops._attention.online import LOW, Attended
 from gspmd.ops._attention.placement import CachePlacement, by_position, placement
 from gspmd.ops._attention.terms import (
     Extras,
@@ -50,10 +50,12 @@ def cached_attention(
     scale: float | None = None,
     key_scales: jax.Array | None = None,
     value_scales: jax.Array | None = None,
+    rest_scales: jax.Array | None = None,
     bias: jax.Array | None = None,
     bias_spec: str | Spec | None = None,
     buckets: Buckets | None = None,
     window: int | None = None,
+    chunk: int | None = None,
     softcap: float | None = None,
     sinks: jax.Array | None = None,
     sinks_spec: str | Spec | None = None,
@@ -73,7 +75,7 @@ def cached_attention(
     Args:
         q: [B, L, H, D] the new tokens' queries.
         k, v: [B, L, K, D] the new tokens' own keys and values; K divides H, and query head h attends to key head
-            h // (H/K). Both None for attention to the cache alone.
+            h // (H/K). Both None for attention to the cache alone. Values may have another D than keys.
         cached_k, cached_v: [B, K, T, D] finite numbers, in any order of dimensions; int8 if scales are given.
         query_spec: the spec of `q` and of the result, `"BLH_xyzD"`.
         key_spec: the spec of `k` and `v`, `"BLKD"`, in the order of `k`; without them only its letters count. D is
@@ -85,21 +87,26 @@ def cached_attention(
         scale: the factor of the logits; 1/sqrt(D) when None.
         key_scales, value_scales: [B, K, T] float32 scales of an int8 cache, ordered and placed like the cache; they
             scale logits and probabilities, and the cache is never widened in memory.
+        rest_scales: [B, K, T] likewise, of the keys' last numbers, beyond the width of the values, which `key_scales`
+            are then not of. So a latent, which is a key and a value, and a rotated key behind it have a scale each.
         bias, bias_spec, buckets: T5's relative position bias, as in `attention`. Query i and new key i of row b are at
             position lengths[b] + i, cached key t is at t.
         window: the number of keys that a query sees, itself included, as in `attention`. The cache is then a ring: the
             key at position p is in slot p mod T, as `write_cache(..., ring=True)` writes it, and `lengths` may exceed
             T, which is at least window - 1. A cache with room for all positions is the same with and without a ring.
+        chunk: the number of tokens of a chunk, to which a query's keys belong, as in `attention`. The cache is then a
+            ring, as with a window, of chunk - 1 slots or more.
         softcap: a cap of the logits, as in `attention`.
-        sinks, sinks_spec: a logit more of each head, which has no value, as in `attention`.
+        sinks, sinks_spec: one more logit for each head, without a value, as in `attention`.
         slopes, slopes_spec: those of ALiBi, as in `attention`, with the positions of `bias`, also in a ring.
 
     Returns:
-        [B, L, H, D] in q's dtype; logits and softmax are float32. A query of a row without any key gets 0.
+        [B, L, H, D] in q's dtype, with D of the values; logits and softmax are float32. A query of a row without any
+        key gets 0.
 
     Raises:
-        SpecError: a spec does not fit its array or the mesh, the shapes do not agree, the cache is shorter than the
-            window needs, or there is a window and no new key.
+        SpecError: a spec does not fit its array or the mesh, the shapes do not agree, the cache is shorter than window
+            or chunk need, both are given, or there is one of them and no new key.
         PlanError: D is sharded; or the result is differentiated, which only lowering "xla" can do.
 
     Example:
@@ -126,25 +133,27 @@ def cached_attention(
     if (key_scales is None) != (value_scales is None):
         raise SpecError(f"{doing}: an int8 cache has key_scales and value_scales; one is missing.\n  Give both.")
     if key_scales is not None:
-        scales = (("key_scales", key_scales), ("value_scales", value_scales))
-        cache += [array(doing, name, x, "real numbers") for name, x in scales]
+        scales = (("key_scales", key_scales), ("value_scales", value_scales), ("rest_scales", rest_scales))
+        cache += [array(doing, name, x, "real numbers") for name, x in scales if x is not None]
+    elif rest_scales is not None:
+        raise SpecError(f"{doing}: there are rest_scales, and no key_scales.\n  Give all, or none.")
     query = read(doing, query_spec, q, ctx)
     if new:
         key = read(doing, key_spec, new[0], ctx)
     else:
         key = Spec.parse(key_spec)
         key = Spec(key.dims, ((),) * len(key.dims))
-    held, quantized = read(doing, cache_spec, cache[0], ctx), key_scales is not None
-    order = _check(doing, (query, key, held), quantized, q, new, *cache, lengths=lengths)
+    held = read(doing, cache_spec, cache[0], ctx)
+    order = _check(doing, (query, key, held), q, new, *cache, lengths=lengths)
     table, of_table, buckets = read_bias(doing, bias, bias_spec, buckets, query, q.shape[2], ctx) or (None, None, None)
     sinks, of_sinks = read_of_heads(doing, "sinks", sinks, sinks_spec, query, q.shape[2], ctx) or (None, None)
     slopes, of_slopes = read_slopes(doing, slopes, slopes_spec, query, q.shape[2], ctx) or (None, None)
-    limits = read_limits(doing, bool(new), window, softcap)
-    if limits.window is not None and cache[0].shape[order[1]] < limits.window - 1:
+    limits = read_limits(doing, bool(new), window, softcap, chunk)
+    if limits.reach is not None and cache[0].shape[order[1]] < limits.reach - 1:
         fact = (
-            f"the cache has room for {cache[0].shape[order[1]]} keys, and queries see {limits.window - 1} before them."
+            f"the cache has room for {cache[0].shape[order[1]]} keys, and queries see {limits.reach - 1} before them."
         )
-        remedy = f"Give it {limits.window - 1} slots or more."
+        remedy = f"Give it {limits.reach - 1} slots or more."
         raise report(SpecError, doing, [fault(held, held.dims[order[1]], fact, remedy)]) from None
     scales_order = [held.without(held.dims[order[3]]).dims.index(held.dims[at]) for at in order[:3]]
     # Nothing is copied in memory: products read their operands in any order.
@@ -152,7 +161,7 @@ def cached_attention(
     ordered = Spec(tuple(held.dims[at] for at in order), tuple(held.axes[at] for at in order))
     name = f"cached attention {query}, {held}"
     extras = Extras(bias=of_table, sinks=of_sinks, slopes=of_slopes, buckets=buckets, limits=limits)
-    form = _CachedAttention(query, key, ordered, scale, quantized, name, bool(new), extras)
+    form = _CachedAttention(query, key, ordered, scale, len(cache) - 2, name, bool(new), extras)
     operands = q, *new, *cache, *Given(bias=table, sinks=sinks, slopes=slopes).operands, lengths
     if ctx.compiler_chooses and not extras.keeps_partial_sums:
         at = placement(form.query, form.key, form.cache, q.shape, cache[0].shape[2], ctx.mesh)
@@ -164,7 +173,7 @@ def cached_attention(
 _Shapes = tuple[tuple[tuple[int, ...], int], ...]
 """The shape of every operand, and the bytes of an element."""
 
-_CACHED = ("cached keys", "cached values", "key scales", "value scales")
+_CACHED = ("cached keys", "cached values", "key scales", "value scales", "scales of the keys' rest")
 _COMBINED = ("maximum", "total", "result")
 _CALLED = {"key": "new keys", "value": "new values", "total": "denominator"}
 """The names that plans use for tensors with other names here."""
@@ -176,7 +185,8 @@ class _CachedAttention:
     key: Spec
     cache: Spec
     scale: float | None
-    quantized: bool
+    scales_given: int
+    """The number of arrays of scales: 0, 2 for int8, or 3 with those of the keys' rest."""
     name: str
     has_new: bool
     """Whether the new tokens have keys of their own."""
@@ -190,7 +200,7 @@ class _CachedAttention:
     def names(self) -> tuple[str, ...]:
         """The names of the operands, in order."""
         new = ("key", "value") * self.has_new
-        return ("query", *new, *_CACHED[: 4 if self.quantized else 2], *self.extras.of_heads, "lengths")
+        return ("query", *new, *_CACHED[: 2 + self.scales_given], *self.extras.of_heads, "lengths")
 
     @property
     def inputs(self) -> tuple[Spec, ...]:
@@ -200,7 +210,7 @@ class _CachedAttention:
             "value": self.key,
             "lengths": Spec(("B",), ((),)),
         }
-        of |= dict(zip(_CACHED, (self.cache, self.cache, self.scales, self.scales)))
+        of |= dict(zip(_CACHED, (self.cache, self.cache, *(self.scales,) * 3)))
         of |= {name: each.spec for name, each in self.extras.of_heads.items()}
         return tuple(of[name] for name in self.names)
 
@@ -224,19 +234,41 @@ class _CachedAttention:
             total: the number of slots of the whole cache.
             shards: the shards of the cached keys, for arrays of all devices.
         """
+        near = None if self.extras.limits.window is None else max(self.extras.limits.window - 1, 1)
+        if near is not None and near < q.shape[1] and shards[2] == 1:
+            # Queries that begin a window after the cached keys see none of them.
+            found = self.attend_cached(q[:, :near], cache, given, lengths, queries[:, :near], first, total, shards)
+            rest = ((0, 0), (0, q.shape[1] - near), (0, 0))
+            top = jnp.pad(found.top, rest, constant_values=LOW)
+            return Attended(top, jnp.pad(found.total, rest), jnp.pad(found.values, (*rest, (0, 0))))
         k, v, *scales = cache
         slots, limits, ended = positions(k.shape[1], first), self.extras.limits, lengths[:, None]
-        if limits.window is None:
+        if limits.reach is None:
             keys, held = slots, slots < ended
         else:  # a slot of a ring has the last token that was written there, of this round or of the one before
             next_slot = ended % max(total, 1)
             keys = ended - next_slot + slots - jnp.where(slots < next_slot, 0, total)
             held = keys >= 0
         extras = self.extras
-        if q.shape[1] == 1 and limits.window is not None:  # then the window is as simple as a mask of keys
-            held, extras = held & (keys > queries - limits.window), replace(extras, limits=replace(limits, window=None))
+        if q.shape[1] == 1 and limits.reach is not None:  # then the window is as simple as a mask of keys
+            held, extras = held & (keys >= limits.first(queries)), replace(extras, limits=limits.without_reach)
         terms = extras.terms(given._replace(mask=held), queries, keys, None)
         return local_attended(q, k, v, terms, False, self.scale_of(q), *scales, shards=shards)
+
+    def terms_of_new(self, given: Given, lengths, queries, keys, ahead: jax.Array | None) -> Terms:
+        """Return the terms of the new tokens' keys.
+
+        Args:
+            given: which new keys count, and the operands of each head.
+            lengths: [B], the number of tokens of each row before the new ones.
+            queries, keys: [1, L], the places of queries and keys among the new tokens.
+            ahead: the place of the first query minus that of the first key; None for 0.
+        """
+        extras = self.extras
+        if extras.limits.chunk is not None:  # where chunks begin depends on the positions in the whole row
+            queries, keys = (lengths[:, None] + x for x in (queries, keys))
+            extras = replace(extras, limits=replace(extras.limits, displaced=True))
+        return extras.terms(given, queries, keys, ahead)
 
     def attend_new(self, q, k, v, terms: Terms, shards: Shards | None = None) -> Attended:
         """Attend to the new tokens' keys, or a part of them, up to each query.
@@ -246,10 +278,12 @@ class _CachedAttention:
             terms: which new keys count, the position of the first query minus that of the first new key, and a bias.
             shards: the shards of the new keys, for arrays of all devices; None for the pieces of one device.
         """
-        if shards is None and terms.is_plain and terms.ahead is None and splash.fits(q, k, v):
+        in_place = terms.ahead is None and not terms.limits.displaced
+        if shards is None and terms.is_plain and in_place and splash.fits(q, k, v):
             form = splash.Form(self.scale_of(q), self.extras.limits)
-            out, normaliser = splash.attended(form, q, k, v, None, None)
-            return Attended(normaliser, jnp.ones_like(normaliser), out.astype(jnp.float32))
+            wide = jnp.pad(v, (*((0, 0),) * 3, (0, k.shape[3] - v.shape[3])))  # the kernel takes values as wide as keys
+            out, normaliser = splash.attended(form, q, k, wide, None, None)
+            return Attended(normaliser, jnp.ones_like(normaliser), out[..., : v.shape[3]].astype(jnp.float32))
         return local_attended(q, k, v, terms, True, self.scale_of(q), shards=shards or ALONE)
 
     def scale_of(self, q: jax.Array) -> float:
@@ -265,7 +299,7 @@ def _is_int(x: jax.Array) -> bool:
     return jnp.issubdtype(x.dtype, jnp.integer)
 
 
-def _check(doing: str, specs: tuple[Spec, ...], quantized: bool, q, new, *cache, lengths) -> tuple[int, ...]:
+def _check(doing: str, specs: tuple[Spec, ...], q, new, *cache, lengths) -> tuple[int, ...]:
     """Check that specs and shapes agree; return the dimensions of the cache with batch, length, heads and head size."""
     faults = [
         Fault(str(spec), 0, len(str(spec)), f"the {name} have four dimensions: batch, length, heads, head size.")
@@ -274,10 +308,14 @@ def _check(doing: str, specs: tuple[Spec, ...], quantized: bool, q, new, *cache,
     ]
     if faults:
         raise report(SpecError, doing, faults) from None
-    (query, key, held), (cached_k, cached_v, *scales), fact = specs, cache, _SCALED if quantized else _UNSCALED
+    (query, key, held), (cached_k, cached_v, *scales) = specs, cache
+    quantized = bool(scales)
+    fact = _SCALED if quantized else _UNSCALED
     batch, along, heads, size = order = by_position(doing, held, key)
     as_cached = jax.ShapeDtypeStruct((*q.shape[:2], cached_k.shape[heads], cached_k.shape[size]), q.dtype)
     k, v = new or (as_cached, as_cached)
+    widths = k.shape[3], v.shape[3] if new else cached_v.shape[size]
+    as_values = (*cached_k.shape[:size], widths[1], *cached_k.shape[size + 1 :])
     cached_heads = cached_k.shape[heads], cached_k.shape[size]
     there = (*cached_k.shape[:size], *cached_k.shape[size + 1 :])
     checks = (
@@ -286,10 +324,17 @@ def _check(doing: str, specs: tuple[Spec, ...], quantized: bool, q, new, *cache,
         (key, 1, k.shape[1] != q.shape[1], f"there are {q.shape[1]} queries in a row, and {k.shape[1]} keys."),
         (key, 3, k.shape[3] != q.shape[3], f"the queries' head size is {q.shape[3]}, the keys' {k.shape[3]}."),
         (query, 2, q.shape[2] % max(k.shape[2], 1), f"{k.shape[2]} key heads do not divide {q.shape[2]} heads."),
-        (key, 1, v.shape != k.shape, f"values have shape {v.shape}, keys {k.shape}."),
+        (key, 1, v.shape[:3] != k.shape[:3], f"values have shape {v.shape}, keys {k.shape}."),
+        (
+            key,
+            3,
+            not widths[1] or widths[1] > widths[0],
+            f"the values' head size is {widths[1]}, the keys' {widths[0]}.",
+        ),
+        (key, 3, len(scales) == 3 and widths[0] == widths[1], "values are as wide as keys, whose rest has no number."),
         (held, batch, (rows := cached_k.shape[batch]) != q.shape[0], f"batch {q.shape[0]} has a cache of {rows} rows."),
         (held, heads, cached_heads != k.shape[2:], f"cached heads are {cached_heads}, new {k.shape[2:]}."),
-        (held, along, cached_v.shape != cached_k.shape, f"values have shape {cached_v.shape}, keys {cached_k.shape}."),
+        (held, along, cached_v.shape != as_values, f"values have shape {cached_v.shape}, keys {cached_k.shape}."),
         *((held, along, x.shape != there, f"scales have shape {x.shape}, not {there}.") for x in scales),
         *((held, size, _is_int(x) != quantized, fact.format(x.dtype)) for x in (cached_k, cached_v)),
         (held, batch, lengths.shape != q.shape[:1], f"lengths have shape {lengths.shape}, not one number per row."),
@@ -351,9 +396,8 @@ def _value(form: _CachedAttention, shapes: _Shapes, ctx: Context):
             ahead = first - first_new if at.query.axes[1] or at.key.axes[1] else None
             # replicated on every part, each new key counts once
             counted = jnp.broadcast_to(part == 0, new[0].shape[:2]) if parts and not at.key.axes[1] else None
-            terms = form.extras.terms(
-                of_heads._replace(mask=counted), queries, positions(new[0].shape[1], first_new), ahead
-            )
+            keys, counting = positions(new[0].shape[1], first_new), of_heads._replace(mask=counted)
+            terms = form.terms_of_new(counting, lengths, queries, keys, ahead)
             found = found.merge(form.attend_new(q, *new, terms))
         found = found.with_sinks(of_heads.sinks, part == 0)
         if in_parts:
@@ -387,15 +431,16 @@ def _moves(form: _CachedAttention, shapes: _Shapes, ctx: Context) -> dict[str, U
     per_query = at.query.without(at.query.dims[3])
     scales = at.cache.without(at.cache.dims[3])
     there = {"query": at.query, "key": at.key, "value": at.key, "lengths": Spec(("B",), (at.query.axes[0],))}
-    there |= dict(zip(_CACHED, (at.cache, at.cache, scales, scales)))
+    there |= dict(zip(_CACHED, (at.cache, at.cache, *(scales,) * 3)))
     there |= {name: by_heads(each.spec, at.query) for name, each in form.extras.of_heads.items()}
     queries, width = shapes[0]
+    values = *queries[:3], shapes[form.names.index("cached values")][0][3]
     rows, split = queries[:3], per_query.with_partial(parts)
     return {
         **{name: UnknownMove((src,), there[name], *of) for name, src, of in zip(form.names, form.inputs, shapes)},
         "maximum": UnknownMove((split,), per_query, rows, FLOAT32, "max"),
         "total": UnknownMove((split,), per_query, rows, FLOAT32),
-        "result": UnknownMove((at.query.with_partial(parts),), form.query, queries, width),
+        "result": UnknownMove((at.query.with_partial(parts),), form.query, values, width),
     }
 
 
@@ -418,7 +463,7 @@ def _whole(form: _CachedAttention, at: CachePlacement, mesh: Mapping[str, int], 
     found = form.attend_cached(q, cache, of_heads, lengths, lengths[:, None] + queries, 0, total, shards(at.cache))
     if form.has_new:
         k, v = (placed(given[name], at.key) for name in ("key", "value"))
-        terms = form.extras.terms(of_heads, queries, positions(k.shape[1]), None)
+        terms = form.terms_of_new(of_heads, lengths, queries, positions(k.shape[1]), None)
         found = found.merge(form.attend_new(q, k, v, terms, shards(at.key)))
     found = found.with_sinks(of_heads.sinks)
     # the result is constrained too: jax 0.10.2 miscompiles it if it is moved right after the product

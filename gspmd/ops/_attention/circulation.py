@@ -140,7 +140,7 @@ class RingOfChunks(Gathered):
 def is_looped(
     ctx: Context, axes: Sequence[str], queries: tuple[int, ...], chunk: int, dtype: str, steps: Sequence[Step]
 ) -> bool:
-    """Return whether chunks go round a ring: as the lowering says; under `auto`, if value and gradient are faster so.
+    """Return whether chunks go round a ring: the lowering decides, and `auto` does if value and gradient are faster.
 
     Args:
         ctx: the context of the call.

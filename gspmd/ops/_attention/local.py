@@ -31,8 +31,8 @@ def local_attention(
 
     If a device has more than 2**25 logits, they are never in memory at once. A GPU then runs cuDNN's fused attention,
     if it takes the arrays: float16 or bfloat16, a head size that 8 divides, up to 128, no mask except `causal`, no
-    window, soft cap, bias or sinks. Everything else attends in blocks, including TPUs if their own kernels, which are
-    tried first, do not fit.
+    window, chunk, soft cap, bias or sinks. Everything else attends in blocks, including TPUs if their own kernels,
+    which are tried first, do not fit.
 
     Args:
         q, k, v: arrays of one device, or of all devices for the compiler to partition.
@@ -40,7 +40,7 @@ def local_attention(
         causal: whether query i attends only to keys j ≤ i + terms.ahead.
         scale: the factor of the logits; 1/sqrt(D) when None.
         shards: the shards of arrays of all devices.
-        sinks: [H], a logit more for each head, which has no value; None for none.
+        sinks: [H], one more logit for each head, without a value; None for none.
     """
     blocks = _blocks(q, k.shape[1], shards, terms)
     if blocks is None:
@@ -90,12 +90,12 @@ def local_attended(
 
     Args:
         q, k, v, terms, causal, scale: as in `local_attention`.
-        scales: the scales of int8 keys and values, [B, T, K], or empty.
+        scales: the scales of int8 keys and values, and perhaps of the keys' rest, [B, T, K], as of `attend`; or empty.
         shards: the shards of arrays of all devices.
     """
     blocks = _blocks(q, k.shape[1], shards, terms)
     if q.shape[1] == 1 < k.shape[1] and not causal and in_force.is_tpu():
-        simple = terms.segments is None and terms.limits.window is None and not terms.adds
+        simple = terms.segments is None and terms.limits.reach is None and not terms.adds
         if shards == ALONE and blocks is None and simple and suits(q.shape[2], k.shape[2], bool(scales)):
             return attend_together(q, k, v, terms.seen, scale, *scales, limits=terms.limits)
         if q.shape[2] == k.shape[2]:
@@ -121,10 +121,9 @@ def _attended(q, k, v, terms: Terms, causal: bool, scale: float, *scales: jax.Ar
         rows, columns = (jax.lax.broadcasted_iota(jnp.int32, (1, 1, 1, q.shape[1], k.shape[1]), at) for at in (3, 4))
         past = rows + (0 if terms.ahead is None else terms.ahead) >= columns
         visible = past if visible is None else visible & past
-    key_scales, value_scales = scales or (None, None)
     bias, limits = terms.added(terms.chosen(), k.shape[2]), terms.limits
     grouped = group(q, k.shape[2])
-    return attend(grouped, k, v, visible, scale, key_scales, value_scales, bias=bias, limits=limits).by_query()
+    return attend(grouped, k, v, visible, scale, *scales, bias=bias, limits=limits).by_query()
 
 
 def local_gradients(

@@ -33,7 +33,7 @@ class Attended(NamedTuple):
         return Attended(top, mine[0] + theirs[0], mine[1] + theirs[1])
 
     def with_sinks(self, sinks: jax.Array | None, counted: jax.Array | bool = True) -> "Attended":
-        """Return the result, as [B, L, H], with a logit [H] more for each head that has no value.
+        """Return the result, as [B, L, H], with one more logit [H] for each head, which has no value.
 
         Args:
             sinks: the logits; None for none.
@@ -64,7 +64,7 @@ def sink_statistics(
 
 
 def sink_gradient(sinks: jax.Array, normaliser: jax.Array, out: jax.Array, g: jax.Array) -> jax.Array:
-    """Return the gradient [H] of sinks, of which a query's probability for its sink takes that of all its values.
+    """Return the gradient [H] of sinks: minus the sum over queries of the sink's probability times g · out.
 
     Args:
         sinks: [H].
@@ -83,6 +83,8 @@ def attend(
     scale: float,
     key_scales: jax.Array | None = None,
     value_scales: jax.Array | None = None,
+    rest_scales: jax.Array | None = None,
+    *,
     again: jax.Array | None = None,
     bias: jax.Array | None = None,
     limits: Limits = UNLIMITED,
@@ -91,18 +93,19 @@ def attend(
 
     Args:
         q: [B, K, Q, L, D], query heads in groups that share a key head.
-        k, v: [B, T, K, D] of any dtype, which is cast to that of `q` inside the products.
+        k, v: [B, T, K, D] of any dtype, which is cast to that of `q` inside the products. The values' D may differ.
         seen: booleans that broadcast to [B, K, Q, L, T]: the keys to which a query attends; None for all.
         scale: the factor of the logits.
         key_scales, value_scales: [B, T, K] float32 of quantized keys and values: they scale logits and probabilities,
             which are fewer than the keys.
+        rest_scales: likewise of the keys' last numbers, beyond the width of the values; `key_scales` are then of those
+            before.
         again: booleans like `seen`: the keys that another part has counted already, some but not all.
         bias: float32 that broadcasts to [B, K, Q, L, T] and is added to the scaled and capped logits.
         limits: the soft cap of the scaled logits; windows are among `seen`.
     """
-    logits = jnp.einsum("bkqld,btkd->bkqlt", q, k.astype(q.dtype), preferred_element_type=jnp.float32) * scale
-    if key_scales is not None:
-        logits *= _along_keys(key_scales)
+    scales = (None if x is None else _along_keys(x) for x in (key_scales, rest_scales))
+    logits = scaled_logits("bkqld,btkd->bkqlt", q, k.astype(q.dtype), v.shape[3], *scales) * scale
     logits = limits.capped(logits)
     if bias is not None:
         logits += bias
@@ -117,6 +120,32 @@ def attend(
         weights *= _along_keys(value_scales)
     weights, v = weights.astype(q.dtype), v.astype(q.dtype)
     return Attended(top, total, jnp.einsum("bkqlt,btkd->bkqld", weights, v, preferred_element_type=jnp.float32))
+
+
+def scaled_logits(
+    product: str,
+    q: jax.Array,
+    k: jax.Array,
+    width: int,
+    key_scales: jax.Array | None,
+    rest_scales: jax.Array | None,
+) -> jax.Array:
+    """Return the products of queries and keys along D, the last dimension of both, times the scales of int8 keys.
+
+    Args:
+        product: the equation, as of `jax.numpy.einsum`.
+        q, k: queries and keys.
+        width: the numbers of a key before those of `rest_scales`.
+        key_scales, rest_scales: as of `attend`, in a shape that multiplies the products.
+    """
+
+    def of(q: jax.Array, k: jax.Array, scales: jax.Array | None) -> jax.Array:
+        logits = jnp.einsum(product, q, k, preferred_element_type=jnp.float32)
+        return logits if scales is None else logits * scales
+
+    if rest_scales is None:
+        return of(q, k, key_scales)
+    return of(q[..., :width], k[..., :width], key_scales) + of(q[..., width:], k[..., width:], rest_scales)
 
 
 def group(q: jax.Array, key_heads: int) -> jax.Array:

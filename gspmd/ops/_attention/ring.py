@@ -7,7 +7,8 @@ reduce-scattered.
 
 Under causal attention a device has chunks i and 2n - 1 - i of 2n (see `zigzag`). Two chunks arrive from device j. The
 late queries attend to the early one. In addition, either the early queries attend to it too (j < i), or the late
-queries attend to the late chunk (j > i). So every device has two products of half by half, without a mask, for every j.
+queries attend to the late chunk (j > i). So for every j a device has two products of half of its queries with half of
+the keys, without a mask.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -97,7 +98,8 @@ def attend(
     if compiler_chooses:
         f = partial(_whole, cut, tuple(prod(ctx.mesh[axis] for axis in axes) for axes in query.axes))
         return checkpoint_name(left_to_compiler(ctx, f, cut.inputs, query, q, k, v, *more, name=cut.name), MIXED)
-    return _attend(cut, ctx, q, k, v, *more)
+    limits = replace(extras.limits, displaced=causal)  # in zigzag order
+    return _attend(replace(cut, extras=replace(extras, limits=limits)), ctx, q, k, v, *more)
 
 
 def _whole(cut: _Cut, parts: tuple[int, ...], q, k, v, *more) -> jax.Array:
@@ -181,7 +183,7 @@ def _value(cut: _Cut, q_shape: tuple[int, ...], shape: tuple[int, ...], dtype: s
         q, k, v = terms.cleared(q, *cut.share.pick(k, v))
 
         def visit(found: Attended, there: jax.Array, k: jax.Array, v: jax.Array) -> Attended:
-            near = _is_near(cut, here, there, k.shape[1])
+            near = _is_near(cut, here, there, k.shape[1], circulation.devices)
             return merged(found, there, k, v) if near is None else lax.cond(near, merged, _unmerged, found, there, k, v)
 
         def merged(found: Attended, there: jax.Array, k: jax.Array, v: jax.Array) -> Attended:
@@ -216,7 +218,7 @@ def _gradient(cut: _Cut, q_shape: tuple[int, ...], shape: tuple[int, ...], dtype
         of_sinks = () if sinks is None else (sink_gradient(sinks, normaliser, y, kept[2]),)
 
         def visit(state: tuple[jax.Array, ...], there: jax.Array, k: jax.Array, v: jax.Array):
-            near = _is_near(cut, here, there, k.shape[1])
+            near = _is_near(cut, here, there, k.shape[1], circulation.devices)
             return added(state, there, k, v) if near is None else lax.cond(near, added, _not_added, state, there, k, v)
 
         def added(state: tuple[jax.Array, ...], there: jax.Array, k: jax.Array, v: jax.Array):
@@ -240,13 +242,18 @@ def _gradient(cut: _Cut, q_shape: tuple[int, ...], shape: tuple[int, ...], dtype
     return chains.steps, body
 
 
-def _is_near(cut: _Cut, here: jax.Array | int, there: jax.Array | int, keys: int) -> jax.Array | None:
-    """Return whether some query here has a key there in its window; None without a window.
+def _is_near(cut: _Cut, here: jax.Array | int, there: jax.Array | int, keys: int, devices: int) -> jax.Array | None:
+    """Return whether some query of one device may have a key of the other in its reach; None if all keys are.
 
-    Between the nearest chunks of two devices there are as many chunks as devices between the two.
+    The nearest parts of two devices are their early ones, and their late ones; those between are nearer to both.
     """
-    window = cut.extras.limits.window
-    return None if window is None else (jnp.abs(here - there) - 1) * (keys // 2) + 1 < window
+    limits, part = cut.extras.limits, keys // 2
+    if limits.reach is None:
+        return None
+    first, second = jnp.minimum(here, there), jnp.maximum(here, there)
+    pairs = (first, second), (2 * devices - 1 - second, 2 * devices - 1 - first)
+    early, late = ((before + 1) * part > limits.first(after * part) for before, after in pairs)
+    return early | late
 
 
 def _unmerged(found: Attended, there: jax.Array, k: jax.Array, v: jax.Array) -> Attended:

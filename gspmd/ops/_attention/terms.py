@@ -1,4 +1,5 @@
-"""The terms of attention besides its products: padding, segments, causality, windows, soft caps, biases and sinks."""
+"""The terms of attention besides its products: padding, segments, causality, windows, chunks, soft caps, biases and
+sinks."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -54,12 +55,38 @@ def table_gradient(chosen: jax.Array, slope: jax.Array) -> jax.Array:
 @jax.tree_util.register_static
 @dataclass(frozen=True)
 class Limits:
-    """The window of keys that a query sees, and the soft cap of its logits, as far as they have any."""
+    """The window or the chunk of keys that a query sees, and the soft cap of its logits, as far as they have any."""
 
     window: int | None = None
     """A query at position p attends only to keys at positions above p - window."""
     softcap: float | None = None
     """Scaled products s become softcap · tanh(s / softcap)."""
+    chunk: int | None = None
+    """A query at position p attends only to keys at positions from p - p mod chunk on."""
+    displaced: bool = False
+    """Whether the places of tokens in arrays are not their positions, as in zigzag order, though later places of keys
+    up to a query's own are nearer. Places then do not say where chunks begin, so fewer blocks are left out."""
+
+    @property
+    def reach(self) -> int | None:
+        """The most keys that a query sees, itself included; None for all."""
+        return self.window if self.chunk is None else self.chunk
+
+    def first(self, position: Any) -> Any:
+        """Return the position of the first key that the query at a position sees; there is a window or a chunk."""
+        if self.chunk is not None:
+            return position - position % self.chunk
+        assert self.window is not None, "the first key is asked for where keys are limited"
+        return position - self.window + 1
+
+    def first_place(self, place: Any) -> Any:
+        """Return a place in the array before which the query at a place, and all later ones, see no key."""
+        return place - self.reach + 1 if self.displaced and self.reach is not None else self.first(place)
+
+    @property
+    def without_reach(self) -> "Limits":
+        """The soft cap alone."""
+        return Limits(softcap=self.softcap)
 
     def capped(self, logits: jax.Array) -> jax.Array:
         """Return scaled products after the soft cap."""
@@ -110,14 +137,16 @@ class Terms(NamedTuple):
         return keys[:, None, :] - queries[:, :, None]
 
     def visible(self) -> jax.Array | None:
-        """Return which keys are no padding, in the segment of a query and in its window, causality aside.
+        """Return which keys are no padding, in the segment of a query and in its window or chunk, causality aside.
 
         Returns:
             Booleans that broadcast to [B, L, T]; None for all.
         """
         seen = None if self.seen is None else self.seen[:, None, :]
-        if self.limits.window is not None:
-            near = self.relative > -self.limits.window
+        if self.limits.reach is not None:
+            assert self.positions is not None, "positions are given with everything that depends on them"
+            queries, keys = self.positions
+            near = keys[:, None, :] >= self.limits.first(queries)[:, :, None]
             seen = near if seen is None else near & seen
         if self.segments is None:
             return seen
@@ -146,7 +175,7 @@ class Terms(NamedTuple):
 
     @property
     def is_plain(self) -> bool:
-        """Whether only causality and a window decide which keys are seen, and nothing is added to the logits."""
+        """Whether only causality, a window and chunks decide which keys are seen, and logits have nothing added."""
         return self.seen is None and self.segments is None and not self.adds
 
     @property
@@ -297,7 +326,7 @@ class Extras:
         return tuple(chains.send(f"d_{name}", x) for name, x in zip(self.learned, gradients, strict=True))
 
     def cotangents(self, operands: Sequence[jax.Array], *gradients: jax.Array) -> tuple[jax.Array | None, ...]:
-        """Return the cotangent of each operand, None for all but bias and sinks."""
+        """Return the cotangent of each operand, None for all except bias and sinks."""
         given = self.named(operands)
         found = dict(zip(self.learned, (d.astype(x.dtype) for d, x in zip(gradients, given.learned, strict=True))))
         return tuple(found.get(name) for name, x in given._asdict().items() if x is not None)
@@ -307,7 +336,7 @@ class Extras:
         segments = None if given.of_queries is None or given.of_keys is None else (given.of_queries, given.of_keys)
         bias = None if given.bias is None or self.buckets is None else Bias(float32(given.bias), self.buckets)
         slopes, limits = None if given.slopes is None else float32(given.slopes), self.limits
-        placed = bias is not None or slopes is not None or limits.window is not None
+        placed = bias is not None or slopes is not None or limits.reach is not None
         seen = None if given.mask is None else given.mask.astype(bool)
         return Terms(seen, ahead, segments, (queries, keys) if placed else None, bias, slopes, limits)
 
@@ -321,29 +350,39 @@ def by_heads(spec: Spec, query: Spec) -> Spec:
     return Spec(spec.dims, (*((),) * (len(spec.dims) - 1), query.axes[2]))
 
 
-def read_limits(doing: str, causal: bool, window: Any, softcap: Any) -> Limits:
-    """Return the window and the soft cap.
+def read_limits(doing: str, causal: bool, window: Any, softcap: Any, chunk: Any) -> Limits:
+    """Return the window or the chunk, and the soft cap.
 
     Raises:
-        SpecError: the window is no whole number above 0, or attention is not causal; or the soft cap is no positive
-            number.
+        SpecError: window or chunk is no whole number above 0, both are given, or attention is not causal; or the soft
+            cap is no positive number.
     """
-    if window is not None:
-        size = whole(window)
-        if size is None or not 1 <= size < 2**31:
-            remedy = "It is the number of keys that a query sees, itself included: pass a whole number, 1 or more."
-            raise SpecError(f"{doing}: window is {shown(window)}.\n  {remedy}")
-        if not causal:
-            raise SpecError(
-                f"{doing}: a window is that of keys before a query, and attention is not causal.\n"
-                "  Leave window out, or attend causally."
-            )
-        window = size
+    window = _read_reach(doing, causal, "window", window, "the number of keys that a query sees, itself included")
+    chunk = _read_reach(doing, causal, "chunk", chunk, "the number of tokens of a chunk, in which queries see keys")
+    if window is not None and chunk is not None:
+        raise SpecError(
+            f"{doing}: window is {window}, and chunk {chunk}, but a query sees either the last keys or those of its "
+            "chunk.\n  Leave one out."
+        )
     if softcap is not None:
         softcap = number(doing, "softcap", softcap)
         if softcap <= 0:
             raise SpecError(f"{doing}: softcap is {softcap}.\n  Pass a number above 0, or None for no cap.")
-    return Limits(window, softcap)
+    return Limits(window, softcap, chunk)
+
+
+def _read_reach(doing: str, causal: bool, name: str, value: Any, meaning: str) -> int | None:
+    if value is None:
+        return None
+    size = whole(value)
+    if size is None or not 1 <= size < 2**31:
+        raise SpecError(f"{doing}: {name} is {shown(value)}.\n  It is {meaning}: pass a whole number, 1 or more.")
+    if not causal:
+        raise SpecError(
+            f"{doing}: a {name} is that of keys before a query, and attention is not causal.\n"
+            f"  Leave {name} out, or attend causally."
+        )
+    return size
 
 
 def read_of_heads(
@@ -378,7 +417,7 @@ def read_segments(doing: str, segments: Any, query: Spec, key: Spec, q: jax.Arra
     """Return the segments of queries and of keys as int32.
 
     Raises:
-        SpecError: they are no pair, have no integers, or another shape than queries and keys.
+        SpecError: they are not a pair, not integers, or have another shape than queries and keys.
     """
     if not isinstance(segments, (tuple, list)) or len(segments) != 2 or any(each is None for each in segments):
         raise SpecError(
@@ -442,7 +481,7 @@ def read_slopes(
     """Return ALiBi's slopes in float32, which have no gradient, and their spec; None without them.
 
     Raises:
-        SpecError: as for `read_of_heads`; or a slope is no number.
+        SpecError: as for `read_of_heads`; or a slope is not a number.
     """
     if isinstance(slopes, (tuple, list)):
         slopes = np.array([number(doing, "a slope", each) for each in slopes], np.float32)

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from gspmd.ops._attention.online import LOW, Attended
+from gspmd.ops._attention.online import LOW, Attended, scaled_logits
 from gspmd.ops._attention.terms import UNLIMITED, Limits
 
 TILE = 8
@@ -27,6 +27,7 @@ def attend_together(
     scale: float,
     key_scales: jax.Array | None = None,
     value_scales: jax.Array | None = None,
+    rest_scales: jax.Array | None = None,
     *,
     limits: Limits = UNLIMITED,
 ) -> Attended:
@@ -36,23 +37,22 @@ def attend_together(
 
     The matrix unit reads each key head once, as it would for a separate product, and adds only zeros. But the logits
     are rows of all heads, instead of one head and seven rows of padding which all later operations would process. The
-    compiler's microseconds a layer (libtpu 0.0.42; 96 rows, 2048 keys, 4 heads of 128; bfloat16 and int8), and head
-    by head, two rows each: v4 496 for 577, 302 for 406; v5e 740 for 875, 490 for 647; v5p 286 for 352, 212 for 277.
+    compiler's microseconds a layer, in bfloat16 and int8, with two rows head by head in parentheses (libtpu 0.0.42; 96
+    rows, 2048 keys, 4 heads of 128): v4 496 (577), 302 (406); v5e 740 (875), 490 (647); v5p 286 (352), 212 (277).
 
     Args:
         q: [B, 1, H, D].
-        k, v, scale, key_scales, value_scales: the arguments of `attend`.
+        k, v, scale, key_scales, value_scales, rest_scales: the arguments of `attend`.
         seen: [B, T] booleans; None for all.
         limits: the soft cap of the scaled logits.
     """
-    rows, _, heads, size = q.shape
+    rows, _, heads, _ = q.shape
     key_heads = k.shape[2]
     q = jnp.pad(q[:, 0], ((0, 0), (0, -heads % TILE if key_heads == 1 else 0), (0, 0)))
     used, own = (jax.lax.broadcasted_iota(jnp.int32, (1, q.shape[1], key_heads, 1), at) for at in (1, 2))
     apart = jnp.where(used * key_heads // heads == own, q[:, :, None], 0)
-    logits = jnp.einsum("bhkd,btkd->bht", apart, k.astype(q.dtype), preferred_element_type=jnp.float32) * scale
-    if key_scales is not None:
-        logits *= key_scales.transpose(0, 2, 1)
+    scales = (None if x is None else x.transpose(0, 2, 1) for x in (key_scales, rest_scales))
+    logits = scaled_logits("bhkd,btkd->bht", apart, k.astype(q.dtype), v.shape[3], *scales) * scale
     logits = limits.capped(logits)
     if seen is not None:
         logits = jnp.where(seen[:, None], logits, LOW)
@@ -64,5 +64,5 @@ def attend_together(
     grouped = weights[:, :heads].astype(q.dtype).reshape(rows, key_heads, heads // key_heads, -1)
     grouped = jnp.pad(grouped, ((0, 0), (0, 0), (0, int(heads == key_heads)), (0, 0)))  # one row is slow on a TPU
     values = jnp.einsum("bkqt,btkd->bkqd", grouped, v.astype(q.dtype), preferred_element_type=jnp.float32)
-    values = values[:, :, : heads // key_heads].reshape(rows, 1, heads, size)
+    values = values[:, :, : heads // key_heads].reshape(rows, 1, heads, v.shape[3])
     return Attended(top[:, None, :heads], total[:, None, :heads], values)

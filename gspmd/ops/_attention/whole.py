@@ -54,6 +54,7 @@ def attention(
     bias_spec: str | Spec | None = None,
     buckets: Buckets | None = None,
     window: int | None = None,
+    chunk: int | None = None,
     softcap: float | None = None,
     sinks: jax.Array | None = None,
     sinks_spec: str | Spec | None = None,
@@ -85,7 +86,7 @@ def attention(
         mask: [B, T] booleans, placed like B and T of `k`: the keys that are not padding.
         segments: [B, L] and [B, T] int32, placed like B and L of `q`, and like B and T of `k`: the documents of packed
             rows. A query attends only to keys of its own segment. Segment 0 is padding, of keys and of queries. In
-            self-attention give one array twice, from which the TPU's kernel knows that no query sees nothing.
+            self-attention give one array twice: then the TPU's kernel knows that every query sees some key.
         scale: the factor of the logits; 1/sqrt(D) when None.
         offset: the position of the first query among the keys: an int, or an int32 scalar.
         bias: [R, H], T5's relative position bias: `bias[buckets.of(j - i), h]` is added to the scaled logit of query i
@@ -97,6 +98,9 @@ def attention(
         buckets: the buckets of relative positions, as many as R.
         window: the number of keys that a query sees, itself included: a query at position p of a row attends only to
             keys at positions j > p - window. None for all; only with `causal`.
+        chunk: the number of tokens of the chunks into which a row is cut from its start: a query attends only to keys
+            of its own chunk. None for one chunk; only with `causal`, without `window` and `segments` (segments that
+            begin anew with every chunk of a document, and `window` of this size, do the same).
         softcap: logits become softcap · tanh(scale · q·k / softcap), before bias and mask, as in Gemma 2.
         sinks: [H] a learned logit of each query head that is added to the softmax's denominator and has no value, as in
             gpt-oss: p_j = exp(l_j) / (Σ exp(l_j) + exp(sink)).
@@ -111,8 +115,8 @@ def attention(
         such as one of padding on the left or of segment 0, gets 0.
 
     Raises:
-        SpecError: a spec does not fit its array or the mesh, the shapes do not agree, or there is a window and
-            attention is not causal.
+        SpecError: a spec does not fit its array or the mesh, the shapes do not agree, or there is a window or a
+            chunk and attention is not causal, or a chunk and a window or segments.
         PlanError: by the specs of batch or heads a device lacks keys that it needs; or keys are sharded along the
             sequence, and `offset` is given or zigzag order does not divide the length.
 
@@ -127,7 +131,8 @@ def attention(
     Source: Vaswani et al. 2017 (arXiv 1706.03762), section 3.2.1; Shazeer 2019 (arXiv 1911.02150) and Ainslie et al.
         2023 (arXiv 2305.13245) for shared key heads; Pope et al. 2022 (arXiv 2211.05102), section 3.3, for the layouts;
         Liu et al. 2023 (arXiv 2310.01889) for the ring; Raffel et al. 2020 (arXiv 1910.10683), section 2.1, for the
-        bias; Beltagy et al. 2020 (arXiv 2004.05150), section 3.1, for the window; Gemma Team 2024 (arXiv 2408.00118),
+        bias; Beltagy et al. 2020 (arXiv 2004.05150), section 3.1, for the window; Meta 2025, *The Llama 4 herd*,
+        for chunks; Gemma Team 2024 (arXiv 2408.00118),
         section 2, for the soft cap; OpenAI 2025 (arXiv 2508.10925), section 2.2, for the sinks; Press et al. 2022
         (arXiv 2108.12409), section 3, for the slopes.
     Differs: forward-mode differentiation works under lowering "xla" only.
@@ -144,6 +149,14 @@ def attention(
     sinks, of_sinks = read_of_heads(doing, "sinks", sinks, sinks_spec, query, q.shape[2], ctx) or (None, None)
     slopes, of_slopes = read_slopes(doing, slopes, slopes_spec, query, q.shape[2], ctx) or (None, None)
     shifted = not (isinstance(offset, int) and offset == 0)
+    limits = read_limits(doing, causal, window, softcap, chunk)
+    if limits.chunk is not None and segments is not None:
+        raise SpecError(
+            f"{doing}: chunks are counted from the start of a row, and segments are texts that begin within it.\n"
+            f"  Give segments that begin anew with every chunk, and window={limits.chunk} in place of chunk."
+        )
+    if limits.chunk is not None and not shifted and k.shape[1] <= limits.chunk:  # one chunk, which hides nothing
+        limits = limits.without_reach
     extras = Extras(
         masked=mask is not None,
         segmented=segments is not None,
@@ -152,7 +165,7 @@ def attention(
         sinks=of_sinks,
         slopes=of_slopes,
         buckets=buckets,
-        limits=read_limits(doing, causal, window, softcap),
+        limits=limits,
         alike=segments is not None and segments[0] is segments[1],
     )
     more = Given(

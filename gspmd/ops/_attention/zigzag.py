@@ -1,7 +1,7 @@
 """The zigzag order of a sequence that is sharded over devices, in which every device has the same causal work.
 
 Except for attention and experts, a model works on each token by itself. So tokens and labels are brought into this
-order while L is unsharded, and nothing is sent for it. If attention alone used this order, the queries, keys, values
+order while L is unsharded, and nothing is sent for it. If only attention used this order, the queries, keys, values
 and output of every layer would be sent to their places and back.
 """
 
@@ -85,7 +85,7 @@ def in_order(x: jax.Array, devices: int) -> jax.Array:
 
 
 class ZigzagPairs:
-    """The products of a device's queries with the chunks of another: two of half by half, without a mask.
+    """The two products of halves of a device's queries with chunks of another device, without a mask.
 
     The late queries attend to the other device's early keys. If the other device is before this one, the early queries
     attend to them too; if it is after this one, the late queries attend to its late keys too. Both products are

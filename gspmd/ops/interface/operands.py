@@ -17,7 +17,7 @@ def flat_operands(equation: Equation, operands: Sequence[Any]) -> list[jax.Array
     """Return the arrays of a call in reading order, group members one by one.
 
     Raises:
-        SpecError: the number of operands is not that of the equation, or an operand is not an array or no tuple of
+        SpecError: the number of operands is not that of the equation, or an operand is neither an array nor a tuple of
             arrays.
     """
     if len(operands) != len(equation.operands):

@@ -98,7 +98,7 @@ def wire_name(equation: Equation, dtypes: Sequence[str], result: str, wire_dtype
         remedy = "Use a floating wire_dtype, such as bfloat16." if _numbers(dtype) == "floating" else "Leave it out."
         raise PlanError(
             f"cannot send '{equation}' as {wire}: {name} is {dtype}, and {wire} does not hold such numbers.\n"
-            f"  A wire is narrower for floating numbers alone. {remedy}"
+            f"  Only floating numbers can be sent in a narrower dtype. {remedy}"
         )
     return wire
 

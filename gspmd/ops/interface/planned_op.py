@@ -32,7 +32,9 @@ STATISTIC = "statistic"
 def read(
     doing: str, text: str | Spec, x: jax.Array | jax.ShapeDtypeStruct, ctx: Context, *, weight: bool = False
 ) -> Spec:
-    """Read the spec of an operand. It must fit the array, be no partial sum, and be open only under lowering `xla`.
+    """Read the spec of an operand.
+
+    It must fit the array, must not be a partial sum, and may be open only under lowering `xla`.
 
     Args:
         doing: the action, with which an error begins.

@@ -65,7 +65,8 @@ class ContractionTable:
     """A table of the joint placements of the left operand and one contraction, one in each row.
 
     Args:
-        added: whether the result will be added to others. These may be partial sums over axes over which it is not.
+        added: whether the result will be added to others. The others may be partial sums over axes over which this
+            result is not.
 
     Attributes:
         dims: the dimensions of the result in the target's order, without those that no operand has.

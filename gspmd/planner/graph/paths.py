@@ -116,7 +116,7 @@ class ShortestPaths:
         return self._kept[side, number]
 
     def onward(self, costs: np.ndarray) -> np.ndarray:
-        """Lower the costs in place, from those of each placement without a further step to the least that it costs."""
+        """Lower the costs in place: from the cost of each placement if no step follows, to its least cost."""
         return self._relaxed(costs, self.graph.coming)
 
     def _relaxed(self, costs: np.ndarray, arcs: Arcs) -> np.ndarray:

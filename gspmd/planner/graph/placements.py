@@ -117,7 +117,7 @@ class Nodes:
         partial: the axes over which the tensor may be a partial sum.
 
     Attributes:
-        rows, used, partial: as of `placements`, by node.
+        rows, used, partial: as for `placements`, by node.
         keys: by node.
         on: the number that a sequence adds to the key, by dimension and sequence.
         partial_keys: the number that the axes of the partial sum add, by mask.

@@ -15,7 +15,7 @@ from gspmd.search.phase import PhaseProblem
 NEAR = 5e-4
 """The fraction of a step's seconds by which an answer may be slower than the cheapest, if it holds less."""
 TOLERANCE = 1e-4
-"""The fraction of a step's seconds below which layouts at the limit on memory are not told apart."""
+"""The fraction of a step's seconds below which layouts at the limit on memory count as equal."""
 MOST, LESS = 40_000, 2_000
 """Number of times that the search for an answer, or for one of the other options, may ask whether to stop. It counts
 calls instead of seconds, so that the same question always has the same answer."""
@@ -40,8 +40,8 @@ HALVINGS = 6
 
 
 GAIN = 0.02
-"""The fraction of a step's seconds that several microbatches must gain over one. Compiled steps lost more than a
-smaller planned gain to work other than products and collectives, of which only a tenth is priced."""
+"""The fraction of a step's seconds that several microbatches must gain over one. In compiled steps, other work than
+products and collectives, of which only a tenth is priced, cost more than a smaller planned gain."""
 
 
 def to_beat(seconds: float, microbatches: int) -> float:

@@ -1,4 +1,4 @@
-"""The errors to expect of planned seconds: planned steps beside compiled ones, by phase and chip."""
+"""Expected errors of planned seconds, from planned and compiled steps, by phase and chip."""
 
 import tomllib
 from functools import lru_cache
@@ -8,7 +8,8 @@ from importlib.resources import files
 def expected_error(phase: str, chip: str) -> float | None:
     """Return the median of |planned / compiled - 1| of the steps of a phase on a chip; None if none were compiled.
 
-    A layout that an exact search found is the best by the plan, so its own seconds are rather too few than too many.
+    A layout that an exact search found is the best by the plan, so its planned seconds are more likely too few than too
+    many.
 
     Args:
         phase: `"train"`, `"prefill"`, `"decode"` or `"encode"`.

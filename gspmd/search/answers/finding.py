@@ -7,13 +7,33 @@ from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 from itertools import count
 from math import inf
+from typing import TYPE_CHECKING
+
+from rich.console import Group
+from rich.text import Text
 
 from gspmd.annotate import LayoutError, PlanError
-from gspmd.display.units import amount_of_seconds, mesh_text
+from gspmd.display.plain import printable
+from gspmd.display.printed import Printed
+from gspmd.display.tables import Column, Sheet
+from gspmd.display.units import amount_of_bytes, amount_of_seconds, mesh_text
 from gspmd.search import Answer, NothingFits
 from gspmd.search.answers.candidate import GAIN, NEAR, TIE, Candidate, to_beat
 from gspmd.search.answers.microbatches import Range, smallest
 from gspmd.search.phase import PhaseProblem
+
+if TYPE_CHECKING:
+    from gspmd.figures.figure import Figure
+
+_COLUMNS = (
+    Column("mesh"),
+    Column("remat", goes=2),
+    Column("microbatches", "right", goes=3),
+    Column("a step", "right"),
+    Column("memory", "right"),
+    Column("at least", "right", goes=1),
+    Column("", goes=4),
+)
 
 
 @dataclass(frozen=True)
@@ -30,8 +50,8 @@ class Space:
     several: Callable[[float], Range] | None = None
 
 
-@dataclass(frozen=True)
-class SearchResult:
+@dataclass(frozen=True, repr=False)
+class SearchResult(Printed):
     """The best answer over several meshes.
 
     Attributes:
@@ -53,6 +73,50 @@ class SearchResult:
     ranges: tuple[Range, ...] = ()
     complete: bool = True
     refused: Mapping[str, LayoutError | PlanError] = field(default_factory=dict)
+
+    def table(self) -> Sheet:
+        """Return the meshes that were tried as a rich table, the cheapest first."""
+        sheet = Sheet("the cheapest layout on every mesh", _COLUMNS)
+        for each in self._rows():
+            answer = self.answer if each is self.best else each.answer
+            sheet.add(
+                each.named,
+                each.remat,
+                str(each.microbatches),
+                amount_of_seconds(answer.seconds) if answer else "",
+                amount_of_bytes(answer.bytes) if answer else "",
+                amount_of_seconds(each.free.seconds),
+                "found" if each is self.best else "" if answer else "not better",
+            )
+        return sheet
+
+    def figure(self) -> Figure:
+        """Draw the seconds of a step on every mesh as bars: of its cheapest layout, or else their lower bound, pale."""
+        from gspmd.figures.bars import Bar, bars_figure
+
+        bars = []
+        for each in self._rows():
+            answer = self.answer if each is self.best else each.answer
+            name = " ".join(filter(None, (each.named, each.remat and f"remat {each.remat}", each.in_microbatches)))
+            kind = "all-gather" if each is self.best else "other"
+            if answer:
+                told = f"{amount_of_seconds(answer.seconds)}, {amount_of_bytes(answer.bytes)}"
+                bars.append(Bar(name, kind, (answer.seconds,), told))
+            else:
+                bars.append(
+                    Bar(name, kind, (each.free.seconds, 0.0), f"at least {amount_of_seconds(each.free.seconds)}")
+                )
+        return bars_figure("seconds of a step, by mesh", bars, self.proof, str(self))
+
+    def _rows(self) -> list[Candidate]:
+        return [self.best, *(each for each in self.candidates if each is not self.best)]
+
+    def __rich__(self) -> Group:
+        return Group(self.table(), Text(self.proof))
+
+    def __repr__(self) -> str:
+        figures = f"{amount_of_seconds(self.answer.seconds)}, {amount_of_bytes(self.answer.bytes)} on each device"
+        return printable(f"<SearchResult {self.best.named}: {figures}; print it for its table>")
 
     @property
     def microbatches(self) -> tuple[int, ...]:

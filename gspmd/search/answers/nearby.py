@@ -70,7 +70,7 @@ def with_picks(candidate: Candidate, picks: Mapping[str, int], free: Collection[
 
 
 def in_ends(key: str) -> bool:
-    """Return whether a line, or a choice, belongs to a part that a step has once, outside the many layers.
+    """Return whether a line, or a choice, belongs to a part that a step has once, outside the layers.
 
     >>> [in_ends(key) for key in ("embedding.tokens", "attention.residual", "output.in_via")]
     [True, False, True]

@@ -64,7 +64,8 @@ class Options:
     def alike(self, name: str, number: int) -> list[int]:
         """Find the options equal to this one up to the order of axes on a dimension, or swaps of axes of one size.
 
-        Only other tensors can tell such options apart, so the next best of them would be no other way to shard.
+        Only other tensors can tell such options apart, so one of them as the next best would not be another way to
+        shard.
         """
         shapes = self._shapes[name]
         return [other for other, shape in enumerate(shapes) if shape == shapes[number]]

@@ -48,7 +48,9 @@ class Placed:
         return self.answer is not None and self.answer.bytes <= self.candidate.limit
 
 
-def placed_presets(candidates: Iterable[Candidate], ranges: Iterable[Range] = ()) -> list[Placed]:
+def placed_presets(
+    candidates: Iterable[Candidate], ranges: Iterable[Range] = (), names: Iterable[str] | None = None
+) -> list[Placed]:
     """Place every preset on its best mesh, with its best order of mesh axes; those that fit first, the cheapest first.
 
     Presets that are the same layout under two names appear twice.
@@ -56,12 +58,13 @@ def placed_presets(candidates: Iterable[Candidate], ranges: Iterable[Range] = ()
     Args:
         candidates: the meshes.
         ranges: further numbers of microbatches, searched for presets that fit.
+        names: presets, or layout files; all presets if not given.
     """
     # The numbers that the search tried are in its ranges: several microbatches have to gain there for a preset too.
     ranges, every = [*ranges], [*candidates]
     first = [each for each in every if each.microbatches == 1] if ranges else every
     spaces = [_Space(each, Search(each.unlimited)) for each in first or every]
-    layouts = [Layout.load(name) for name in presets()]
+    layouts = [Layout.load(name) for name in (presets() if names is None else names)]
     phase = spaces[0].of.phase.phase if spaces else "train"
     layouts = [layout if phase == "train" else layout.phase(phase) for layout in layouts]
     known = _Known()
@@ -115,14 +118,14 @@ class _Space:
 
 
 def _orders(of: Candidate | Range, layout: Layout) -> Iterator[tuple[dict[str, int], tuple[str, ...]]]:
-    """Yield the mesh with the layout's axes in every order on those of the mesh; nothing if it has fewer axes."""
+    """Yield every assignment of a layout's axes to those of the mesh, as a mesh; nothing if it has fewer axes."""
     mesh = of.phase.case.mesh
     for names in permutations(layout.axes, len(mesh)):
         yield dict.fromkeys(layout.axes, 1) | dict(zip(names, mesh.values())), names
 
 
 def _placings(space: _Space, layout: Layout, known: _Known) -> Iterator[Placed]:
-    """Yield the layout with its mesh axes in every order on those of the mesh."""
+    """Yield the layout under every assignment of its mesh axes to those of the mesh."""
     candidate = space.of
     if len(layout.axes) < len(candidate.phase.case.mesh):
         yield Placed(layout.name, candidate, {}, reason="it has fewer mesh axes.", usable=False)
@@ -139,7 +142,7 @@ def _placings(space: _Space, layout: Layout, known: _Known) -> Iterator[Placed]:
 
 @dataclass(frozen=True)
 class _Refused:
-    """The reason why a layout is not in a space, or, unless `usable`, on no such mesh."""
+    """The reason why a layout is not in a space or, if not `usable`, why no such mesh can have it."""
 
     reason: str
     usable: bool

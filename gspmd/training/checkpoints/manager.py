@@ -76,7 +76,7 @@ class Checkpoints:
             return
         items = {"state": ocp.args.StandardSave(restore.tree_of(state))}
         shapes = {"shapes": restore.shapes_of(state.params), "optimizer": restore.shapes_of(state.optimizer)}
-        # With its step, since a renamed folder would be taken for another checkpoint.
+        # The step is saved too: otherwise a renamed folder would be taken for another checkpoint.
         items["run"] = ocp.args.JsonSave({"step": step, "data": dict(data)} | shapes)
         with self._writing(step):
             folder = self._folder / f"{step}{_PARTIAL}"

@@ -23,7 +23,7 @@ _SHOWN = 3
 
 def folder_of(out: str | Path, step: int | None = None) -> Path:
     """Return the folder of a run's checkpoints, or of one of them."""
-    # Like Path.resolve, which has an error of its own for circular links.
+    # Like Path.resolve, which raises another error for circular links.
     folder = Path(os.path.realpath(out)) / _FOLDER
     return folder if step is None else folder / str(step)
 

@@ -42,12 +42,13 @@ class Corpus:
         files: number of texts in each part; a file that is split near its end is in both.
         gzip_bits_per_byte: bits per byte of the held-out texts under gzip, each compressed by itself.
         vocabulary: number of ids that tokens can have.
-        bytes_per_token: bytes of the held-out texts for each of its tokens; what stands between two texts is one byte.
+        bytes_per_token: bytes of the held-out texts for each of its tokens; the separator of two texts counts as one
+            byte.
         tokenizer: digest of the tokenizer; empty if tokens are bytes.
         unit: what texts are, "file" or "record".
-        digest: what `identity` returns, if it is known.
+        digest: the hash that `identity` returns, if it is known.
         objective: how rows are made of the texts; None for windows of the joined texts.
-        starts: of both parts, the index of each text's first token and the end of the last text, [texts + 1], if the
+        starts: for both parts, the index of each text's first token and the end of the last text, [texts + 1], if the
             objective needs them.
     """
 
@@ -65,14 +66,14 @@ class Corpus:
     starts: tuple[np.ndarray | Tokens, np.ndarray | Tokens] | tuple[None, None] = (None, None)
 
     def describe(self) -> str:
-        """One line: source, size and number of texts of both parts."""
+        """Return one line: source, size and number of texts of both parts."""
         sizes = [f"{len(part):,} tokens" if self.tokenizer else amount_of_bytes(len(part)) for part in self._parts]
         train, held_out = (f"{size} in {count_of(count, self.unit)}" for size, count in zip(sizes, self.files))
         ratio = f", {self.bytes_per_token:.2f} bytes per token" if self.tokenizer else ""
         return f"{self.name}: {train}, and {held_out} held out{ratio}"
 
     def identity(self) -> str:
-        """A hash of the tokens and of their split."""
+        """Return a hash of the tokens and of their split."""
         kept = (part for part in (*self._parts, *self.starts) if part is not None)
         parts = (hashlib.sha256(np.asarray(part).tobytes()).hexdigest() for part in kept)
         return self.digest or digest_of(*parts)
@@ -91,7 +92,7 @@ class Corpus:
             length: tokens that a sequence predicts.
             seed: seed of the order, and of spans and splits.
             process: which rows: the first batch / processes for 0, the next for 1, and so on.
-            processes: in how many parts the rows of a batch are read.
+            processes: the number of processes that read the rows of a batch.
 
         Raises:
             ConfigError: `processes` does not divide the batch.
@@ -114,7 +115,7 @@ class Corpus:
         return iter(parts.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)))
 
     def validation_count(self, batch: int, length: int, limit: int = 0) -> int:
-        """The number of validation batches: all of the held-out part, at most `limit` unless it is 0."""
+        """Return the number of validation batches: all of the held-out part, at most `limit` unless it is 0."""
         sequences = len(self._held_out_rows(length)) if self.objective else -(-(len(self.validation) - 1) // length)
         whole = -(-sequences // batch)
         return min(whole, limit or whole)
@@ -124,15 +125,15 @@ class Corpus:
     ) -> Iterator[Batch]:
         """Yield the held-out part as full batches, [B / processes, L+1].
 
-        Without a limit every token but the first is predicted. Sequences overlap as needed to fill all batches; the
-        tokens of an overlap count twice. With an objective every row stands once, and the last batch is filled with
+        Without a limit every token except the first is predicted. Sequences overlap as needed to fill all batches; the
+        tokens of an overlap count twice. With an objective every row appears once, and the last batch is filled with
         rows of padding; spans and splits are the same in every validation.
 
         Args:
             batch: sequences of a batch, of all processes together.
             length: tokens that a sequence predicts.
-            limit: at most so many batches, their sequences spread evenly over the part; 0 for all.
-            process, processes: which rows, as for `batches`.
+            limit: the most batches, whose sequences are spread evenly over the part; 0 for all.
+            process, processes: as for `batches`.
         """
         mine, count = rows_of(batch, process, processes), self.validation_count(batch, length, limit)
         if self.objective is None:
@@ -166,7 +167,7 @@ class Corpus:
 
     @property
     def masked(self) -> bool:
-        """Whether some tokens, such as those of prompts, are read and not predicted: they stand as `~t`, below 0."""
+        """Whether some tokens, such as those of prompts, are read but not predicted: they are stored as `~t` < 0."""
         return self.train.dtype.kind == "i"
 
     @property
@@ -192,12 +193,12 @@ class Corpus:
 
 
 def digest_of(*parts: str) -> str:
-    """The identity of a corpus from the SHA-256 of its parts."""
+    """Return the identity of a corpus from the SHA-256 of its parts."""
     return hashlib.sha256("".join(parts).encode()).hexdigest()[:16]
 
 
 def rows_of(batch: int, process: int, processes: int) -> range:
-    """The rows of a batch that a process reads.
+    """Return the rows of a batch that a process reads.
 
     >>> rows_of(8, 1, 4)
     range(2, 4)

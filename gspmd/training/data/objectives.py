@@ -1,6 +1,6 @@
 """Training objectives whose rows are more than windows of text: packed documents, span corruption, prefixes and pairs.
 
-A row is a dictionary of int32 arrays. For a decoder alone it has `tokens` [L+1] and `segments` [L+1], for an
+A row is a dictionary of int32 arrays. For a decoder-only model it has `tokens` [L+1] and `segments` [L+1], for an
 encoder–decoder also `source` [T] and `source_segments` [T]; `tokens` is then the row of the decoder. Segments number
 the documents of a row, from 1; padding, which stands at the end, has 0. Source segment s belongs to target segment s. A
 token is predicted from the one before it if both are of one segment.
@@ -56,7 +56,7 @@ class Part:
     """A part of a corpus.
 
     Attributes:
-        tokens: of its texts, joined, [N].
+        tokens: the tokens of its texts, joined, [N].
         starts: the index of each text's first token, and the end of the last text, [texts + 1]; a source and its target
             are two texts. None where borders are not kept.
     """
@@ -158,7 +158,7 @@ class Prefix:
         return _Split(part.tokens, self._window(length), split, sides)
 
     def text_share(self, length: int) -> float:
-        mean = self._window(length) / 2  # of the target, which has an end token more
+        mean = self._window(length) / 2  # of the target, which has one more token, its end
         return mean / (mean + 1)
 
     def identity(self) -> dict[str, Any]:
@@ -207,9 +207,9 @@ def objective(config: Any, *, vocabulary: int, start: int, tokenizer: Any = None
 
     Args:
         config: a `TrainingConfig`.
-        vocabulary: of the model.
+        vocabulary: the vocabulary of the model.
         start: the model's start token.
-        tokenizer: as of `load`; None if tokens are bytes.
+        tokenizer: as for `load`; None if tokens are bytes.
 
     Raises:
         ConfigError: the vocabulary has no room for these tokens, a row has no room for a target, or the tokenizer adds
@@ -223,7 +223,7 @@ def objective(config: Any, *, vocabulary: int, start: int, tokenizer: Any = None
         raise ConfigError(doing, ["the tokenizer has no token that ends a text; add one, such as </s>, to it."])
     if encoding.begin or len(encoding.between) > 1:
         around = f"{list(encoding.begin)} before every text, and {list(encoding.between)} after"
-        remedy = "rows of sources and targets have an end token alone; take a tokenizer that adds no more."
+        remedy = "rows of sources and targets have only an end token; take a tokenizer that adds no more."
         raise ConfigError(doing, [f"the tokenizer puts {around}; {remedy}"])
     if config.source_length < 3 or config.length < 3:
         sizes = f"source_length is {config.source_length}, and length {config.length}"

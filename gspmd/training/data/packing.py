@@ -89,8 +89,8 @@ class PackedBatches(Iterator[Row]):
     """Iterate endlessly over batches of packed rows, shuffled anew in every epoch.
 
     The items of an epoch are shuffled and packed `WINDOW` at a time, and the rows of each such window are shuffled
-    again, since its last ones are less full. Every process draws the same rows by the seed, and reads the tokens of its
-    own rows alone.
+    again, since its last ones are less full. Every process draws the same rows by the seed, and reads only the tokens
+    of its own rows.
 
     Args:
         items: the documents or pairs.

@@ -199,9 +199,9 @@ class _Part:
     """A part of the corpus while it is written.
 
     Args:
-        folder: where.
-        name: of the part.
-        encoding: of the tokens.
+        folder: the folder to write in.
+        name: the name of the part.
+        encoding: the encoding of the tokens.
         masked: whether some tokens are only read.
         borders: whether the beginnings of texts are kept; then the last text ends as the others do.
     """
@@ -250,10 +250,10 @@ class _Part:
 
 
 class _PairedPart(_Part):
-    """A part of a corpus of pairs: a source and its target are a text each, without what stands around texts.
+    """A part of a corpus of pairs: a source and its target are one text each, without the tokens around texts.
 
     Args:
-        folder, name, encoding: as of `_Part`.
+        folder, name, encoding: as for `_Part`.
         rooms: tokens that a source and a target can have, each with its end.
         faults: gets a line for every side that is longer.
     """
@@ -283,7 +283,7 @@ class _PairedPart(_Part):
 
 
 class _Gzip:
-    """Bytes of texts under gzip -9, each by itself; of an answer, the bytes that it adds to its prompt's."""
+    """Bytes of texts under gzip -9, each by itself; for an answer, the bytes that it adds to its prompt's."""
 
     def __init__(self) -> None:
         self.plain = self.packed = 0
@@ -330,7 +330,7 @@ def _tokenize(
         fraction: share that is held out.
         progress: shows how far it is.
         names: the tokens of both parts, and perhaps the beginnings of their texts, all of which are written.
-        rooms: of pairs, the most tokens of each side; None for other texts.
+        rooms: for pairs, the most tokens of each side; None for other texts.
     """
     field, prompt = fields
     whole = sum(size for size, _ in stamps.values())
@@ -395,7 +395,7 @@ def _batches(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
 
 
 def _stamp(path: Path) -> Stamp:
-    """Size and time of a file; of one that is gone, zeros."""
+    """Return the size and time of a file; zeros for one that is gone."""
     try:
         status = path.stat()
     except OSError:

@@ -64,8 +64,8 @@ class Writer:
 
     Args:
         folder: an existing folder.
-        name: of the part.
-        dtype: of the tokens.
+        name: the name of the part.
+        dtype: the dtype of the tokens.
     """
 
     def __init__(self, folder: Path, name: str, dtype: np.dtype):
@@ -106,7 +106,7 @@ class Writer:
 
 
 def write_index(folder: Path, index: Mapping[str, Any]) -> None:
-    """Write what `read_index` reads, with a checksum of its own."""
+    """Write the index that `read_index` reads, with the index's checksum."""
     with (folder / _INDEX).open("w", encoding="utf-8") as file:
         file.write(json.dumps({**index, "checksum": _checksum(index)}, indent=2) + "\n")
         file.flush()
@@ -118,12 +118,13 @@ def read_index(
 ) -> dict[str, Any] | None:
     """Return the index of a folder of tokens, all of which are checked, or None if there is no such folder.
 
-    The tokens are read once, and compared with the SHA-256 in the index: a flipped bit would train on unseen otherwise.
+    The tokens are read once, and compared with the SHA-256 in the index: otherwise training would not notice a flipped
+    bit.
 
     Args:
-        folder: of the tokens.
-        names: of its parts.
-        key: what the tokens are of, as the index has it.
+        folder: the folder of the tokens.
+        names: the names of its parts.
+        key: the texts and the tokenizer that the tokens are of, as in the index.
         read: called with the numbers of bytes read.
 
     Raises:

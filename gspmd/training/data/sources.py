@@ -24,14 +24,14 @@ PIECE = 1 << 16
 #: Largest number of bytes of a line of JSON, which is whole in memory, several times while it is parsed. A file of 0.4
 #: MB may be a line of 400 MB, compressed.
 LINE = 1 << 24
-# What pip put there is not the standard library, and the tests repeat what they test.
+# Folders of pip are not the standard library, and tests repeat the text that they test.
 _SKIPPED = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"})
 _COMPRESSED = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 _RECORDS = {".jsonl": "json", ".ndjson": "json", ".parquet": "parquet"}
 _SHOWN = 20
 FIELD = "text"
 """The field of a record that has its text, unless another one is named."""
-# Where it makes no difference to the tokenizers of GPT-2 and its successors: they split blanks by what follows them.
+# Cuts that do not change the tokens of GPT-2 and its successors, which split blanks by the text after them.
 _BETWEEN_LINES = re.compile(rb"(?<=\S)\n(?=\S)")
 _BEFORE_WORDS = re.compile(rb" (?=\S)")
 
@@ -99,7 +99,7 @@ def _standard_library() -> list[Path]:
 
 
 def kind(path: Path) -> str:
-    """Return what a file holds by its name: "text" (one document), "json" or "parquet" (a document per record).
+    """Return the kind of a file by its name: "text" (one document), "json" or "parquet" (a document per record).
 
     >>> [kind(Path(name)) for name in ("a.py", "a.jsonl", "a.jsonl.gz", "a.parquet")]
     ['text', 'json', 'json', 'parquet']
@@ -115,7 +115,7 @@ def compression(path: Path) -> str:
 
 @contextmanager
 def opened(path: Path, faults: Faults) -> Iterator[BinaryIO | None]:
-    """Open a file, decompressing it by its suffix; what cannot be read is a fault, and None if it cannot be opened."""
+    """Open a file, decompressing it by its suffix; yield None if that is not possible, and add errors to the faults."""
     opening: Any = _COMPRESSED.get(path.suffix, open)
     if path.suffix == ".zst":
         if sys.version_info < (3, 14):
@@ -136,7 +136,7 @@ def opened(path: Path, faults: Faults) -> Iterator[BinaryIO | None]:
 
 
 def text_pieces(file: BinaryIO, cut: int | None = None) -> Iterator[tuple[int, bytes]]:
-    """Yield a text in pieces, of at most `PIECE` bytes, joined the text.
+    """Yield a text in pieces of at most `PIECE` bytes.
 
     A piece ends where most tokenizers end a token anyway: after a line, else before a space; never within a character
     of UTF-8.
@@ -204,7 +204,7 @@ def pairs(path: Path, source: str, target: str, faults: Faults) -> Iterator[tupl
     """Yield the pairs of a file of JSON lines, Parquet or tab-separated lines as UTF-8: place, source and target.
 
     Args:
-        path: the file; of one with tabs, a line is SOURCE, a tab, TARGET.
+        path: the file; a line of one with tabs is SOURCE, a tab, TARGET.
         source: the field or column with the source.
         target: the field or column with the target.
         faults: gets a line for every pair without one of its sides, which is skipped.
@@ -229,7 +229,7 @@ def is_of_pairs(path: Path) -> bool:
 
 
 def _fields(path: Path, fields: Mapping[str, str], faults: Faults) -> Iterator[tuple[str, list[str]]]:
-    """Yield the texts of some fields of every record, and where it stands."""
+    """Yield the texts of some fields of every record, and the record's place."""
     rows = _parquet(path, fields, faults) if kind(path) == "parquet" else _json_lines(path, fields, faults)
     for where, texts in rows:
         wrong = [
@@ -248,7 +248,7 @@ _NAMES = {type(None): "null", bool: "true or false", dict: "an object", list: "a
 
 
 def _lines(path: Path, faults: Faults) -> Iterator[tuple[str, str]]:
-    """Yield the lines of a file that are not blank, and where each stands."""
+    """Yield the lines of a file that are not blank, and the place of each."""
     with opened(path, faults) as file:
         for number, line in enumerate(iter(lambda: file.readline(LINE + 1), b"") if file else (), 1):
             where = f"line {number}"

@@ -21,9 +21,9 @@ class Piece(NamedTuple):
     """A piece of a text.
 
     Attributes:
-        part: that it belongs to.
+        part: the part that it belongs to.
         begins: whether a text begins with it.
-        bytes: of the piece.
+        bytes: its bytes.
         read: whether it is only read, as a prompt or a source is, and not predicted.
         where: the file and the line of a pair, for faults; empty for other texts.
     """
@@ -37,12 +37,13 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Split:
-    """The files of a corpus, and what of them is held out.
+    """The files of a corpus, and the parts of them that are held out.
 
     Attributes:
         paths: the files, in the order of their digests.
         held_out: files of text that are held out as a whole.
-        cuts: of the other files of text, the bytes after which the rest is held out; all stays if it is not named.
+        cuts: for other files of text, the number of bytes after which the rest is held out; a file that is not named
+            stays whole.
         bucket: records in buckets below this are held out.
         field: the field of the records with their text.
         prompt: the field with their prompt, or with the source of a pair; empty for none.
@@ -95,15 +96,16 @@ def split(
 ) -> Split:
     """Read all texts once, without keeping them, and choose which are held out.
 
-    Of files of text, the first whole ones up to the share of the bytes; if that misses it by half, the end of every
-    file. Of records, those whose digest is below a bound, so that copies are on one side. With prompts, and of pairs,
-    that is the digest of the prompt or source, so that none that is held out is learnt with another answer.
+    Among files of text these are the first whole ones up to the share of the bytes or, if that misses the share by
+    half, the end of every file. Among records they are those whose digest is below a bound, so that copies are on one
+    side. With prompts, and for pairs, it is the digest of the prompt or source, so that no held-out one is learnt with
+    another answer.
 
     Args:
         paths: the files, in an order that depends on their contents only.
-        field: of the records.
+        field: the field of the records with their text.
         fraction: share of the bytes.
-        name: of the data, for the error.
+        name: the name of the data, for the error.
         utf8: whether texts must be UTF-8, as a tokenizer needs.
         read: called with the numbers of bytes read.
         prompt: the field of the records with their prompt, or with the source of a pair; empty for none.
@@ -152,7 +154,8 @@ def hold_out_files(sizes: Sequence[int], fraction: float) -> tuple[frozenset[int
         fraction: the share.
 
     Returns:
-        The indices of the files that are held out whole, or of each file the bytes after which its end is.
+        The indices of the files that are held out whole; or, for each file, the number of bytes after which the rest is
+        held out.
 
     Example:
         >>> hold_out_files([100] * 10, 0.2), hold_out_files([100], 0.1)
@@ -169,12 +172,12 @@ def hold_out_files(sizes: Sequence[int], fraction: float) -> tuple[frozenset[int
 
 
 def _bound(buckets: np.ndarray, fraction: float, side: str) -> int:
-    """The number of first buckets whose bytes are nearest the share, neither none nor all of them.
+    """Return the number of first buckets whose bytes are nearest the share: at least one, and not all.
 
     Args:
         buckets: bytes of the records in each.
         fraction: the share.
-        side: of a record, by which it is in its bucket: its source or its prompt; empty for its text.
+        side: the part of a record that decides its bucket, its source or its prompt; empty for its text.
 
     Raises:
         ConfigError: one bucket has all records.
@@ -195,13 +198,13 @@ def _bucket(text: bytes) -> int:
 
 
 def no_text(files: int, name: str) -> ConfigError:
-    """The error of files in which there is nothing."""
+    """Return the error for files without any text."""
     fault = f"{name!r} holds no text." if files == 1 else f"the {count_of(files, 'file')} of {name!r} hold no text."
     return ConfigError("cannot train on this data:", [fault])
 
 
 def count_of(number: int, noun: str) -> str:
-    """A number of things.
+    """Return a number of things as text.
 
     >>> count_of(1, "file"), count_of(2500, "record")
     ('1 file', '2,500 records')

@@ -13,15 +13,14 @@ _ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[SEP]"
 
 @dataclass(frozen=True)
 class Encoding:
-    """The encoding of pieces of texts as tokens, and what stands around a text.
+    """The encoding of pieces of texts as tokens, and the tokens around a text.
 
     Attributes:
         vocabulary: number of ids.
         begin: ids at the beginning of every text.
         between: ids between two texts.
-        end: the id that ends a text on a side of its own, as an encoder–decoder reads and writes it; None if there is
-            no such token.
-        digest: what tells one tokenizer from another; empty for bytes.
+        end: the id that ends a source or a target of an encoder–decoder; None if there is no such token.
+        digest: a text that identifies the tokenizer; empty for bytes.
         encode: from pieces of UTF-8 to their ids, all at once.
     """
 
@@ -36,16 +35,16 @@ class Encoding:
         """Return the smallest type that holds the ids, little-endian on every machine.
 
         Args:
-            masked: whether it holds their complements too, which are below 0: of tokens that are only read.
+            masked: whether it also holds complements of ids, below 0, for tokens that are only read.
         """
         return np.min_scalar_type(-self.vocabulary if masked else self.vocabulary - 1).newbyteorder("<")
 
 
 def of_bytes() -> Encoding:
-    """Every byte is a token.
+    """Return the encoding in which every byte is a token.
 
-    Text in ASCII, Latin or UTF-8 does not hold the byte 0, so it stands between texts. A side of its own ends with the
-    id after the last byte.
+    Text in ASCII, Latin or UTF-8 does not hold the byte 0, so it separates texts. A source or a target ends with the id
+    after the last byte.
 
     >>> of_bytes().encode([b"ab"])[0].tolist(), of_bytes().dtype().name, of_bytes().dtype(masked=True).name
     ([97, 98], 'uint8', 'int16')
@@ -54,7 +53,7 @@ def of_bytes() -> Encoding:
 
 
 def of_tokenizer(tokenizer: Any) -> Encoding:
-    """The ids of a tokenizer, which encodes pieces on all cores.
+    """Return the encoding by a tokenizer, which encodes pieces on all cores.
 
     Every text begins with the tokens that the tokenizer adds before a text, such as a beginning-of-text token. Texts
     are separated by the tokens that it adds after a text; if there are none, by its first end-of-text token; else by a
@@ -91,7 +90,7 @@ def usual_ends(backend: Any) -> frozenset[int]:
 
 
 def number_of_ids(backend: Any) -> int:
-    """One more than the largest id of a tokenizer of the library `tokenizers`, whose ids may have gaps."""
+    """Return one more than the largest id of a tokenizer of the library `tokenizers`, whose ids may have gaps."""
     return 1 + max(backend.get_vocab(with_added_tokens=True).values(), default=0)
 
 

@@ -27,7 +27,7 @@ class Own:
 
     Attributes:
         model: the settings, an instance of the class.
-        dtype: what its loss takes matrices in.
+        dtype: the dtype of matrices in its loss.
     """
 
     model: Model
@@ -68,7 +68,7 @@ class Own:
         """Return every parameter by its path, as the model has it.
 
         Raises:
-            ConfigError: the model returns anything else than parameters, or has no sizes of their dimensions.
+            ConfigError: the model returns anything except parameters, or has no sizes of their dimensions.
         """
         found = self.model.parameters(layout)
         if not isinstance(found, Mapping) or not found:
@@ -91,7 +91,7 @@ class Own:
         return dict(found)
 
     def rows(self, layout: Layout) -> dict[str, Row]:
-        """Return every parameter by its path, where its line says.
+        """Return every parameter by its path, sharded as its line says.
 
         Raises:
             LayoutError: the layout lacks lines, or they have other dimensions; all at once.
@@ -131,11 +131,11 @@ class Own:
 
     @property
     def batch_line(self) -> str:
-        """The line of the layout where a batch of tokens lies."""
+        """The line of the layout that shards a batch of tokens."""
         return getattr(self.model, "batch_line", _BATCH)
 
     def batch_spec(self, layout: Layout) -> Spec:
-        """Return where a batch of tokens [B, L+1] lies: as `batch_line`, with L whole."""
+        """Return the spec of a batch of tokens [B, L+1]: that of `batch_line`, with L whole."""
         try:
             spec = layout.spec(self.batch_line)
         except LayoutError as error:
@@ -146,25 +146,25 @@ class Own:
         return spec.with_axes("L", ())
 
     def cut(self, layout: Layout, microbatches: int) -> int:
-        """Return into how many parts the step cuts a batch: all of them, since no layers are stages."""
+        """Return the number of parts into which the step cuts a batch: all of them, since no layers are stages."""
         return microbatches
 
     def for_loss(self, layout: Layout, microbatches: int) -> Layout:
         """Return the layout with parameters as the loss takes them: `EF reduced-x` where [gradients] has partial sums.
 
-        With several microbatches, too: which other gradients may stay partial sums, the equations of the model alone
-        would say.
+        The same holds with several microbatches: only the equations of the model would say which other gradients may
+        stay partial sums.
         """
         lines = {each.line for each in self.parameters(layout).values()}
         gradients = {line: Spec.parse(layout.gradient(line)) for line in sorted(lines)}
         return layout.override({line: spec.cotangent for line, spec in gradients.items() if spec.partial})
 
     def widths(self, length: int) -> dict[str, int]:
-        """Return the width of a batch: of its tokens alone."""
+        """Return the width of a batch, which has only tokens."""
         return {"tokens": length + 1}
 
     def predicted(self, layout: Layout, tokens: Batch) -> jax.Array | None:
-        """Return None: the model's own loss says what it is the mean over."""
+        """Return None: the model's own loss decides what its mean is over."""
         return None
 
     def loss(
@@ -187,7 +187,7 @@ class Own:
         parts: int,
         frozen: Sequence[str] = (),
     ) -> tuple[Mapping[str, jax.Array], Figures]:
-        """Return both as they are: what is not trained stays as it is."""
+        """Return both unchanged: parameters that are not trained do not change."""
         return still, figures
 
     def cross_entropy(self, layout: Layout, params: Mapping[str, Any], tokens: Batch, microbatches: int) -> jax.Array:
@@ -212,7 +212,7 @@ class Own:
         return value, dict(figures)
 
     def _taken(self, layout: Layout, params: Mapping[str, Any]) -> dict[str, Any]:
-        """The parameters as the methods of the model take them: nested, matrices in the dtype that it computes in."""
+        """Return the parameters as the methods of the model take them: nested, and matrices in `dtype`."""
         rows = self.rows(layout)
         return nested(
             {
@@ -230,14 +230,14 @@ class Own:
 
     @property
     def logits_line(self) -> str:
-        """The line of the layout where logits lie."""
+        """The line of the layout that shards logits."""
         return getattr(self.model, "logits_line", _LOGITS)
 
     def kept(self, layout: Layout, batch: int, room: int) -> dict[str, tuple[Spec, tuple[int, ...], Any]]:
-        """Return the spec, shape and dtype of all that the model keeps of so many texts of so many tokens.
+        """Return the spec, shape and dtype of every array that the model keeps, for `batch` texts of `room` tokens.
 
         Raises:
-            ConfigError: the model returns anything else than `Kept`, or has no sizes of its dimensions.
+            ConfigError: the model returns anything except `Kept`, or has no sizes of its dimensions.
             LayoutError: the layout lacks a line, or it has other dimensions.
         """
         given: Any = cast(Decoder, self.model).kept()  # checked below, since the class is a user's
@@ -267,7 +267,7 @@ class Own:
         position: jax.Array,
         kept: Mapping[str, jax.Array],
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Return the logits of some tokens of every text, and what the model keeps then.
+        """Return the logits of some tokens of every text, and the arrays that the model keeps after them.
 
         Raises:
             ConfigError: it returns anything else; every fault is named.
@@ -321,7 +321,7 @@ class Own:
         return told(length) if told else 6.0 * self.num_parameters(layout)
 
     def initial(self, layout: Layout, mesh: jax.sharding.Mesh, key: jax.Array) -> dict[str, jax.Array]:
-        """Draw every parameter where it lies, in float32: the same values in every layout, on every mesh.
+        """Draw every parameter as it is sharded, in float32: the same values in every layout, on every mesh.
 
         Raises:
             ConfigError: an initialiser returns another shape.

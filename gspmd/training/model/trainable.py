@@ -14,9 +14,9 @@ from gspmd.training.toml import ConfigError
 
 Figures = Mapping[str, jax.Array]
 Batch = jax.Array | Mapping[str, jax.Array]
-"""The tokens of a step, int32 [B, L+1]; or several arrays [B, ...] of integers by name, for a model that has a source
-or whose rows hold several texts: `tokens` and `segments` [B, L+1], `source` and `source_segments` [B, T]. All are
-placed as `Trainable.batch_spec`."""
+"""The tokens of a step, int32 [B, L+1]; or, for a model that has a source or whose rows hold several texts, several
+arrays [B, ...] of integers by name: `tokens` and `segments` [B, L+1], `source` and `source_segments` [B, T]. All are
+sharded as `Trainable.batch_spec`."""
 
 
 @dataclass(frozen=True)
@@ -24,8 +24,8 @@ class Row:
     """One parameter in a layout.
 
     Attributes:
-        line: the line of the layout that says where it lies, the same for every layer.
-        spec: where it lies, with N first where layers are stacked.
+        line: the line of the layout that shards it, the same for every layer.
+        spec: its spec, with N first if layers are stacked.
         shape: its shape.
         float32: whether it is stored in float32, whatever `parameter_dtype` is.
     """
@@ -37,12 +37,12 @@ class Row:
 
     @property
     def is_matrix(self) -> bool:
-        """Whether it has several dimensions besides N: weight decay is for these alone."""
+        """Whether it has several dimensions besides N: weight decay applies only to these."""
         return len(set(self.spec.dims) - {"N"}) > 1
 
 
 class Trainable(Protocol):
-    """A model, for any layout: what its parameters are and where they lie, and its loss.
+    """A model for any layout: its parameters, their specs, and its loss.
 
     Parameters are flat here: path to array.
     """
@@ -51,26 +51,28 @@ class Trainable(Protocol):
         """Return the size of every dimension by its letter."""
 
     def rows(self, layout: Layout) -> Mapping[str, Row]:
-        """Return every parameter by its path, placed as the layout's lines say."""
+        """Return every parameter by its path, sharded as the layout's lines say."""
 
     def optimizer_specs(self, layout: Layout) -> Mapping[str, Spec]:
-        """Return where the optimizer state of each lies."""
+        """Return the spec of each parameter's optimizer state."""
 
     def gradient_specs(self, layout: Layout) -> Mapping[str, Spec]:
-        """Return where the gradient of each lies on its way to the optimizer."""
+        """Return the spec that each parameter's gradient has on its way to the optimizer."""
 
     def trained(self, layout: Layout, frozen: Sequence[str] = ()) -> tuple[str, ...]:
-        """Return the paths of those that are trained, which are not what the patterns of `frozen` match."""
+        """Return the paths of the trained parameters: those that no pattern of `frozen` matches."""
 
     def batch_spec(self, layout: Layout) -> Spec:
-        """Return where a batch of tokens [B, L+1] lies."""
+        """Return the spec of a batch of tokens [B, L+1]."""
 
     def widths(self, length: int) -> Mapping[str, int]:
-        """Return the width of each array of a batch whose rows predict `length` tokens; a batch of `tokens` alone is
-        no mapping but this array."""
+        """Return the width of each array of a batch whose rows predict `length` tokens.
+
+        A batch that has only `tokens` is this array, not a mapping.
+        """
 
     def cut(self, layout: Layout, microbatches: int) -> int:
-        """Return into how many parts the step cuts a batch, rather than the loss."""
+        """Return the number of parts into which the step, not the loss, cuts a batch."""
 
     def for_loss(self, layout: Layout, microbatches: int) -> Layout:
         """Return the layout with parameters as the loss of a training step takes them: `EF reduced-x` for some."""
@@ -100,13 +102,13 @@ class Trainable(Protocol):
         parts: int,
         frozen: Sequence[str] = (),
     ) -> tuple[Mapping[str, jax.Array], Figures]:
-        """Return what a step makes of the parameters that are not trained, and the figures that it reports.
+        """Return the parameters that are not trained after a step, which may change them, and the step's figures.
 
         Args:
-            layout: where they lie.
+            layout: the layout that shards them.
             still: the parameters that are not trained, before the step.
-            figures: those of the step, means over its parts; nothing may change if `non_finite` is 1.
-            parts: into how many parts the step cut its batch (`cut`).
+            figures: those of the step; nothing may change if `non_finite` is 1.
+            parts: number of microbatches, of which these are the means.
             frozen: patterns of parameters that stay as they are.
         """
 
@@ -124,7 +126,10 @@ class Trainable(Protocol):
 
 
 def trained_paths(
-    keys: Mapping[str, str], frozen: Sequence[str] = (), still: Collection[str] = (), stages: bool = False
+    keys: Mapping[str, str],
+    frozen: Sequence[str] = (),
+    still: Collection[str] = (),
+    staged: Collection[str] = (),
 ) -> tuple[str, ...]:
     """Return the paths of the parameters that are trained, in their order.
 
@@ -132,10 +137,10 @@ def trained_paths(
         keys: the path of every parameter to its line of the layout.
         frozen: patterns of paths, such as `blocks.0.attention.*`, or of lines, `attention.*`.
         still: further paths that are not trained.
-        stages: whether the layers are the stages of a pipeline, which train all of theirs.
+        staged: paths of a model in stages of a pipeline, which are all trained.
 
     Raises:
-        ConfigError: a pattern matches no parameter, nothing is left to train, or there are stages.
+        ConfigError: a pattern matches no parameter, nothing is left to train, or something in stages is not trained.
 
     Example:
         >>> trained_paths({"table": "embedding.table", "blocks.w_in": "ffn.w_in"}, frozen=("embedding.*",))
@@ -150,7 +155,7 @@ def trained_paths(
         held |= found
     if not faults and len(held) == len(keys):
         faults.append(f"frozen {', '.join(map(repr, frozen))} leaves no parameter to train.")
-    if held and stages:
+    if held & {*staged}:
         faults.append("the stages of a pipeline train all parameters; leave [lora] and frozen out, or the stages.")
     if faults:
         raise ConfigError("cannot train this model:", faults)

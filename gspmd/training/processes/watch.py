@@ -28,8 +28,8 @@ _SETTLE = 1.0
 """Seconds to wait before an error counts as the cause of a failure. If the loss of another process is behind it, that
 is known by then, since the system closes all connections of a process at once."""
 _ANSWER = 10.0
-"""Seconds for the first process to print a fault that it was told, before the process that told it prints it itself:
-well over `_GRACE`, for slow networks and busy hosts, and well under `_SILENCE`."""
+"""Seconds for the first process to print another process's fault; after that, the other prints it itself. They are well
+over `_GRACE`, for slow networks and busy hosts, and well under `_SILENCE`."""
 _PROMPT = 10.0
 """Seconds for a caller to say its process number, which our processes do at once. A stranger, such as a port scanner,
 is disconnected then, since it would keep a descriptor open."""
@@ -42,8 +42,10 @@ _LONGEST = 64
 
 @dataclass(frozen=True)
 class _Told:
-    """A fault that another process reported: its text, whether that process surely caused it, and until when it may
-    wait to be printed."""
+    """A fault that another process reported.
+
+    It has the fault's text, whether that process surely caused it, and until when it may wait to be printed.
+    """
 
     peer: int
     code: int

@@ -1,4 +1,4 @@
-"""The messages of a training run: a progress bar, or lines without a terminal, with events between them."""
+"""The messages of a training run: a progress bar, or lines without a terminal or notebook, with events between them."""
 
 import time
 from collections.abc import Mapping
@@ -49,7 +49,7 @@ class Display:
         if self._line.due or step in (self._done + 1, self._steps):
             left = (time.monotonic() - self._began) / (step - self._done) * (self._steps - step)
             line = Text.from_markup("  ".join([f"step {step}/{self._steps}", *shown, f"{duration(left)} left"]))
-            self._line.note(line.plain)
+            self._line.report(line.plain, step / self._steps)
         self._line.begin(f"Step {step + 1}/{self._steps}")
 
     def _average(self, name: str, figures: Mapping[str, float]) -> float:

@@ -40,7 +40,8 @@ class Metrics:
         settings: Mapping[str, Any] | None = None,
         log: str | None = None,
     ):
-        # Here alone: tensorboardX imports torch where that is installed; other commands would take seconds to start.
+        # Imported only here: tensorboardX imports torch if that is installed, and other commands would take seconds to
+        # start.
         from gspmd.training.reporting.events import Events
 
         if log:

@@ -65,8 +65,8 @@ def loss_curve(rows: Sequence[dict[str, Any]], path: str | Path, name: str = "")
 def _label_ends(axes: Axes, ends: Sequence[tuple[float, str, str]]) -> None:
     """Label each curve at its end with its name and last value; overlapping labels are moved apart.
 
-    A curve that ends outside the clipped axes has its label at their edge: at its value, the figure would need room for
-    it, and none would be left for the axes.
+    A curve that ends outside the clipped axes has its label at their edge: a label at its value would leave no room for
+    the axes.
     """
     low, high = axes.get_ylim()
     heights = _apart([min(max((value - low) / (high - low), 0.0), 1.0) for value, *_ in ends], _LABEL)

@@ -1,4 +1,4 @@
-"""The training step, the state and the evaluation of any model in any layout, for arrays as for their shapes."""
+"""The training step, the state and the evaluation of any model in any layout, for arrays and for their shapes."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -39,7 +39,7 @@ class Update:
         steps: total number of updates.
         microbatches: parts of a batch that are computed one after the other, or that go through stages.
         frozen: patterns of parameters that stay as they are.
-        parameter_dtype: what matrices are stored in; if not float32, the optimizer has float32 masters.
+        parameter_dtype: the dtype in which matrices are stored; if not float32, the optimizer has float32 masters.
     """
 
     optimizer: OptimizerConfig
@@ -59,8 +59,7 @@ def abstract_program(
 
     Args:
         model: a custom model (`gspmd.training.model.Own`), or a `gspmd_models.step.Language`.
-        update: what the update is.
-        batch: sequences, over all devices.
+        update: the update. batch: sequences, over all devices.
         length: tokens that each predicts.
     """
 
@@ -87,15 +86,15 @@ def abstract_batch(model: Trainable, layout: Layout, mesh: jax.sharding.Mesh, ba
 def training_step(model: Trainable, layout: Layout, update: Update) -> Step:
     """Build one update, not compiled: (state, batch, key) -> (state, metrics).
 
-    A gradient is reduced once, by the move that brings it to where [optimizer] has it, if the loss takes its parameter
-    as `EF reduced-x` (`Trainable.for_loss`).
+    If the loss takes a parameter as `EF reduced-x` (`Trainable.for_loss`), its gradient is reduced once, by the move to
+    its spec in [optimizer].
 
     Args:
         model: any model.
-        layout: where everything lies, resolved.
-        update: what the update is. The loss and its figures are those of the whole batch, of microbatches the mean;
-            every microbatch has random draws of its own. What is frozen has no gradient, so none is reduced, and no
-            optimizer state.
+        layout: the layout, resolved.
+        update: the update. The loss and its figures are those of the whole batch; for several microbatches they are
+            means, and every microbatch has its own random draws. Frozen parameters have no gradients, so none are
+            reduced, and no optimizer state.
 
     Returns:
         A pure function of a state of `initial_state` or `abstract_state`, tokens [B, L+1] placed as
@@ -138,8 +137,7 @@ def training_step(model: Trainable, layout: Layout, update: Update) -> Step:
             total=partial(model.predicted, for_loss),
         )
         state, metrics = made(replace(state, params=_of(trained, state.params)), tokens, key)
-        parts = model.cut(layout, update.microbatches)
-        still, figures = model.adjusted(layout, still, metrics, parts, update.frozen)
+        still, figures = model.adjusted(layout, still, metrics, update.microbatches, update.frozen)
         return replace(state, params={**still, **state.params}), dict(figures)
 
     return step
@@ -151,9 +149,9 @@ def initial_state(
     """Return the state before the first update: all parameters, and the optimizer state of those that are trained.
 
     Args:
-        model, layout, update: as of `training_step`.
+        model, layout, update: as for `training_step`.
         values: the parameters in float32, placed, by path.
-        mesh: where they lie.
+        mesh: their mesh.
     """
     return _state(initial, model, layout, values, update, mesh)
 
@@ -187,12 +185,12 @@ def _cast(value: jax.Array | jax.ShapeDtypeStruct, dtype: Any) -> jax.Array | ja
 def abstract_gradients(
     model: Trainable, layout: Layout, params: Parameters, mesh: jax.sharding.Mesh, frozen: Sequence[str] = ()
 ) -> dict[str, jax.ShapeDtypeStruct]:
-    """Return the shapes, dtypes and shardings of the gradients of what is trained, once they are no partial sums.
+    """Return the shapes, dtypes and shardings of the gradients of all trained parameters.
 
-    Partial ones are settled in the optimizer's layout, as ZeRO-2 has it.
+    Partial sums are already reduced into the optimizer's layout, as in ZeRO-2.
 
     Args:
-        model, layout, frozen: as of `training_step`.
+        model, layout, frozen: as for `training_step`.
         params: the parameters, or their shapes.
         mesh: the mesh.
     """
@@ -208,14 +206,14 @@ def evaluation_step(
     """Build (parameters, tokens [B, L+1]) -> mean cross-entropy in nats, without random draws.
 
     Args:
-        model, layout: as of `training_step`.
+        model, layout: as for `training_step`.
         microbatches: parts of a batch that follow one another through the stages of a pipeline.
     """
     return lambda params, tokens: model.cross_entropy(layout, params, tokens, microbatches)
 
 
 def _transform(model: Trainable, layout: Layout, update: Update, trained: Sequence[str]) -> Any:
-    """AdamW with weight decay for matrices only: norms have one dimension besides the stacked N."""
+    """Return AdamW with weight decay for matrices only: norms have one dimension besides the stacked N."""
     decayed = {path: row.is_matrix for path, row in _of(trained, model.rows(layout)).items()}
     transform = adamw(update.optimizer, update.steps, decayed)
     return transform if jnp.dtype(update.parameter_dtype) == jnp.float32 else with_masters(transform)

@@ -1,4 +1,4 @@
-"""Microbatches: a batch in parts, one after the other, whose gradients are added before anything settles them."""
+"""Microbatches: a batch in parts, one after the other, whose gradients are added before they are reduced."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,11 +20,11 @@ Loss = Callable[..., tuple[jax.Array, dict[str, jax.Array]]]
 class Microbatches:
     """The split of a batch.
 
-    Every device splits its own sequences, so that nothing is sent; a microbatch has some of every device's.
+    Every device splits its own sequences, so nothing is sent; a microbatch has some sequences of every device.
 
     Attributes:
         count: number of microbatches.
-        batch: where a batch lies, `B_xL`.
+        batch: the spec of a batch, `B_xL`.
     """
 
     count: int
@@ -37,16 +37,16 @@ class Microbatches:
     def value_and_gradients(
         self, loss: Loss, specs: Tree, params: Tree, batch: Tree, key: jax.Array
     ) -> tuple[tuple[jax.Array, dict[str, jax.Array]], Tree]:
-        """The mean over microbatches of the loss, of its figures and of its gradients.
+        """Return the mean over microbatches of the loss, of its figures and of its gradients.
 
-        Of a loss that is a mean over sequences or tokens, that is what the whole batch gives. Of experts it differs:
-        groups of tokens that span sequences, their capacity and the auxiliary losses are those of a microbatch, and
-        every microbatch has random draws of its own.
+        For a loss that is a mean over sequences or tokens, this equals the result for the whole batch. With experts it
+        differs: groups of tokens that span sequences, their capacity and the auxiliary losses are those of a
+        microbatch, and every microbatch has its own random draws.
 
         Args:
             loss: (params, batch, key) -> (loss, dictionary of further figures).
-            specs: a spec per parameter, where the loss takes it.
-            params: there.
+            specs: the spec per parameter in which the loss takes it.
+            params: the parameters, in these specs.
             batch: [B, L], or a tree of such arrays.
             key: random key.
 
@@ -70,7 +70,7 @@ class Microbatches:
 
 
 def _zeros(spec: Spec, leaf: jax.Array) -> jax.Array:
-    """Zeros in the type of a parameter's gradient, which may be a partial sum; in float32, of narrower ones too."""
+    """Return zeros in the type of a parameter's gradient, which may be a partial sum; at least in float32."""
     return mapped(
         lambda x: jnp.zeros_like(x, jnp.promote_types(x.dtype, jnp.float32)),
         spec.partition_spec(),

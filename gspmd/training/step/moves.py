@@ -1,4 +1,4 @@
-"""The moves of a training step: parameters to where the loss takes them, gradients to the optimizer, and back."""
+"""The moves of a training step: parameters to the loss, gradients to the optimizer, and parameters back."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -22,12 +22,12 @@ class Moves:
     reduce-scattered if they are partial sums and sliced otherwise, and the new parameters are all-gathered.
 
     Attributes:
-        to_loss: brings parameters to where the loss takes them.
-        gradients_to_optimizer: brings the gradients from where the loss leaves them to the optimizer.
-        to_optimizer: brings parameters to the optimizer.
+        to_loss: brings parameters to the specs in which the loss takes them.
+        gradients_to_optimizer: brings gradients from the specs in which the loss leaves them to the optimizer's.
+        to_optimizer: brings parameters to the optimizer's specs.
         to_parameters: brings them back.
-        parameters: a spec per parameter, where it lies; None if not given.
-        loss: a spec per parameter, where the loss takes it; None if not given.
+        parameters: each parameter's own spec; None if not given.
+        loss: the spec per parameter in which the loss takes it; None if not given.
 
     Source: Rajbhandari et al., ZeRO (arXiv 1910.02054), section 5.
     """
@@ -51,15 +51,15 @@ def plan_moves(
     """Build the moves between trees of specs.
 
     The gradient of a parameter that the loss takes as `EF reduced-x` is `EF partialsum-x`: microbatches, layers and
-    several uses add what is still partial, and one move settles it where the optimizer wants it.
+    several uses add to the partial sum, and one move reduces it to the optimizer's spec.
 
     Args:
         parameters: a spec per parameter.
         optimizer: a spec per parameter, for the optimizer's state; the same dimensions.
         reshard: moves an array by an equation, such as `gspmd.reshard`.
-        gradients: a spec per parameter, for its gradient on its way to the optimizer; None, or the parameter's own,
-            for the straight way.
-        loss: a spec per parameter, where the loss takes it; None for where it lies.
+        gradients: a spec per parameter, for its gradient on its way to the optimizer; None, or the parameter's own, for
+            a single move.
+        loss: the spec per parameter in which the loss takes it; None for the parameter's own.
 
     Example:
         >>> specs = [{"w": Spec.parse(text)} for text in ("EF", "E_xF", "EF reduced-x")]
@@ -92,7 +92,7 @@ def _mover(sources: Tree, targets: Tree, reshard: Reshard) -> Callable[[Tree], T
     def move(source: Spec, target: Spec, leaf: jax.Array) -> jax.Array:
         if source == target:
             return leaf
-        # Asked to settle a sum into shards, compilers may send it whole, and slice: twice the bytes.
+        # A compiler may send a whole sum and then slice it, which is twice the bytes of reducing it into shards.
         options = {"lowering": "blocking"} if source.partial else {}
         return reshard(leaf, Equation.move(source, target), **options)
 

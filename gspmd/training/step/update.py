@@ -32,26 +32,26 @@ def make_step(
 ) -> Step:
     """Build the training step, not compiled: (state, batch, key) -> (state, metrics).
 
-    Gradients that are partial sums are settled once, on their way to the optimizer, however many microbatches, layers
-    and uses of one parameter add to them. Partial sums are types, which Auto mesh axes do not have: under them the
-    gradients are computed, and settled, under Explicit axes of the same mesh.
+    Gradients that are partial sums are reduced once, on their way to the optimizer, however many microbatches, layers
+    and uses of one parameter add to them. Partial sums are types, which Auto mesh axes do not have. So on a mesh with
+    Auto axes the gradients are computed and reduced under Explicit axes of the same mesh.
 
     Args:
         loss: (params, batch, key) -> (loss, dictionary of further figures); batch is [B, L+1], or a tree of such
-            arrays; params lie as `moves.loss` says.
+            arrays; params are sharded as `moves.loss`.
         transform: the optimizer, whose state has its own layout.
         rate: learning rate by step, for the metrics.
         limit: largest global norm of the gradients; 0 for none.
         norm: computes the global norm of gradients in the optimizer's layout.
-        moves: between the layouts; None if they agree.
-        microbatches: how the batch is split, and where it lies; needed if gradients are partial sums.
-        total: from the whole batch to what the loss of each microbatch takes as `total`, such as the number of tokens
-            that its mean is over; None, or a result of None, for a loss that takes none.
+        moves: the moves between the layouts; None if the layouts agree.
+        microbatches: the split and the spec of the batch; needed if gradients are partial sums.
+        total: a function from the whole batch to the `total` of each microbatch's loss, such as the number of tokens
+            that the mean is over; None, or a result of None, for a loss without `total`.
 
     Returns:
         A pure function. The key is folded with the step, so that a resumed run has the draws of an uninterrupted one.
-        If the loss or the gradients' norm is not finite, the metric `non_finite` is 1 and only the step counts on:
-        parameters and optimizer state are those from before, chosen where the optimizer's state is.
+        If the loss or the gradients' norm is not finite, the metric `non_finite` is 1 and only the step number
+        advances: parameters and optimizer state stay unchanged. This choice is made in the optimizer's layout.
     """
     moves = moves or Moves()
     if microbatches is None and moves.partial:
@@ -86,7 +86,7 @@ def make_step(
             finite = jnp.isfinite(value) & jnp.isfinite(size)
             kept = jax.tree.map(lambda new, old: jax.lax.select(finite, new, old), updated, (params, state.optimizer))
             params, optimizer = moves.to_parameters(kept[0]), kept[1]
-        # The optimizer counts the updates that were not skipped, and its rate is that of its own count.
+        # The optimizer counts only the updates that were not skipped, and its learning rate follows that count.
         count = next((count for _, count in optax.tree.get_all_with_path(state.optimizer, "count")), state.step)
         metrics = {"loss": value, **aux, "gradient_norm": size, "learning_rate": jnp.asarray(rate(count))}
         metrics["non_finite"] = 1 - finite.astype(jnp.int32)

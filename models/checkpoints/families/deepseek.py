@@ -9,9 +9,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ...config import LatentConfig
+from .dense_layers import DenseLayers
 from .entries import in_json, is_number, is_whole
 from .family import Agreement, Family, Option, Stored
-from .mixtures import EXPERTS
+from .mixtures import MIXED, MODULES
 from .rope import scaling_entries
 from .serial import ENDS, FEED_FORWARD, LAYER, OPTIONS, without
 
@@ -24,12 +25,17 @@ _DEFAULTS = {"kv_lora_rank": 512, "q_lora_rank": 1536, "qk_rope_head_dim": 64, "
 
 
 def _read(
-    json: Mapping[str, Any], fields: Mapping[str, Any], faults: list[str], groups: tuple[int, int] | None
+    json: Mapping[str, Any],
+    fields: Mapping[str, Any],
+    faults: list[str],
+    dense: DenseLayers,
+    groups: tuple[int, int] | None,
 ) -> dict[str, Any]:
-    """Read latent attention, the factor of its scores, the width of layers without experts, and groups of experts.
+    """Read latent attention, the factor of its scores, layers without experts, and groups of experts.
 
     Args:
         json, fields, faults: as of `Agreement.read`.
+        dense: the entries of layers without experts.
         groups: defaults of the number of groups of experts, and of those that are kept; None if topk_method says
             whether there are groups.
     """
@@ -41,13 +47,10 @@ def _read(
             continue
         if not (is_whole(value) and value >= 1):
             faults.append(f"{key} is {in_json(value)}; it must be a whole number.")
-    width: Any = json.get("intermediate_size")
-    if fields["moe.first_dense"] and not (is_whole(width) and width >= 1):
-        faults.append(f"intermediate_size is {in_json(width)}; it must be a whole number.")
     if "head_dim" in json and json["head_dim"] != values["qk_rope_head_dim"]:
         fact = f"head_dim is {in_json(json['head_dim'])}, and qk_rope_head_dim {in_json(values['qk_rope_head_dim'])}"
         faults.append(f"{fact}; they are the same in transformers.")
-    of_groups = _groups(json, faults, groups)
+    of_groups, of_dense = _groups(json, faults, groups), dense.read(json, fields, faults)
     if faults:
         return {}
     sizes = {name: values[key] or 0 for key, name in _LATENT.items()}
@@ -56,8 +59,8 @@ def _read(
         "latent": LatentConfig(**sizes),
         "head_size": head_size,
         "attention_scale": _scale(json, head_size, faults),
-        "moe.dense_feed_forward": width if fields["moe.first_dense"] else 0,
         **of_groups,
+        **of_dense,
     }
 
 
@@ -94,23 +97,22 @@ def _scale(json: Mapping[str, Any], head_size: int, faults: list[str]) -> float 
     return head_size**-0.5 * (0.1 * share * math.log(factor) + 1) ** 2 if factor > 1 else None
 
 
-def _written(config: ModelConfig) -> dict[str, Any]:
+def _written(config: ModelConfig, dense: DenseLayers) -> dict[str, Any]:
     latent = config.latent
     assert latent is not None
     entries: dict[str, Any] = {key: getattr(latent, name) or None for key, name in _LATENT.items()}
     entries["qk_nope_head_dim"] = config.head_size - latent.rotary
     if config.moe is not None:
-        entries["intermediate_size"] = config.moe.dense_feed_forward or config.feed_forward
-        entries |= {
+        entries |= dense.write(config) | {
             "n_group": config.moe.expert_groups,
             "topk_group": config.moe.kept_groups or config.moe.expert_groups,
         }
     return entries
 
 
-def _written_v2(config: ModelConfig) -> dict[str, Any]:
+def _written_v2(config: ModelConfig, dense: DenseLayers) -> dict[str, Any]:
     grouped = config.moe is not None and config.moe.expert_groups > 1
-    return _written(config) | {"topk_method": "group_limited_greedy" if grouped else "greedy"}
+    return _written(config, dense) | {"topk_method": "group_limited_greedy" if grouped else "greedy"}
 
 
 def _written_scaling(config: ModelConfig) -> dict[str, Any]:
@@ -122,10 +124,10 @@ def _written_scaling(config: ModelConfig) -> dict[str, Any]:
     return {"mscale_all_dim": (grown - 1) / (0.1 * math.log(scaling.factor))}
 
 
-def _reasons(config: ModelConfig) -> list[str]:
+def _reasons(config: ModelConfig, dense: DenseLayers) -> list[str]:
     if config.latent is None:
         return ["its attention is latent"]
-    found = []
+    found = dense.reasons(config)
     moe = config.moe
     if moe is not None and moe.expert_groups > 1 and moe.group_best != (2 if moe.scores == "sigmoid" else 1):
         found.append(f"moe.group_best is {moe.group_best}, not {2 if moe.scores == 'sigmoid' else 1}")
@@ -139,31 +141,37 @@ def _reasons(config: ModelConfig) -> list[str]:
     return found
 
 
+_DENSE_V3, _DENSE_V2 = DenseLayers(18432, first=3), DenseLayers(11008, first=0)
+
 _V3 = Agreement(
-    keys=(*_LATENT, "qk_nope_head_dim", "head_dim", "intermediate_size", "n_group", "topk_group"),
-    read=partial(_read, groups=(8, 4)),
-    write=_written,
+    keys=(*_LATENT, "qk_nope_head_dim", "head_dim", "n_group", "topk_group", *_DENSE_V3.keys),
+    read=partial(_read, dense=_DENSE_V3, groups=(8, 4)),
+    write=partial(_written, dense=_DENSE_V3),
     fields=(
-        *("latent", "head_size", "attention_scale", "moe.dense_feed_forward"),
+        *("latent", "head_size", "attention_scale", *_DENSE_V3.fields),
         *("moe.expert_groups", "moe.kept_groups", "moe.group_best", "moe.shared_width"),
     ),
     write_scaling=_written_scaling,
-    reasons=_reasons,
+    reasons=partial(_reasons, dense=_DENSE_V3),
 )
-_V2 = replace(_V3, keys=(*_V3.keys, "topk_method"), read=partial(_read, groups=None), write=_written_v2)
+_V2 = replace(
+    _V3,
+    keys=(*_V3.keys, "topk_method"),
+    read=partial(_read, dense=_DENSE_V2, groups=None),
+    write=partial(_written_v2, dense=_DENSE_V2),
+    reasons=partial(_reasons, dense=_DENSE_V2),
+)
 
 _OPTIONS = without(OPTIONS, "head_size", "feed_forward") | {
     "feed_forward": Option("moe_intermediate_size"),
     "moe.experts": Option(("n_routed_experts", "num_experts", "num_local_experts")),
     "moe.k": Option("num_experts_per_tok"),
     "moe.shared": Option("n_shared_experts"),
-    "moe.first_dense": Option("first_k_dense_replace"),
     "moe.gate_factor": Option("routed_scaling_factor"),
 }
 
 _FIXED = without(
-    EXPERTS, "latent", "attention_scale", "moe.shared", "moe.shared_width", "moe.first_dense", "moe.dense_feed_forward",
-    "moe.gate_factor", "moe.expert_groups",
+    MIXED, "latent", "attention_scale", "moe.shared", "moe.shared_width", "moe.gate_factor", "moe.expert_groups",
 )  # fmt: skip
 
 _TENSORS = (
@@ -202,7 +210,6 @@ DEEPSEEK_V3 = Family(
         "moe.experts": Option(("n_routed_experts", "num_local_experts"), 256),
         "moe.k": Option("num_experts_per_tok", 8),
         "moe.shared": Option("n_shared_experts", 1),
-        "moe.first_dense": Option("first_k_dense_replace", 3),
         "moe.gate_factor": Option("routed_scaling_factor", 2.5),
         "moe.renormalize": Option("norm_topk_prob", True),
         "rotary_pairs": Option("rope_interleave", True, {True: "neighbours", False: "halves"}),
@@ -217,10 +224,8 @@ DEEPSEEK_V3 = Family(
         "topk_method": ("noaux_tc",),
         "moe_layer_freq": (1,),
     },
-    # Modules that predict further tokens are not read, as in transformers.
-    ignored_entries=("num_nextn_predict_layers", "num_mtp_layers", "ep_size", "seq_aux", "qk_head_dim"),
-    # Published files have 61 blocks, so layer 61 is the first such module; transformers ignores it by this number, too.
-    ignored=(*Family.ignored, r"model\.layers\.61\..*"),
+    modules=MODULES,
+    ignored_entries=("ep_size", "seq_aux", "qk_head_dim"),
 )
 """Source: DeepSeek-AI 2024, *DeepSeek-V3 Technical Report* (arXiv 2412.19437), section 2.1."""
 
@@ -232,7 +237,6 @@ DEEPSEEK_V2 = Family(
     | {
         "moe.experts": Option(("n_routed_experts", "num_experts"), 64),
         "moe.shared": Option("n_shared_experts", 2),
-        "moe.first_dense": Option("first_k_dense_replace", 0),
         "moe.gate_factor": Option("routed_scaling_factor", 1.0),
     },
     fixed=_FIXED | {"rotary_pairs": "neighbours", "moe.renormalize": False},

@@ -156,10 +156,14 @@ class Family:
             in what is written.
         copies: tensors that are copies of the embedding table; they are written if the logits have their own table.
         default_length: default of the entry with the longest sequence; None for no limit.
+        modules: names of the entry with the number of modules that follow the last layer, are numbered as layers, and
+            predict further tokens; 1 by default. They are not read, and 0 is written. None if there are none.
         renamed: regular expressions of whole names of tensors in some files, each with what replaces it.
         text_part: if config.json has the entries of the text model in a table of their own, `text_config`, beside those
             of images, which are not read: the defaults of entries that have none where the text model stands alone;
             None for files of a text model.
+        text_type: the `model_type` of that text model.
+        aliases: other names of the architecture, in files that were published with their own classes.
     """
 
     title: str
@@ -188,8 +192,11 @@ class Family:
     multipliers: Mapping[str, Multiplier] = field(default_factory=dict)
     copies: tuple[str, ...] = ()
     default_length: int | None = None
+    modules: tuple[str, ...] = ()
     renamed: tuple[tuple[str, str], ...] = ()
     text_part: Mapping[str, Any] | None = None
+    text_type: str = ""
+    aliases: tuple[str, ...] = ()
 
     #: Tensors that are computed rather than learned; old files contain them.
     ignored: tuple[str, ...] = (r".*\.rotary_emb\.inv_freq", r".*\.attn\.(masked_)?bias")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from .entries import in_json, is_whole
 from .family import Agreement, Family, Option, Stored
-from .serial import FIXED, LAYER, OPTIONS, TENSORS, kv_heads, without
+from .serial import FIXED, LAYER, OF_IMAGES, OF_TEXT, OPTIONS, TENSORS, kv_heads, without
 from .window import Window
 
 if TYPE_CHECKING:
@@ -131,11 +131,9 @@ GEMMA_3_IMAGES = replace(
     title="Gemma 3 with images",
     architecture="Gemma3ForConditionalGeneration",
     model_type="gemma3",
-    ignored=(*GEMMA_3.ignored, r"(model\.)?(vision_tower|multi_modal_projector)\..*"),
-    renamed=(
-        (r"(?:language_model\.model|model\.language_model)\.(.*)", r"model.\1"),
-        (r"language_model\.lm_head\.(.*)", r"lm_head.\1"),
-    ),
+    ignored=(*GEMMA_3.ignored, OF_IMAGES),
+    renamed=OF_TEXT,
+    text_type="gemma3_text",
     # Published files leave out what is as in the model of 2 billion parameters that transformers' class describes.
     text_part={
         "vocab_size": 262208,

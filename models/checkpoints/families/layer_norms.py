@@ -1,4 +1,4 @@
-"""Families with layer norms and rotary positions, serial or parallel: StarCoder 2, StableLM, GPT-NeoX and Falcon."""
+"""Families with layer norms, serial or parallel: StarCoder 2, StableLM, GPT-NeoX and Falcon."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _QKV = ("attention.w_q", "attention.w_k", "attention.w_v")
 _QKV_BIASES = ("attention.b_q", "attention.b_k", "attention.b_v")
 
 
-def _norm(path: str, name: str, paired: str = "") -> dict[str, Stored]:
+def norm(path: str, name: str, paired: str = "") -> dict[str, Stored]:
     """Return the rows of a norm and its bias; `paired` is its name in a parallel block with two norms."""
     kinds = {"": "weight", "_bias": "bias"}
     return {
@@ -28,7 +28,7 @@ def _norm(path: str, name: str, paired: str = "") -> dict[str, Stored]:
     }
 
 
-def _feed_forward(into: str, out: str) -> dict[str, Stored]:
+def feed_forward(into: str, out: str) -> dict[str, Stored]:
     """Return the rows of a feed-forward layer without a gate."""
     return {
         "ffn.w_in": Stored(f"{into}.weight", "FE"),
@@ -38,7 +38,7 @@ def _feed_forward(into: str, out: str) -> dict[str, Stored]:
     }
 
 
-def _fused_attention(name: str, out: str) -> dict[str, Stored]:
+def fused_attention(name: str, out: str) -> dict[str, Stored]:
     """Return the rows of attention whose queries, key and value follow each other, group by group."""
     return {
         **fused(f"{name}.weight", "(K(QD|D|D))E", *_QKV),
@@ -49,9 +49,9 @@ def _fused_attention(name: str, out: str) -> dict[str, Stored]:
 
 
 _NORMS = {
-    **_norm("attention.norm", f"{LAYER}.input_layernorm"),
-    **_norm("ffn.norm", f"{LAYER}.post_attention_layernorm"),
-    **_norm("output.norm", "model.norm"),
+    **norm("attention.norm", f"{LAYER}.input_layernorm"),
+    **norm("ffn.norm", f"{LAYER}.post_attention_layernorm"),
+    **norm("output.norm", "model.norm"),
 }
 
 STARCODER2 = Family(
@@ -69,7 +69,7 @@ STARCODER2 = Family(
         "ffn_bias": Option("use_bias", True),
     },
     fixed=without(_FIXED, "qkv_bias", "out_bias", "ffn_bias"),
-    tensors=ENDS | ATTENTION | _NORMS | _feed_forward(f"{LAYER}.mlp.c_fc", f"{LAYER}.mlp.c_proj"),
+    tensors=ENDS | ATTENTION | _NORMS | feed_forward(f"{LAYER}.mlp.c_fc", f"{LAYER}.mlp.c_proj"),
     inactive={"mlp_type": ("default",), "norm_type": ("layer_norm",)},
     ignored_entries=(
         *("activation_function", "attention_softmax_in_fp32", "layer_norm_epsilon"),
@@ -91,7 +91,7 @@ STABLELM = Family(
         "block": Option("use_parallel_residual", False, {False: "serial", True: "parallel"}),
     },
     fixed=without(_FIXED, "qkv_bias", "block"),
-    tensors=ENDS | ATTENTION | FEED_FORWARD | _NORMS | _norm("norm", f"{LAYER}.input_layernorm"),
+    tensors=ENDS | ATTENTION | FEED_FORWARD | _NORMS | norm("norm", f"{LAYER}.input_layernorm"),
     inactive={"qk_layernorm": (False,), "rotary_scaling_factor": (1.0,)},
     ignored_entries=("norm_eps", "rope_pct"),
     partial_rotary=0.25,
@@ -121,12 +121,12 @@ GPT_NEOX = Family(
     tensors={
         "embedding.table": Stored("gpt_neox.embed_in.weight", "VE"),
         "output.table": Stored("embed_out.weight", "VE"),
-        **_norm("norm", f"{_NEOX}.input_layernorm"),
-        **_norm("attention.norm", f"{_NEOX}.input_layernorm"),
-        **_norm("ffn.norm", f"{_NEOX}.post_attention_layernorm"),
-        **_norm("output.norm", "gpt_neox.final_layer_norm"),
-        **_fused_attention(f"{_NEOX}.attention.query_key_value", f"{_NEOX}.attention.dense"),
-        **_feed_forward(f"{_NEOX}.mlp.dense_h_to_4h", f"{_NEOX}.mlp.dense_4h_to_h"),
+        **norm("norm", f"{_NEOX}.input_layernorm"),
+        **norm("attention.norm", f"{_NEOX}.input_layernorm"),
+        **norm("ffn.norm", f"{_NEOX}.post_attention_layernorm"),
+        **norm("output.norm", "gpt_neox.final_layer_norm"),
+        **fused_attention(f"{_NEOX}.attention.query_key_value", f"{_NEOX}.attention.dense"),
+        **feed_forward(f"{_NEOX}.mlp.dense_h_to_4h", f"{_NEOX}.mlp.dense_4h_to_h"),
     },
     partial_rotary=0.25,
     rope_names=("rotary_emb_base", "rotary_pct"),
@@ -135,10 +135,10 @@ GPT_NEOX = Family(
 
 
 def _read_heads(json: Mapping[str, Any], fields: Mapping[str, Any], faults: list[str]) -> dict[str, Any]:
-    """Read the number of key/value heads and of norms."""
+    """Read the number of key/value heads and of norms, and the form of the block."""
     given = {key: json.get(key, default) for key, default in _FALCON.items()}
     heads, norms = given["num_kv_heads"], given["num_ln_in_parallel_attn"]
-    for key in ("new_decoder_architecture", "multi_query"):
+    for key in ("new_decoder_architecture", "multi_query", "parallel_attn"):
         if not isinstance(given[key], bool):
             faults.append(f"{key} is {in_json(given[key])}; it must be true or false.")
     for key in ("num_kv_heads", "num_ln_in_parallel_attn"):
@@ -149,19 +149,31 @@ def _read_heads(json: Mapping[str, Any], fields: Mapping[str, Any], faults: list
         norms = 2 if norms is None else norms
         if norms not in (1, 2):
             faults.append(f"num_ln_in_parallel_attn is {in_json(norms)}; it must be 1 or 2.")
-        return {"kv_heads": heads, "parallel_norms": norms}
+        if given["parallel_attn"] is False:
+            faults.append("parallel_attn is false, which new_decoder_architecture does not have.")
+        return {"kv_heads": heads, "parallel_norms": norms, "block": "parallel"}
     if norms == 2:
         faults.append("num_ln_in_parallel_attn is 2, which needs new_decoder_architecture.")
     if not given["multi_query"] and heads != fields["heads"]:
         fact = f"num_kv_heads is {in_json(heads)}, and num_attention_heads {fields['heads']}"
         faults.append(f"{fact}; fewer key/value heads need multi_query or new_decoder_architecture.")
-    return {"kv_heads": 1 if given["multi_query"] else fields["heads"], "parallel_norms": 1}
+    block = "parallel" if given["parallel_attn"] else "serial"
+    return {"kv_heads": 1 if given["multi_query"] else fields["heads"], "parallel_norms": 1, "block": block}
 
 
 def _written_heads(config: ModelConfig) -> dict[str, Any]:
-    """Return the entries of the newer form, which has every number of heads and of norms."""
-    heads = {"num_kv_heads": config.kv_heads, "num_ln_in_parallel_attn": config.parallel_norms}
-    return heads | {"new_decoder_architecture": True, "multi_query": False}
+    """Return the entries of the newer form, which has every number of heads and of norms, but no serial block."""
+    serial = config.block == "serial"
+    heads = {"num_kv_heads": config.kv_heads, "num_ln_in_parallel_attn": None if serial else config.parallel_norms}
+    multi_query = serial and config.kv_heads == 1
+    return heads | {"new_decoder_architecture": not serial, "multi_query": multi_query, "parallel_attn": not serial}
+
+
+def _no_groups(config: ModelConfig) -> list[str]:
+    """Return the reason why a model cannot be written that has serial blocks and groups of heads."""
+    if config.block == "parallel" or config.kv_heads in (1, config.heads):
+        return []
+    return [f"kv_heads is {config.kv_heads}, and a serial block has 1 or {config.heads} of them"]
 
 
 #: Entries that are read together, with their defaults.
@@ -170,6 +182,7 @@ _FALCON = {
     "multi_query": True,
     "num_kv_heads": None,
     "num_ln_in_parallel_attn": None,
+    "parallel_attn": True,
 }
 _H = "transformer.h.{N}"
 _FOUR_TIMES = lambda fields: 4 * fields["embed"]  # noqa: E731
@@ -190,24 +203,29 @@ FALCON = Family(
         "qkv_bias": Option("bias", False),
         "out_bias": Option("bias", False),
         "ffn_bias": Option("bias", False),
+        "positions": Option("alibi", False, {False: "rotary", True: "alibi"}, null=False),
     },
-    derived={"head_size": lambda fields: fields["embed"] // fields["heads"]},
-    fixed=without(_FIXED, "qkv_bias", "out_bias", "ffn_bias", "parallel_norms") | {"block": "parallel"},
+    derived={
+        "head_size": lambda fields: fields["embed"] // fields["heads"],
+        "alibi_scaled": lambda fields: fields["positions"] == "alibi",
+    },
+    fixed=without(_FIXED, "qkv_bias", "out_bias", "ffn_bias", "parallel_norms", "block", "positions", "alibi_scaled"),
     tensors={
         "embedding.table": Stored("transformer.word_embeddings.weight", "VE"),
         "output.table": Stored("lm_head.weight", "VE"),
-        **_norm("norm", f"{_H}.input_layernorm", paired=f"{_H}.ln_attn"),
-        **_norm("ffn.norm", f"{_H}.ln_mlp"),
-        **_norm("output.norm", "transformer.ln_f"),
-        **_fused_attention(f"{_H}.self_attention.query_key_value", f"{_H}.self_attention.dense"),
-        **_feed_forward(f"{_H}.mlp.dense_h_to_4h", f"{_H}.mlp.dense_4h_to_h"),
+        **norm("norm", f"{_H}.input_layernorm", paired=f"{_H}.ln_attn"),
+        **norm("attention.norm", f"{_H}.input_layernorm"),
+        **norm("ffn.norm", f"{_H}.post_attention_layernorm", paired=f"{_H}.ln_mlp"),
+        **norm("output.norm", "transformer.ln_f"),
+        **fused_attention(f"{_H}.self_attention.query_key_value", f"{_H}.self_attention.dense"),
+        **feed_forward(f"{_H}.mlp.dense_h_to_4h", f"{_H}.mlp.dense_4h_to_h"),
     },
     inactive={
-        "alibi": (False,),
-        "parallel_attn": (True,),
         "apply_residual_connection_post_layernorm": (False,),
     },
     ignored_entries=("ff_factor",),
     default_length=2048,
-    agreement=Agreement(tuple(_FALCON), _read_heads, _written_heads, ("kv_heads", "parallel_norms")),
+    agreement=Agreement(
+        tuple(_FALCON), _read_heads, _written_heads, ("kv_heads", "parallel_norms", "block"), reasons=_no_groups
+    ),
 )

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
+from .dense_layers import DenseLayers
 from .family import Family, Option, Stored, fused
 from .serial import ATTENTION, ENDS, FIXED, GRANITE, LAYER, OPTIONS, QWEN3, ROUTED, TENSORS, kv_heads, without
 from .window import Window
 
 EXPERTS = without(FIXED, "moe") | ROUTED | {"moe.router": "top-k", "moe.every": 1, "moe.offset": 0}
+
+#: The entry of `Family.modules`, and its other name.
+MODULES = ("num_nextn_predict_layers", "num_mtp_layers")
+
+#: The fixed fields of families in which some layers may be dense.
+MIXED = without(EXPERTS, *DenseLayers(None).fields)
 
 MIXTRAL = Family(
     title="Mixtral",
@@ -57,9 +64,8 @@ QWEN2_MOE = Family(
         "moe.renormalize": Option("norm_topk_prob", False),
         "moe.shared_width": Option("shared_expert_intermediate_size", 5632),
     },
-    fixed=without(EXPERTS, "qkv_bias", "moe.shared_width") | {"moe.shared": 1, "moe.shared_mix": True},
-    tensors=ENDS
-    | ATTENTION
+    fixed=without(MIXED, "qkv_bias", "moe.shared_width") | {"moe.shared": 1, "moe.shared_mix": True},
+    tensors=TENSORS
     | _OF_QWEN
     | {
         "moe.shared.w_in": Stored(f"{LAYER}.mlp.shared_expert.up_proj.weight", "FE"),
@@ -67,8 +73,7 @@ QWEN2_MOE = Family(
         "moe.shared.w_out": Stored(f"{LAYER}.mlp.shared_expert.down_proj.weight", "EF"),
         "moe.shared_mix": Stored(f"{LAYER}.mlp.shared_expert_gate.weight", "1E"),
     },
-    inactive={"decoder_sparse_step": (1,), "mlp_only_layers": ([], None)},
-    ignored_entries=("intermediate_size",),  # only layers without experts use it
+    agreement=DenseLayers(5632).agreement,
     window=Window(4096, switched=True, layered=True, pattern=2, bounded=True),
 )
 
@@ -85,16 +90,10 @@ QWEN3_MOE = Family(
         "moe.k": Option("num_experts_per_tok", 8),
         "moe.renormalize": Option("norm_topk_prob", False),
     },
-    fixed=without(EXPERTS, "qkv_bias", "out_bias") | {"qk_norm": "head"},
-    tensors=ENDS | ATTENTION | _OF_QWEN,
-    inactive={
-        "decoder_sparse_step": (1,),
-        "mlp_only_layers": ([], None),
-        "qkv_bias": (False,),
-        "use_qk_norm": (True,),
-        "shared_expert_intermediate_size": (0, None),
-    },
-    ignored_entries=("intermediate_size",),  # only layers without experts use it
+    fixed=without(MIXED, "qkv_bias", "out_bias") | {"qk_norm": "head"},
+    tensors=TENSORS | _OF_QWEN,
+    inactive={"qkv_bias": (False,), "use_qk_norm": (True,), "shared_expert_intermediate_size": (0, None)},
+    agreement=DenseLayers(6144).agreement,
     window=Window(4096, switched=True),
 )
 
@@ -122,7 +121,6 @@ GRANITE_MOE = Family(
 #: Experts as DeepSeek-V3's: sigmoid scores, groups, a bias of the choice, shared experts, and first layers without any.
 _DEEPSEEK = {
     "feed_forward": Option("moe_intermediate_size", 1408),
-    "moe.dense_feed_forward": Option("intermediate_size", 10944),
     "moe.experts": Option(("n_routed_experts", "num_local_experts"), 128),
     "moe.expert_groups": Option("n_group", 1),
     "moe.kept_groups": Option("topk_group", 1),
@@ -140,7 +138,7 @@ _OF_DEEPSEEK: dict[str, Any] = {
         "moe.shared.w_out": Stored(f"{LAYER}.mlp.shared_experts.down_proj.weight", "EF"),
     },
 }
-_SCORED = without(EXPERTS, *_DEEPSEEK, "moe.first_dense", "moe.shared", "moe.shared_width") | {
+_SCORED = without(MIXED, *_DEEPSEEK, "moe.shared", "moe.shared_width") | {
     "moe.scores": "sigmoid",
     "moe.choice_bias": True,
     "moe.group_best": 2,
@@ -156,16 +154,14 @@ GLM4_MOE = Family(
         "kv_heads": kv_heads(8),
         "norm_epsilon": Option("rms_norm_eps", 1e-5),
         "qk_norm": Option("use_qk_norm", False, {True: "head", False: "none"}),
-        "moe.first_dense": Option("first_k_dense_replace", 1),
         "moe.k": Option("num_experts_per_tok", 8),
         "moe.renormalize": Option("norm_topk_prob", True),
         "moe.shared": Option("n_shared_experts", 1),
     },
     fixed=without(_SCORED, "qk_norm"),
-    ignored_entries=("num_nextn_predict_layers", "num_mtp_layers"),
+    agreement=DenseLayers(10944, first=1).agreement,
+    modules=MODULES,
     partial_rotary=0.5,
-    # The layers behind the last one predict further tokens; transformers leaves these out too.
-    ignored=(*Family.ignored, r"model\.layers\.(46|92)\..*"),
     **_OF_DEEPSEEK,
 )
 
@@ -178,12 +174,12 @@ DOTS = Family(
         **_DEEPSEEK,
         "kv_heads": kv_heads(32),
         "out_bias": Option("attention_bias", False),
-        "moe.first_dense": Option("first_k_dense_replace", 0),
         "moe.k": Option("num_experts_per_tok"),
         "moe.renormalize": Option("norm_topk_prob", False),
         "moe.shared": Option("n_shared_experts"),
     },
     fixed=without(_SCORED, "out_bias") | {"qk_norm": "head"},
+    agreement=DenseLayers(10944, first=0).agreement,
     inactive={"moe_layer_freq": (1,)},
     ignored_entries=("scoring_func", "topk_method"),
     window=Window(4096, layered=True),

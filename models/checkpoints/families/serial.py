@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from .family import Family, Multiplier, Option, Stored, fused
@@ -48,6 +49,9 @@ FIXED = {
     "norm_bias": False,
     "latent": None,
     "qk_norm": "none",
+    "attention_chunk": None,
+    "query_growth": 0.0,
+    "growth_interval": 8192,
     "norms": "before",
     "sinks": False,
     "score_softcap": None,
@@ -61,7 +65,11 @@ FIXED = {
     "positions": "rotary",
     "relative_buckets": 32,
     "relative_distance": 128,
+    "alibi_max": 8.0,
+    "alibi_scaled": False,
     "position_offset": 0,
+    "embedding_norm": False,
+    "qkv_clip": None,
     "attention_scale": None,
     "encoder_layers": 0,
     "start_token": 0,
@@ -73,7 +81,7 @@ ROUTED = {
     "moe.shared": 0,
     "moe.shared_width": 0,
     "moe.shared_mix": False,
-    "moe.first_dense": 0,
+    "moe.dense_layers": (),
     "moe.dense_feed_forward": 0,
     "moe.scores": "softmax",
     "moe.expert_groups": 1,
@@ -144,6 +152,54 @@ MISTRAL = Family(
     tensors=TENSORS,
     window=Window(4096),
 )
+
+MINISTRAL = replace(
+    MISTRAL,
+    title="Ministral",
+    architecture="MinistralForCausalLM",
+    model_type="ministral",
+    window=Window(4096, layered=True, sliding=True),
+)
+
+#: The tensors for images in files of models of texts and images.
+OF_IMAGES = r"(model\.)?(vision_tower|multi_modal_projector)\..*"
+
+#: The prefixes of the text model's tensors in such files, of older and newer releases of transformers.
+OF_TEXT = (
+    (r"(?:language_model\.model|model\.language_model)\.(.*)", r"model.\1"),
+    (r"language_model\.lm_head\.(.*)", r"lm_head.\1"),
+)
+
+LLAVA = replace(
+    LLAMA,
+    title="LLaVA",
+    architecture="LlavaForConditionalGeneration",
+    model_type="llava",
+    ignored=(*LLAMA.ignored, OF_IMAGES),
+    renamed=OF_TEXT,
+    # Published files leave out what is as in Llama 7B.
+    text_part={
+        "vocab_size": 32000,
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+    },
+    text_type="llama",
+)
+"""Liu et al. 2023, *Improved Baselines with Visual Instruction Tuning* (arXiv 2310.03744): its text model."""
+
+MISTRAL_3 = replace(
+    MISTRAL,
+    title="Mistral 3",
+    architecture="Mistral3ForConditionalGeneration",
+    model_type="mistral3",
+    ignored=(*MISTRAL.ignored, OF_IMAGES),
+    renamed=OF_TEXT,
+    text_part={},
+    text_type="mistral",
+)
+"""Mistral Small 3.1 and 3.2, whose files hold a part for images too: their text model."""
 
 QWEN2 = Family(
     title="Qwen2",

@@ -37,25 +37,39 @@ COHERE_2 = Family(
 """Cohere with sliding windows in three of four layers; the others are not rotated."""
 
 
-def _read_rotated(json: Mapping[str, Any], fields: Mapping[str, Any], faults: list[str]) -> dict[str, Any]:
-    """Read which layers are rotated: those where `no_rope_layers` is 1, by default all but every fourth."""
-    layers, listed = fields["layers"], json.get("no_rope_layers")
+def read_rotated(json: Mapping[str, Any], layers: int, faults: list[str]) -> list[int] | None:
+    """Return 1 for each layer that is rotated: where `no_rope_layers` is 1, by default all but every fourth.
+
+    Args:
+        json: the entries of config.json.
+        layers: the model's number of layers.
+        faults: list to which a fault is appended; the result is then None.
+    """
+    listed = json.get("no_rope_layers")
     if listed is None:
         interval = json.get("no_rope_layer_interval", 4)
         if not is_whole(interval) or interval < 1:
             faults.append(f"no_rope_layer_interval is {in_json(interval)}; it must be a whole number of layers.")
-            return {}
-        listed = [int((number + 1) % interval != 0) for number in range(layers)]
+            return None
+        return [int((number + 1) % interval != 0) for number in range(layers)]
     if not isinstance(listed, list) or not all(each in (0, 1) and is_whole(each) for each in listed):
         faults.append(f"no_rope_layers is {in_json(listed)}; it must be a list of 0 and 1, one for each layer.")
-        return {}
+        return None
     if len(listed) != layers:
         faults.append(f"no_rope_layers names {len(listed)} layers, and num_hidden_layers is {layers}.")
+        return None
+    return listed
+
+
+def _read_kinds(json: Mapping[str, Any], fields: Mapping[str, Any], faults: list[str]) -> dict[str, Any]:
+    listed = read_rotated(json, fields["layers"], faults)
+    if listed is None:
         return {}
     return {"layer_kinds": repeating(["full" if rotated else "unrotated" for rotated in listed])}
 
 
-def _written_rotated(config: ModelConfig) -> dict[str, Any]:
+def written_rotated(config: ModelConfig) -> dict[str, Any]:
+    """Return the entry that says which layers are rotated."""
     return {"no_rope_layers": [int(config.layer_kind(number) != "unrotated") for number in range(config.layers)]}
 
 
@@ -67,7 +81,7 @@ SMOLLM_3 = Family(
     fixed=without(FIXED, "qkv_bias", "out_bias", "ffn_bias"),
     tensors=LLAMA.tensors,
     agreement=Agreement(
-        ("no_rope_layers", "no_rope_layer_interval"), _read_rotated, _written_rotated, fields=("layer_kinds",)
+        ("no_rope_layers", "no_rope_layer_interval"), _read_kinds, written_rotated, fields=("layer_kinds",)
     ),
     inactive={"use_sliding_window": (False,)},
     rope_base=2e6,

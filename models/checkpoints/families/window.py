@@ -35,6 +35,7 @@ class Window:
         patterned: whether the entry `sliding_window_pattern` sets another pattern, in files older than transformers 5.
         bounded: whether layers from `max_window_layers` on have full attention, whatever the pattern.
         unrotated: whether layers with full attention have no rotary embedding.
+        sliding: whether all layers have a window by default, and `max_window_layers` is not read.
     """
 
     size: int | None
@@ -44,6 +45,7 @@ class Window:
     patterned: bool = False
     bounded: bool = False
     unrotated: bool = False
+    sliding: bool = False
 
 
 #: The default of `max_window_layers`.
@@ -107,6 +109,8 @@ def _default_kinds(
     window: Window, json: Mapping[str, Any], layers: int, size: int | None, faults: list[str]
 ) -> list[str] | None:
     """Return the kinds of layers of a file that does not name them; None if it cannot be read."""
+    if window.sliding:
+        return [FULL if size is None else SLIDING] * layers
     if not window.pattern:
         first = json.get("max_window_layers", _FIRST)
         if not is_whole(first):
@@ -154,7 +158,7 @@ def write_window(window: Window | None, config: ModelConfig) -> dict[str, Any]:
     if window.layered:
         kinds = (config.layer_kind(number) for number in range(config.layers))
         entries["layer_types"] = [SLIDING if kind == "sliding" else FULL for kind in kinds]
-        if not window.pattern:
+        if not (window.pattern or window.sliding):
             entries["max_window_layers"] = config.layers  # which layer_types overrule; old readers know this one alone
     return entries
 

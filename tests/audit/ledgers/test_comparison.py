@@ -347,7 +347,7 @@ def test_reprs_are_one_line():
         assert len(repr(each)) < 160
     assert "96 B planned, 96 B compiled; steps: 1 as planned" in repr(found)
     assert "1 × all-gather x f32: 96 B, A step 0" in repr(entries[0])
-    assert found._repr_html_().startswith("<pre")
+    assert '<td class="right">96 B</td><td class="right">96 B</td>' in found._repr_html_()
 
 
 def test_steps_that_differ_in_nothing_but_figures_stand_in_one_row():

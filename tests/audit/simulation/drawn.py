@@ -1,4 +1,4 @@
-"""A program with something of everything that is drawn."""
+"""A program with an example of everything that a figure draws."""
 
 from gspmd.audit import Timeline, hlo, timeline
 
@@ -38,5 +38,5 @@ metadata={op_name="jit(f)/gspmd[BLE_xy -> BLE]/shard_map/step1.all-gather.x.y/al
 
 
 def drawn() -> Timeline:
-    """Its timeline: a copy, 118 times two permutes over one link with something computed beside them, a gather."""
+    """Return its timeline: a copy, 118 times two permutes over one link beside a computation, and a gather."""
     return timeline(hlo.parse(PROGRAM), "tpu-v4", {"x": 4, "y": 2})

@@ -1,4 +1,4 @@
-"""The models of the tests: small, of odd shapes, every option of a family in some of them."""
+"""The models of the tests: small, with odd shapes, and with every option of a family in some of them."""
 
 LENGTH = 7  # of a prompt
 
@@ -13,7 +13,7 @@ _SIZES = {
     "eos_token_id": 2,
 }
 _HEADS = _SIZES | {"head_dim": 8}  # a head is not as wide as 24/12
-_WIDE = _SIZES | {"hidden_size": 48}  # where the width of a head cannot be set
+_WIDE = _SIZES | {"hidden_size": 48}  # the width of a head cannot be set here
 _KINDS = ["sliding_attention", "full_attention", "sliding_attention"]
 _SCALED = {
     "rope_type": "llama3",
@@ -48,6 +48,9 @@ _GPTJ = {
     "eos_token_id": 2,
 }
 
+_BLOOM = {"vocab_size": 50, "hidden_size": 48, "n_layer": 2, "n_head": 12}
+_MPT = {"vocab_size": 50, "d_model": 48, "n_layers": 2, "n_heads": 12, "max_seq_len": 80}
+_CLIPPED = {"alibi_bias_max": 11, "clip_qkv": 0.75, "softmax_scale": 0.3}
 _GPT2 = {"vocab_size": 50, "n_embd": 48, "n_layer": 2, "n_head": 12, "n_inner": 40, "n_positions": 80}
 _GPT_OSS = _HEADS | {"sliding_window": 4, "num_local_experts": 5, "num_experts_per_tok": 3, "intermediate_size": 16}
 
@@ -69,6 +72,15 @@ _YARN = {
     "mscale_all_dim": 1.0,
     "original_max_position_embeddings": 16,
 }
+_LLAMA_4 = _HEADS | {
+    "num_hidden_layers": 4,
+    "intermediate_size": 16,
+    "intermediate_size_mlp": 40,
+    "num_local_experts": 5,
+    "attention_chunk_size": 3,
+    "floor_scale": 4,
+    "attn_scale": 0.5,
+}
 
 #: Name to the prefix of its classes in transformers, and the arguments of its config.
 CASES = {
@@ -82,6 +94,8 @@ CASES = {
     "qwen3-biases": ("Qwen3", _HEADS | {"attention_bias": True}),
     "gemma": ("Gemma", _HEADS | {"num_key_value_heads": 1}),
     "mistral-window": ("Mistral", _HEADS | {"sliding_window": 4}),
+    "ministral": ("Ministral", _HEADS | {"sliding_window": 4, "num_hidden_layers": 3, "layer_types": _KINDS}),
+    "ministral-window": ("Ministral", _HEADS | {"sliding_window": 3}),
     "qwen2-window": ("Qwen2", _HEADS | {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 1}),
     "gemma2": ("Gemma2", _HEADS | {"sliding_window": 4, "query_pre_attn_scalar": 6, "attn_logit_softcapping": 2.0}),
     "gemma2-uncapped": (
@@ -101,6 +115,14 @@ CASES = {
                 "full_attention": _YARN,
             }
         },
+    ),
+    "llama4": ("Llama4", _LLAMA_4 | {"interleave_moe_layer_step": 2, "rope_parameters": _SCALED}),
+    "llama4-sparse": ("Llama4", _LLAMA_4 | {"no_rope_layers": [0, 1, 1, 0], "tie_word_embeddings": True}),
+    "llama4-biases": (
+        "Llama4",
+        _LLAMA_4
+        | {"attention_bias": True, "use_qk_norm": False, "moe_layers": [0, 2], "attn_temperature_tuning": False}
+        | {"layer_types": ["full_attention", "chunked_attention"] * 2, "no_rope_layers": [1, 1, 0, 1]},
     ),
     "smollm3": ("SmolLM3", _WIDE | {"num_hidden_layers": 4, "pad_token_id": 0}),
     "olmoe": ("Olmoe", _WIDE | {"num_experts": 5, "num_experts_per_tok": 3, "intermediate_size": 16}),
@@ -131,6 +153,12 @@ CASES = {
         "Qwen3Moe",
         _HEADS | {"moe_intermediate_size": 16, "num_experts": 5, "num_experts_per_tok": 3, "norm_topk_prob": False},
     ),
+    "qwen3-moe-steps": (
+        "Qwen3Moe",
+        _HEADS
+        | {"moe_intermediate_size": 16, "num_experts": 5, "num_experts_per_tok": 3, "num_hidden_layers": 6}
+        | {"decoder_sparse_step": 2, "mlp_only_layers": [3]},
+    ),
     "phi3": ("Phi3", _HEADS | _PADDED),
     "phi3-long": ("Phi3", _FEW_HEADS | {"rope_parameters": _LONG, "original_max_position_embeddings": 4}),
     "phi3-short": ("Phi3", _FEW_HEADS | {"rope_parameters": _HALF_LONG, "original_max_position_embeddings": 128}),
@@ -153,6 +181,16 @@ CASES = {
         | {"tie_word_embeddings": False},
     ),
     "falcon-all-heads": ("Falcon", _FALCON | {"multi_query": False}),
+    "falcon-serial": ("Falcon", _FALCON | {"parallel_attn": False}),
+    "falcon-alibi": (
+        "Falcon",
+        _FALCON | {"alibi": True, "parallel_attn": False, "multi_query": False, "bias": True},
+    ),
+    "falcon-alibi-parallel": ("Falcon", _FALCON | {"alibi": True}),
+    "bloom": ("Bloom", _BLOOM),
+    "bloom-untied": ("Bloom", _BLOOM | {"tie_word_embeddings": False, "layer_norm_epsilon": 0.1}),
+    "mpt": ("Mpt", _MPT),
+    "mpt-clipped-untied": ("Mpt", _MPT | {"tie_word_embeddings": False, "attn_config": _CLIPPED}),
     "qwen2-moe": (
         "Qwen2Moe",
         _WIDE | {"moe_intermediate_size": 16, "shared_expert_intermediate_size": 24, "num_experts": 5},
@@ -162,6 +200,18 @@ CASES = {
         _WIDE
         | {"moe_intermediate_size": 24, "shared_expert_intermediate_size": 56, "num_experts": 5, "norm_topk_prob": True}
         | {"num_experts_per_tok": 2, "qkv_bias": False, "tie_word_embeddings": True},
+    ),
+    "qwen2-moe-steps": (
+        "Qwen2Moe",
+        _WIDE
+        | {"moe_intermediate_size": 16, "shared_expert_intermediate_size": 24, "num_experts": 5, "num_hidden_layers": 5}
+        | {"decoder_sparse_step": 2},
+    ),
+    "qwen2-moe-only": (
+        "Qwen2Moe",
+        _WIDE
+        | {"moe_intermediate_size": 16, "shared_expert_intermediate_size": 24, "num_experts": 5, "num_hidden_layers": 4}
+        | {"mlp_only_layers": [0, 3, 4, 9]},
     ),
     "glm4-moe": (
         "Glm4Moe",
@@ -173,6 +223,15 @@ CASES = {
         | {"moe_intermediate_size": 16, "n_routed_experts": 6, "n_group": 3, "topk_group": 2, "num_experts_per_tok": 3}
         | {"n_shared_experts": 2, "use_qk_norm": True, "attention_bias": True, "norm_topk_prob": False}
         | {"routed_scaling_factor": 2.5, "num_hidden_layers": 4, "first_k_dense_replace": 2},
+    ),
+    "glm4-moe-sparse": (
+        "Glm4Moe",
+        _HEADS
+        | {"moe_intermediate_size": 16, "n_routed_experts": 5, "num_experts_per_tok": 3, "first_k_dense_replace": 0},
+    ),
+    "dots1-sparse": (
+        "Dots1",
+        _HEADS | {"moe_intermediate_size": 16, "n_routed_experts": 5, "num_experts_per_tok": 3, "n_shared_experts": 1},
     ),
     "dots1": (
         "Dots1",
@@ -229,7 +288,7 @@ def _nllb(layers: int, decoder_layers: int, step: int) -> dict[str, int]:
     }
 
 
-#: As `CASES`, of encoder–decoders; the tables of "untied" ones differ.
+#: As `CASES`, for encoder–decoders; the tables of "untied" ones differ.
 ENCODER_DECODERS = {
     "m2m-100": ("M2M100", _M2M),
     "m2m-100-untied": ("M2M100", _M2M | {"tie_word_embeddings": False, "activation_function": "gelu"}),
@@ -248,6 +307,7 @@ ENCODER_DECODERS = {
 FIRST = {
     "llama-tied-scaled": "megatron-1d",
     "mistral": "replicated",
+    "ministral": "replicated",
     "qwen2": "weight-stationary-2d",
     "qwen3": "replicated",
     "gemma": "replicated",
@@ -256,6 +316,7 @@ FIRST = {
     "olmo2": "megatron-1d",
     "olmo3": "replicated",
     "smollm3": "replicated",
+    "llama4": "weight-stationary-2d",
     "olmoe": "replicated",
     "cohere2": "replicated",
     "gpt2": "megatron-1d",
@@ -267,6 +328,7 @@ FIRST = {
     "mixtral": "replicated",
     "qwen2-moe": "replicated",
     "qwen3-moe": "replicated",
+    "qwen3-moe-steps": "weight-stationary-2d",
     "phi3-long": "weight-stationary-2d",
     "granite": "replicated",
     "granite-moe": "replicated",
@@ -275,6 +337,9 @@ FIRST = {
     "gpt-neox": "weight-stationary-2d",
     "falcon": "megatron-1d",
     "falcon-two-norms": "replicated",
+    "falcon-alibi": "replicated",
+    "bloom": "megatron-1d",
+    "mpt": "weight-stationary-2d",
     "glm4-moe": "replicated",
     "dots1": "replicated",
     "gptj": "replicated",
@@ -289,5 +354,5 @@ LAYOUTS = {
     "megatron-1d": {"V": 4, "K": 4},
 }
 
-#: Those that text is also decoded in, with a cache.
+#: The layouts in which text is also decoded, with a cache.
 DECODED = ("replicated", "weight-stationary-2d", "megatron-1d")

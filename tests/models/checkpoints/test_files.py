@@ -256,5 +256,5 @@ def test_an_index_that_names_a_fifo_or_a_device_is_one_message(tmp_path):
     (tmp_path / "folder").mkdir()
     for name, kind in {"fifo": "a FIFO", "zero": "a device", "folder": "a folder"}.items():
         index(tmp_path, {"a": name})
-        with pytest.raises(CheckpointError, match=f"{name} cannot be read: it is {kind}, and no regular file"):
+        with pytest.raises(CheckpointError, match=f"{name} cannot be read: it is {kind}, not a regular file"):
             Files(tmp_path)

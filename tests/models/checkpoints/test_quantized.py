@@ -50,6 +50,11 @@ def off(got, wanted):
     return np.linalg.norm(got - wanted) / np.linalg.norm(wanted)
 
 
+#: Cases whose logits lose more, by weights and by the cache: three layers, and scores that the yarn scaling multiplies.
+#: The same errors with random signs take 2.7 to 3.1%, and 1.2 to 1.4%.
+SENSITIVE = {"deepseek-v3": (0.04, 0.02)}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_int8_weights_are_near_float32_and_an_int8_cache_is_near_those(name, reference, placing, chosen):
@@ -72,11 +77,12 @@ def test_int8_weights_are_near_float32_and_an_int8_cache_is_near_those(name, ref
         alike = np.stack([np.logical_and.accumulate((each == routes[0]).all((1, 3))).T for each in routes])
         assert alike.mean((1, 2)).min() > 0.5, alike.sum((1, 2))
     weights, cache = alike[1], alike[1] & alike[2]
-    assert off(logits[1][weights], wanted.logits[weights]) < 0.025
-    assert off(logits[2][cache], logits[1][cache]) < 0.01
+    of_weights, of_cache = SENSITIVE.get(name, (0.025, 0.01))
+    assert off(logits[1][weights], wanted.logits[weights]) < of_weights
+    assert off(logits[2][cache], logits[1][cache]) < of_cache
 
 
-ROWS, LENGTH = 8, 32
+ROWS, LENGTH = 16, 16  # with longer rows few tokens would be compared: one that goes elsewhere takes the rest along
 
 
 def drawn(shapes, std, seed):

@@ -1,4 +1,4 @@
-"""Small tokenizers of the kinds that public checkpoints have, and folders with the files beside them."""
+"""Small tokenizers of the kinds in public checkpoints, and folders with the other files of such checkpoints."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,7 @@ BEGIN, END = "<s>", "</s>"
 
 
 def byte_level(special: tuple[str, ...] = (BEGIN, END)) -> tokenizers.Tokenizer:
-    """A tokenizer as GPT-2's, Llama 3's and Qwen's: merged bytes, spaces at the beginning of words."""
+    """Return a tokenizer like GPT-2's, Llama 3's and Qwen's: merged bytes, spaces at the beginning of words."""
     vocabulary = {letter: at for at, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     merges = [("t", "h"), ("th", "e"), ("Ġ", "a"), ("Ġ", "the")]
     vocabulary |= {a + b: 256 + at for at, (a, b) in enumerate(merges)}
@@ -23,7 +23,7 @@ def byte_level(special: tuple[str, ...] = (BEGIN, END)) -> tokenizers.Tokenizer:
 
 
 def pieces(special: tuple[str, ...] = ("<unk>", BEGIN, END)) -> tokenizers.Tokenizer:
-    """A tokenizer as Llama 2's: pieces with ▁ for spaces, the first word with a space, bytes for other characters."""
+    """Return a tokenizer like Llama 2's: pieces with ▁ for spaces, a space at the first word, bytes for the rest."""
     named = [*special, *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *"abcdefghijklmnopqrstuvwxyz"]
     named += ["th", "the", "▁the", "▁a"]
     merges = [("t", "h"), ("th", "e"), ("▁", "the"), ("▁", "a")]
@@ -39,7 +39,7 @@ def pieces(special: tuple[str, ...] = ("<unk>", BEGIN, END)) -> tokenizers.Token
 
 
 def gemma() -> tokenizers.Tokenizer:
-    """A tokenizer as Gemma's: pieces with ▁ for spaces, none before the first word."""
+    """Return a tokenizer like Gemma's: pieces with ▁ for spaces, none before the first word."""
     backend = pieces(("<unk>", BEGIN, END, "<pad>", "<mask>"))
     backend.normalizer = normalizers.Replace(" ", "▁")
     backend.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
@@ -48,7 +48,7 @@ def gemma() -> tokenizers.Tokenizer:
 
 
 def unigram() -> tokenizers.Tokenizer:
-    """A tokenizer as T5's: the likeliest pieces, with ▁ for spaces."""
+    """Return a tokenizer like T5's: the likeliest pieces, with ▁ for spaces."""
     scores = [("<pad>", 0.0), (END, 0.0), ("<unk>", 0.0), ("▁", -2.0), ("the", -1.0), ("▁a", -1.0)]
     backend = tokenizers.Tokenizer(models.Unigram([*scores, *((letter, -3.0) for letter in "theand")], unk_id=2))
     split = [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace(prepend_scheme="always")]
@@ -58,7 +58,7 @@ def unigram() -> tokenizers.Tokenizer:
     return backend
 
 
-#: The last step of tokenizer.json, by what it adds.
+#: The last step of tokenizer.json, by the tokens that it adds.
 STEPS = {"nothing": "$A", "begin": f"{BEGIN} $A", "end": f"$A {END}", "both": f"{BEGIN} $A {END}"}
 
 

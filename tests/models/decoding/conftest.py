@@ -1,4 +1,4 @@
-"""The library transformers, for tests that hold generated texts against its own."""
+"""The library transformers, for tests that compare generated texts with its own."""
 
 from tests.models.checkpoints.conftest import transformers
 

@@ -1,4 +1,4 @@
-"""Beam search of decoders alone: the texts of whole passes, whatever the layout, and what it is not given with."""
+"""Beam search of decoder-only models: the texts of whole passes, whatever the layout, and what it is not given with."""
 
 from dataclasses import replace
 

@@ -267,7 +267,7 @@ def test_a_source_takes_memory_where_its_line_says(make_mesh):
     assert program.arguments[program.donated].source == cache.source
     with pytest.raises(GenerationError, match="the model has an encoder, and source_length is 0; it must be at least"):
         serving_program(TRANSLATOR, layout, mesh, "decode", batch=8, room=16)
-    with pytest.raises(GenerationError, match="layouts are ranked for decoders alone, and this model has an encoder"):
+    with pytest.raises(GenerationError, match="layouts are ranked for decoder-only models, and this one has"):
         rank_serving(TRANSLATOR, [layout], mesh, "decode", batch=8, room=16)
 
 
@@ -291,7 +291,7 @@ def test_a_source_takes_memory_where_its_line_says(make_mesh):
         ),
         (
             {"encoder_layers": 0, "start_token": 0}, [[1]], {"sources": [[1]]},
-            "this model is a decoder alone and reads no sources; give prompts only",
+            "this model is decoder-only and reads no sources; give prompts only",
         ),
         ({"encoder_layers": 0, "start_token": 0}, None, {}, "there is no prompt to continue; give at least one"),
     ],

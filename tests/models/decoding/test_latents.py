@@ -8,7 +8,7 @@ import gspmd
 import gspmd_models as models
 from gspmd.layouts import Layout
 from gspmd_models.config import LatentConfig, RopeScaling
-from gspmd_models.decoding import abstract_cache, cache_spec
+from gspmd_models.decoding import abstract_cache, cache_spec, decode_step, empty_cache, for_serving
 
 #: DeepSeek-V2-Lite.
 LITE = models.ModelConfig(
@@ -17,7 +17,7 @@ LITE = models.ModelConfig(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(("int8", "each"), [(False, 2 * (512 + 64)), (True, 512 + 64 + 4)])
+@pytest.mark.parametrize(("int8", "each"), [(False, 2 * (512 + 64)), (True, 512 + 64 + 8)])
 def test_a_token_of_the_cache_is_one_latent_and_one_rotated_key_for_all_heads(int8, each, make_mesh):
     mesh = make_mesh({"x": 1, "y": 1, "z": 1})
     cache = abstract_cache(LITE, Layout.load("replicated"), mesh, 3, 40, "bfloat16", int8=int8)
@@ -104,3 +104,45 @@ def test_latent_attention_takes_every_scaling_of_its_rotated_part():
     config = models.ModelConfig(head_size=16, latent=LatentConfig(rotary=8), rope_scaling=scaling)
     assert [rotary.rotary for rotary in config.rotaries] == [8]
     assert config.by_length
+
+
+def read_one_by_one(model, mesh, tokens, *, int8):
+    """Logits [L, B, V] of tokens that are read one by one, and the cache after them."""
+    rows, length = tokens.shape
+    empty = empty_cache(model.config, model.layout, mesh, rows, length, "float32", int8=int8)
+    decode = decode_step(model)
+
+    @jax.jit
+    def run(weights, cache, ids):
+        return jax.lax.scan(lambda cache, ids: decode(weights, ids, cache)[::-1], cache, ids)
+
+    cache, logits = run(models.arrays(model), empty, tokens.T)
+    return np.asarray(logits), cache
+
+
+@pytest.mark.parametrize("preset", ["replicated", pytest.param("weight-stationary-2d", marks=pytest.mark.slow)])
+def test_latents_and_rotated_keys_of_an_int8_cache_have_a_scale_each(preset, make_mesh):
+    """Rotated keys thirty times as large, which queries undo, change no logits, and must not round latents away."""
+    layout = Layout.load(preset).one_position()
+    mesh, config = make_mesh(layout.mesh_for(8 if preset != "replicated" else 1)), for_serving(SMALL)
+    tokens = np.random.default_rng(0).integers(0, 64, (8, 12)).astype(np.int32)
+    with jax.set_mesh(mesh):
+        model = models.build(config, layout, mesh, jax.random.key(0))
+        values, rank, plain = models.arrays(model), 6, 16 - 8
+        values["blocks.0.attention.w_k_down"] = values["blocks.0.attention.w_k_down"].at[..., rank:].multiply(30)
+        values["blocks.0.attention.w_q_up"] = values["blocks.0.attention.w_q_up"].at[..., plain:].divide(30)
+        large = models.with_arrays(model, values)
+        (exact, kept), (rounded, cache) = (read_one_by_one(large, mesh, tokens, int8=int8) for int8 in (False, True))
+        same, without = (read_one_by_one(model, mesh, tokens, int8=int8)[0] for int8 in (False, True))
+    np.testing.assert_allclose(exact, same, atol=1e-4)
+    # The first layer's latents are the same, so its cache is numpy's rounding of them, part by part.
+    wanted = np.asarray(kept.keys[0])[0]
+    for numbers, scales in ((slice(rank), cache.key_scales), (slice(rank, None), cache.value_scales)):
+        of = np.abs(wanted[..., numbers]).max(-1) / 127
+        np.testing.assert_allclose(np.asarray(scales[0])[0], of, rtol=1e-5)
+        off = np.abs(np.asarray(cache.keys[0])[0][..., numbers] - np.round(wanted[..., numbers] / of[..., None]))
+        assert off.max() <= 1
+        assert (off > 0).mean() < 0.01  # numbers halfway between two steps
+    error = [np.linalg.norm(x - exact) / np.linalg.norm(exact) for x in (rounded, without)]
+    assert error[0] < 0.01
+    assert error[0] < 1.2 * error[1]

@@ -14,12 +14,12 @@ TRANSLATOR = models.ModelConfig(
     feed_forward=64, activation="relu", norm="layer", norm_bias=True, norm_epsilon=1e-5, qkv_bias=True, out_bias=True,
     ffn_bias=True, tied=False, positions="sinusoidal", position_offset=2,
 )  # fmt: skip
-"""An M2M-100 with logits by a table of their own: with the embedding's, small models repeat themselves."""
+"""An M2M-100 with a separate table for logits: with the embedding's table, small models repeat themselves."""
 
 
 @functools.cache
 def values(config):
-    """Random parameters by path, large enough that texts are varied, and scales of norms that are not 1."""
+    """Return random parameters by path, large enough that texts vary, with scales of norms that are not 1."""
     rows, numbers = parameters(config, Layout.load("replicated")), np.random.default_rng(0)
     spread = {"table": 0.5, "norm": 0.1, "bias": 0.3, "relative": 1.0}
 
@@ -29,12 +29,12 @@ def values(config):
         return (numbers.normal(0, width, shape) + (name == "norm")).astype(np.float32)
 
     found = {path: drawn(path, row.shape) for path, row in rows.items()}
-    found["output.table"][1] = 0  # a token of padding, of which M2M-100 in transformers does not count the position
+    found["output.table"][1] = 0  # a padding token, whose position M2M-100 in transformers does not count
     return found
 
 
 def model(config, layout, mesh):
-    """The model with these parameters, placed by a layout."""
+    """Return the model with these parameters, sharded by a layout."""
     rows = parameters(config, layout)
     placed = {
         path: jax.device_put(
@@ -56,7 +56,7 @@ class Machine:
         self.generator = models.Generator(self.model, layout, prefill and Layout.load(prefill), **options)
 
     def texts(self, prompts, tokens, **options):
-        """The texts; greedy unless something else is asked for."""
+        """Return the texts; greedy unless something else is asked for."""
         if not {"beams", "sampling"} & {*options}:
             options["sampling"] = models.Sampling(temperature=0)
         with jax.set_mesh(self.mesh):
@@ -64,12 +64,12 @@ class Machine:
 
 
 LENGTH, ROWS = 20, 4
-"""The tokens of every sequence, the rest of which is behind what is asked for, and the rows of every pass."""
+"""The tokens of every sequence, padded behind those that are asked for, and the rows of every pass."""
 
 
 @functools.cache
 def _logits(config):
-    """A function (beginnings, source) -> logits [b, V] after each of the beginnings, of one length, without a cache."""
+    """Return a function (beginnings of one length, source) -> logits [b, V] after each, without a cache."""
     layout = Layout.load("replicated")
     mesh = jax.make_mesh((1, 1, 1), ("x", "y", "z"), devices=jax.devices()[:1])
     whole = model(config, layout, mesh)
@@ -87,7 +87,7 @@ def _logits(config):
 
 
 def greedy(config, beginning, tokens, source=None, stop=()):
-    """The likeliest tokens one after the other, each after a pass over the whole sequence."""
+    """Return the likeliest tokens one after the other, each after a pass over the whole sequence."""
     after, text = _logits(config), []
     for _ in range(tokens):
         token = int(after([[*beginning, *text]], source)[0].argmax())
@@ -98,7 +98,7 @@ def greedy(config, beginning, tokens, source=None, stop=()):
 
 
 def search(config, beginning, tokens, beams, source=None, stop=(), length_penalty=1.0):
-    """Beam search as of transformers with early_stopping=False, written with lists."""
+    """Search with beams as transformers with early_stopping=False, written with lists."""
     after = _logits(config)
     going, ends = [(0.0, [])], []
     for length in range(1, tokens + 1):

@@ -1,4 +1,4 @@
-"""Tokenizers small enough to be made in a test, and a cache of its own."""
+"""Tokenizers small enough to be made in a test, and a separate cache."""
 
 from itertools import product
 from types import SimpleNamespace
@@ -11,7 +11,7 @@ WORDS = "the quick brown fox jumps over the lazy dog, and then it  sleeps.\n"
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path_factory, monkeypatch):
-    """The folder of this test's tokens."""
+    """Return the folder of this test's tokens."""
     folder = tmp_path_factory.mktemp("cache")
     monkeypatch.setenv("GSPMD_CACHE", str(folder))
     return folder / "tokens"
@@ -19,7 +19,7 @@ def cache(tmp_path_factory, monkeypatch):
 
 @pytest.fixture(scope="session")
 def backend():
-    """Merges of bytes, as GPT-2 has them, with an end-of-text token."""
+    """Return a tokenizer with merges of bytes, as GPT-2's, and an end-of-text token."""
     made = Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
@@ -34,13 +34,13 @@ def backend():
 
 @pytest.fixture
 def tokenizer(backend):
-    """Stands for `gspmd_models.checkpoints.Tokenizer`."""
+    """Return a replacement for `gspmd_models.checkpoints.Tokenizer`."""
     return SimpleNamespace(backend=backend, ends=frozenset({0}))
 
 
 @pytest.fixture
 def with_begin(backend):
-    """The same, which puts a token before a text, and cuts texts to three tokens."""
+    """Return the same, which also adds a token before a text, and cuts texts to three tokens."""
     other = Tokenizer.from_str(backend.to_str())
     other.add_special_tokens(["<s>"])
     begin = other.token_to_id("<s>")

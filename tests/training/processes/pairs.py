@@ -1,14 +1,14 @@
-"""Runs of two processes, disturbed: `python pairs.py TASK FOLDER ...`, which prints what became of them as JSON.
+"""Disturbed runs of two processes: `python pairs.py TASK FOLDER ...` prints their results as JSON.
 
-The processes are forked from one that has imported everything and has not started JAX, so that a start takes little.
+The processes are forked from one that has imported everything and has not started JAX, so that a start is fast.
 
     python pairs.py faults FOLDER STAGE:PROCESS ...     raise an error in one of the two, at a stage of the run
-    python pairs.py flags FOLDER FLAGS FLAGS            train with these flags in the one and in the other
-    python pairs.py texts FOLDER                        train on files of one name that differ
-    python pairs.py late FOLDER SECONDS                 train, kill, and resume where one compiles, and takes so long
+    python pairs.py flags FOLDER FLAGS FLAGS            train with these flags, one string for each process
+    python pairs.py texts FOLDER                        train on different files with the same name
+    python pairs.py late FOLDER SECONDS                 train, kill, and resume while one process compiles for so long
     python pairs.py kills FOLDER KILLS SEED             kill either at random moments, resume, and compare the losses
     python pairs.py call FOLDER FUNCTION ...            call functions of this file in both, once they are joined
-    python pairs.py arrivals FOLDER CASE ...            join, where something is in the way (`ARRIVALS`)
+    python pairs.py arrivals FOLDER CASE ...            join in spite of an obstacle (`ARRIVALS`)
 """
 
 import json
@@ -37,7 +37,7 @@ from gspmd.training.syntax import Processes
 SIZES = "[model]\nembed = 16\nlayers = 1\nheads = 8\nkv_heads = 8\nhead_size = 4\nfeed_forward = 32\n"
 FLAGS = ["--config", "small.toml", "--platform", "cpu", "--devices", "8", "--data", "a.txt", "--length", "16"]
 FLAGS += ["--batch", "8", "--validation-every", "0", "--sample-bytes", "0", "--final-validation-batches", "1"]
-# Until two processes that hang are ended.
+# Seconds until two processes that hang are ended.
 LIMIT = 600
 
 
@@ -51,8 +51,8 @@ class End:
 
     Attributes:
         code: exit code; minus the number of the signal that killed it.
-        out, error: what it has said.
-        after: seconds from what disturbed it, or else from its start.
+        out, error: its standard output and error.
+        after: seconds since its disturbance or, without one, since its start.
     """
 
     code: int
@@ -62,11 +62,11 @@ class End:
 
 
 class Pair:
-    """Two processes that do something, joined or not.
+    """Two processes with tasks, joined or not.
 
     Args:
         folder: where they run.
-        tasks: what each does; it returns its exit code.
+        tasks: the function that each runs; it returns the exit code.
         caches: the folder of the compiled programs of each, beside `folder`.
     """
 
@@ -203,7 +203,7 @@ def faults(folder: Path, cases: Sequence[str]) -> dict[str, list[End]]:
 
 
 def late(folder: Path, seconds: float) -> list[list[End]]:
-    """Two processes with programs of their own: killed, and resumed once the second one has lost its programs."""
+    """Kill two processes with separate caches of programs, and resume after the second one has lost its programs."""
 
     def slow() -> None:
         lower_and_compile = jax.stages.Lowered.compile
@@ -234,7 +234,7 @@ def losses(out: Path) -> list[tuple[int, float]]:
 
 
 def kills(folder: Path, wanted: int, seed: int) -> list[dict]:
-    """Kill either of two processes at random moments from where both are joined, and hold losses against whole ones."""
+    """Kill either of two joined processes at random moments, and compare the losses with those of whole runs."""
     draw, flags = random.Random(seed), [*FLAGS, "--steps", "120", "--save-every", "10"]
     for name in ("whole", "again"):  # the second finds its programs
         began = time.monotonic()
@@ -285,7 +285,7 @@ def compare() -> None:
 
 
 def agree() -> None:
-    """Check what needs no device: texts, meetings, and the first one's word."""
+    """Check functions that need no device: texts, meetings, and the first process's word."""
     for _ in range(2):
         texts = processes.gathered(f"text {processes.index()}")
         processes.meet("a test")
@@ -294,7 +294,7 @@ def agree() -> None:
 
 
 def interrupted() -> None:
-    """An interrupt of the second process while the first one lets it wait."""
+    """Interrupt the second process while it waits for the first one."""
     if processes.first():
         time.sleep(LIMIT)
     signal.setitimer(signal.ITIMER_REAL, 0.5)
@@ -317,7 +317,7 @@ def call(folder: Path, name: str) -> list[End]:
 
 # -- what may be in the way of joining ---------------------------------------------------------------------------------
 
-#: Case -> what both say of the processes behind their address, and the signal that one of them gets while they wait.
+#: Case -> the arguments of both about the processes at their address, and the signal that one gets while they wait.
 ARRIVALS: dict[str, tuple[str, str, tuple[int, int] | None]] = {
     "0-interrupted": ("processes=3,process=0", "processes=3,process=1", (0, signal.SIGINT)),
     "1-interrupted": ("processes=3,process=0", "processes=3,process=1", (1, signal.SIGINT)),
@@ -334,7 +334,7 @@ ARRIVALS: dict[str, tuple[str, str, tuple[int, int] | None]] = {
 
 
 def arrivals(folder: Path, name: str) -> list[End]:
-    """Two processes that join, with short waits; in the case of two second ones this process is the first."""
+    """Let two processes join, with short waits; in the case of two second ones this process is the first."""
     where, (*given, disturbed) = address(), ARRIVALS[name]
     for file in ("came-0", "came-1"):
         (folder / file).unlink(missing_ok=True)

@@ -1,6 +1,6 @@
-"""Runs that are killed, each in a process of its own: `python kills.py FOLDER KILLS SEED`.
+"""Runs that are killed, each in a separate process: `python kills.py FOLDER KILLS SEED`.
 
-The processes are forked from one that has imported everything and has not started JAX, so that a start takes little.
+The processes are forked from one that has imported everything and has not started JAX, so that a start is fast.
 """
 
 import os
@@ -28,7 +28,10 @@ CONFIG = TrainingConfig(steps=60, batch=4, length=16, validation_every=0, final_
 
 
 def loss(params, tokens, key):
-    """A bigram model with dropout, so that a resume has to go on with the same random numbers too."""
+    """Return the loss of a bigram model.
+
+    It has dropout, so that a resume also has to continue with the same random numbers.
+    """
     kept = jax.random.bernoulli(key, 0.9, params["table"].shape)
     logits = jnp.take(params["table"] * kept, tokens[:, :-1], axis=0, mode="clip")
     entropy = -jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[:, 1:, None], axis=-1).mean()
@@ -67,7 +70,7 @@ def run(out: Path) -> None:
 
 
 def forked(task: Callable[[Path], None], out: Path, delay: float | None = None) -> bool:
-    """Whether a task, in a process of its own, is killed after a delay, before it is done."""
+    """Return whether a task in a separate process was killed after a delay, before it was done."""
     child = os.fork()
     if child == 0:
         try:
@@ -89,7 +92,7 @@ def losses(out: Path) -> list[tuple[int, float]]:
 
 
 def compare(out: Path) -> None:
-    """Hold all that a run leaves against what the undisturbed one left."""
+    """Compare all files of a run with those of the undisturbed one."""
     whole = out.parent / "whole"
     assert losses(out) == losses(whole)
     assert [step for step, _ in losses(out)] == list(range(1, CONFIG.steps + 1))

@@ -39,7 +39,7 @@ def fits(q: jax.ShapeDtypeStruct, k: jax.ShapeDtypeStruct, v: jax.ShapeDtypeStru
     """Return whether the devices are TPUs whose kernels take queries [B, L, H, D], keys and values [B, L, K, D].
 
     They take causal self-attention of a device in bfloat16 or float32, in JAX's default precision of products, with any
-    window, soft cap and sinks, and are used for more logits than fit in memory.
+    window, chunk, soft cap and sinks, and are used for more logits than fit in memory.
     """
     if not in_force.is_tpu() or in_force.device_kind() in _WITHOUT:
         return False
@@ -56,7 +56,7 @@ def fits(q: jax.ShapeDtypeStruct, k: jax.ShapeDtypeStruct, v: jax.ShapeDtypeStru
 
 @dataclass(frozen=True)
 class Form:
-    """The options of the kernels, besides arrays: the factor of the logits, the window and the soft cap."""
+    """The options of the kernels, besides arrays: the factor of the logits, window or chunk, and the soft cap."""
 
     scale: float
     limits: Limits = UNLIMITED
@@ -80,10 +80,21 @@ class _Schedule:
         return cls(count, ceil(length / count / _LANES) * _LANES, limits)
 
     @property
+    def _first(self) -> list[int]:
+        """The first block of keys that each block of queries sees; the last is its own."""
+        if self.limits.reach is None:
+            return [0] * self.count
+        return [max(self.limits.first(at * self.block) // self.block, 0) for at in range(self.count)]
+
+    @property
     def seen(self) -> list[int]:
         """The number of blocks of keys that each block of queries sees."""
-        far = self.length if self.limits.window is None else self.limits.window
-        return [at + 1 - max((at * self.block - far + 1) // self.block, 0) for at in range(self.count)]
+        return [at + 1 - first for at, first in enumerate(self._first)]
+
+    @property
+    def seeing(self) -> list[int]:
+        """The number of blocks of queries that see each block of keys."""
+        return [sum(first <= at for first in self._first[at:]) for at in range(self.count)]
 
     @property
     def length(self) -> int:
@@ -94,6 +105,7 @@ class _Schedule:
         from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
         from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask import (
             CausalMask,
+            ChunkedCausalMask,
             LocalMask,
             MultiHeadMask,
         )
@@ -106,10 +118,14 @@ class _Schedule:
             block_q_dq=self.block, block_kv_dq=self.block,
         )  # fmt: skip
         # the mask of one head, the same for all
-        shape, window, softcap = (self.length, self.length), self.limits.window, self.limits.softcap
-        mask = MultiHeadMask([CausalMask(shape) if window is None else LocalMask(shape, (window - 1, 0), offset=0)])
-        options = {"block_sizes": sizes, "save_residuals": True, "attn_logits_soft_cap": softcap}
-        return splash.make_splash_mqa_single_device(mask, **options)
+        shape, window, chunk = (self.length, self.length), self.limits.window, self.limits.chunk
+        mask: Any = CausalMask(shape)
+        if window is not None:
+            mask = LocalMask(shape, (window - 1, 0), offset=0)
+        elif chunk is not None:
+            mask = ChunkedCausalMask(shape, chunk)
+        options = {"block_sizes": sizes, "save_residuals": True, "attn_logits_soft_cap": self.limits.softcap}
+        return splash.make_splash_mqa_single_device(MultiHeadMask([mask]), **options)
 
     def work(self, q: jax.Array, k: jax.Array, products: int) -> KernelWork:
         """Return the work of a kernel.
@@ -131,7 +147,8 @@ class _Schedule:
         return KernelWork(
             flops=2 * products * of_head * seen * self.block**2 * size,
             bytes=moved[products],
-            steps=of_head * self.count * max(self.seen),  # kernels shrink the grid to the most that some block sees
+            # kernels shrink the grid to the most that some block sees, or is seen by
+            steps=of_head * self.count * max(self.seeing if products == 4 else self.seen),
             blocks=of_head * seen,
             rows=(rows * k.shape[2] if products == 4 else of_head) * self.count,
         )
@@ -167,11 +184,11 @@ def attended(
     of attention in blocks.
 
     Args:
-        form: the factor of the logits, the window and the soft cap.
+        form: the factor of the logits, window or chunk, and the soft cap.
         q: [B, L, H, D].
         k, v: [B, L, K, D]; K divides H.
         segments: [B, L] int32, of queries and keys alike, or None; segment 0 attends to itself.
-        sinks: [H], a logit more for each head, which has no value, or None.
+        sinks: [H], one more logit for each head, without a value; None for none.
     """
     schedule = _Schedule.of(q.shape[1], q.shape[3] * q.dtype.itemsize, form.limits)
     scaled, keys, values = (schedule.by_key_head(x, k.shape[2]) for x in (_scaled(q, form.scale), k, v))
@@ -224,7 +241,7 @@ def _scaled(x: jax.Array, scale: float) -> jax.Array:
     return (x.astype(jnp.float32) * scale).astype(x.dtype)
 
 
-# -- derivatives of these, which the kernels have not ------------------------------------------------------------------
+# -- derivatives of these, which the kernels lack -------------------------------------------------------------------
 
 
 @attended.defjvp
@@ -259,7 +276,7 @@ def _gradients_tangent(form, primals, tangents):
 def _terms(form: blocks.Form, segments: jax.Array | None, length: int, limits: Limits) -> Terms:
     """Return the terms of queries padded to whole blocks; for segment 0 blocks, unlike the kernel, give 0."""
     pair = None if segments is None else (segments, segments)
-    placed = None if limits.window is None else (positions(length), positions(length))
+    placed = None if limits.reach is None else (positions(length), positions(length))
     return Terms(segments=pair, positions=placed, limits=limits).with_more_queries(-length % form.blocks.queries)
 
 

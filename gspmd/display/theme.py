@@ -23,7 +23,7 @@ THEMES = {"light": LIGHT, "dark": DARK}
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute", "slice", "einsum")
 FONT = "system-ui,-apple-system,'Segoe UI',Roboto,'Helvetica Neue',Arial,sans-serif"
 
-BLOCKS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#b8a900", "#7a6fb0")
+BLOCKS = ("#0072b2", "#f0e442", "#d55e00", "#009e73", "#56b4e9", "#cc79a7", "#e69f00", "#5c1a4a")
 """Fills of up to eight blocks; for more see `fill`. They serve both themes, since every block has an outline."""
 _SCALE = ("#0072b2", "#56b4e9", "#f0e442", "#e69f00", "#b34700")
 
@@ -32,7 +32,7 @@ def fill(block: int, count: int) -> str:
     """Return the color of a block among `count`: its own among few, a place on a scale from blue to orange among many.
 
     >>> fill(0, 2), fill(1, 2), fill(0, 64), fill(63, 64)
-    ('#0072b2', '#e69f00', '#0072b2', '#b34700')
+    ('#0072b2', '#f0e442', '#0072b2', '#b34700')
     """
     if count <= len(BLOCKS):
         return BLOCKS[block]
@@ -61,6 +61,7 @@ _COLORED: tuple[tuple[str, str, str], ...] = (
     (".ink", "fill", "ink"),
     (".soft", "fill", "soft"),
     (".inverse", "fill", "ground"),
+    (".other", "fill", "rule"),
     *((f".{kind}", "fill", kind) for kind in KINDS),
 )
 _SHAPES = """\
@@ -76,11 +77,29 @@ _SHAPES = """\
 {root} .block{{stroke-width:.75}}
 {root} .hatch{{stroke-width:.75;stroke-opacity:.7}}
 {root} .tint{{fill-opacity:.22}}
+{root} .pale{{fill-opacity:.4}}
 """
 
 
+# The marks of a theme that a reader chose, on the page around a picture: JupyterLab, VS Code, Colab, MkDocs, our own.
+_MARKS = {
+    "light": (
+        '[data-jp-theme-light="true"]', '[data-vscode-theme-kind="vscode-light"]', 'html[theme="light"]',
+        '[data-md-color-scheme="default"]', '[data-theme="light"]',
+    ),
+    "dark": (
+        '[data-jp-theme-light="false"]', '[data-vscode-theme-kind="vscode-dark"]', 'html[theme="dark"]',
+        '[data-md-color-scheme="slate"]', '[data-theme="dark"]',
+    ),
+}  # fmt: skip
+
+
 def _rules(root: str, theme: Mapping[str, str], colored: Sequence[tuple[str, str, str]]) -> str:
-    return "".join(f"{root} {selector}{{{name}:{theme[color]}}}\n" for selector, name, color in colored)
+    lines = []
+    for selector, name, color in colored:
+        below = ",".join(f"{root} {each}".strip() for each in selector.split(","))
+        lines.append(f"{below}{{{name}:{theme[color]}}}\n")
+    return "".join(lines)
 
 
 def themed(root: str, colored: Sequence[tuple[str, str, str]], theme: str = "") -> str:
@@ -93,15 +112,9 @@ def themed(root: str, colored: Sequence[tuple[str, str, str]], theme: str = "") 
     """
     if theme:
         return _rules(root, THEMES[theme], colored)
-    light, dark = (
-        {mark: _rules(f"[{mark}] {root}", THEMES[name], colored) for mark in marks}
-        for name, marks in (
-            ("light", ('data-jp-theme-light="true"', 'data-md-color-scheme="default"', 'data-theme="light"')),
-            ("dark", ('data-jp-theme-light="false"', 'data-md-color-scheme="slate"', 'data-theme="dark"')),
-        )
-    )
     media = f"@media (prefers-color-scheme:dark){{\n{_rules(root, DARK, colored)}}}\n"
-    return _rules(root, LIGHT, colored) + media + "".join((*light.values(), *dark.values()))
+    chosen = (_rules(f":is({','.join(_MARKS[name])}) {root}", THEMES[name], colored) for name in THEMES)
+    return _rules(root, LIGHT, colored) + media + "".join(chosen)
 
 
 def style(theme: str = "", *, standalone: bool = True) -> str:

@@ -1,0 +1,42 @@
+"""The flags `--svg` and `--png` of commands that draw."""
+
+import argparse
+from pathlib import Path
+
+from gspmd.annotate.errors import shown
+from gspmd.figures.figure import Figure
+
+ENDINGS = ("svg", "png")
+
+
+def add_flags(parser: argparse.ArgumentParser, what: str) -> None:
+    """Add the flags to a parser; `what` is drawn: "the plan"."""
+    for ending in ENDINGS:
+        say = f"also draw {what} as a picture in this file, which ends in .{ending}"
+        parser.add_argument(f"--{ending}", metavar="FILE", type=_ends_in(ending), help=say)
+
+
+def asked(options: argparse.Namespace) -> list[Path]:
+    """Return the files that were asked for."""
+    return [path for ending in ENDINGS if (path := getattr(options, ending)) is not None]
+
+
+def write(figure: Figure, options: argparse.Namespace) -> str:
+    """Write the files that were asked for; return the error message, which is empty if all were written."""
+    for path in asked(options):
+        try:
+            figure.save(path)
+        except ImportError as error:
+            return str(error)
+        except OSError as error:
+            return f"cannot write {path}: {error.strerror or error}.\n  Name a file in a folder that can be written to."
+    return ""
+
+
+def _ends_in(ending: str):
+    def path(text: str) -> Path:
+        if Path(text).suffix.lower() != f".{ending}":
+            raise argparse.ArgumentTypeError(f"{shown(text)} does not end in .{ending}.")
+        return Path(text)
+
+    return path

@@ -1,0 +1,30 @@
+"""A line of progress in a notebook, which is replaced in place: lines below one another would fill the cell."""
+
+from html import escape
+from typing import Any
+
+
+class Cell:
+    """A place in the output of a notebook's cell.
+
+    `show` may be called from any thread: the place keeps its id, and the kernel finds the cell by it.
+    """
+
+    def __init__(self) -> None:
+        self._handle: Any = None
+
+    def show(self, text: str, share: float | None = None) -> None:
+        """Show a text, and a bar that is filled by a share from 0 to 1, if there is one."""
+        from IPython.display import display
+
+        bar = "" if share is None else f'<progress value="{share:.4f}" max="1" style="width:14em"></progress> '
+        data = {"text/plain": text, "text/html": f'<div style="white-space:pre-wrap">{bar}{escape(text)}</div>'}
+        if self._handle is None:
+            self._handle = display(data, raw=True, display_id=True)
+        else:
+            self._handle.update(data, raw=True)
+
+    def clear(self) -> None:
+        """Show nothing in it any more."""
+        if self._handle is not None:
+            self._handle.update({"text/plain": "", "text/html": ""}, raw=True)

@@ -1,0 +1,154 @@
+"""The figure of a timeline: what one device does over time, a row for its computation and one for every mesh axis."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Protocol
+
+from gspmd.display.units import amount_of_seconds, axes_text
+from gspmd.figures.canvas import Canvas, number
+from gspmd.figures.figure import Figure
+from gspmd.figures.notation import Run
+
+
+class SpanLike(Protocol):
+    """A `Span`."""
+
+    @property
+    def start(self) -> float: ...
+
+    @property
+    def seconds(self) -> float: ...
+
+    @property
+    def exposed(self) -> float: ...
+
+    @property
+    def category(self) -> str: ...
+
+    @property
+    def rows(self) -> tuple[str, ...]: ...
+
+    @property
+    def trips(self) -> int: ...
+
+
+class PartLike(Protocol):
+    """A `CategoryTotal`."""
+
+    @property
+    def category(self) -> str: ...
+
+    @property
+    def axes(self) -> tuple[str, ...]: ...
+
+    @property
+    def seconds(self) -> float: ...
+
+    @property
+    def exposed(self) -> float: ...
+
+
+class TimelineLike(Protocol):
+    """The fields of a `Timeline` that are drawn. A protocol, since `Timeline` imports this module to draw itself."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def mesh(self) -> Mapping[str, int]: ...
+
+    @property
+    def spans(self) -> Sequence[SpanLike]: ...
+
+    @property
+    def parts(self) -> Sequence[PartLike]: ...
+
+    @property
+    def rows(self) -> Sequence[str]: ...
+
+    @property
+    def summary(self) -> str: ...
+
+    def lanes(self, row: str) -> Sequence[tuple[SpanLike, int]]:
+        """Return the spans on a row, each with its lane."""
+
+
+_WIDE, _ROW, _GAP, _NAMES = 460.0, 22.0, 6.0, 58.0
+"""Width of the time axis, height of a row, space between rows, and width of their names."""
+_FINEST = 0.5
+"""Bars closer than this are drawn as one, so that a program of ten thousand instructions is a small picture."""
+_CLASSES = {"other": "other", "copy": "slice"}
+
+
+def timeline_figure(timeline: TimelineLike, plain: str = "") -> Figure:
+    """Draw a timeline: the bars of a row, the hidden part of each collective pale, and what they add up to.
+
+    A loop is drawn as one iteration, so the time axis is that of the drawing; the lines below have the seconds of the
+    whole step.
+
+    Args:
+        timeline: a `gspmd.audit.Timeline`.
+        plain: the same as text.
+
+    Returns:
+        The figure. Every row is a group with `data-row`.
+    """
+    canvas, name = Canvas(), timeline.name or "a program"
+    end = max((span.start + span.seconds for span in timeline.spans), default=0.0) or 1e-9
+    canvas.text(0, 14, f"timeline of {name}", "title ink")
+    y = 28.0
+    for row in timeline.rows:
+        with canvas.group(data_row=row):
+            canvas.text(0, y + _ROW / 2 + 4, row, "small soft")
+            canvas.rect(_NAMES, y, _WIDE, _ROW, "panel", rx=2)
+            _draw_row(canvas, y, timeline.lanes(row), _WIDE / end)
+        y += _ROW + _GAP
+    canvas.text(_NAMES, y + 8, "0", "small soft")
+    canvas.text(_NAMES + _WIDE, y + 8, amount_of_seconds(end), "small soft", "end")
+    y += 24
+    for part in timeline.parts[:8]:
+        kind = _CLASSES.get(part.category, part.category)
+        exposed = f", {amount_of_seconds(part.exposed)} of it exposed" if part.axes else ""
+        canvas.rect(0, y - 8, 10, 10, kind, rx=2)
+        canvas.text(16, y + 1, f"{part.category} {axes_text(part.axes)}".strip(), "ink")
+        canvas.text(176, y + 1, f"{amount_of_seconds(part.seconds)}{exposed}", "soft")
+        y += 17
+    loops = max((span.trips for span in timeline.spans if span.category == "loop"), default=1)
+    words = [[Run(f"{word} ")] for word in timeline.summary.split()]
+    y = canvas.lines(0, y + 6, words, _NAMES + _WIDE, "small soft", 15)
+    if loops > 1:
+        canvas.text(0, y, "Of every loop one iteration is drawn.", "small soft")
+    return canvas.figure(f"Timeline of {name}", timeline.summary, plain or timeline.summary)
+
+
+def _draw_row(canvas: Canvas, y: float, placed: Sequence[tuple[SpanLike, int]], scale: float) -> None:
+    """Draw the bars of a row: for every lane and category one path of what is hidden, and one of what is exposed."""
+    lanes = 1 + max((lane for _, lane in placed), default=0)
+    parts: dict[tuple[int, str, bool], list[tuple[float, float]]] = {}
+    for span, lane in placed:
+        on_chip = span.rows in (("compute",), ("memory",))
+        waits = span.seconds if on_chip else min(span.exposed, span.seconds)
+        middle = span.start + span.seconds - waits  # The device waits last.
+        kind = _CLASSES.get(span.category, span.category)
+        for start, stop, hidden in ((span.start, middle, True), (middle, span.start + span.seconds, False)):
+            if stop > start:
+                parts.setdefault((lane, kind, hidden), []).append((start * scale, stop * scale))
+    high = (_ROW - 4) / lanes
+    for (lane, kind, hidden), pieces in parts.items():
+        top, thick = y + 2 + lane * high, max(0.5, high - (1 if high > 3 else 0))
+        path = "".join(
+            f"M{number(_NAMES + a)} {number(top)}h{number(b - a)}v{number(thick)}h{number(a - b)}z"
+            for a, b in _merged(pieces)
+        )
+        canvas.parts.append(f'<path class="{kind}{" pale" if hidden else ""}" d="{path}"/>')
+
+
+def _merged(pieces: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Join intervals that touch or nearly do, and widen those that could not be seen."""
+    joined: list[tuple[float, float]] = []
+    for start, stop in sorted(pieces):
+        stop = max(stop, start + _FINEST)
+        if joined and start - joined[-1][1] < _FINEST:
+            joined[-1] = joined[-1][0], max(joined[-1][1], stop)
+        else:
+            joined.append((start, stop))
+    return joined

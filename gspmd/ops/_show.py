@@ -1,0 +1,96 @@
+"""`gspmd.show`: which device holds which block of an array."""
+
+from collections.abc import Mapping, Sequence
+from string import ascii_uppercase
+from typing import TYPE_CHECKING, Any
+
+import jax
+from jax.sharding import NamedSharding
+
+from gspmd.annotate import Spec, SpecError, mesh_sizes
+from gspmd.annotate.arrays import placed_spec
+from gspmd.annotate.errors import article, shown
+from gspmd.figures.blocks import blocks_figure
+
+if TYPE_CHECKING:
+    from gspmd.figures.figure import Figure
+
+
+def show(array: Any, sizes: Mapping[str, int] | Sequence[int] | str | None = None, mesh: Any = None) -> "Figure":
+    """Show which device holds which block of an array of any rank, or of a tensor that is sharded as a spec says.
+
+    Args:
+        array: a `jax.Array` (or a `jax.ShapeDtypeStruct` with a sharding), or a spec: `"B_xLE_yz"`.
+        sizes: of an array, the letters of its dimensions, `"BLE"`, by default A, B, C, ...; with a spec, the size of
+            every dimension by letter, or the shape.
+        mesh: with a spec, the size of every mesh axis, or a `jax.sharding.Mesh`.
+
+    Returns:
+        A figure: a notebook shows a cell for each device, in which its block is filled; `print` draws a table of the
+        blocks with the devices that hold each; `.save("blocks.svg")` writes a file. Copies of a block have one color,
+        summands of a partial sum a plus sign. Of more than 64 devices some are drawn.
+
+    Raises:
+        SpecError: the array has no sharding over a mesh, or none that is known while it is traced; the letters are not
+            those of its dimensions; or a spec does not fit the sizes and the mesh.
+
+    Example:
+        >>> print(show("B_xE_y partialsum-z", (8, 6), {"x": 2, "y": 2, "z": 2}))
+        B_xE_y partialsum-z  8 × 6  on x=2 y=2 z=2: 4 blocks of 4 × 3, 2 summands
+                 E 0:3   E 3:6
+               ┌───────┬───────┐
+        B 0:4  │ 0 + 1 │ 2 + 3 │
+               ├───────┼───────┤
+        B 4:8  │ 4 + 5 │ 6 + 7 │
+               └───────┴───────┘
+
+    Differs: `jax.debug.visualize_array_sharding` draws arrays of one and two dimensions, and no partial sums.
+    """
+    if isinstance(array, (str, Spec)):
+        spec = Spec.parse(array)
+        if sizes is None or isinstance(sizes, str) or mesh is None:
+            raise SpecError(
+                f"cannot show '{spec}' without sizes and a mesh.\n  Write gspmd.show('B_xE', (8, 6), {{'x': 2}})."
+            )
+        axes, devices = mesh_sizes(mesh), _ids(mesh)
+    else:
+        if mesh is not None:
+            raise SpecError("cannot show an array on another mesh than its own.\n  Leave the mesh out, or give a spec.")
+        spec, axes, devices = _read(array, sizes)
+        sizes = tuple(array.shape)
+    spec.check(sizes, axes)
+    if spec.is_open:
+        raise SpecError(f"cannot show '{spec}', which leaves a dimension to the compiler.\n  Name its mesh axes.")
+    return blocks_figure(spec, sizes, axes, devices=devices)
+
+
+def _read(array: Any, letters: Any) -> tuple[Spec, dict[str, int], list[int] | None]:
+    """Return the spec of an array, its mesh, and the ids of the devices in the order of the mesh."""
+    sharding = jax.typeof(array).sharding if isinstance(array, jax.core.Tracer) else getattr(array, "sharding", None)
+    if sharding is None or not hasattr(array, "shape"):
+        raise SpecError(
+            f"cannot show {article(type(array).__name__)}: it has no sharding.\n"
+            "  Give a jax.Array, or a spec with sizes and a mesh."
+        )
+    rank = len(array.shape)
+    letters = ascii_uppercase[:rank] if letters is None else letters
+    if not (isinstance(letters, str) and len(letters) == len(set(letters)) == rank <= len(ascii_uppercase)):
+        raise SpecError(
+            f"cannot show an array of {rank} dimensions as {shown(letters)}.\n"
+            f"  Write one letter for each: '{ascii_uppercase[:rank]}'."
+        )
+    spec = placed_spec(array, tuple(letters))
+    if isinstance(sharding, NamedSharding):
+        return spec, dict(sharding.mesh.shape), _ids(sharding.mesh)
+    if len(sharding.device_set) > 1:
+        raise SpecError(
+            f"cannot show an array with a {type(sharding).__name__}: it has no mesh axes.\n"
+            "  Place it with jax.device_put(x, jax.NamedSharding(mesh, jax.P(...))), or with gspmd.annotate."
+        )
+    return spec, {}, [device.id for device in sharding.device_set]
+
+
+def _ids(mesh: Any) -> list[int] | None:
+    """Return the ids of a mesh's devices; None if it is abstract."""
+    devices = getattr(mesh, "devices", None) if isinstance(mesh, jax.sharding.Mesh) else None
+    return None if devices is None else [device.id for device in devices.flat]

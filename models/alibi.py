@@ -1,0 +1,55 @@
+"""The slopes of ALiBi, attention with linear biases: a constant of each head by which its scores fall with distance."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from gspmd.layouts.rules.sizes import Padded
+
+    from .config import ModelConfig
+
+
+def slopes(heads: int, most: float = 8.0) -> np.ndarray:
+    """Return the slope of each of n query heads, float64 [H].
+
+        2^(-most · i / n)  for i = 1 .. n, if n is a power of two
+
+    Otherwise the heads have the slopes of the next lower power of two, and behind them the first, third and so on of
+    the next higher one.
+
+    Args:
+        heads: number of query heads.
+        most: exponent of the flattest head.
+
+    Example:
+        >>> slopes(4).tolist()
+        [0.25, 0.0625, 0.015625, 0.00390625]
+        >>> slopes(3).tolist()
+        [0.0625, 0.00390625, 0.25]
+
+    Source: Press et al. 2022, *Train Short, Test Long: Attention with Linear Biases Enables Input Length Extrapolation*
+        (arXiv 2108.12409), section 3, and the authors' program for other numbers of heads.
+    """
+    wide = 1 << (heads - 1).bit_length()
+    exponents = most * np.arange(1, wide + 1) / wide
+    if wide != heads:  # every other slope of `wide` heads is one of half as many
+        exponents = np.concatenate([exponents[1::2], exponents[::2]])[:heads]
+    return 2.0**-exponents
+
+
+def slopes_of(config: ModelConfig, padded: Padded | None) -> tuple[float, ...]:
+    """Return the slopes of a model's query heads, as `gspmd.ops.attention` takes them.
+
+    Args:
+        config: the model.
+        padded: the padding of its heads, if they have any; its slopes are 0.
+    """
+    found = slopes(config.heads, config.alibi_max)
+    if config.alibi_scaled:
+        found = found * (config.head_size**-0.5 if config.attention_scale is None else config.attention_scale)
+    if padded is not None:
+        found = np.where(padded.origins < 0, 0.0, found[padded.origins])
+    return tuple(found.tolist())

@@ -1,0 +1,113 @@
+"""Entries that say which layers have no experts, and the width of these layers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import gcd
+from typing import TYPE_CHECKING, Any
+
+from .entries import in_json, is_whole
+from .family import Agreement
+
+if TYPE_CHECKING:
+    from ...config import ModelConfig
+
+_FIRST, _STEP, _ONLY, _WIDTH = "first_k_dense_replace", "decoder_sparse_step", "mlp_only_layers", "intermediate_size"
+
+
+@dataclass(frozen=True)
+class DenseLayers:
+    """The entries of a family whose layers may be dense or have experts.
+
+    Attributes:
+        width: default of intermediate_size, the width of dense layers; None if it must be given.
+        first: default of first_k_dense_replace, the number of first layers, which alone are dense. None if every layer
+            whose number from 1 is no multiple of decoder_sparse_step is dense, and those of mlp_only_layers are.
+    """
+
+    width: int | None
+    first: int | None = None
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Return the names of the entries."""
+        return (_WIDTH, *((_STEP, _ONLY) if self.first is None else (_FIRST,)))
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """Return the names of the fields that `read` returns."""
+        return "moe.every", "moe.offset", "moe.dense_layers", "moe.dense_feed_forward"
+
+    @property
+    def agreement(self) -> Agreement:
+        """Return the entries as an `Agreement` of a family that has no others."""
+        return Agreement(self.keys, self.read, self.write, self.fields, reasons=self.reasons)
+
+    def read(self, json: Mapping[str, Any], fields: Mapping[str, Any], faults: list[str]) -> dict[str, Any]:
+        """Return the fields that describe dense layers; the arguments are those of `Agreement.read`."""
+        sparse = self._sparse(json, fields["layers"], faults)
+        width: Any = json.get(_WIDTH, self.width)
+        if not all(sparse) and not (is_whole(width) and width >= 1):
+            faults.append(f"{_WIDTH} is {in_json(width)}; it must be a whole number.")
+        if sparse and not any(sparse):
+            given = " and ".join(f"{key} is {in_json(json[key])}" for key in self.keys if key in json and key != _WIDTH)
+            faults.append(f"{given}, so that none of {len(sparse)} layers has experts; supported: some have.")
+        if faults:
+            return {}
+        return pattern(sparse) | {"moe.dense_feed_forward": 0 if all(sparse) else width}
+
+    def _sparse(self, json: Mapping[str, Any], layers: int, faults: list[str]) -> list[bool]:
+        """Return whether each layer has experts; nothing if the entries are wrong."""
+        if self.first is not None:
+            first = json.get(_FIRST, self.first)
+            if is_whole(first):
+                return [number >= first for number in range(layers)]
+            faults.append(f"{_FIRST} is {in_json(first)}; it must be a whole number of layers.")
+            return []
+        step, only = json.get(_STEP, 1), json.get(_ONLY)
+        if not is_whole(step) or step < 1:
+            faults.append(f"{_STEP} is {in_json(step)}; it must be a whole number of layers.")
+        if not (only is None or (isinstance(only, list) and all(map(is_whole, only)))):
+            faults.append(f"{_ONLY} is {in_json(only)}; it must be a list of numbers of layers.")
+        if faults:
+            return []
+        return [(number + 1) % step == 0 and number not in (only or ()) for number in range(layers)]
+
+    def write(self, config: ModelConfig) -> dict[str, Any]:
+        """Return the entries that describe a model's dense layers."""
+        moe = config.moe
+        assert moe is not None
+        entries: dict[str, Any] = {_WIDTH: moe.dense_feed_forward or config.feed_forward}
+        dense = [number for number in range(config.layers) if not config.is_sparse(number)]
+        if self.first is not None:
+            return entries | {_FIRST: len(dense)}
+        if config.expert_place == moe.every - 1:
+            return entries | {_STEP: moe.every, _ONLY: [*moe.dense_layers]}
+        return entries | {_STEP: 1, _ONLY: dense}
+
+    def reasons(self, config: ModelConfig) -> list[str]:
+        """Return the reasons why the entries cannot describe a model's dense layers."""
+        sparse = [*map(config.is_sparse, range(config.layers))]
+        if config.moe is None or self.first is None or sparse == sorted(sparse):
+            return []
+        dense = ", ".join(str(number) for number, each in enumerate(sparse) if not each)
+        return [f"layers {dense} have no experts, and only first layers have none in it"]
+
+
+def pattern(sparse: Sequence[bool]) -> dict[str, Any]:
+    """Return the fields that say which layers have experts, with the fewest `moe.dense_layers`.
+
+    Args:
+        sparse: whether each layer has experts; some has.
+
+    >>> pattern([False, True] * 4)
+    {'moe.every': 2, 'moe.offset': 1, 'moe.dense_layers': ()}
+    >>> pattern([False, True, True, True])["moe.dense_layers"]
+    (0,)
+    """
+    there = [number for number, each in enumerate(sparse) if each]
+    every = gcd(len(sparse), *(number - there[0] for number in there))
+    regular = range(there[0] % every, len(sparse), every)
+    dense = tuple(number for number in regular if not sparse[number])
+    return {"moe.every": every, "moe.offset": regular.start, "moe.dense_layers": dense}

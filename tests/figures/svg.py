@@ -1,0 +1,74 @@
+"""Reads figures: their elements, and the places of their texts."""
+
+import re
+from dataclasses import dataclass
+from xml.etree import ElementTree
+
+from gspmd.figures.figure import Figure
+from gspmd.figures.notation import text_width
+
+SVG = "{http://www.w3.org/2000/svg}"
+_SIZES = {"title": 13.5, "small": 10.5, "tiny": 8.5}
+
+
+@dataclass(frozen=True)
+class Written:
+    """A text and the rectangle that it takes."""
+
+    text: str
+    left: float
+    top: float
+    right: float
+    bottom: float
+
+    def meets(self, other: "Written") -> bool:
+        across = min(self.right, other.right) - max(self.left, other.left)
+        return across > 0.5 and min(self.bottom, other.bottom) - max(self.top, other.top) > 0.5
+
+
+def root(figure: Figure) -> ElementTree.Element:
+    """The document, which is well-formed."""
+    return ElementTree.fromstring(figure.svg)
+
+
+def having(element: ElementTree.Element, **given: object) -> list[ElementTree.Element]:
+    """The elements below one with some data attributes; `step=None` for any value."""
+    wanted = {f"data-{name}": value for name, value in given.items()}
+    return [
+        each
+        for each in element.iter()
+        if all(name in each.attrib and value in (None, each.get(name)) for name, value in wanted.items())
+    ]
+
+
+def words(element: ElementTree.Element) -> list[str]:
+    """The texts below an element, as they are read."""
+    return ["".join(each.itertext()) for each in element.iter(f"{SVG}text")]
+
+
+def written(figure: Figure) -> list[Written]:
+    """Every text with its place. Widths are those of Helvetica, which most fonts of the stack are about as wide as."""
+    return [_written(each) for each in root(figure).iter(f"{SVG}text")]
+
+
+def _written(text: ElementTree.Element) -> Written:
+    size = next((_SIZES[name] for name in text.get("class", "").split() if name in _SIZES), 12.0)
+    wide = text_width(text.text or "", size)
+    for part in text:
+        style = re.search(r"font-size:([\d.]+)px", part.get("style", ""))
+        wide += text_width(part.text or "", float(style[1]) if style else size) + text_width(part.tail or "", size)
+    x, y = float(text.get("x", 0)), float(text.get("y", 0))
+    left = x - {"start": 0.0, "middle": 0.5, "end": 1.0}[text.get("text-anchor", "start")] * wide
+    return Written("".join(text.itertext()), left, y - 0.75 * size, left + wide, y + 0.1 * size)
+
+
+def check_places(figure: Figure) -> None:
+    """Check that no two texts meet, and that the picture holds all of them."""
+    every = written(figure)
+    left, top, wide, high = figure.box
+    for number, each in enumerate(every):
+        assert left < each.left, each
+        assert each.right < left + wide, each
+        assert top < each.top, each
+        assert each.bottom < top + high, each
+        assert [other for other in every[number + 1 :] if each.meets(other)] == [], each

@@ -1,0 +1,67 @@
+"""A figure as a document, as a file, and in a notebook."""
+
+import sys
+from xml.etree import ElementTree
+
+import pytest
+
+import gspmd
+from gspmd.figures import Figure
+from tests.figures.svg import root
+
+ODD = Figure('<a> & "b"', "c < d", "plain → text", (0, 0, 10, 10), "")
+
+
+def _plan() -> gspmd.Plan:
+    return gspmd.plan("BE_x -> BE", {"B": 4, "E": 8}, {"x": 4})
+
+
+def test_a_document_stands_alone_and_says_what_it_shows():
+    svg = _plan().figure().svg
+    document = ElementTree.fromstring(svg)
+    assert document.get("role") == "img"
+    assert document.get("aria-label") == document[0].text == "Plan of BE_x -> BE"
+    assert document[1].text.startswith("The plan of BE_x -> BE: all-gather x, ")
+    for reference in ("href", "url(", "@import", "<script", "http://", "id="):
+        assert reference not in svg.replace('xmlns="http://www.w3.org/2000/svg"', ""), reference
+
+
+def test_texts_of_others_are_escaped():
+    document = root(ODD)
+    assert document.get("aria-label") == '<a> & "b"'
+    assert document[1].text == "c < d"
+
+
+def test_it_is_saved_as_svg(tmp_path):
+    figure = _plan().figure()
+    assert figure.save(tmp_path / "plan.svg").read_text(encoding="utf-8") == figure.svg
+    assert "@media" not in figure.save(tmp_path / "dark.SVG", color="dark").read_text(encoding="utf-8")
+
+
+def test_it_is_saved_as_png(tmp_path):
+    pytest.importorskip("resvg_py")
+    figure = _plan().figure()
+    data = figure.save(tmp_path / "plan.png").read_bytes()
+    assert data[:8] == b"\x89PNG\r\n\x1a\n"
+    assert int.from_bytes(data[16:20], "big") == round(3 * figure.width)
+
+
+def test_what_cannot_be_saved_is_refused(tmp_path, monkeypatch):
+    figure = _plan().figure()
+    with pytest.raises(
+        ValueError, match=r"cannot save a figure as 'plan.pdf'.\n  Give a name that ends in .svg or .png."
+    ):
+        figure.save("plan.pdf")
+    with pytest.raises(ValueError, match="cannot draw a figure in color 'blue'"):
+        figure.save(tmp_path / "plan.svg", color="blue")
+    monkeypatch.setitem(sys.modules, "resvg_py", None)
+    with pytest.raises(ImportError, match=r"pip install 'gspmd\[png\]'"):
+        figure.save(tmp_path / "plan.png")
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_a_notebook_follows_the_theme_around_it():
+    html = _plan().figure()._repr_html_()
+    assert '[data-jp-theme-light="false"]' in html
+    assert "max-width:100%" in html
+    assert str(ODD) == repr(ODD)

@@ -1,0 +1,111 @@
+"""The figure of a plan: every number in it is the plan's, nothing overlaps, and any equation has one."""
+
+from xml.etree import ElementTree
+
+import pytest
+from hypothesis import given, settings
+
+import gspmd
+from gspmd.display.units import amount_of_bytes, amount_of_flops, amount_of_seconds
+from gspmd.figures import plan_figure, steps_figure
+from tests.figures.svg import check_places, having, root, words
+from tests.references.random_equations import Case, cases
+
+SIZES = {"B": 512, "L": 4, "E": 18432, "F": 73728, "H": 256, "D": 128}
+MESH = {"x": 4, "y": 4, "z": 4}
+EQUATIONS = (
+    "BLE_xyz, E_xF_yz -> BLF_yzx",
+    "BLE_xyz, (E_xF_yz, E_xF_yz) -> (BLF_yzx, BLF_yzx)",
+    "BLF_yz, F_yzE_x + BLH_yzD, H_yzDE_x -> BLE_xyz",
+    "BLE_xyz -> B_xyzLE",
+    "BLE_x -> B_xL",
+    "BLE -> BLE",
+)
+
+
+def _plan(equation: str, lowering: str = "blocking") -> gspmd.Plan:
+    return gspmd.plan(equation, SIZES, MESH, lowering=lowering)
+
+
+def _check(document: ElementTree.Element, plan: gspmd.Plan) -> None:
+    """Compare every number of a drawn plan with the plan."""
+    steps = having(document, step=None)
+    assert sorted(int(step.get("data-step")) for step in steps) == [*range(len(plan.steps))]
+    for drawn in steps:
+        step = plan.steps[int(drawn.get("data-step"))]
+        assert drawn.get("data-kind") == step.kind
+        said = words(drawn)
+        assert said[0] == step.name
+        assert f"{step.amount} · {amount_of_seconds(step.seconds)}" in said
+        if step.kind != "einsum":
+            assert drawn.get("data-operand") == step.operand
+            assert [gspmd.Spec.parse(box.get("data-spec")) for box in having(drawn, spec=None)] == [step.after]
+    held = f"about {amount_of_bytes(plan.peak_bytes)} held"
+    sent, work = f"per device: {amount_of_bytes(plan.wire_bytes)} sent", amount_of_flops(plan.flops)
+    assert f"{sent}, {work}, {amount_of_seconds(plan.seconds)}, {held}" in "".join(words(document))
+
+
+@pytest.mark.parametrize("equation", EQUATIONS)
+@pytest.mark.parametrize("lowering", ["blocking", "looped"])
+def test_every_number_is_that_of_the_plan(equation, lowering):
+    plan = _plan(equation, lowering)
+    figure = plan.figure(gradients=True)
+    document = root(figure)
+    parts = having(document, gradient=None)
+    assert len(parts) == len(plan.gradients)
+    for part, gradient in zip(parts, plan.gradients):
+        _check(part, gradient)
+    _check(root(plan.figure()), plan)
+    check_places(figure)
+
+
+def test_a_group_is_one_node_that_its_shared_operand_enters_once():
+    document = root(_plan(EQUATIONS[1]).figure())
+    assert len([each for each in document.iter() if each.get("class") == "node"]) == 1
+    assert words(document).count("einsum") == 2
+    assert words(document).count("all-gather yz") == 1
+
+
+def test_loops_are_named_as_the_text_names_them():
+    plan = _plan(EQUATIONS[0], "looped")
+    lines = [line.strip() for line in str(plan).splitlines() if line.strip().startswith("looped")]
+    assert lines
+    assert all(line in "".join(words(root(plan.figure()))) for line in lines)
+
+
+@settings(max_examples=40)
+@given(cases())
+def test_any_equation_has_a_figure(case: Case):
+    lowering = case.lowering.partition(":")[0]
+    plan = gspmd.plan(case.equation, dict(case.sizes), dict(case.mesh), lowering=lowering, via=case.via)
+    figure = plan.figure(gradients=True)
+    _check(root(plan.figure()), plan)
+    check_places(figure)
+    check_places(steps_figure(plan))
+
+
+def test_names_of_mesh_axes_are_escaped_and_whole():
+    mesh = {"data": 2, "model": 2}
+    plan = gspmd.plan("BE_{data,model}, EF -> BF", {"B": 4, "E": 8, "F": 8}, mesh)
+    assert "BEdata,model" in words(root(plan.figure()))
+    assert 'data-spec="BE_{data,model}"' in plan.figure().svg
+
+
+def test_the_figure_of_a_paper_is_no_wider_than_its_column():
+    assert max(_plan(each).figure().width for each in EQUATIONS[:1] + EQUATIONS[2:]) < 400
+
+
+def test_steps_are_drawn_on_the_mesh():
+    plan = _plan(EQUATIONS[0])
+    for step, drawn in zip(plan.steps, having(root(plan.steps_figure()), step=None)):
+        tensors = {each.get("data-tensor"): each.get("data-spec") for each in having(drawn, tensor=None)}
+        sides = {"before": step.before, "after": step.after} | ({"other": step.other} if step.other else {})
+        assert {role: gspmd.Spec.parse(spec) for role, spec in tensors.items()} == sides
+        assert len(having(drawn, device=None)) == 64 * len(tensors)
+        assert f"{step.amount} · {amount_of_seconds(step.seconds)}" in words(drawn)[1]
+
+
+def test_without_text_there_is_a_sentence():
+    plan = _plan(EQUATIONS[3])
+    assert str(plan_figure(plan)) == plan_figure(plan).description
+    assert str(plan.figure()) == str(plan)

@@ -1,0 +1,77 @@
+"""Runs the notebooks of docs/tour/, whose outputs are kept in them.
+
+After a change of what they print, renew the outputs, and look at them:
+
+    python -m tests.notebooks [NAME ...]
+"""
+
+import os
+import re
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+import nbformat
+from nbclient import NotebookClient
+
+TOUR = Path(__file__).parents[1] / "docs" / "tour"
+NAMES = ("notation", "one-or-two", "looped", "mixture", "will-it-fit", "own-model")  # in the order of reading
+# Addresses, folders and seconds that were measured, which are others in every run.
+_PASSING = re.compile(r"0x[0-9a-f]+|/tmp/\S+|\bin +\d+(\.\d+)? (ms|s)\b")
+
+
+def read(name):
+    """Return a notebook as it is kept."""
+    return nbformat.read(TOUR / f"{name}.ipynb", as_version=4)
+
+
+def run(name):
+    """Return a notebook with the outputs that it has now; it runs in an empty folder.
+
+    Raises:
+        CellExecutionError: for a cell that fails.
+    """
+    book = read(name)
+    environment = os.environ | {
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",  # the gspmd of this environment
+        "COLUMNS": "100", "JAX_PLATFORMS": "cpu", "NO_COLOR": "1",
+    }  # fmt: skip
+    environment.pop("XLA_FLAGS", None)  # a notebook says itself how many devices it wants
+    folder = tempfile.mkdtemp()
+    try:
+        client = NotebookClient(book, timeout=1200, coalesce_streams=True, resources={"metadata": {"path": folder}})
+        with client.setup_kernel(env=environment):
+            for number, cell in enumerate(book.cells):
+                client.execute_cell(cell, number)
+    finally:
+        shutil.rmtree(folder)
+    for cell in book.cells:
+        cell.metadata.pop("execution", None)  # times of day
+    return book
+
+
+def outputs(book):
+    """Return the text that each cell of code prints or shows, without what passes with each run."""
+    shown = []
+    for cell in book.cells:
+        if cell.cell_type != "code":
+            continue
+        texts = [
+            output.text if output.output_type == "stream" else output.data.get("text/plain", "")
+            for output in cell.outputs
+            if output.get("name") != "stderr"
+        ]
+        shown.append(_PASSING.sub("…", "".join(texts)))
+    return shown
+
+
+def renew(name):
+    """Run a notebook and keep its outputs."""
+    nbformat.write(run(name), TOUR / f"{name}.ipynb")
+
+
+if __name__ == "__main__":
+    for each in sys.argv[1:] or NAMES:
+        print(each, flush=True)
+        renew(each)
