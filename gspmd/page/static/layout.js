@@ -171,7 +171,7 @@ function typed(event) {
 
 shelf = await ask("shelf", {});
 const options = {config: Object.keys(shelf.configs), layout: Object.keys(shelf.layouts), chip: shelf.chips, lowering: ["", ...shelf.lowerings], beside: ["", ...Object.keys(shelf.layouts)]};
-const empty = {lowering: "the layout's own", beside: "nothing"};
+const empty = {lowering: "its own", beside: "nothing"};
 for (const [name, names] of Object.entries(options)) {
   fields[name].replaceChildren(...names.map((value) => make("option", {value}, value || empty[name])));
   fields[name].addEventListener("change", () => {
