@@ -21,13 +21,14 @@ FLOORS = (
     {"gspmd.moe", "gspmd.search"},
     {"gspmd.training"},
     {"models"},
+    {"gspmd.page"},
     {"gspmd.commands"},
 )
 MAY_IMPORT = {room: set().union(*FLOORS[:floor]) for floor, rooms in enumerate(FLOORS) for room in rooms}
 for _room in ("gspmd.moe", "gspmd.training", "models"):
     MAY_IMPORT[_room] -= {"gspmd.audit"}  # what compilers make of a model is no concern of the model
 # The front door, which imports what is asked for when it is asked for.
-for _room in ("gspmd.training", "models", "gspmd.commands"):
+for _room in ("gspmd.training", "models", "gspmd.page", "gspmd.commands"):
     MAY_IMPORT[_room] |= {"gspmd"}
 
 ONLY_TRAINING = {"flax", "optax", "orbax", "grain", "tyro", "tensorboardX", "matplotlib"}

@@ -5,9 +5,8 @@ import re
 from pathlib import Path
 
 from gspmd.annotate.errors import suggestion
-from gspmd.training.toml import ConfigError
 
-_PACKAGE = Path(__file__).parents[1]
+_PACKAGE = Path(__file__).resolve().parents[1]
 
 #: gspmd/configs if installed from a wheel, configs/ at the top of a checkout.
 FOLDER = _PACKAGE / "configs" if (_PACKAGE / "configs").is_dir() else _PACKAGE.parent / "configs"
@@ -29,6 +28,8 @@ def find(name: str) -> str:
         return name
     shipped = sorted(path.stem for path in FOLDER.glob("*.toml"))
     if name not in shipped:
+        from gspmd.training.toml import ConfigError  # imported here: with it comes JAX
+
         near = suggestion(name, shipped)
         known = f"{near}Shipped are {', '.join(shipped)}; or give the path of a TOML file."
         raise ConfigError(f"cannot read config {name!r}:", ["there is no such file, and none is shipped.", known])

@@ -24,6 +24,7 @@ from gspmd.interruption import end, end_as_usual, end_at_once, number_of
 #: Command -> its description. Each is a module of this package with `run(argv, script) -> exit code`.
 COMMANDS = {
     "explain": "show the plan of an equation on a mesh, drawn as the papers draw it",
+    "page": "open a page in the browser that plans equations and layouts as one types",
     "train": "train a Mixture-of-Experts language model on text, every tensor placed by a layout",
     "generate": "continue prompts with a public checkpoint or a trained run, in any layout",
     "export": "write a trained run as a public checkpoint, which transformers loads",

@@ -60,6 +60,7 @@ _COLORED: tuple[tuple[str, str, str], ...] = (
     (".hatch", "stroke", "ink"),
     (".ink", "fill", "ink"),
     (".soft", "fill", "soft"),
+    (".inverse", "fill", "ground"),
     (".other", "fill", "rule"),
     *((f".{kind}", "fill", kind) for kind in KINDS),
 )

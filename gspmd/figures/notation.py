@@ -130,8 +130,8 @@ def tspans(runs: Iterable[Run], size: float) -> str:
     for text, kind in runs:
         wanted = _DROP * size if kind == "sub" else 0.0
         given = [f'dy="{wanted - depth:.4g}"'] if wanted != depth else []
-        # A size in the element's own style: a class would yield to that of the text around it.
-        given += [f'style="font-size:{size * _SIZES[kind]:.4g}px"'] if kind else []
+        # An attribute and no style, which the policy of a page may forbid; no rule of the theme sizes a tspan.
+        given += [f'font-size="{size * _SIZES[kind]:.4g}"'] if kind else []
         given += ['class="soft"'] if kind == "sum" else []
         opening = " ".join(("<tspan", *given))
         drawn.append(f"{opening}>{escape(text)}</tspan>" if given else escape(text))

@@ -7,13 +7,13 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from gspmd.annotate.equation import Equation, Via
-from gspmd.annotate.errors import PlanError, SpecError
+from gspmd.annotate.errors import PlanError, SpecError, shown
 from gspmd.annotate.spec import Spec
 from gspmd.frozen import FrozenDict
 from gspmd.hardware.chips import Chip
 from gspmd.hardware.dtypes import joint_dtype, wire_of
 from gspmd.planner.overlap import Overlap, kept
-from gspmd.planner.routines import plan_routine
+from gspmd.planner.routines import plan_routine, ranked_routines
 from gspmd.planner.steps import Environment, Routine, Step, Tensor
 
 if TYPE_CHECKING:
@@ -154,6 +154,60 @@ class Plan:
                 hidden_seconds=hidden * part.share,
             )
             for part in parts(self.backward, *self.backward_tensors, overlap)
+        )
+
+    def alternatives(self, count: int = 8) -> tuple["Plan", ...]:
+        """Return the best plan of each choice that the search weighed, cheapest first.
+
+        A choice says which dimension each mesh axis shards while the operands are multiplied, or that it shards none.
+        For a group it concerns the operand that all members share, for a sum the placement in which the products are
+        added, and for a move the collectives. The first is the plan that is made without `via`. The order is that of
+        the search, which overlaps nothing: under `"looped"` and `"auto"` the `seconds` of a later one may be fewer.
+
+        Args:
+            count: the most plans to return.
+
+        Returns:
+            Plans of the same equation. `Plan.via` of each is what to write to have it. A sum may then still be added
+            in another placement if that is cheaper.
+
+        Raises:
+            PlanError: `count` is not a positive whole number, or the plan is that of a gradient.
+
+        Example:
+            >>> import gspmd
+            >>> sizes, mesh = {"B": 512, "L": 1, "E": 18432, "F": 73728}, {"x": 4, "y": 4, "z": 4}
+            >>> plan = gspmd.plan("BLE_xyz, E_xF_yz -> BLF_yzx", sizes, mesh)
+            >>> for each in plan.alternatives(3):
+            ...     print(f"{each.via}: {each.wire_bytes / 1e6:.1f} MB sent, {each.seconds * 1e6:.0f} µs")
+            BLE_x, E_xF_yz: 8.0 MB sent, 203 µs
+            BLE, EF_yzx: 50.4 MB sent, 802 µs
+            BLE_xz, E_xzF_y: 50.7 MB sent, 821 µs
+        """
+        if type(count) is not int or count < 1:
+            raise PlanError(f"cannot list {shown(count)} alternatives.\n  Give a positive whole number.")
+        if len(self.inputs) != sum(len(operand.specs) for operand in self.equation.operands):
+            raise PlanError(
+                f"cannot list alternatives to '{self.equation}', a gradient that is planned together with others.\n"
+                f"  Plan it by itself: gspmd.plan('{self.equation}', ...).alternatives()."
+            )
+        ranked = ranked_routines(self.equation, self.environment, self.inputs, self.outputs, count)
+        return tuple(map(self._with_routine, ranked))
+
+    def _with_routine(self, routine: Routine) -> "Plan":
+        """Return a plan of the same equation by another routine, pinned to the specs that it brings the operands to."""
+        overlap, hidden = self.overlapping(routine, self.inputs, self.outputs, self.environment)
+        specs = {move.source: move.spec for move in routine.moves}
+        flat = iter(range(len(self.inputs)))
+        brought = lambda operand: [specs[next(flat)] for _ in operand.specs]  # noqa: E731
+        terms = [[brought(o) if o.group else brought(o)[0] for o in term.operands] for term in self.equation.terms]
+        return replace(
+            self,
+            routine=routine,
+            pinned=Via.sum_of(terms),
+            lowering=_chosen(self.asked, overlap),
+            loops=overlap,
+            hidden_seconds=hidden,
         )
 
     @property

@@ -8,15 +8,17 @@
 The gradient of a product is a group, that of a sum a larger group, that of a group a sum (`gradients`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 
 import numpy as np
 
 from gspmd.annotate.equation import Equation
 from gspmd.annotate.spec import Spec
+from gspmd.planner.graph.paths import shortest_paths
 from gspmd.planner.graph.resharding import move
-from gspmd.planner.graph.search import NoPlacement, PlacedGroup, ResultCosts, result_costs, search
+from gspmd.planner.graph.search import NoPlacement, PlacedGroup, ResultCosts, ranked, result_costs, search
 from gspmd.planner.steps import Contraction, Environment, Move, Product, Routine, RoutineOutput, Step, Tensor
 
 
@@ -48,10 +50,37 @@ def plan_routine(
         builder.outputs = [RoutineOutput((number,), target.spec, ()) for number, target in zip(products, outputs)]
         return builder.routine()
     common = common_placement([group.result_costs(environment) for group in groups], outputs[0]) or outputs[0].spec
+    return _sum_routine(groups, environment, inputs, outputs[0], common)
+
+
+def _sum_routine(
+    groups: Sequence["ProductGroup"], environment: Environment, inputs: Sequence[Tensor], output: Tensor, common: Spec
+) -> Routine:
+    """Plan a sum whose terms are added in the placement `common`."""
+    builder = RoutineBuilder(inputs)
     groups = [group.towards(common) for group in groups]
     products = [number for group in groups for number in builder.add(group, group.search(environment))]
-    builder.outputs.append(RoutineOutput(tuple(products), outputs[0].spec, settling(environment, common, outputs[0])))
+    builder.outputs.append(RoutineOutput(tuple(products), output.spec, settling(environment, common, output)))
     return builder.routine()
+
+
+def ranked_routines(
+    equation: Equation, environment: Environment, inputs: Sequence[Tensor], outputs: Sequence[Tensor], count: int
+) -> list[Routine]:
+    """List the cheapest routine of each choice that the search weighs, cheapest first; see `Plan.alternatives`."""
+    free = [None] * len(inputs)
+    if equation.is_move and set(inputs[0].spec.dims) == set(outputs[0].spec.dims):
+        return list(islice(_ranked_moves(environment, inputs[0], outputs[0]), count))
+    groups = _product_groups(equation, inputs, outputs, free)
+    if len(groups) > 1:
+        return _ranked_sums(groups, environment, inputs, outputs[0], count)
+    routines = []
+    for placed in ranked(environment, groups[0].tensor, groups[0].contractions, count):
+        builder = RoutineBuilder(inputs)
+        products = builder.add(groups[0], placed)
+        builder.outputs = [RoutineOutput((number,), target.spec, ()) for number, target in zip(products, outputs)]
+        routines.append(builder.routine())
+    return routines or [plan_routine(equation, environment, inputs, outputs, free)]
 
 
 @dataclass(frozen=True)
@@ -123,11 +152,38 @@ def _search_group(group: ProductGroup, environment: Environment) -> list[tuple[P
 
 def _move_routine(environment: Environment, source: Tensor, output: Tensor, pinned: Spec | None) -> Routine:
     """Plan one chain of steps, or two with a pin between them."""
-    arrived = Spec(source.spec.dims, tuple(output.spec.axes_of(dim) for dim in source.spec.dims), output.spec.partial)
+    arrived = _arrived(source, output)
     stop = arrived if pinned is None else pinned
     first, second = (_chain(environment, *ends, source) for ends in ((source.spec, stop), (stop, arrived)))
     product = Product(0, None, Step("einsum", (), 0, 0.0, stop, stop), second, arrived)
     return Routine((source.spec,), (Move(0, stop, first),), (product,), (RoutineOutput((0,), output.spec, ()),))
+
+
+def _arrived(source: Tensor, output: Tensor) -> Spec:
+    """Return the target of a move, its dimensions in the order of the source."""
+    return Spec(source.spec.dims, tuple(output.spec.axes_of(dim) for dim in source.spec.dims), output.spec.partial)
+
+
+def _ranked_moves(environment: Environment, source: Tensor, output: Tensor) -> Iterator[Routine]:
+    """Yield the cheapest move with each list of collectives, by way of any placement, cheapest first."""
+    dims, shape = source.spec.dims, tuple(dict(environment.sizes)[dim] for dim in source.spec.dims)
+    paths = shortest_paths(shape, environment.mesh, source.itemsize, environment.chip, frozenset(source.spec.partial))
+    ends = paths.number(source.spec), paths.number(_arrived(source, output))
+    yield (best := _move_routine(environment, source, output, None))
+    seen = {_collectives(best)}
+    if min(ends) < 0:
+        return
+    total = paths.costs_from(ends[0]) + paths.costs_to(ends[1])
+    order = np.argsort(total, kind="stable")
+    for number in order[np.isfinite(total[order].real)].tolist():
+        routine = _move_routine(environment, source, output, paths.spec(dims, number))
+        if _collectives(routine) not in seen:
+            seen.add(_collectives(routine))
+            yield routine
+
+
+def _collectives(routine: Routine) -> tuple[tuple[str, frozenset[str]], ...]:
+    return tuple((step.kind, frozenset(step.axes)) for step in routine.steps)
 
 
 def common_placement(terms: Sequence[ResultCosts], target: Tensor) -> Spec | None:
@@ -136,17 +192,40 @@ def common_placement(terms: Sequence[ResultCosts], target: Tensor) -> Spec | Non
     Return None if there is no such placement, or if a term lacks a dimension that others have: then each term is
         reduced and broadcast by itself.
     """
+    costs = _costs_of_adding(terms, target)
+    if costs is None or not np.isfinite(least := costs.min()):
+        return None
+    dims, paths = terms[0].dims, terms[0].paths
+    return min((paths.spec(dims, number) for number in np.flatnonzero(costs == least).tolist()), key=str)
+
+
+def _costs_of_adding(terms: Sequence[ResultCosts], target: Tensor) -> np.ndarray | None:
+    """Return the cost of adding terms in each placement, if they have the same dimensions and can be added."""
     dims, paths = terms[0].dims, terms[0].paths
     if any(term.dims != dims for term in terms):
         return None
     there = paths.number(Spec(dims, tuple(target.spec.axes_of(dim) for dim in dims), target.spec.partial))
-    if there < 0:
-        return None
-    total = sum((term.costs for term in terms), paths.costs_to(there))
-    least = total.min()
-    if not np.isfinite(least):
-        return None
-    return min((paths.spec(dims, number) for number in np.flatnonzero(total == least).tolist()), key=str)
+    return None if there < 0 else sum((term.costs for term in terms), paths.costs_to(there))
+
+
+def _ranked_sums(
+    groups: Sequence["ProductGroup"],
+    environment: Environment,
+    inputs: Sequence[Tensor],
+    output: Tensor,
+    count: int,
+) -> list[Routine]:
+    """List the cheapest routine for each placement in which the terms may be added; one if they are added apart."""
+    terms = [group.result_costs(environment) for group in groups]
+    costs, dims, paths = _costs_of_adding(terms, output), terms[0].dims, terms[0].paths
+    if costs is None or not np.isfinite(costs.min()):
+        return [_sum_routine(groups, environment, inputs, output, output.spec)]
+    finite = np.flatnonzero(np.isfinite(costs)).tolist()
+    ranked = sorted(finite, key=lambda number: (costs[number].real, costs[number].imag, str(paths.spec(dims, number))))
+    kinds = paths.kinds
+    first = {int(kinds[number]): number for number in reversed(ranked)}  # of those that differ in the order of axes
+    chosen = sorted(first.values(), key=ranked.index)[:count]
+    return [_sum_routine(groups, environment, inputs, output, paths.spec(dims, number)) for number in chosen]
 
 
 def settling(environment: Environment, common: Spec, target: Tensor) -> tuple[Step, ...]:

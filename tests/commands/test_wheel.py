@@ -52,7 +52,7 @@ def test_it_holds_every_module_and_table_and_nothing_else(wheel):
         found = [
             path
             for path in (ROOT / room).rglob("*")
-            if path.suffix in (".py", ".pyi", ".toml") or path.name == "py.typed"
+            if path.suffix in (".py", ".pyi", ".toml") or path.name == "py.typed" or path.parent.name == "static"
         ]
         wanted |= {f"{name}/{path.relative_to(ROOT / room).as_posix()}" for path in found}
     assert files == wanted

@@ -86,15 +86,15 @@ class ContractionTable:
         axes, sizes = zip(*environment.mesh) if environment.mesh else ((), ())
         masks = tuple(sum(1 << axes.index(axis) for axis in tensor.spec.partial) for tensor in operands)
         allowed = tuple(fitting(self.sizes[dim], sizes) for dim in self._union)
-        self._rows, _, partials = joint(len(sizes), allowed, masks)
+        self._rows, _, self._partials = joint(len(sizes), allowed, masks)
         self._masks = sequences(len(sizes)).mask[self._rows]  # the axes on each dimension, by row
         placed = [
-            self._placed(tensor.spec.dims, tensor, tensor.spec.partial, partials[:, number])
+            self._placed(tensor.spec.dims, tensor, tensor.spec.partial, self._partials[:, number])
             for number, tensor in enumerate(operands)
         ]
         self.left, self.right = placed[0], placed[1] if len(placed) == 2 else None
         contracted = [d for d, dim in enumerate(self._union) if dim not in self.dims]
-        made = np.bitwise_or.reduce(np.hstack([partials, self._masks[:, contracted]]), axis=1)
+        made = np.bitwise_or.reduce(np.hstack([self._partials, self._masks[:, contracted]]), axis=1)
         over = axes if self._summed or added else (axis for tensor in operands for axis in tensor.spec.partial)
         self.result = self._placed(self.dims, target, over, made)
 
@@ -104,6 +104,11 @@ class ContractionTable:
         paths = shortest_paths(shape, mesh, tensor.itemsize, chip, frozenset(over))
         rows = [self._rows[:, self._union.index(dim)] for dim in dims]
         return PlacedTensor(tensor, paths, paths.nodes.find(paths.nodes.key(rows, partial)))
+
+    @property
+    def kinds(self) -> np.ndarray:
+        """A number for each row, the same for rows that differ only in the order of the axes of a dimension."""
+        return numbered([np.zeros(len(self._masks), int), *self._masks.T, *self._partials.T])
 
     @cached_property
     def costs(self) -> np.ndarray:

@@ -22,7 +22,7 @@ from gspmd.annotate.spec import Spec
 from gspmd.display.units import amount_of_bytes
 from gspmd.hardware.chips import Chip
 from gspmd.hardware.links import collective_seconds, wire_bytes
-from gspmd.planner.graph.placements import fitting
+from gspmd.planner.graph.placements import fitting, numbered
 from gspmd.planner.graph.transitions import Arcs, graph
 from gspmd.planner.steps import Step, picoseconds
 
@@ -90,6 +90,12 @@ class ShortestPaths:
         axes, partial = self.nodes.placement(number)
         names = lambda held: tuple(self.axes[axis] for axis in held)  # noqa: E731
         return Spec(dims, tuple(map(names, axes)), names(partial))
+
+    @property
+    def kinds(self) -> np.ndarray:
+        """A number for each placement, the same for placements that differ only in the order of axes."""
+        nodes = self.nodes
+        return numbered([np.zeros(len(nodes), int), *nodes.sequences.mask[nodes.rows].T, nodes.partial])
 
     # -- costs ---------------------------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from one run of shortest paths for each tensor, so a joint placement (p, q) cost
 search is linear in their number (`contractions`). If no steps overlap, nothing is estimated or left out.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NoReturn
@@ -69,12 +69,55 @@ def search(
         _refuse(left, contractions, pinned, tables)
     # Ties go to the first spec as text, so that a plan does not depend on how placements are numbered.
     number = min(np.flatnonzero(total == least).tolist(), key=lambda n: str(paths.spec(left.spec.dims, n)))
-    held, path = paths.spec(left.spec.dims, number), paths.path_between(paths.number(left.spec), number)
-    choices = []
-    for table, each in zip(tables, best):
-        rows = np.flatnonzero((table.left.nodes == number) & (table.totals == each[number]))
-        choices.append(table.choice(held, rows.tolist()))
-    return PlacedGroup(held, paths.steps(path, left.spec.dims, left.name), tuple(choices))
+    return _placed(tables, number, _cheapest_rows(tables, best, number))
+
+
+def ranked(
+    environment: Environment, left: Tensor, contractions: tuple[Contraction, ...], count: int
+) -> tuple[PlacedGroup, ...]:
+    """Find the cheapest way for each choice that `search` weighs, and return the `count` cheapest, in its order.
+
+    A choice says which dimension each mesh axis shards while the einsums run; the order of the axes of one dimension
+    makes no difference. Of several contractions it is the choice for the operand that they share.
+    """
+    tables = [ContractionTable(environment, left, contraction) for contraction in contractions]
+    first, own = tables[0], _left_costs(tables[0], None)
+    best = [_lowest(table.totals, table.left.nodes, len(own)) for table in tables]
+    if len(tables) == 1:
+        at, kinds, total = first.left.nodes, first.kinds, own[first.left.nodes] + first.totals
+        sides = [side for side in (first.left, first.right) if side is not None]
+        name: Callable[[int], tuple[str, ...]] = lambda row: tuple(str(side.spec(row)) for side in sides)  # noqa: E731
+    else:
+        at, kinds, total = np.arange(len(own)), first.left.paths.kinds, sum(best, own)
+        name = lambda number: (str(first.left.paths.spec(left.spec.dims, number)),)  # noqa: E731
+    order = np.argsort(total, kind="stable")
+    lowest = order[np.sort(np.unique(kinds[order], return_index=True)[1])]  # of each choice, cheapest first
+    lowest = lowest[np.isfinite(total[lowest].real)]
+    last = total[lowest[:count][-1]] if len(lowest) else FAR
+    found = []
+    for row in lowest[total[lowest] <= last].tolist():
+        tied = np.flatnonzero((kinds == kinds[row]) & (total == total[row])).tolist()
+        found.append(min(tied, key=name))
+    found.sort(key=lambda row: (total[row].real, total[row].imag, name(row)))
+    return tuple(
+        _placed(tables, int(at[row]), [[row]] if len(tables) == 1 else _cheapest_rows(tables, best, row))
+        for row in found[:count]
+    )
+
+
+def _cheapest_rows(tables: Sequence[ContractionTable], best: Sequence[np.ndarray], number: int) -> list[list[int]]:
+    """Return the rows of each table with the left operand at placement `number` that cost least."""
+    rows = [(table.left.nodes == number) & (table.totals == each[number]) for table, each in zip(tables, best)]
+    return [np.flatnonzero(each).tolist() for each in rows]
+
+
+def _placed(tables: Sequence[ContractionTable], number: int, rows: Sequence[Sequence[int]]) -> PlacedGroup:
+    """Return the group with the left operand at placement `number`, and the best of some rows of each table."""
+    left = tables[0].left
+    dims, paths = left.tensor.spec.dims, left.paths
+    held, path = paths.spec(dims, number), paths.path_between(paths.number(left.tensor.spec), number)
+    choices = tuple(table.choice(held, each) for table, each in zip(tables, rows))
+    return PlacedGroup(held, paths.steps(path, dims, left.tensor.name), choices)
 
 
 def result_costs(

@@ -1,0 +1,101 @@
+"""A page in the browser that plans equations and layouts as one types: figures, tensors on the mesh, costs by line.
+
+    gspmd page
+
+It is served by this machine to this machine alone, until Ctrl-C ends it. Nothing runs on a device.
+"""
+
+import argparse
+import socket
+import sys
+import webbrowser
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+from threading import Thread
+
+from gspmd.commands import configs
+from gspmd.reading import folder_fault, whole_number
+
+_PORT = 8765
+_PORTS = 20
+"""Ports that are tried in turn if none is given."""
+
+
+def run(argv: Sequence[str], script: str = "") -> int:
+    """Serve the page until it is interrupted; return the exit code: 2 for bad input or what is not installed.
+
+    Args:
+        argv: the flags.
+        script: unused; no file in scripts/ runs this command.
+    """
+    options = _parser().parse_args(argv)
+    try:
+        import uvicorn
+
+        from gspmd.page.server import application
+    except ModuleNotFoundError as error:
+        if error.name not in ("anyio", "starlette", "uvicorn"):
+            raise
+        print(f"gspmd page: {error.name} is not installed. Run pip install 'gspmd[page]'.", file=sys.stderr)
+        return 2
+    try:
+        listening = _listen(options.port)
+    except OSError as error:
+        print(f"gspmd page: cannot listen on port {options.port or _PORT}: {error.strerror}.", file=sys.stderr)
+        return 2
+    with closing(listening):
+        port = listening.getsockname()[1]
+        from gspmd.page import limits
+
+        config = uvicorn.Config(
+            application(port, configs.FOLDER, options.layouts), log_level="warning", lifespan="on", ws="none",
+            server_header=False,
+            limit_concurrency=limits.CONNECTIONS, timeout_graceful_shutdown=1, h11_max_incomplete_event_size=2**15,
+        )  # fmt: skip
+        server = uvicorn.Server(config)
+        address = f"http://127.0.0.1:{port}/"
+        print(f"gspmd page: {address}   (Ctrl-C ends it)", flush=True)
+        if not options.no_browser:
+            Thread(target=webbrowser.open, args=(address,), daemon=True).start()
+        server.run(sockets=[listening])
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="gspmd page", description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--port", type=_port, help=f"the port to listen on (default: the first free one from {_PORT})")
+    parser.add_argument("--no-browser", action="store_true", help="print the address, and open no browser")
+    parser.add_argument(
+        "--layouts", type=_folder, metavar="FOLDER", help="a folder of layouts to offer beside the presets"
+    )
+    return parser
+
+
+def _port(text: str) -> int:
+    number = whole_number(text)
+    if number is None or not 1 <= number < 2**16:
+        raise argparse.ArgumentTypeError(f"{text!r} is no port: a whole number from 1 to 65535.")
+    return number
+
+
+def _folder(text: str) -> Path:
+    fault = folder_fault(text)
+    if fault:
+        raise argparse.ArgumentTypeError(f"cannot offer the layouts of {text!r}: {fault}.")
+    return Path(text).resolve()
+
+
+def _listen(port: int | None) -> socket.socket:
+    """Listen on a port of this machine's own address, or on the first free one."""
+    for number in [port] if port else range(_PORT, _PORT + _PORTS):
+        listening = socket.socket()
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listening.bind(("127.0.0.1", number))
+            return listening
+        except OSError:
+            listening.close()
+            if port or number == _PORT + _PORTS - 1:
+                raise
+    raise AssertionError("a port is bound, or the last error raised")

@@ -1,0 +1,89 @@
+"""Lowerings side by side as a Gantt chart: when the links and the matrix unit of a device are busy."""
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from gspmd.display.units import amount_of_seconds
+from gspmd.figures.canvas import Canvas, centered
+from gspmd.figures.figure import Figure
+
+_WIDE, _BAR, _BETWEEN, _ROW, _LEFT = 460.0, 15.0, 3.0, 54.0, 82.0
+
+
+class DrawnStep(Protocol):
+    """The fields of a `Step` that are drawn."""
+
+    @property
+    def kind(self) -> str: ...
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def amount(self) -> str: ...
+
+    @property
+    def seconds(self) -> float: ...
+
+
+class BarLike(Protocol):
+    """A `gspmd.planner.timetable.Bar`."""
+
+    @property
+    def number(self) -> int: ...
+
+    @property
+    def step(self) -> DrawnStep: ...
+
+    @property
+    def start(self) -> float: ...
+
+    @property
+    def seconds(self) -> float: ...
+
+    @property
+    def looped(self) -> bool: ...
+
+    @property
+    def lane(self) -> int: ...
+
+
+def lowerings_figure(equation: str, lowered: Mapping[str, tuple[float, Sequence[BarLike]]]) -> Figure:
+    """Draw the plans of one equation under several lowerings, to one scale.
+
+    Args:
+        equation: the equation.
+        lowered: by the name of a lowering, the seconds of its plan, and the plan's `gspmd.planner.timetable.bars`.
+
+    Returns:
+        The figure. Every lowering is a group with `data-lowering` and `data-seconds`; every bar a group with
+        `data-step` and `data-kind`.
+    """
+    canvas, told = Canvas(), []
+    most = max(seconds for seconds, _ in lowered.values()) or 1.0
+    for row, (name, (seconds, bars)) in enumerate(lowered.items()):
+        y, scale = row * _ROW, _WIDE / most
+        with canvas.group(data_lowering=name, data_seconds=repr(seconds)):
+            canvas.text(_LEFT - 10, y + 12, name, "strong ink", "end")
+            canvas.text(_LEFT - 10, y + 28, amount_of_seconds(seconds), "small soft", "end")
+            for lane in range(2):
+                canvas.rect(_LEFT, y + lane * (_BAR + _BETWEEN), _WIDE, _BAR, "panel", rx=2)
+            for bar in bars:
+                if bar.seconds:
+                    _draw(canvas, bar, y, scale)
+        told.append(f"{name} {amount_of_seconds(seconds)}")
+    y = len(lowered) * _ROW - 6
+    canvas.text(_LEFT, y, "links above, matrix unit below", "small soft")
+    canvas.text(_LEFT + _WIDE, y, amount_of_seconds(most), "small soft", "end")
+    return canvas.figure(f"Lowerings of {equation}", f"{', '.join(told)}.", "\n".join(told))
+
+
+def _draw(canvas: Canvas, bar: BarLike, y: float, scale: float) -> None:
+    left, wide = _LEFT + bar.start * scale, max(1.0, bar.seconds * scale)
+    top = y + bar.lane * (_BAR + _BETWEEN)
+    loop = " in a loop" if bar.looped else ""
+    title = f"{bar.step.name}{loop}: {bar.step.amount}, {amount_of_seconds(bar.step.seconds)}"
+    with canvas.group(class_="bar", data_step=bar.number, data_kind=bar.step.kind, title=title):
+        canvas.rect(left, top, wide, _BAR, bar.step.kind, rx=2)
+        if centered(bar.step.name, "small") + 8 < wide:
+            canvas.text(left + wide / 2, top + 11, bar.step.name, "small inverse", "middle")

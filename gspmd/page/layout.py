@@ -1,0 +1,318 @@
+"""The answer to a layout: seconds and bytes of a training step, by equation and by line, and what a device holds."""
+
+import re
+import shlex
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, AxisType
+
+import gspmd
+from gspmd.annotate.errors import LayoutError, NotationError, SpecError, shown, suggestion
+from gspmd.annotate.spec import Spec
+from gspmd.display.units import amount_of_bytes, amount_of_flops, amount_of_seconds, mesh_text
+from gspmd.hardware.chips import chip
+from gspmd.layouts import Layout
+from gspmd.layouts.read import is_path, preset_names
+from gspmd.lowerings.in_force import lowering, planned_for
+from gspmd.page import limits
+from gspmd.page.requests import BadRequest, Texts, read_mesh
+from gspmd.reading import ReadError, read_toml, whole_number
+from gspmd.tracing.program_plan import PlannedStep
+from gspmd.training import OptimizerConfig
+from gspmd.training.reporting.memory import device_bytes
+from gspmd.training.step import Update, abstract_program
+from gspmd.training.step.building import abstract_gradients
+from gspmd.training.toml import ConfigError, from_mapping
+from gspmd_models import ModelConfig
+from gspmd_models.step import Language
+
+
+@dataclass(frozen=True)
+class LayoutRequest(Texts):
+    """A training step of a model in a layout; `lines` are changes of it, a `key = spec` on each line."""
+
+    config: str = ""
+    layout: str = ""
+    mesh: str = ""
+    chip: str = "tpu-v5p"
+    batch: str = "256"
+    length: str = "2048"
+    microbatches: str = "1"
+    dtype: str = "bfloat16"
+    lowering: str = ""
+    lines: str = ""
+
+    @classmethod
+    def longest(cls, name: str) -> int:
+        """Return the most characters of a field."""
+        return limits.LINES if name == "lines" else limits.TEXT
+
+
+class Shelf:
+    """The models and layouts that a page may name: those of two folders, and the presets.
+
+    Args:
+        configs: the folder of the shipped configs.
+        folder: the folder of the user's layouts, if there is one.
+    """
+
+    def __init__(self, configs: Path, folder: Path | None = None):
+        self._configs, self._folder = configs, None if folder is None else folder.resolve()
+
+    def configs(self) -> dict[str, dict[str, Any]]:
+        """Return the tables of every config that has a model for the transformer, by name."""
+        found = {path.stem: read_toml(path) for path in sorted(self._configs.glob("*.toml"))}
+        return {name: tables for name, tables in found.items() if "class" not in tables.get("model", {"class": 0})}
+
+    def layouts(self) -> dict[str, str]:
+        """Return the layouts: the name under which a page asks for each, and that by which it is loaded."""
+        found = {name: name for name in preset_names()}
+        if self._folder is not None:
+            files = sorted(self._folder.glob("*.toml"))
+            found |= {path.name: str(path) for path in files if self._is_within(path)}
+        return found
+
+    def _is_within(self, path: Path) -> bool:
+        """Return whether a layout's file, and all files on which it is based, are in the folder: links may lead out."""
+        assert self._folder is not None
+        for _ in range(limits.BASES):
+            if not path.resolve().is_relative_to(self._folder):
+                return False
+            try:
+                base = read_toml(path).get("base")
+            except ReadError:
+                return True  # Loading it says what is wrong.
+            if not isinstance(base, str) or not is_path(base):
+                return True
+            path = path.parent / base
+        return False
+
+    def model(self, name: str) -> ModelConfig:
+        """Return the model of a config.
+
+        Raises:
+            NotationError: there is none of this name.
+        """
+        configs = self.configs()
+        if name not in configs:
+            raise NotationError(
+                f"no config is called {shown(name)}.\n  {suggestion(name, configs)}Choose from the list."
+            )
+        return from_mapping(ModelConfig, configs[name]["model"], source=f"config {name}")
+
+    def layout(self, name: str) -> Layout:
+        """Load a layout.
+
+        Raises:
+            LayoutError: there is none of this name, or it cannot be read.
+        """
+        known = self.layouts()
+        if name not in known:
+            raise LayoutError(f"no layout is called {shown(name)}.\n  {suggestion(name, known)}Choose from the list.")
+        return Layout.load(known[name])
+
+
+class LayoutAnswer:
+    """The training step of a request, planned.
+
+    Raises:
+        NotationError, ConfigError: the request names what is not there, or what does not fit.
+    """
+
+    def __init__(self, request: LayoutRequest, shelf: Shelf):
+        self.request, self.chip = request, chip(request.chip)
+        self.model, self.base = shelf.model(request.config), shelf.layout(request.layout)
+        self.batch, self.length, self.microbatches = (
+            _count(getattr(request, name), name) for name in ("batch", "length", "microbatches")
+        )
+        self.changes = dict(read_lines(request.lines))
+        layout = self.base.override(self.changes)
+        self.written = layout.lowered(request.lowering) if request.lowering else layout
+        source = self.length if self.model.encoder_layers else 0
+        self.subject = Language(self.model, jnp.dtype(request.dtype), source_length=source)
+        sizes = self.subject.sizes(self.batch, self.length)
+        self.mesh = self.written.complete_mesh(read_mesh(request.mesh))
+        self.layout = self.written.resolved(sizes, self.mesh)
+        self.subject.check(self.layout, self.mesh, self.batch, self.length, self.microbatches)
+
+    @cached_property
+    def planned(self) -> tuple[gspmd.ProgramPlan, dict[str, int]]:
+        """The plan of a step, and the bytes of its state on one device, by kind."""
+        axes = self.mesh
+        mesh: Any = AbstractMesh(tuple(axes.values()), tuple(axes), axis_types=(AxisType.Explicit,) * len(axes))
+        update = Update(OptimizerConfig(), 1000, self.microbatches)
+        program = abstract_program(self.subject, update, self.batch, self.length)
+        with jax.sharding.use_abstract_mesh(mesh), lowering(self.layout.lowering or "auto"), planned_for(self.chip):
+            step, state, *given = program(self.layout, mesh)
+            plan = gspmd.trace(step, state, *given)
+            gradients = abstract_gradients(self.subject, self.layout, state.params, mesh, ())
+        held = {"parameters": state.params, "gradients": gradients, "optimizer": state.optimizer}
+        return plan, {name: device_bytes(tree) for name, tree in held.items()}
+
+    def record(self) -> dict[str, Any]:
+        """Return everything as plain data; amounts are also written as tables print them."""
+        plan, held = self.planned
+        totals = {
+            "seconds": plan.seconds - plan.hidden_seconds,
+            "hidden_seconds": plan.hidden_seconds,
+            "wire_bytes": plan.wire_bytes,
+            "flops": plan.flops,
+            "held_bytes": sum(held.values()),
+        }
+        return {
+            "mesh": mesh_text(self.mesh),
+            "totals": totals | _said(**totals),
+            "rows": self._rows(plan.entries),
+            "kinds": _kinds(plan.entries),
+            "memory": [
+                {"what": name, "bytes": count, "said_bytes": amount_of_bytes(count)} for name, count in held.items()
+            ],
+            "capacity": {"bytes": self.chip.hbm_bytes, "said_bytes": amount_of_bytes(self.chip.hbm_bytes)},
+            "lines": [{"key": key, "spec": text, "base": base} for key, text, base in self._lines()],
+            "chosen": list(self.layout.chosen),
+            "notes": list(plan.notes),
+            "toml": self.toml,
+            "command": self.command,
+        }
+
+    def _rows(self, entries: Iterable[PlannedStep]) -> list[dict[str, Any]]:
+        """Add up the steps of each equation, the most seconds first."""
+        found: defaultdict[str, list[PlannedStep]] = defaultdict(list)
+        for entry in entries:
+            found[entry.equation].append(entry)
+        rows = []
+        for equation, steps in found.items():
+            seconds = sum(each.step.seconds * each.trips - each.hidden_seconds for each in steps)
+            sent, flops = sum(each.wire_bytes for each in steps), sum(each.step.flops * each.trips for each in steps)
+            names = dict.fromkeys(each.step.name for each in steps)
+            figures = {"seconds": seconds, "wire_bytes": sent, "flops": flops}
+            row = {"equation": equation, "lines": self._lines_of(equation), "trips": max(each.trips for each in steps)}
+            rows.append(row | {"steps": list(names)} | figures | _said(**figures))
+        return sorted(rows, key=lambda row: -row["seconds"])
+
+    @cached_property
+    def _sections(self) -> dict[str, dict[str, str]]:
+        """By section, the lines of each spec, as the canonical text of the spec."""
+        found: defaultdict[str, dict[str, str]] = defaultdict(dict)
+        for key, text in self.layout.table.items():
+            section, _, name = key.partition(".")
+            if isinstance(text, str) and not name.endswith("via"):
+                spec = str(Spec.parse(text).without_trivial(self.mesh))
+                found[section][spec] = f"{found[section][spec]}, {key}" if spec in found[section] else key
+        return found
+
+    def _lines_of(self, equation: str) -> list[str]:
+        """Return the lines of the layout that an equation reads: of the section that has most of its specs."""
+        specs = set()
+        for word in re.findall(r"[^\s,()+>-][^\s,()+]*", equation):
+            with suppress(SpecError):  # The name of an operation, an arrow, or the suffix of a partial sum.
+                specs.add(str(Spec.parse(word).without_trivial(self.mesh)))
+        matches = {
+            name: [keys for spec, keys in lines.items() if spec in specs] for name, lines in self._sections.items()
+        }
+        best = max(matches.values(), key=len, default=[])
+        return best if len(best) > 1 else []
+
+    def _lines(self) -> Iterator[tuple[str, str, str]]:
+        """Yield key, spec and the spec before the changes, of every line."""
+        for layout, prefix in ((self.written, ""), *((self.written, name) for name in self.written.overrides)):
+            table = layout.overrides[prefix] if prefix else layout.table
+            before = self.base.overrides.get(prefix, {}) if prefix else self.base.table
+            for key, text in table.items():
+                yield f"{prefix}.{key}" if prefix else key, _text(text), _text(before.get(key, ""))
+
+    @property
+    def toml(self) -> str:
+        """The layout as a file that is based on the one that was chosen."""
+        sections: defaultdict[str, list[str]] = defaultdict(list)
+        for key, text in self.changes.items():
+            section, _, name = key.partition(".")
+            quoted = f'"{name}"' if "." in name else name
+            sections[section].append(f"{quoted} = {_toml(text)}")
+        if self.request.lowering:
+            sections["lowering"].append(f'default = "{self.request.lowering}"')
+        head = [f'# {self.request.config} on {mesh_text(self.mesh)}, {self.batch} x {self.length}, {self.chip.name}.',
+                f'base = "{self.request.layout}"']  # fmt: skip
+        return "\n".join([*head, *("\n".join(["", f"[{name}]", *lines]) for name, lines in sections.items()), ""])
+
+    @property
+    def command(self) -> str:
+        """The command that trains the model in this layout."""
+        words = ["gspmd", "train", "--config", self.request.config, "--layout", self.request.layout]
+        words += ["--mesh", mesh_text(self.mesh), "--batch", str(self.batch), "--length", str(self.length)]
+        words += ["--microbatches", str(self.microbatches)] if self.microbatches > 1 else []
+        words += ["--lowering", self.request.lowering] if self.request.lowering else []
+        words += [word for key, text in self.changes.items() for word in ("--set", f"{key}={text}")]
+        return shlex.join(words)
+
+
+def read_lines(text: str) -> Iterator[tuple[str, str]]:
+    """Yield the changes of a layout: `ffn.w_in = E_xF_y` on each line.
+
+    Raises:
+        BadRequest: a line has no key or no equals sign.
+
+    Example:
+        >>> list(read_lines("ffn.w_in = E_xF_y\\n\\npadding.H = 64"))
+        [('ffn.w_in', 'E_xF_y'), ('padding.H', '64')]
+    """
+    for line in text.splitlines():
+        key, equals, value = line.partition("=")
+        if line.strip():
+            if not (key.strip() and equals):
+                raise BadRequest(
+                    f"the line {shown(line.strip())} of a layout is no key and spec, such as ffn.w_in = E_xF_y."
+                )
+            yield key.strip(), value.strip()
+
+
+def _count(text: str, what: str) -> int:
+    number = whole_number(text)
+    if not number or number > limits.COUNT:
+        raise NotationError(f"{what} is {shown(text)}.\n  Write a whole number from 1 to {limits.COUNT:,}.")
+    return number
+
+
+def _text(text: Any) -> str:
+    return " | ".join(text) if isinstance(text, tuple) else str(text)
+
+
+def _toml(text: str) -> str:
+    parts = [f'"{part.strip()}"' for part in text.split("|")]
+    return parts[0] if len(parts) == 1 else f"[{', '.join(parts)}]"
+
+
+def _said(**figures: float) -> dict[str, str]:
+    how = {"seconds": amount_of_seconds, "bytes": amount_of_bytes, "flops": amount_of_flops}
+    return {f"said_{name}": how[name.rpartition("_")[2]](figure) for name, figure in figures.items()}
+
+
+def _kinds(entries: Iterable[PlannedStep]) -> list[dict[str, Any]]:
+    """Add up the steps of each kind and mesh axes, the most seconds first."""
+    found: defaultdict[str, list[float]] = defaultdict(lambda: [0.0, 0, 0])
+    for entry in entries:
+        row = found[entry.step.name]
+        row[0] += entry.step.seconds * entry.trips
+        row[1] += entry.wire_bytes
+        row[2] += entry.trips
+    rows = sorted(found.items(), key=lambda each: -each[1][0])
+    return [
+        {"name": name, "count": count, "seconds": seconds, "wire_bytes": sent} | _said(seconds=seconds, wire_bytes=sent)
+        for name, (seconds, sent, count) in rows
+    ]
+
+
+def planned(request: LayoutRequest, shelf: Shelf) -> dict[str, Any]:
+    """Return the record of a request; what does not fit the model is told as a fault of notation."""
+    try:
+        return LayoutAnswer(request, shelf).record()
+    except ConfigError as error:
+        raise NotationError(str(error)) from None

@@ -1,0 +1,130 @@
+"""Read requests: objects of texts, within limits, and sizes as the command line takes them."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Self
+
+from gspmd.annotate.errors import Fault, SpecError, listed, report, shown, suggestion
+from gspmd.page import limits
+from gspmd.reading import WHOLE, ReadError, parse_json, whole_number
+
+
+class BadRequest(ValueError):
+    """A request that no page sends: not what the interface takes, or over its limits."""
+
+
+def read_object(body: bytes) -> dict[str, Any]:
+    """Read the JSON object of a request.
+
+    Raises:
+        BadRequest: the body is not UTF-8, not JSON, or not an object.
+    """
+    try:
+        value = parse_json(body.decode())
+    except UnicodeDecodeError as error:
+        raise BadRequest(f"the body is not UTF-8 text: byte {error.start} is 0x{body[error.start]:02x}.") from None
+    except ReadError as error:
+        raise BadRequest(f"cannot read the body: {error}.") from None
+    if not isinstance(value, dict):
+        raise BadRequest(f"the body is {shown(value)}, and not a JSON object.")
+    return value
+
+
+@dataclass(frozen=True)
+class Texts:
+    """A request whose fields are texts; each has a limit, and may be left out."""
+
+    @classmethod
+    def read(cls, given: Mapping[str, Any]) -> Self:
+        """Read the fields from the object of a request.
+
+        Raises:
+            BadRequest: a field is unknown, no text, or too long.
+        """
+        known = [each.name for each in fields(cls)]
+        for name, value in given.items():
+            if name not in known:
+                raise BadRequest(f"there is no field {shown(name)}. {suggestion(name, known)}It takes {listed(known)}.")
+            if not isinstance(value, str):
+                raise BadRequest(f"field {name} is {shown(value)}, and not a text.")
+            if len(value) > cls.longest(name):
+                raise BadRequest(f"field {name} has {len(value):,} characters; it may have {cls.longest(name):,}.")
+        return cls(**given)
+
+    @classmethod
+    def longest(cls, name: str) -> int:
+        """Return the most characters of a field."""
+        return limits.TEXT
+
+
+@dataclass(frozen=True)
+class EquationRequest(Texts):
+    """An equation on a mesh, each field as `gspmd explain` takes it."""
+
+    equation: str = ""
+    sizes: str = ""
+    mesh: str = ""
+    chip: str = "tpu-v4"
+    dtype: str = "bfloat16"
+    lowering: str = "auto"
+    via: str = ""
+
+
+_PAIR = re.compile(r"[^,]+")
+
+
+def read_numbers(text: str, what: str, example: str) -> dict[str, int]:
+    """Read names and sizes: `x=4,y=4`.
+
+    Args:
+        text: what was typed; it may end in a comma.
+        what: what it gives the sizes of, for the error.
+        example: a pair, for the remedy.
+
+    Raises:
+        SpecError: lists every pair that is not a name and a whole number, or whose name was there before.
+
+    Example:
+        >>> read_numbers("x=4, y=8", "mesh axes", "x=4")
+        {'x': 4, 'y': 8}
+    """
+    found: dict[str, int] = {}
+    faults = []
+    for pair in _PAIR.finditer(text):
+        name, equals, size = pair[0].partition("=")
+        number = whole_number(size)
+        start = pair.start() + len(pair[0]) - len(pair[0].lstrip())
+        end = max(start + 1, pair.end() - len(pair[0]) + len(pair[0].rstrip()))
+        if not pair[0].strip():  # The next pair is yet to be typed.
+            continue
+        if not (name.strip() and equals):
+            fact = f"{shown(pair[0].strip())} is not a name and a size."
+            faults.append(Fault(text, start, end, fact, f"Write a name and a size, such as {example}."))
+        elif number is None:
+            fact = f"{shown(size.strip())} is not {WHOLE}."
+            faults.append(Fault(text, start, end, fact, f"Write a name and a size, such as {example}."))
+        elif name.strip() in found:
+            faults.append(Fault(text, start, end, f"{name.strip()} has a size already.", "Give each one once."))
+        else:
+            found[name.strip()] = number
+    if faults:
+        raise report(SpecError, f"cannot read the sizes of {what}", faults)
+    return found
+
+
+def read_mesh(text: str) -> dict[str, int]:
+    """Read a mesh, within the limits of the page.
+
+    Raises:
+        SpecError: as for `read_numbers`; or the mesh has too many axes or devices.
+    """
+    mesh = read_numbers(text, "mesh axes", "x=4")
+    devices = 1
+    for size in mesh.values():
+        devices *= size
+    if len(mesh) > limits.AXES:
+        raise SpecError(f"the mesh has {len(mesh)} axes.\n  This page plans meshes of up to {limits.AXES}.")
+    if devices > limits.DEVICES:
+        raise SpecError(f"the mesh has {devices:,} devices.\n  This page plans meshes of up to {limits.DEVICES:,}.")
+    return mesh

@@ -1,0 +1,114 @@
+"""The tasks of the process that answers: from the object of a request to plain data."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from gspmd.annotate.errors import NotationError, PlanError
+from gspmd.display.units import mesh_text
+from gspmd.hardware.chips import CHIPS
+from gspmd.lowerings.in_force import LOWERINGS
+from gspmd.page.equation import EquationAnswer
+from gspmd.page.requests import BadRequest, EquationRequest, Texts
+
+DTYPES = ("bfloat16", "float32", "float16", "int8", "float8_e4m3fn")
+"""The dtypes that the page offers."""
+DEVICES = 32
+"""Devices of the mesh that the page offers with a layout."""
+
+
+class Tasks:
+    """All that a page may ask for, by name.
+
+    Args:
+        configs: the folder of the shipped configs; None for a process that plans no layouts.
+        folder: the folder whose layouts may be read, if there is one.
+    """
+
+    def __init__(self, configs: Path | None = None, folder: Path | None = None):
+        self._configs, self._folder = configs, folder
+        self._known = {
+            "choices": self._choices, "plan": self._plan, "compare": self._compare, "shelf": self._shelf,
+            "layout": self._layout,
+        }  # fmt: skip
+
+    def warm(self) -> None:
+        """Import what the first answer needs, and plan one equation, or read the models and layouts."""
+        if self._configs is not None:
+            self._shelf({})
+            return
+        self._compare({"equation": "BE_x, EF_x -> BF_x", "sizes": "B=8,E=8,F=8", "mesh": "x=2"})
+
+    def run(self, task: str, given: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
+        """Return the HTTP status of a request, and the answer: `refused` with the reason if no page sends it."""
+        try:
+            return 200, self._known[task](given)
+        except BadRequest as error:
+            return 400, {"refused": str(error)}
+        except MemoryError:
+            return 200, fault_record(PlanError("there is not enough memory for this.\n  Try a smaller mesh."))
+
+    def _choices(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what the fields of the page offer."""
+        if given:
+            raise BadRequest("the choices take no fields.")
+        return {"chips": [*CHIPS], "dtypes": DTYPES, "lowerings": LOWERINGS}
+
+    def _shelf(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the models and layouts that a page may name, and what each config trains with."""
+        from gspmd.page.layout import Shelf
+
+        if given:
+            raise BadRequest("the shelf takes no fields.")
+        assert self._configs is not None, "the server asks this of the process that plans layouts"
+        shelf = Shelf(self._configs, self._folder)
+        trained = ("batch", "length")
+        configs = {
+            name: {key: str(value) for key, value in tables.get("training", {}).items() if key in trained}
+            | {
+                "layout": tables.get("sharding", {}).get("layout", ""),
+                "mesh": tables.get("sharding", {}).get("mesh", ""),
+            }
+            for name, tables in shelf.configs().items()
+        }
+        return {
+            "configs": configs,
+            "layouts": {name: mesh_text(shelf.layout(name).mesh_for(DEVICES)) for name in shelf.layouts()},
+        } | self._choices({})
+
+    def _layout(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        from gspmd.page.layout import LayoutRequest, Shelf, planned
+
+        request = LayoutRequest.read(given)
+        assert self._configs is not None, "the server asks this of the process that plans layouts"
+        try:
+            return planned(request, Shelf(self._configs, self._folder))
+        except NotationError as error:
+            return fault_record(error, request)
+
+    def _plan(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        return _answer(given, EquationAnswer.record)
+
+    def _compare(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        return _answer(given, EquationAnswer.compared)
+
+
+def _answer(given: Mapping[str, Any], part: Callable[[EquationAnswer], dict[str, Any]]) -> dict[str, Any]:
+    request = EquationRequest.read(given)
+    try:
+        return part(EquationAnswer(request))
+    except NotationError as error:
+        return fault_record(error, request)
+
+
+def fault_record(error: NotationError, request: Texts | None = None) -> dict[str, Any]:
+    """Return what is wrong with the fields of a request, each fault with the field in which it stands."""
+    texts = {} if request is None else {text: name for name, text in reversed(vars(request).items())}
+    faults = [
+        {
+            "field": texts.get(fault.text),
+            "text": fault.text, "start": fault.start, "end": fault.end, "fact": fault.fact, "remedy": fault.remedy,
+        }
+        for fault in error.faults
+    ]  # fmt: skip
+    return {"fault": {"kind": type(error).__name__, "message": str(error), "faults": faults}}

@@ -1,0 +1,156 @@
+"""Answers in a process of their own, which is ended if one takes too long.
+
+The processes speak in lines of JSON. A process answers one line after the other, by a function that it looks up by name
+in `gspmd.page.tasks`, and ends when its input is closed, at once if the page ends while it still computes.
+"""
+
+import json
+import os
+import queue
+import subprocess
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from threading import Lock, Thread
+from typing import Any
+
+_MODULE = "gspmd.page.worker"
+
+
+class TooLong(RuntimeError):
+    """An answer took longer than it may; its process has been ended."""
+
+
+class Ended(RuntimeError):
+    """The process ended without an answer, for want of memory perhaps."""
+
+
+class Worker:
+    """A process that answers requests, one at a time; it is started when it is needed, and again if it has ended.
+
+    Args:
+        folders: those of the configs and of the user's layouts, for a process that plans layouts.
+    """
+
+    def __init__(self, *folders: Path):
+        self._folders = folders
+        self._process: subprocess.Popen[str] | None = None
+        self._answers: queue.Queue[str | None] = queue.Queue()
+        self._lock, self._closed = Lock(), False
+
+    def start(self) -> None:
+        """Start the process, which imports what it needs, before it is asked."""
+        with self._lock:
+            self._start()
+
+    def ask(self, task: str, given: Mapping[str, Any], seconds: float) -> tuple[int, str]:
+        """Return the HTTP status of a request, and the answer as JSON.
+
+        Args:
+            task: the name of a task.
+            given: the object of the request.
+            seconds: the longest that it may take, without the start of the process.
+
+        Raises:
+            TooLong: it took longer.
+            Ended: the process ended without an answer, or the page is about to end.
+        """
+        with self._lock:
+            process = self._start()
+            assert process.stdin is not None
+            try:
+                process.stdin.write(json.dumps([task, given]) + "\n")
+                process.stdin.flush()
+                answer = self._answers.get(timeout=seconds)
+            except queue.Empty:
+                self._stop()
+                raise TooLong(f"the answer took more than {seconds:g} seconds, and was given up.") from None
+            except OSError:
+                answer = None
+            if answer is None:
+                self._stop()
+                raise Ended("the process that computes answers has ended; it may have run out of memory.")
+            status, _, body = answer.partition(" ")
+            return int(status), body
+
+    def close(self) -> None:
+        """End the process for good."""
+        self._closed = True
+        process = self._process
+        if process is not None:  # Without the lock: somebody may wait for an answer.
+            process.kill()
+        with self._lock:
+            self._stop()
+
+    def _start(self) -> subprocess.Popen[str]:
+        if self._closed:
+            raise Ended("the page is about to end.")
+        if self._process is not None and self._process.poll() is None:
+            return self._process
+        self._stop()
+        # Imported from where this process has it, and never from the current folder.
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+        # Nothing runs on a device, and a TPU or GPU belongs to the program that trains.
+        environment |= {"JAX_PLATFORMS": "cpu"}
+        argv = [sys.executable, "-P", "-m", _MODULE, *map(str, self._folders)]
+        self._process = subprocess.Popen(
+            argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, encoding="utf-8", env=environment,
+            start_new_session=True,  # an interrupt of the terminal is for the page, which ends this process
+        )  # fmt: skip
+        self._answers = queue.Queue()
+        Thread(target=_read, args=(self._process, self._answers), daemon=True).start()
+        ready = self._answers.get()
+        if ready is None:
+            self._stop()
+            raise Ended("the process that computes answers does not start.")
+        return self._process
+
+    def _stop(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.wait()
+            for stream in (process.stdin, process.stdout):
+                if stream is not None:
+                    with suppress(OSError):  # What was not written is lost with the process.
+                        stream.close()
+
+
+def _read(process: subprocess.Popen[str], answers: "queue.Queue[str | None]") -> None:
+    """Pass on the lines of a process, and None at their end."""
+    assert process.stdout is not None
+    with suppress(ValueError):  # It has been closed.
+        for line in process.stdout:
+            answers.put(line)
+    answers.put(None)
+
+
+def main() -> None:
+    """Answer the requests on standard input until it is closed."""
+    # Libraries that print would spoil the answers.
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    requests: queue.Queue[str] = queue.Queue()
+    Thread(target=_listen, args=(requests,), daemon=True).start()
+    from gspmd.page.tasks import Tasks
+
+    tasks = Tasks(*map(Path, sys.argv[1:]))
+    tasks.warm()
+    answers.write("ready\n")
+    while True:
+        answers.flush()
+        task, given = json.loads(requests.get())
+        status, answer = tasks.run(task, given)
+        answers.write(f"{status} {json.dumps(answer)}\n")
+
+
+def _listen(requests: "queue.Queue[str]") -> None:
+    """Read the requests; end the process at once when there will be no more."""
+    for line in sys.stdin:
+        requests.put(line)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
