@@ -18,7 +18,7 @@ from gspmd.layouts.rules.sizes import padded, padding_faults
 from gspmd.layouts.section import Section
 from gspmd.layouts.table import LayoutTable, unknown
 from gspmd.layouts.variants import inner_specs, overridden, position_specs, stored_specs
-from gspmd.lowerings.in_force import checked
+from gspmd.lowerings.names import checked
 
 # Errors propose the nearest numbers of devices on which the sizes divide, if they are less than this away from the
 # number that was asked for. All meshes of each number are tried.

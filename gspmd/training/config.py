@@ -6,11 +6,11 @@ import os
 import typing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 import tyro
 
-from gspmd.lowerings.in_force import LOWERINGS
+from gspmd.lowerings.names import LOWERINGS
 from gspmd.pipeline.schedule import SCHEDULES
 from gspmd.training.syntax import layout_beside, parse_mesh, parse_processes, parse_profile, parse_relayout
 from gspmd.training.toml import ConfigError, Dataclass, load_toml, not_a_choice, not_negative, positive
@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # type checkers cannot evaluate Literal[LOWERINGS]
 else:
     Lowering, Schedule = Literal[LOWERINGS], Literal[SCHEDULES]
 
-__all__ = ["ConfigError", "OptimizerConfig", "ShardingConfig", "TrainingConfig", "load_toml", "parse_mesh"]
+__all__ = ["ConfigError", "OptimizerConfig", "ShardingConfig", "TrainingConfig", "Update", "load_toml", "parse_mesh"]
 
 
 @dataclass(frozen=True)
@@ -182,6 +182,25 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True)
+class Update:
+    """The update of a step, whatever the layout and the mesh.
+
+    Attributes:
+        optimizer: rates and decays.
+        steps: total number of updates.
+        microbatches: parts of a batch that are computed one after the other, or that go through stages.
+        frozen: patterns of parameters that stay as they are.
+        parameter_dtype: what matrices are stored in; if not float32, the optimizer has float32 masters.
+    """
+
+    optimizer: OptimizerConfig
+    steps: int
+    microbatches: int = 1
+    frozen: tuple[str, ...] = ()
+    parameter_dtype: Any = "float32"
+
+
+@dataclass(frozen=True)
 class ShardingConfig:
     """The devices, the mesh over them, and the layout on it."""
 
@@ -200,7 +219,7 @@ class ShardingConfig:
     mesh: str = ""
     """Mesh axes and their sizes, such as x=4,y=2; factored by the layout's rule if not given."""
     axis_types: Literal["explicit", "auto"] = "explicit"
-    """Whether a spec is part of an array's type."""
+    """Type of the mesh axes: explicit, where a spec is part of an array's type; or auto, where it is not."""
     compiler_options: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
     """An option of the compiler for the step, such as xla_tpu_scoped_vmem_limit_kib=81920; repeatable."""
     platform: Literal["cpu", "gpu", "tpu"] | None = None

@@ -7,7 +7,7 @@ import pytest
 
 from gspmd.annotate import LayoutError
 from gspmd.layouts import Layout
-from gspmd.lowerings.in_force import LOWERINGS
+from gspmd.lowerings.names import LOWERINGS
 from gspmd.training.config import ConfigError, OptimizerConfig, ShardingConfig, TrainingConfig, load_toml, parse_mesh
 from gspmd.training.data.sources import matching
 

@@ -14,8 +14,6 @@ from threading import current_thread, main_thread
 from types import FrameType, TracebackType
 from typing import NoReturn
 
-import jax
-from jax.experimental import multihost_utils
 from rich.console import Console
 
 from gspmd.display import terminal
@@ -84,7 +82,11 @@ class Stop:
     def agreed(self) -> bool:
         """Return whether a signal has come to any process, so that all of them stop at the same step; all have to
         ask."""
+        import jax  # which this module's exceptions do not need
+
         if jax.process_count() > 1:
+            from jax.experimental import multihost_utils
+
             self.number = int(multihost_utils.process_allgather(self.number or 0).max()) or None
         return self.asked
 

@@ -1,0 +1,180 @@
+"""Flags as their help describes them: the docstrings of fields as running text, and only common flags in a short help.
+
+tyro makes a flag of every field. The rule here gives it the fields of the settings, with what it prints about each.
+"""
+
+import ast
+import inspect
+import re
+import textwrap
+from collections.abc import Collection, Mapping
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from functools import cache
+from itertools import pairwise
+from types import UnionType
+from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
+
+import tyro
+from tyro.constructors import StructConstructorSpec, StructFieldSpec, StructTypeInfo
+
+from gspmd.training.toml import ConfigError
+
+
+class RefusedError(Exception):
+    """A dataclass refuses the values of flags. Not a ValueError, which tyro would print itself."""
+
+    def __init__(self, faults: Collection[str]):
+        self.faults = tuple(faults)
+
+
+@dataclass(frozen=True)
+class Describe:
+    """The rule by which tyro reads dataclasses of settings.
+
+    Attributes:
+        common: names of the settings that are shown; None for all of them, each table in a group of its own.
+    """
+
+    common: Collection[str] | None = None
+
+    def __call__(self, info: StructTypeInfo) -> StructConstructorSpec | None:
+        """Return the fields of a dataclass of settings, and how it is made."""
+        cls = info.type
+        if not (isinstance(cls, type) and is_dataclass(cls)):
+            return None
+        hints, texts = get_type_hints(cls, include_extras=True), documented(cls)
+        shown = []
+        for field in fields(cls):
+            if not field.init:
+                continue
+            default = getattr(info.default, field.name, ...) if is_dataclass(info.default) else ...
+            if default is ...:
+                default = field.default if field.default is not MISSING else field.default_factory()  # type: ignore
+            hint = self._annotated(hints[field.name], field.name, default)
+            shown.append(StructFieldSpec(field.name, hint, default, self._text(texts.get(field.name, ""), default)))
+        return StructConstructorSpec(_maker(cls), tuple(shown))
+
+    def _annotated(self, hint: Any, name: str, default: Any) -> Any:
+        """Return the type of a field with what tyro reads there: hidden, in the common group, or with its default."""
+        if is_dataclass(default):
+            if self.common is None:
+                return hint
+            merged = tyro.conf.OmitArgPrefixes in get_args(hint)
+            return Annotated[hint, tyro.conf.arg(name="")] if merged else tyro.conf.Suppress[hint]
+        if self.common is not None and name not in self.common:
+            return tyro.conf.Suppress[hint]
+        if isinstance(default, bool):
+            return Annotated[hint, tyro.conf.arg(help_behavior_hint=f"(default: {'on' if default else 'off'})")]
+        if tyro.conf.UseAppendAction in get_args(hint):
+            return hint
+        said: dict[str, Any] = {}
+        if default is None or default == "" or default == ():
+            said["help_behavior_hint"] = ""
+        if get_origin(hint) in (Union, UnionType):
+            named = [kind for kind in (int, float, str) if kind in get_args(hint)]
+            said |= {"metavar": named[0].__name__.upper()} if named else {}
+        return Annotated[hint, tyro.conf.arg(**said)] if said else hint
+
+    def _text(self, text: str, default: Any) -> str:
+        """Return the text of a flag; of a pair of flags, what the first of them does."""
+        if isinstance(default, bool) and text.startswith("Whether "):
+            text = text.removeprefix("Whether ").removeprefix("to ")
+            text = text[:1].upper() + text[1:]
+        return text if self.common is None else _first_clause(text)
+
+
+def _first_clause(text: str) -> str:
+    """Return a text up to its first full stop, semicolon or colon, without what is in parentheses.
+
+    >>> _first_clause("Files (quoted; or patterns), or folders; none for all. More.")
+    'Files, or folders.'
+    """
+    text = re.sub(r" \([^()]*\)", "", text)
+    return re.split(r"[.;:] ", text, maxsplit=1)[0].rstrip(".") + "."
+
+
+def fitted(description: str, width: int) -> str:
+    """Return the description of a command, with examples and their comments, in lines of a width.
+
+    >>> print(fitted("Train.\\n\\n    gspmd train --steps 9  # for a while\\n\\nFigures go to --out.", 30))
+    Train.
+    <BLANKLINE>
+        # for a while
+        gspmd train --steps 9
+    <BLANKLINE>
+    Figures go to --out.
+    """
+    parts = []
+    for paragraph in description.split("\n\n"):
+        if not paragraph.startswith("    "):
+            parts.append(textwrap.fill(" ".join(paragraph.split()), width))
+            continue
+        lines = paragraph.splitlines()
+        if max(map(len, lines)) > width:  # Comments above their commands.
+            pairs = [line.partition("  # ") for line in lines]
+            comments = [
+                textwrap.fill(text, width, initial_indent="    # ", subsequent_indent="    # ") for *_, text in pairs
+            ]
+            commands = [_continued(line.rstrip(), width) for line, *_ in pairs]
+            lines = [line for both in zip(comments, commands) for line in both if line]
+        parts.append("\n".join(lines))
+    return "\n\n".join(parts)
+
+
+def _continued(command: str, width: int) -> str:
+    """Return a command on several lines of a width, as a shell reads them."""
+    words = re.split(r" (?=--)", command)  # A flag stays with its value.
+    lines = [words[0]]
+    for word in words[1:]:
+        if len(lines[-1]) + len(word) + 3 <= width:
+            lines[-1] += f" {word}"
+        else:
+            lines.append(f"        {word}")
+    return " \\\n".join(lines)
+
+
+def _maker(cls: type) -> Any:
+    """Return the class, with an error that goes through tyro if it refuses its values."""
+
+    def make(**values: Any) -> Any:
+        try:
+            return cls(**values)
+        except ConfigError as error:
+            names = {field.name for field in fields(cls)}
+            raise RefusedError([_flagged(fault, names) for fault in error.faults]) from None
+        except (ValueError, TypeError) as error:
+            raise RefusedError(str(error).splitlines()) from None
+
+    return make
+
+
+def _flagged(fault: str, names: Collection[str]) -> str:
+    """Return a fault that begins with the name of a setting with its flag instead.
+
+    >>> _flagged("sample_bytes must not be negative, but is -1.", {"sample_bytes"})
+    '--sample-bytes must not be negative, but is -1.'
+    """
+    name, space, rest = fault.partition(" ")
+    return f"--{name.replace('_', '-')}{space}{rest}" if name in names else fault
+
+
+@cache
+def documented(cls: type) -> Mapping[str, str]:
+    """Return the docstring of each field of a dataclass as running text, by name; those of its bases too.
+
+    >>> documented(RefusedError)
+    {}
+    """
+    found: dict[str, str] = {}
+    for each in reversed(cls.__mro__):
+        try:
+            tree = ast.parse(textwrap.dedent(inspect.getsource(each)))
+        except (OSError, TypeError, SyntaxError):  # A class that was made, or a built-in one.
+            continue
+        body = tree.body[0].body if isinstance(tree.body[0], ast.ClassDef) else []
+        for field, text in pairwise(body):
+            name = field.target if isinstance(field, ast.AnnAssign) else None
+            value = text.value if isinstance(text, ast.Expr) else None
+            if isinstance(name, ast.Name) and isinstance(value, ast.Constant) and isinstance(value.value, str):
+                found[name.id] = " ".join(value.value.split())
+    return found
