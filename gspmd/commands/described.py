@@ -19,6 +19,8 @@ from tyro.constructors import StructConstructorSpec, StructFieldSpec, StructType
 
 from gspmd.training.toml import ConfigError
 
+_OURS = ("gspmd", "gspmd_models")
+
 
 class RefusedError(Exception):
     """A dataclass refuses the values of flags. Not a ValueError, which tyro would print itself."""
@@ -42,6 +44,8 @@ class Describe:
         cls = info.type
         if not (isinstance(cls, type) and is_dataclass(cls)):
             return None
+        if cls.__module__.partition(".")[0] not in _OURS:  # A custom model, whose fields are described in any way.
+            return None
         hints, texts = get_type_hints(cls, include_extras=True), documented(cls)
         shown = []
         for field in fields(cls):
@@ -59,10 +63,12 @@ class Describe:
         if is_dataclass(default):
             if self.common is None:
                 return hint
+            if type(default).__module__.partition(".")[0] not in _OURS:  # The few fields of a custom model.
+                return hint
             merged = tyro.conf.OmitArgPrefixes in get_args(hint)
-            return Annotated[hint, tyro.conf.arg(name="")] if merged else tyro.conf.Suppress[hint]
+            return Annotated[hint, tyro.conf.arg(name="") if merged else tyro.conf.Suppress]
         if self.common is not None and name not in self.common:
-            return tyro.conf.Suppress[hint]
+            return Annotated[hint, tyro.conf.Suppress]
         if isinstance(default, bool):
             return Annotated[hint, tyro.conf.arg(help_behavior_hint=f"(default: {'on' if default else 'off'})")]
         if tyro.conf.UseAppendAction in get_args(hint):

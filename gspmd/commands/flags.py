@@ -196,12 +196,16 @@ def parse_flags(
 
 
 class _LikeOutput(io.StringIO):
-    """Text in memory, which says of itself what standard output says: tyro draws and colors by that."""
+    """Text in memory, with the encoding of standard output, and a terminal if that is one: tyro draws by that."""
 
-    encoding = property(lambda self: getattr(sys.__stdout__, "encoding", "utf-8"))  # type: ignore[assignment]
+    def __init__(self) -> None:
+        super().__init__()
+        self._like = sys.stdout
+
+    encoding = property(lambda self: getattr(self._like, "encoding", None) or "utf-8")
 
     def isatty(self) -> bool:
-        return sys.__stdout__ is not None and sys.__stdout__.isatty()
+        return self._like is not None and self._like.isatty()
 
 
 def _print_help(cls: type[Dataclass], description: str, options: Mapping[str, Any]) -> NoReturn:

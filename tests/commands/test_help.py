@@ -89,7 +89,7 @@ def flags_of(said: str) -> set[str]:
 def test_all_flags_are_in_the_whole_help_and_the_common_ones_in_the_short_one(capsys, monkeypatch, name):
     short, whole = (flags_of(helped(capsys, monkeypatch, name, flag, 200)) for flag in ("--help", "--help-all"))
     assert short - {"--help-all"} <= whole
-    common = {each.replace("_", "-") for each in getattr(TYPED[name], "COMMON", ())} - {"checkpoint"}
+    common = {each.replace("_", "-") for each in getattr(TYPED[name], "COMMON", ())} - {"checkpoint", "model-class"}
     assert {f"--{each}" for each in common} <= short
     if name == "train":
         wanted = {each.name for table in (TrainingConfig, ShardingConfig) for each in fields(table)}
