@@ -11,8 +11,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import cache
 from itertools import pairwise
-from types import UnionType
-from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import tyro
 from tyro.constructors import StructConstructorSpec, StructFieldSpec, StructTypeInfo
@@ -99,46 +99,6 @@ def _first_clause(text: str) -> str:
     return re.split(r"[.;:] ", text, maxsplit=1)[0].rstrip(".") + "."
 
 
-def fitted(description: str, width: int) -> str:
-    """Return the description of a command, with examples and their comments, in lines of a width.
-
-    >>> print(fitted("Train.\\n\\n    gspmd train --steps 9  # for a while\\n\\nFigures go to --out.", 30))
-    Train.
-    <BLANKLINE>
-        # for a while
-        gspmd train --steps 9
-    <BLANKLINE>
-    Figures go to --out.
-    """
-    parts = []
-    for paragraph in description.split("\n\n"):
-        if not paragraph.startswith("    "):
-            parts.append(textwrap.fill(" ".join(paragraph.split()), width))
-            continue
-        lines = paragraph.splitlines()
-        if max(map(len, lines)) > width:  # Comments above their commands.
-            pairs = [line.partition("  # ") for line in lines]
-            comments = [
-                textwrap.fill(text, width, initial_indent="    # ", subsequent_indent="    # ") for *_, text in pairs
-            ]
-            commands = [_continued(line.rstrip(), width) for line, *_ in pairs]
-            lines = [line for both in zip(comments, commands) for line in both if line]
-        parts.append("\n".join(lines))
-    return "\n\n".join(parts)
-
-
-def _continued(command: str, width: int) -> str:
-    """Return a command on several lines of a width, as a shell reads them."""
-    words = re.split(r" (?=--)", command)  # A flag stays with its value.
-    lines = [words[0]]
-    for word in words[1:]:
-        if len(lines[-1]) + len(word) + 3 <= width:
-            lines[-1] += f" {word}"
-        else:
-            lines.append(f"        {word}")
-    return " \\\n".join(lines)
-
-
 def _maker(cls: type) -> Any:
     """Return the class, with an error that goes through tyro if it refuses its values."""
 
@@ -164,9 +124,58 @@ def _flagged(fault: str, names: Collection[str]) -> str:
     return f"--{name.replace('_', '-')}{space}{rest}" if name in names else fault
 
 
+def choices_of(hint: Any) -> tuple:
+    """Return the choices of a `Literal`, with None if it is optional; empty for any other type.
+
+    >>> choices_of(Literal["cpu", "gpu"] | None)
+    (None, 'cpu', 'gpu')
+    """
+    arms = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    literals = [arm for arm in arms if get_origin(arm) is Literal]
+    if not literals or any(arm not in (*literals, NoneType) for arm in arms):
+        return ()
+    choices = [choice for arm in literals for choice in get_args(arm)]
+    return (None, *choices) if NoneType in arms else tuple(choices)
+
+
+def flags_of(cls: type, default: Any, prefix: str = "") -> dict[str, tuple[str, ...]]:
+    """Return the flags that tyro makes of a dataclass of settings, each with its choices, if it has some.
+
+    Args:
+        cls: the dataclass.
+        default: an instance, which says which optional tables there are.
+        prefix: the prefix of its flags, such as "model.".
+    """
+    found: dict[str, tuple[str, ...]] = {}
+    hints = get_type_hints(cls, include_extras=True)
+    for field in fields(cls):
+        hint, value = hints[field.name], getattr(default, field.name)
+        marks = get_args(hint)[1:] if get_origin(hint) is Annotated else ()
+        if tyro.conf.Suppress in marks or tyro.conf.Positional in marks:
+            continue
+        named = next((mark.name for mark in marks if getattr(mark, "name", None)), field.name).replace("_", "-")
+        if is_dataclass(value):
+            merged = tyro.conf.OmitArgPrefixes in marks
+            found |= flags_of(type(value), value, prefix if merged else f"{prefix}{named}.")
+        elif isinstance(value, bool) and choices_of(hint) == ():
+            found |= {f"--{prefix}{named}": (), f"--{prefix}no-{named}": ()}
+        else:
+            bare = get_args(hint)[0] if marks else hint
+            found[f"--{prefix}{named}"] = tuple(map(str, choices_of(bare)))
+    return found
+
+
+def _sentence(text: str) -> str:
+    """Return a text as a sentence of its own."""
+    text = " ".join(text.split())
+    return text[:1].upper() + text[1:]
+
+
 @cache
 def documented(cls: type) -> Mapping[str, str]:
-    """Return the docstring of each field of a dataclass as running text, by name; those of its bases too.
+    """Return what is written about each field of a dataclass, as running text by name; of its bases too.
+
+    It is the docstring below the field, or the entry under `Attributes` in that of the class.
 
     >>> documented(RefusedError)
     {}
@@ -178,6 +187,9 @@ def documented(cls: type) -> Mapping[str, str]:
         except (OSError, TypeError, SyntaxError):  # A class that was made, or a built-in one.
             continue
         body = tree.body[0].body if isinstance(tree.body[0], ast.ClassDef) else []
+        _, _, attributes = (inspect.getdoc(each) or "").partition("\nAttributes:\n")
+        for names, text in re.findall(r"^    (\w[\w, ]*): (.*(?:\n {5,}.*)*)", attributes, re.MULTILINE):
+            found |= dict.fromkeys(names.split(", "), _sentence(text))
         for field, text in pairwise(body):
             name = field.target if isinstance(field, ast.AnnAssign) else None
             value = text.value if isinstance(text, ast.Expr) else None

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import gspmd
 from gspmd.commands.explain_settings import parse
+from gspmd.commands.messages import told
 from gspmd.display.console import console
 from gspmd.planner import drawing
 
@@ -31,7 +32,7 @@ def run(argv: Sequence[str], script: str = "", settings: argparse.Namespace | No
         )
         data = plan.to_json(gradients=options.gradients)
     except (gspmd.SpecError, gspmd.PlanError) as error:
-        print(f"{options.prog}: {error}", file=sys.stderr)
+        print(f"{options.prog}: {told(error).partition(': ')[2]}", file=sys.stderr)
         return 2
     if options.json:
         print(data)

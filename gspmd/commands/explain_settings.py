@@ -8,9 +8,8 @@ Nothing runs and nothing is compiled: no device of the mesh is needed.
 import argparse
 from collections.abc import Sequence
 
-from gspmd.annotate.errors import shown
+from gspmd.commands.arguments import Parser, numbers
 from gspmd.lowerings.names import LOWERINGS
-from gspmd.reading import WHOLE, whole_number
 
 
 def parse(argv: Sequence[str], script: str = "") -> argparse.Namespace:
@@ -20,21 +19,16 @@ def parse(argv: Sequence[str], script: str = "") -> argparse.Namespace:
         argv: the flags.
         script: the file in scripts/ that runs the command, for the help and the messages.
     """
-    parser = _parser(script or "gspmd explain")
+    parser = make_parser(script or "gspmd explain")
     return parser.parse_args(argv, argparse.Namespace(prog=parser.prog))
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str):
-        self.exit(2, f"{self.prog}: {message}\n")  # The message, without the usage before it.
-
-
-def _parser(prog: str) -> argparse.ArgumentParser:
-    parser = _Parser(prog=prog, description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--help-all", action="help", help=argparse.SUPPRESS)  # as of the other commands
+def make_parser(prog: str) -> Parser:
+    """Return the parser of the flags, for a program of this name."""
+    parser = Parser(prog=prog, description=__doc__.splitlines()[0])
     parser.add_argument("equation", help='an equation, such as "BLE_xyz, E_xF_yz -> BLF_yzx"')
-    parser.add_argument("--mesh", type=_numbers, required=True, help="sizes of the mesh axes, such as x=4,y=4,z=4")
-    parser.add_argument("--sizes", type=_numbers, required=True, help="sizes of the dimensions, such as B=512,E=18432")
+    parser.add_argument("--mesh", type=numbers, required=True, help="sizes of the mesh axes, such as x=4,y=4,z=4")
+    parser.add_argument("--sizes", type=numbers, required=True, help="sizes of the dimensions, such as B=512,E=18432")
     parser.add_argument("--dtype", default="bfloat16", help="dtype of every operand (default: %(default)s)")
     parser.add_argument("--chip", default="tpu-v4", help="chip, a row of chips.toml (default: %(default)s)")
     parser.add_argument("--lowering", default="auto", help=f"one of {', '.join(LOWERINGS)} (default: %(default)s)")
@@ -42,16 +36,3 @@ def _parser(prog: str) -> argparse.ArgumentParser:
     parser.add_argument("--no-gradients", dest="gradients", action="store_false", help="leave the gradients out")
     parser.add_argument("--json", action="store_true", help="print plain data instead of the figure")
     return parser
-
-
-def _numbers(text: str) -> dict[str, int]:
-    pairs = [pair.partition("=") for pair in text.split(",")]
-    for name, equals, size in pairs:
-        if not (name.strip() and equals):
-            raise argparse.ArgumentTypeError(f"{shown(name + equals + size)} is not a name and a size, such as x=4.")
-        if whole_number(size) is None:
-            raise argparse.ArgumentTypeError(f"{name.strip()} has size {shown(size.strip())}, which is not {WHOLE}.")
-    names = [name.strip() for name, *_ in pairs]
-    if len(set(names)) < len(names):
-        raise argparse.ArgumentTypeError(f"{text!r} gives a size twice.")
-    return {name: int(n) for name, (*_, n) in zip(names, pairs)}

@@ -6,7 +6,6 @@ import os
 import re
 import sys
 import textwrap
-import types
 import typing
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
@@ -22,7 +21,8 @@ import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
 from gspmd.annotate.errors import listed
-from gspmd.commands.described import Describe, RefusedError, fitted
+from gspmd.commands.configs import fitted
+from gspmd.commands.described import Describe, RefusedError, choices_of
 from gspmd.commands.runner import FlagError
 from gspmd.training.checkpoints import load_settings
 from gspmd.training.model.finding import with_model
@@ -377,17 +377,3 @@ def _literal(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec | None:
         is_instance=lambda value: value in choices,
         str_from_instance=lambda value: [str(value)],
     )
-
-
-def choices_of(hint: Any) -> tuple:
-    """Return the choices of a `Literal`, with None if it is optional; empty for any other type.
-
-    >>> choices_of(typing.Literal["cpu", "gpu"] | None)
-    (None, 'cpu', 'gpu')
-    """
-    arms = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
-    literals = [arm for arm in arms if typing.get_origin(arm) is typing.Literal]
-    if not literals or any(arm not in (*literals, types.NoneType) for arm in arms):
-        return ()
-    choices = [choice for arm in literals for choice in typing.get_args(arm)]
-    return (None, *choices) if types.NoneType in arms else tuple(choices)

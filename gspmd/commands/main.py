@@ -24,11 +24,13 @@ from gspmd.interruption import end, end_as_usual, end_at_once, number_of
 #: Command -> its description. Each is a module of this package with `run(argv, script, settings) -> exit code`.
 COMMANDS = {
     "explain": "show the plan of an equation on a mesh, drawn as the papers draw it",
-    "train": "train a Mixture-of-Experts language model on text, every tensor placed by a layout",
+    "train": "train a language model on text, every tensor placed by a layout",
     "generate": "continue prompts with a public checkpoint or a trained run, in any layout",
     "export": "write a trained run as a public checkpoint, which transformers loads",
-    "search": "find the best layout of a model on a slice, and write it as a file to train with",
+    "layouts": "list, show, check and compare layouts",
+    "search": "find the best layout of a model on a slice, and write its file",
     "compile": "ask the compiler whether a model fits on TPUs or GPUs, and what it will cost",
+    "completion": "print a script that completes these commands and their flags in a shell",
 }
 #: Command -> the module of this package that reads its flags, `parse(argv, script) -> settings`, without JAX.
 _SETTINGS = {
@@ -36,8 +38,10 @@ _SETTINGS = {
     "train": "settings",
     "generate": "generate_settings",
     "export": "export_settings",
+    "layouts": "layouts",
     "search": "search.settings",
     "compile": "compile_settings",
+    "completion": "completion",
 }
 _EXAMPLES = (
     'gspmd explain "BLE_xyz, E_xF_yz -> BLF_yzx" --mesh x=4,y=4,z=4 --sizes B=512,L=1,E=18432,F=73728',

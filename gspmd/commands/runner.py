@@ -12,6 +12,7 @@ from typing import TypeVar
 
 from gspmd import host
 from gspmd.annotate.errors import LayoutError, PlanError, SpecError
+from gspmd.commands.messages import told
 from gspmd.display import console as printing
 from gspmd.display import terminal
 from gspmd.interruption import number_of
@@ -70,7 +71,7 @@ def guarded(
     except FlagError as error:
         message, code = str(error), 2
     except refused as error:
-        message, code = f"{type(error).__name__}: {error}", 2
+        message, code = told(error), 2
     except Diverged as error:
         message, code, together = f"The run failed: {error}{_advice(error.step, error.out, called)}", 1, True
     except Unwritable as error:

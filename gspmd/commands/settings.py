@@ -32,7 +32,8 @@ from gspmd_models.config import ModelConfig
 from gspmd_models.finetuning.config import LoraConfig
 
 COMMON = (
-    "config", "explain", "checkpoint", "model_class", "steps", "batch", "length", "data", "out", "resume", "learning_rate", "layout",
+    "config", "explain", "checkpoint", "model_class", "steps", "batch", "length", "data", "out", "resume",
+    "learning_rate", "layout",
     "set", "mesh", "devices",
 )  # fmt: skip
 """The settings whose flags --help shows."""

@@ -11,6 +11,7 @@ from gspmd.layouts.rules.faults import Line, over
 from gspmd.layouts.rules.keys import ALIKE, look_up
 from gspmd.layouts.rules.sizes import GivenSizes
 from gspmd.layouts.table import LayoutTable
+from gspmd.ops._shared_heads import share
 
 _LAYERS = "pipeline.layers"
 _INPUT = "moe.expert_input"
@@ -143,8 +144,6 @@ def parted_groups(line: Line, query: Spec, key: Spec, given: GivenSizes) -> Iter
         or wanted[: len(held)] != held
     ):
         return  # no sizes, or a fault of another rule
-    from gspmd.ops._attention.heads import share  # which imports JAX; layouts are read without it
-
     if share(wanted[len(held) :], key_heads // key_parts, given.mesh) is None:
         keys = f"'{key}' in {line.name.replace('query', 'key')}"
         fact = (
