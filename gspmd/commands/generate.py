@@ -102,7 +102,7 @@ def generate(settings: GenerateSettings) -> int:
     }
     burst = min(settings.burst, max(settings.tokens, 1))
     options: dict[str, Any] = {"chunk": settings.chunk, "burst": burst, "int8": settings.cache == "int8"}
-    with jax.set_mesh(mesh), gspmd.lowering(layout.lowering or "auto"), Stop() as stop:
+    with jax.set_mesh(mesh), gspmd.lowering(layout.lowering or "auto"), Stop("after these tokens") as stop:
         batch = decoding.make_batch(config, layout, prefill, mesh, begins, settings.tokens, chunk=settings.chunk, **job)
         decoding.check_seeds(settings.seed, batch.texts)
         decode = batch.sizes.decode
@@ -219,7 +219,7 @@ def generate_own(
         mesh = make_mesh(settings.sharding, named.one_position(), subject.fixed_sizes(), host_devices=1)
     subject = replace(subject, dtype=dtype_on([*mesh.devices.flat], settings))
     room = settings.cache_length or decoding.coarse(max(map(len, ids)) + settings.tokens - 1)
-    with jax.set_mesh(mesh), gspmd.lowering(named.lowering or "auto"), Stop() as stop:
+    with jax.set_mesh(mesh), gspmd.lowering(named.lowering or "auto"), Stop("after these tokens") as stop:
         rows, layout = decoding.fewest_rows(subject, named, mesh, texts, room)
         burst = min(settings.burst, max(settings.tokens, 1))
         writer = decoding.Stepwise(subject, layout, rows, room, settings.chunk, burst)

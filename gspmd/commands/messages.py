@@ -24,13 +24,16 @@ def told(error: BaseException) -> str:
     first, *lines = f"{type(error).__name__}: {error}".splitlines()
     if len(lines) < LINES:
         return "\n".join([first, *lines])
+    # A remedy for all faults, which `Layout.mesh_for` knows.
+    last = [lines.pop()] if lines[-1].startswith("  With ") else []
     blocks = [*_blocks(lines)]
     kept: list[str] = []
+    room = LINES - 2 - len(last)
     number = len(getattr(error, "faults", ())) or len(blocks)
-    while blocks and (not kept or len(kept) + len(blocks[0]) <= LINES - 2):
+    while blocks and (not kept or len(kept) + len(blocks[0]) <= room):
         kept += blocks.pop(0)
         number -= 1
-    return "\n".join([first, *kept[: LINES - 2], f"  ... and {number} more." if number > 0 else "  ..."])
+    return "\n".join([first, *kept[:room], f"  ... and {number} more." if number > 0 else "  ...", *last])
 
 
 def _blocks(lines: Sequence[str]) -> Iterator[list[str]]:

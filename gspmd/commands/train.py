@@ -178,7 +178,7 @@ def check_ours(
     if model.positions == "learned" and training.length > (model.context_length or 0):
         fault = f"a sequence has {training.length} tokens, and this model has {model.context_length} learned positions"
         raise ConfigError("cannot train this model:", [f"{fault}; take a smaller --length."])
-    if not training.sample_bytes:
+    if not training.sampled:
         return objective
     doing = "cannot begin the generated text:"
     prompt = (tokenizer or bytes_of(settings.model)).encode(training.prompt)
@@ -187,7 +187,7 @@ def check_ours(
         raise ConfigError(doing, [fault])
     try:
         # The generated text does not contain its source.
-        check_length(settings.model, 1 if settings.model.encoder_layers else len(prompt), training.sample_bytes)
+        check_length(settings.model, 1 if settings.model.encoder_layers else len(prompt), training.sampled)
     except GenerationError as error:
         raise ConfigError(doing, [f"{error}, with a smaller --sample-bytes."]) from None
     return objective
@@ -225,7 +225,7 @@ def check_model(training: TrainingConfig, model: ModelConfig, tokens: int | None
         faults.append("model.int8 is for serving: leave it out; sample with 'gspmd generate --weights int8'.")
     if not model.stacked:
         faults.append("model.stacked is off, which is for serving: leave it out; use 'gspmd generate --unstacked'.")
-    if training.sample_bytes and model.moe and not model.moe.causal:
+    if training.sampled and model.moe and not model.moe.causal:
         fault = f"model.moe.router {model.moe.router} cannot generate text, since its experts read later tokens; "
         faults.append(fault + "set sample_bytes to 0, or take another router.")
     if faults:
@@ -283,7 +283,7 @@ def run_loop(console: Console, checked: Checked, arranged: Arranged, called: str
 
         def finish(state: TrainState, metrics: Metrics | None) -> None:
             with last.context():
-                text = partial(sample, settings, last, state.params, tokenizer) if training.sample_bytes else None
+                text = partial(sample, settings, last, state.params, tokenizer) if training.sampled else None
                 name = f"{out.resolve().name} · {in_short(settings, last)}"
                 if metrics is not None:
                     report.finish(console, out, name, training.prompt, text, metrics)

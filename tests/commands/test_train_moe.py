@@ -116,8 +116,8 @@ def test_bad_input_is_one_message(run, tmp_path, flags, message):
     ("flags", "lines", "near"),
     [
         (["--batch", "9", "--devices", "8"], 7, "With 1 device they divide."),
-        (["--devices", "7"], 12, "With 4 or 8 devices they divide."),
-        (["--mesh", "x=3"], 11, ""),
+        (["--devices", "7"], 8, "With 4 or 8 devices they divide."),
+        (["--mesh", "x=3"], 7, "  ... and 1 more."),
     ],
 )
 def test_one_mistake_is_a_few_lines(script, capfd, flags, lines, near):

@@ -164,7 +164,7 @@ class _Run:
         batch = self.program.place(next(batches))
         step = self._compile(state, batch)
         speed = Speed(self.config.batch * self.config.length, self.program.flops, self.program.peak)
-        with Display(self.console, self.config.steps, begin) as display:
+        with Display(self.console, self.config.steps, begin, self.config.log_every) as display:
             before = time.perf_counter()
             for number in range(begin + 1, end + 1):
                 self.profile.before(number)
@@ -219,12 +219,12 @@ class _Run:
             self.console.print(f"step {step}: [yellow]{sentence}[/]")
 
     def finish(self, state: TrainState) -> None:
-        """Validate on up to `final_validation_batches` of held-out text, and write the last object of metrics.jsonl.
+        """Validate on up to `last_validation` batches of held-out text, and write the last object of metrics.jsonl.
 
         A signal that comes in the last batch stops the run after that.
         """
         self._wait()  # the last step is safe before the validation, which may take long
-        limit = self.config.final_validation_batches
+        limit = self.config.last_validation
         what = self.config.batch, self.config.length
         count, whole = self.corpus.validation_count(*what, limit), self.corpus.validation_count(*what)
         self.console.print(f"Validating on {count} of the {whole} batches of held-out text.")

@@ -36,7 +36,7 @@ class Interrupted(Exception):
 
 
 _CLOSED = b"\nStandard output is closed: stopping at the end of this step.\n"
-_HEARD = b"\nStopping at the end of this step. To stop at once: interrupt again.\n"
+_HEARD = "\nStopping {}. To stop at once: interrupt again.\n"
 
 
 class Stop:
@@ -47,10 +47,14 @@ class Stop:
     a step may take long, and the first one includes compilation.
 
     Attributes:
+        when: the end of the sentence that answers Ctrl-C: when the program stops, and what it does then.
         number: the first signal; None before it.
     """
 
     number: int | None = None
+
+    def __init__(self, when: str = "at the end of this step, which is then saved"):
+        self.when = when
 
     def __enter__(self) -> "Stop":
         self._before = {}
@@ -99,7 +103,9 @@ class Stop:
             _raise(number, frame)
         self.number = number
         if number == signal.SIGINT and sys.stderr is not None and sys.stderr.isatty():
-            os.write(2, _HEARD)  # The signal may interrupt print, which cannot be entered again.
+            os.write(
+                2, _HEARD.format(self.when).encode()
+            )  # The signal may interrupt print, which cannot be entered again.
 
     def interrupt(self) -> NoReturn:
         """Raise the first signal's exception, at a point where the program can stop."""
