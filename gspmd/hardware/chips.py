@@ -152,7 +152,9 @@ def chip(name: "str | Chip") -> Chip:
     if not isinstance(name, str) or name not in CHIPS:
         if isinstance(getattr(name, "chip", None), Chip):
             raise PlanError(f"{shown(name)} is no chip.\n  Give its attribute chip: topology(...).chip.")
-        near = suggestion(str(name).lower().replace("_", "-").replace(" ", "-"), CHIPS)
+        asked = str(name).lower().replace("_", "-").replace(" ", "-")
+        # Another letter before the number is another chip: V100 is not a misspelled H100.
+        near = suggestion(asked, [each for each in CHIPS if each[1:] != asked[1:] or not asked[1:].isdecimal()])
         raise PlanError(f"no chip is called {shown(name)}.\n  {near}Known chips: {', '.join(CHIPS)}.")
     return CHIPS[name]
 

@@ -287,7 +287,7 @@ class Layout(LayoutTable):
             multiple. `check` checks all of them together.
 
         Raises:
-          LayoutError: `specs` is not a mapping, or a value is of the wrong type.
+          LayoutError: `specs` is not a mapping, a value is of the wrong type, or a spec cannot be read.
         """
         return overridden(self, specs)
 

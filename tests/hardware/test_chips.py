@@ -151,3 +151,12 @@ def test_a_chip_of_ones_own_is_one_node_unless_it_says_otherwise():
         "chip 'mine' comes in nodes of 8, and nothing connects them.\n"
         "  Give network_bandwidth, bytes/s of one device, or leave node_devices out: then all are one node."
     )
+
+
+def test_another_generation_is_no_misspelling():
+    with pytest.raises(PlanError) as error:
+        chip("v100")
+    assert "Did you mean" not in str(error.value)
+    for wrong, near in (("H100", "h100"), ("h10", "h100"), ("tpu_v4", "tpu-v4")):
+        with pytest.raises(PlanError, match=f"Did you mean '{near}'"):
+            chip(wrong)
