@@ -15,7 +15,7 @@ from rich.console import Console
 import gspmd
 import gspmd_models as models
 from gspmd import host
-from gspmd.commands import automatic, overview, runner
+from gspmd.commands import automatic, hub, overview, runner
 from gspmd.commands.generate_settings import GenerateSettings, ServingSharding, parse
 from gspmd.commands.settings import RunSettings
 from gspmd.commands.source import Source, layout_of, own_run, tokenizer_of
@@ -71,7 +71,7 @@ def generate(settings: GenerateSettings) -> int:
     if "" in settings.stop:
         raise ConfigError(_DOING, ["--stop is empty, so every text would end at once; give at least one character."])
     refuse_with_beams(settings)
-    folder, console = Path(settings.checkpoint), printing.console(120, stderr=True)
+    folder, console = Path(hub.found(settings.checkpoint)), printing.console(120, stderr=True)
     if run := own_run(folder):
         return generate_own(console, settings, folder, run, prompts, sampling)
     source = Source.at(folder)

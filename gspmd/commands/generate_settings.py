@@ -72,7 +72,8 @@ class GenerateSettings:
     """The prompts to continue, the model, and the devices to run on."""
 
     checkpoint: str = ""
-    """Folder of a public checkpoint, or of a run of `gspmd train`."""
+    """Folder of a public checkpoint, or of a run of `gspmd train`; or the name of a checkpoint that huggingface_hub has
+    downloaded, ORG/NAME."""
     prompt: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
     """Text to continue, or the source of a model with an encoder; repeatable."""
     prompt_file: str = ""

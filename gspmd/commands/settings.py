@@ -20,7 +20,7 @@ import tyro
 
 import gspmd
 import gspmd_models as models
-from gspmd.commands import configs, flags
+from gspmd.commands import configs, flags, hub
 from gspmd.commands.flags import EarlyFlags
 from gspmd.training import ConfigError, OptimizerConfig, ShardingConfig, TrainingConfig, processes
 from gspmd.training.checkpoints import load_settings
@@ -51,8 +51,8 @@ class RunSettings:
     compile_cache: bool = True
     """Whether to keep compiled programs on disk for the next start."""
     checkpoint: Annotated[str, tyro.conf.arg(name="from")] = ""
-    """Folder of a public checkpoint, with the model, weights and tokenizer that the run begins with; from [model] only
-    remat is used."""
+    """Folder of a public checkpoint, or the name of one that huggingface_hub has downloaded (ORG/NAME), with the model,
+    weights and tokenizer that the run begins with; from [model] only remat is used."""
     model_class: Annotated[str, tyro.conf.arg(name="model", metavar="MODULE:NAME")] = ""
     """A custom model, such as mixer:Mixer for the class Mixer of mixer.py, whose fields become the flags of [model];
     in a file, class in [model]. docs/your-model.md builds one."""
@@ -64,8 +64,9 @@ class RunSettings:
 
     def beside(self, folder: Path) -> "RunSettings":
         """Return these settings, with relative paths taken from `folder`, that of their file."""
-        checkpoint = os.path.join(folder, self.checkpoint) if self.checkpoint else ""
-        return replace(self, checkpoint=checkpoint, model_class=finding.beside(self.model_class, folder))
+        return replace(
+            self, checkpoint=hub.beside(self.checkpoint, folder), model_class=finding.beside(self.model_class, folder)
+        )
 
 
 def parse(argv: Sequence[str], script: str = "") -> RunSettings:
@@ -98,6 +99,7 @@ def of_checkpoint(settings: RunSettings, argv: Sequence[str]) -> RunSettings:
     resumed = settings.training.resume
     if not settings.checkpoint:
         return settings
+    settings = replace(settings, checkpoint=hub.found(settings.checkpoint))
     if resumed and (fault := _another_beginning(settings)):
         raise ConfigError("cannot resume:", [fault])
     if resumed and EarlyFlags.of(argv).config is None:
