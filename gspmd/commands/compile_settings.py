@@ -14,6 +14,7 @@ from typing import Annotated, Literal
 
 import tyro
 
+from gspmd.audit.offline.names import read_name
 from gspmd.commands import configs, flags
 from gspmd.commands.file import checked_source, file_of, is_own, source_length_of
 from gspmd.layouts.rules.keys import PHASES
@@ -109,7 +110,9 @@ def parse(argv: Sequence[str], script: str = "") -> CompileSettings:
         own.refuse(settings, "cannot compile a custom model:")
         if settings.phase != "train":
             faults.append(f"a custom model has only a training step; leave --phase {settings.phase} out.")
-    positive(faults, batch=settings.batch, length=settings.length, microbatches=settings.microbatches)
+    numbers: list[str] = []
+    positive(numbers, batch=settings.batch, length=settings.length, microbatches=settings.microbatches)
+    faults += [f"--{fault}" for fault in numbers]
     if settings.room < 0 or 0 < settings.room < settings.length:
         faults.append(f"--room has to be 0, or at least --length {settings.length}, not {settings.room}.")
     if not is_own(settings) and settings.phase == "train" and not settings.model.stacked:
@@ -131,6 +134,7 @@ def parse(argv: Sequence[str], script: str = "") -> CompileSettings:
         ]  # fmt: skip
     if settings.sharding.platform or settings.sharding.devices or settings.sharding.distributed:
         faults.append("--topology says which devices there are; leave --platform, --devices and --distributed out.")
+    read_name(settings.topology)
     if settings.smallest and settings.sharding.mesh:
         faults.append("--smallest tries slices of many sizes; leave --mesh out.")
     for flag in ("json", "hlo", "trace", "gantt"):

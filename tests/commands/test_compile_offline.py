@@ -265,8 +265,8 @@ BAD = {
     "card": (["--topology", "h1000:8"], "no chip is called 'h1000'. Did you mean 'h100'?"),
     "nodes": (["--topology", "h100:8x3"], "of several nodes 8x3 takes only 3 each. Did you mean 'h100:3x8'?"),
     "mesh": ([*V4, "--mesh", "x=4,y=4,z=8", "--batch", "128"], "128"),
-    "batch": (["--batch", "0"], "batch must be positive, but is 0."),
-    "length": (["--length", "-1"], "length must be positive, but is -1."),
+    "batch": (["--batch", "0"], "--batch must be positive, but is 0."),
+    "length": (["--length", "-1"], "--length must be positive, but is -1."),
     "config": (["--config", "nope.toml"], "cannot read config 'nope.toml': there is no such file."),
     "layout": (["--layout", "nope"], "no layout is called 'nope'."),
     "layout on no slice": (
@@ -315,7 +315,7 @@ BAD = {
     ),
     "phase": (
         ["--phase", "forwrd"],
-        "it must be one of 'forward', 'train', 'encode', 'prefill', 'decode', but is 'forwrd'. Did you mean 'forward'?",
+        "must be one of 'forward', 'train', 'encode', 'prefill', 'decode', but is 'forwrd'. Did you mean 'forward'?",
     ),
 }
 

@@ -24,6 +24,7 @@ from gspmd.commands.file import File, checked_source, file_of, group_faults, is_
 from gspmd.commands.search.slice import Slice
 from gspmd.commands.search.unpriced import unpriced
 from gspmd.display.tables import counted
+from gspmd.layouts.rules.keys import KEYS, OVERRIDES, unknown_key
 from gspmd.training import OptimizerConfig, ShardingConfig
 from gspmd.training.config import ConfigError, Update, parse_mesh
 from gspmd.training.model.finding import typed_with
@@ -245,7 +246,7 @@ def _faults(settings: SearchSettings):
     numbers: list[str] = []
     given = {} if settings.microbatches is None else {"microbatches": settings.microbatches}
     positive(numbers, batch=settings.batch, length=settings.length, **given)
-    yield from numbers
+    yield from (f"--{fault}" for fault in numbers)
     yield from _faults_of_slice(settings)
     yield from _faults_of_lines(settings)
     if is_own(settings):
@@ -293,10 +294,18 @@ def _faults_of_lines(settings: SearchSettings) -> Iterator[str]:
             key, equals, spec = asked.partition("=")
             if not (key.strip() and equals and spec.strip()):
                 yield f"--{flag} reads KEY=SPEC, such as ffn.w_in=EF_x, not {asked!r}."
+            elif not is_own(settings) and not _is_known(key.strip()):
+                yield f"--{flag} {asked}: {' '.join(unknown_key(key.strip(), KEYS))}"
     if settings.layout and not is_own(settings):
         yield "--layout is for a custom model (--model); the lines of this model are known. Leave it out."
     if settings.fixed and settings.stages:
         yield "--fixed gives lines of a layout without stages; leave it, or --stages, out."
+
+
+def _is_known(key: str) -> bool:
+    """Return whether a layout of the models that come with gspmd may have a line, or override it in a section."""
+    section, _, rest = key.partition(".")
+    return key in KEYS or (section in OVERRIDES and rest in KEYS)
 
 
 def _faults_of_slice(settings: SearchSettings) -> Iterator[str]:
