@@ -44,7 +44,9 @@ def test_neither_help_nor_what_is_misspelled_starts_jax():
     }  # fmt: skip
     asked = [[name, flag] for name in wrong for flag in ("--help", "--help-all")]
     asked += [[name, *flags] for name, flags in wrong.items()]
-    asked += [["train", "--config", "tinny"], ["train", "--steps", "0"], ["compile", "--batch", "0"]]
+    asked += [["train", "--config", "tinny"], ["train", "--steps", "0"], ["train", "--mesh", "x=0"]]
+    asked += [["compile", "--batch", "0"], ["compile", "--topology", "v100:8"], ["search", "--why", "ffn.w_inn=EF"]]
+    asked += [["layouts", "check", "zero-3", "--config", "tiny", "--mesh", "x=3"], ["layouts", "shwo"], ["trian"]]
     given = [sys.executable, "-c", _ASKED, json.dumps(asked)]
     done = subprocess.run(given, capture_output=True, text=True, check=True)
     for argv, code, there, out, err in json.loads(done.stdout):
