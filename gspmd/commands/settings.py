@@ -2,7 +2,7 @@
 
     gspmd train                                        # five minutes on two cores
     gspmd train --layout zero-3 --set ffn.w_in=E_xF_y  # the same losses
-    gspmd train --resume --out runs/001                # --resume 300: from step 300
+    gspmd train --resume --out runs/001                # --resume 300: from there
     gspmd train --explain                              # what its step will send
     gspmd train --from DIR --data 'text/*.jsonl'       # from a public checkpoint
     gspmd train --model mixer:Mixer --layout own.toml  # docs/your-model.md
@@ -33,8 +33,7 @@ from gspmd_models.finetuning.config import LoraConfig
 
 COMMON = (
     "config", "explain", "checkpoint", "model_class", "steps", "batch", "length", "data", "out", "resume",
-    "learning_rate", "layout",
-    "set", "mesh", "devices",
+    "learning_rate", "layout", "devices",
 )  # fmt: skip
 """The settings whose flags --help shows."""
 
