@@ -8,17 +8,31 @@ This folder is installed as `gspmd_models`, since many projects have their own `
 so that it works under either name.
 """
 
-from gspmd.layouts.initial import abstract_key
+from typing import TYPE_CHECKING
 
-from .config import ModelConfig
-from .decoding import Cache, Generator, Sampling, abstract_cache, decode_step, empty_cache, encode_step, prefill_step
-from .objective import loss
-from .parameters import gradient_specs, optimizer_specs, parameter_specs
-from .placement import batch_spec
-from .quantization import quantize
-from .shapes import abstract, abstract_batch, abstract_source, abstract_tokens, activation_specs
-from .transformer import Transformer, arrays, build, with_arrays
-from .unstacked import unstack
+from gspmd.deferred import deferred
+
+if TYPE_CHECKING:
+    from gspmd.layouts.initial import abstract_key
+
+    from .config import ModelConfig
+    from .decoding import (
+        Cache,
+        Generator,
+        Sampling,
+        abstract_cache,
+        decode_step,
+        empty_cache,
+        encode_step,
+        prefill_step,
+    )
+    from .objective import loss
+    from .parameters import gradient_specs, optimizer_specs, parameter_specs
+    from .placement import batch_spec
+    from .quantization import quantize
+    from .shapes import abstract, abstract_batch, abstract_source, abstract_tokens, activation_specs
+    from .transformer import Transformer, arrays, build, with_arrays
+    from .unstacked import unstack
 
 __all__ = [
     "Cache",
@@ -48,3 +62,17 @@ __all__ = [
     "unstack",
     "with_arrays",
 ]
+
+_HOMES = {
+    "gspmd.layouts.initial": "abstract_key",
+    ".config": "ModelConfig",
+    ".decoding": "Cache Generator Sampling abstract_cache decode_step empty_cache encode_step prefill_step",
+    ".objective": "loss",
+    ".parameters": "gradient_specs optimizer_specs parameter_specs",
+    ".placement": "batch_spec",
+    ".quantization": "quantize",
+    ".shapes": "abstract abstract_batch abstract_source abstract_tokens activation_specs",
+    ".transformer": "Transformer arrays build with_arrays",
+    ".unstacked": "unstack",
+}
+__getattr__, __dir__ = deferred(__name__, _HOMES)

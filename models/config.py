@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 from gspmd.annotate.errors import suggestion
 from gspmd.layouts.rules.keys import dims_of
 from gspmd.moe.config import MoEConfig
-from gspmd.moe.experts.activation import GATED, PLAIN
+from gspmd.moe.experts.names import GATED, PLAIN
 
 from .finetuning.config import TARGETS, LoraConfig
 from .rope_scaling import RopeScaling
@@ -534,7 +534,7 @@ def _faults(config: ModelConfig):
             yield f"{name} is {getattr(config, name)}; it must be at least 1"
         elif getattr(config, name) >= 2**31:  # XLA's sizes of dimensions are int32
             yield f"{name} is {getattr(config, name)}; it must be less than 2**31"
-    choices = {"activation": tuple(PLAIN), "block": BLOCKS, "norm": NORMS, "rotary_pairs": PAIRS, "remat": REMATS,
+    choices = {"activation": PLAIN, "block": BLOCKS, "norm": NORMS, "rotary_pairs": PAIRS, "remat": REMATS,
                "positions": POSITIONS, "norms": NORM_PLACES, "qk_norm": HEAD_NORMS}  # fmt: skip
     for name, known in choices.items():
         if getattr(config, name) not in known:

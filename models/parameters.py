@@ -11,7 +11,8 @@ import jax
 from gspmd.annotate import LayoutError, Spec
 from gspmd.annotate.errors import SpecError, listed, report
 from gspmd.layouts import Layout
-from gspmd.layouts.initial import Initialiser, drawer, folded
+from gspmd.layouts.distributions import Initialiser
+from gspmd.layouts.initial import drawer, folded
 from gspmd.layouts.rules.faults import one_for_each_cause
 from gspmd.layouts.rules.keys import DENSE, ENCODER, dims_of
 from gspmd.layouts.rules.sizes import Padded

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from gspmd.layouts.initial import Constant, Initialiser, Normal
+from gspmd.layouts.distributions import Constant, Initialiser, Normal
 from gspmd.layouts.rules.keys import dims_of
 
 LatentConfig = Any

@@ -10,7 +10,7 @@ from gspmd.annotate.errors import listed
 from gspmd.layouts.read import preset_names, text_of
 from gspmd.layouts.rules.keys import ALIKE, DIMENSIONS, KEYS, OVERRIDES, PARTS, PIPELINE, Key, of_part
 from gspmd.layouts.rules.sizes import PADDED
-from gspmd.lowerings.in_force import LOWERINGS
+from gspmd.lowerings.names import LOWERINGS
 
 PAGE = Path(__file__).parents[1] / "docs" / "layouts.md"
 

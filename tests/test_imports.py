@@ -1,7 +1,9 @@
 """The house: rooms import in one direction, without cycles, and an einsum needs only the lowering that it asks for."""
 
+import ast
 import subprocess
 import sys
+from importlib import import_module
 
 import pytest
 
@@ -9,7 +11,15 @@ from tests.house import FILES, imports, room_of
 
 # From the foundation up: a room may import those on the floors below it.
 FLOORS = (
-    {"gspmd.host", "gspmd.frozen", "gspmd.display", "gspmd.interruption", "gspmd.jax_internals", "gspmd.reading"},
+    {
+        "gspmd.host",
+        "gspmd.frozen",
+        "gspmd.deferred",
+        "gspmd.display",
+        "gspmd.interruption",
+        "gspmd.jax_internals",
+        "gspmd.reading",
+    },
     {"gspmd.figures"},
     {"gspmd.annotate"},
     {"gspmd.hardware"},
@@ -81,6 +91,7 @@ def test_parsing_and_planning_know_no_jax(module):
 
 _BLOCKED = """
 import sys
+from importlib import import_module
 class Blocked:
     def find_spec(self, name, path=None, target=None):
         if name.startswith("gspmd.lowerings.looped"):
@@ -115,6 +126,7 @@ def test_blocking_and_xla_need_nothing_of_looped():
 
 _TRAINS = """
 import sys
+from importlib import import_module
 from gspmd.commands import main
 
 argv = ["train", "--config", "tiny", "--steps", "1", "--batch", "8", "--length", "16", "--data", "text.txt", "--out",
@@ -134,3 +146,35 @@ def test_a_run_imports_neither_the_search_nor_the_audit(tmp_path):
     assert "'gspmd.training'" in rooms
     assert "gspmd.search" not in rooms
     assert "gspmd.audit" not in rooms
+
+
+DEFERRED = [name for name, path in FILES.items() if "deferred(__name__" in path.read_text()]
+
+
+@pytest.mark.parametrize("module", DEFERRED)
+def test_names_that_are_imported_when_asked_for_are_those_that_type_checkers_see(module):
+    package = import_module(module.replace("models", "gspmd_models", 1) if module == "models" else module)
+    names = {name for listed in package._HOMES.values() for name in listed.split()}
+    seen = {
+        alias.name
+        for block in ast.parse(FILES[module].read_text()).body if isinstance(block, ast.If)
+        for line in block.body if isinstance(line, ast.ImportFrom)
+        for alias in line.names
+    }  # fmt: skip
+    assert names == seen == {*package.__all__}
+    assert all(getattr(package, name) is not None for name in names)
+    assert names <= {*dir(package)}
+    # A module of the package would take the place of the name once it is imported.
+    assert not {f"{module}.{name}" for name in names} & {*FILES}
+    with pytest.raises(AttributeError, match=f"module '{package.__name__}' has no attribute 'absent'"):
+        _ = package.absent
+
+
+def test_names_that_are_read_without_jax_are_those_of_the_code():
+    from gspmd.lowerings.names import LOWERINGS
+    from gspmd.moe.experts import activation, names
+    from gspmd.planner.overlap import SCHEDULES
+
+    public = [f"looped:{name}" for name, each in SCHEDULES.items() if each.is_public]
+    assert [*LOWERINGS] == ["auto", "xla", "blocking", "looped", *public]
+    assert ([*activation.GATED], [*activation.PLAIN]) == ([*names.GATED], [*names.PLAIN])

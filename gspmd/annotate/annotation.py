@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from gspmd.annotate.arrays import check_type, mesh_with_devices, placed_spec
+from gspmd.annotate.arrays import check_type, is_unplaced, mesh_with_devices, placed_spec
 from gspmd.annotate.errors import SpecError, shown
 from gspmd.annotate.spec import Spec
 
@@ -19,7 +19,8 @@ def annotate(x: Any, spec: str | Spec) -> Any:
 
     A concrete array is placed, or moved if it has another placement. Under `jit` and Auto axes the spec is a
     constraint, which the compiler satisfies with collectives of its choice. Under Explicit axes the type of a traced
-    array has its placement, which is checked against the spec. A `jax.ShapeDtypeStruct` gets the sharding.
+    array has its placement: an array that no mesh axis shards, such as a new one, is placed, and any other is checked
+    against the spec. A `jax.ShapeDtypeStruct` gets the sharding.
 
     Args:
       x: an array, a number, or a `jax.ShapeDtypeStruct`, with as many dimensions as the spec.
@@ -40,7 +41,7 @@ def annotate(x: Any, spec: str | Spec) -> Any:
 
     Source: Xu et al. 2021, GSPMD (arXiv 2105.04663), section 3.1; Lepikhin et al. 2020, GShard (arXiv 2006.16668),
       section 3.2.
-    Differs: the mesh has named axes, and an array whose type is known is checked rather than moved.
+    Differs: the mesh has named axes, and a traced array that mesh axes shard already is checked rather than moved.
     """
     spec = Spec.parse(spec)
     shape = shape_of(x, "annotate", f" with '{spec}'")
@@ -57,6 +58,8 @@ def annotate(x: Any, spec: str | Spec) -> Any:
     if isinstance(x, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(devices, partition))
     if explicit and (traced or spec.partial):
+        if traced and not spec.partial and is_unplaced(x):
+            return jax.reshard(x, partition)
         return check_type(x, spec, doing)
     if traced or spec.is_open or (auto and devices is mesh):
         return jax.lax.with_sharding_constraint(x, partition)

@@ -28,6 +28,12 @@ def check_type(x: Any, spec: Spec, doing: str) -> Any:
     raise other_type(spec, actual, doing)
 
 
+def is_unplaced(x: Any) -> bool:
+    """Return whether no mesh axis shards a traced array, nor is a part of its sum on any: each device has it whole."""
+    spec = jax.typeof(x).sharding.spec
+    return not any(spec) and not spec.unreduced and not spec.reduced
+
+
 def refuse_elsewhere(x: Any, spec: Spec, doing: str) -> None:
     """Refuse an array whose type has another mesh, or that is committed to other devices.
 

@@ -2,6 +2,7 @@
 
 import os
 import re
+import textwrap
 from pathlib import Path
 
 from gspmd.annotate.errors import suggestion
@@ -51,3 +52,43 @@ def called(documentation: str, command: str, script: str) -> tuple[str | None, s
         return command, documentation
     description = documentation.replace(command, f"python scripts/{script}")
     return None, re.sub(r"--config (\S+)", r"--config configs/\1.toml", description)
+
+
+def fitted(description: str, width: int) -> str:
+    """Return the description of a command, with examples and their comments, in lines of a width.
+
+    >>> print(fitted("Train.\\n\\n    gspmd train --steps 9  # for a while\\n\\nFigures go to --out.", 30))
+    Train.
+    <BLANKLINE>
+        # for a while
+        gspmd train --steps 9
+    <BLANKLINE>
+    Figures go to --out.
+    """
+    parts = []
+    for paragraph in description.split("\n\n"):
+        if not paragraph.startswith("    "):
+            parts.append(textwrap.fill(" ".join(paragraph.split()), width))
+            continue
+        lines = paragraph.splitlines()
+        if max(map(len, lines)) > width:  # Comments above their commands.
+            pairs = [line.partition("  # ") for line in lines]
+            comments = [
+                textwrap.fill(text, width, initial_indent="    # ", subsequent_indent="    # ") for *_, text in pairs
+            ]
+            commands = [_continued(line.rstrip(), width) for line, *_ in pairs]
+            lines = [line for both in zip(comments, commands) for line in both if line]
+        parts.append("\n".join(lines))
+    return "\n\n".join(parts)
+
+
+def _continued(command: str, width: int) -> str:
+    """Return a command on several lines of a width, as a shell reads them."""
+    words = re.split(r" (?=--)", command)  # A flag stays with its value.
+    lines = [words[0]]
+    for word in words[1:]:
+        if len(lines[-1]) + len(word) + 3 <= width:
+            lines[-1] += f" {word}"
+        else:
+            lines.append(f"        {word}")
+    return " \\\n".join(lines)

@@ -1,66 +1,38 @@
-"""Write a trained run as a public checkpoint, which transformers and `gspmd generate` read.
-
-    gspmd export runs/001 exported
-    gspmd export runs/001 exported --dtype bfloat16
-
-OUT is a new folder with config.json, model.safetensors and tokenizer.json.
-"""
+"""`gspmd export`: read the newest checkpoint of a run, and write it as a public one."""
 
 import shutil
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal
 
-import tyro
-
-from gspmd.commands import configs, flags, runner
+from gspmd.commands import runner
+from gspmd.commands.export_settings import ExportSettings, parse
 from gspmd.commands.source import Source
 from gspmd.display import console as printing
 from gspmd.display.progress import Progress
 from gspmd.training import ShardingConfig
 from gspmd.training.arrangement import make_mesh
-from gspmd.training.checkpoints import newest
-from gspmd.training.config import ConfigError
 from gspmd_models import checkpoints
 from gspmd_models.checkpoints.config import described, expressing
 
-_DOING = "cannot export:"
 
-
-@dataclass(frozen=True)
-class ExportSettings:
-    """A checkpoint to write, its place, and its format."""
-
-    folder: tyro.conf.Positional[str] = ""
-    """Folder of a run of `gspmd train`; its newest checkpoint is exported."""
-    out: tyro.conf.Positional[str] = ""
-    """New folder."""
-    dtype: Literal["float32", "float16", "bfloat16"] = "float32"
-    """Dtype of the tensors in the file."""
-
-
-def run(argv: Sequence[str], script: str = "") -> int:
+def run(argv: Sequence[str], script: str = "", settings: ExportSettings | None = None) -> int:
     """Run `gspmd export`; return its exit code: 2 for bad input.
 
     Args:
         argv: the flags.
         script: the file in scripts/ that runs it instead, for the help.
+        settings: those of the flags, if they are read already.
     """
-    return runner.guarded(partial(main, script=script), argv, called="" if script else "gspmd export")
+    begin = partial(main, script=script, settings=settings)
+    return runner.guarded(begin, argv, called="" if script else "gspmd export")
 
 
-def main(argv: Sequence[str], script: str = "") -> int:
+def main(argv: Sequence[str], script: str = "", settings: ExportSettings | None = None) -> int:
     """Read the run's newest checkpoint on one device of this machine, and write it."""
-    prog, description = configs.called(__doc__, "gspmd export", script)
-    settings = flags.parse_flags(ExportSettings, argv, ExportSettings(), description, prog)
+    settings = settings or parse(argv, script)
     folder = Path(settings.folder)
-    if not (settings.folder and settings.out):
-        raise ConfigError(_DOING, ["write the folder of a run, and a new folder: gspmd export runs/001 exported."])
-    if newest(folder) is None:
-        raise ConfigError(_DOING, [f"there is no checkpoint of a run under {settings.folder!r}."])
     source, console = Source.at(folder), printing.console(120)
     try:
         family = expressing(source.config)  # Before anything large is read.

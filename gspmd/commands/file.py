@@ -8,12 +8,11 @@ from typing import Any, TypeVar
 
 from gspmd.commands import configs
 from gspmd.commands.flags import EarlyFlags
-from gspmd.commands.own import is_own
 from gspmd.training import OptimizerConfig, ShardingConfig, TrainingConfig
 from gspmd.training.config import load_toml
 from gspmd.training.model import finding
 from gspmd.training.toml import from_mapping
-from gspmd_models import ModelConfig
+from gspmd_models.config import ModelConfig
 from gspmd_models.finetuning.config import LoraConfig
 
 S = TypeVar("S")
@@ -33,6 +32,11 @@ class File:
     def beside(self, folder: Path) -> "File":
         """Return these settings, with a relative path of a custom model taken from `folder`."""
         return replace(self, model_class=finding.beside(self.model_class, folder))
+
+
+def is_own(settings: Any) -> bool:
+    """Return whether settings have a custom model."""
+    return not isinstance(settings.model, ModelConfig)
 
 
 def file_of(argv: Sequence[str], default: str) -> tuple[File, str]:

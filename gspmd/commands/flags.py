@@ -2,20 +2,28 @@
 
 import argparse
 import io
-import types
+import os
+import re
+import sys
+import textwrap
 import typing
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext, redirect_stderr
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass, fields, replace
+from difflib import get_close_matches
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, TypeVar
+from shutil import get_terminal_size
+from typing import Any, NoReturn, TypeVar
 
 import tyro
 from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
 
-from gspmd.training import processes
+from gspmd.annotate.errors import listed
+from gspmd.commands.configs import fitted
+from gspmd.commands.described import Describe, RefusedError, choices_of
+from gspmd.commands.runner import FlagError
 from gspmd.training.checkpoints import load_settings
 from gspmd.training.model.finding import with_model
 from gspmd.training.run.folder import newest_run
@@ -27,12 +35,7 @@ T = TypeVar("T", bound=Dataclass)
 # Booleans are pairs, --tied and --no-tied. With only the flag that changes the default, the existing flags would
 # depend on the file with the defaults, and a run could not be resumed with the flags that began it.
 _STYLE = (tyro.conf.AvoidSubcommands,)
-_REGISTRY = ConstructorRegistry()
-"""Parsers of `Literal`s and optional `Literal`s."""
-
-
-class FlagError(ValueError):
-    """Flags that cannot be read, with the parser's message."""
+HELP = {"-h", "--help", "--help-all"}
 
 
 @dataclass(frozen=True)
@@ -88,6 +91,7 @@ def parse(
     find: Callable[[str], str] = str,
     description: str = "",
     prog: str | None = None,
+    common: Collection[str] = (),
 ) -> T:
     """Read settings from a TOML file and from flags, which take precedence.
 
@@ -103,6 +107,7 @@ def parse(
         find: maps the name in --config, or `default`, to the path of the TOML file.
         description: for --help.
         prog: the program name in --help; `sys.argv[0]` if not given.
+        common: as for `parse_flags`.
 
     Raises:
         ConfigError: from `load_toml`, or from the dataclasses; or the step to resume from is given more than once.
@@ -129,7 +134,7 @@ def parse(
         base = from_mapping(cls, settings)
     else:
         base = load_toml(cls, find(default)) if default else cls()
-    return parse_flags(type(base), argv, base, description, prog)
+    return parse_flags(type(base), argv, base, description, prog, common)
 
 
 def distributed(argv: Sequence[str]) -> str:
@@ -138,29 +143,144 @@ def distributed(argv: Sequence[str]) -> str:
     >>> distributed(["--steps", "many", "--distributed=auto"])
     'auto'
     """
-    return "" if {"-h", "--help"} & {*argv} else EarlyFlags.of(argv).distributed or ""
+    return "" if HELP & {*argv} else EarlyFlags.of(argv).distributed or ""
 
 
-def parse_flags(cls: type[T], argv: Sequence[str], base: T, description: str = "", prog: str | None = None) -> T:
+def parse_flags(
+    cls: type[T],
+    argv: Sequence[str],
+    base: T,
+    description: str = "",
+    prog: str | None = None,
+    common: Collection[str] = (),
+) -> T:
     """Read settings from flags, with defaults from `base`.
 
+    Args:
+        cls: the dataclass of the settings.
+        argv: the flags.
+        base: the settings without flags.
+        description: for --help.
+        prog: the program name in --help; `sys.argv[0]` if not given.
+        common: names of the settings whose flags --help shows; --help-all shows all flags, and so does --help if there
+            are none.
+
     Raises:
-        ConfigError: flags are of a table that `base` does not have.
-        FlagError: in one of several processes, the flags are faulty; elsewhere the message is printed, and the process
-            ends.
+        ConfigError: flags belong to a table that the settings do not have, or settings do not fit one another.
+        FlagError: flags are unknown, or their values cannot be read.
+        SystemExit: from --help.
     """
     _refuse_absent(argv, base)
+    name, helps = prog or Path(sys.argv[0]).name, HELP & {*argv}
+    brief = helps and common and "--help-all" not in helps
+    registry = ConstructorRegistry()
+    registry.primitive_rule(_literal)
+    registry.struct_rule(Describe(common if brief else None))
+    options: dict[str, Any] = {"prog": prog, "default": base, "config": _STYLE, "registry": registry}
+    if helps:
+        parts = description.strip().split("\n\n")
+        if brief:  # It fits on a screen with the first paragraph and the examples.
+            examples = [part for part in parts[1:] if part.startswith("    ")]
+            parts = [parts[0], *examples, f"{name} --help-all tells more, and lists all flags."]
+        _print_help(cls, fitted("\n\n".join(parts), get_terminal_size().columns), options)
     said = io.StringIO()
     try:
-        with redirect_stderr(said) if processes.several() else nullcontext():
-            return tyro.cli(
-                cls, prog=prog, args=list(argv), default=base, description=description, config=_STYLE,
-                registry=_REGISTRY,
-            )  # fmt: skip
+        with redirect_stderr(said), _wide():
+            return tyro.cli(cls, args=list(argv), **options)
+    except RefusedError as error:
+        raise ConfigError("cannot use these flags:", error.faults) from None
     except SystemExit as ended:
-        if not ended.code or not processes.several():
+        if not ended.code:
             raise
-        raise FlagError(f"the flags cannot be read:\n{said.getvalue().strip()}") from None
+        raise FlagError(_in_short(said.getvalue(), name, _merged(cls))) from None
+
+
+class _LikeOutput(io.StringIO):
+    """Text in memory, with the encoding of standard output, and a terminal if that is one: tyro draws by that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._like = sys.stdout
+
+    encoding = property(lambda self: getattr(self._like, "encoding", None) or "utf-8")
+
+    def isatty(self) -> bool:
+        return self._like is not None and self._like.isatty()
+
+
+def _print_help(cls: type[Dataclass], description: str, options: Mapping[str, Any]) -> NoReturn:
+    """Print tyro's help with a description, whose lines tyro would join, and exit."""
+    shown = _LikeOutput()
+    with suppress(SystemExit), redirect_stdout(shown):
+        tyro.cli(cls, args=["--help"], description="", **options)
+    usage, _, flags = shown.getvalue().partition("\n\n")
+    usage = textwrap.fill(usage, get_terminal_size().columns, subsequent_indent="    ")
+    print(usage, description, flags.strip("\n"), sep="\n\n")
+    sys.exit(0)
+
+
+@contextmanager
+def _wide() -> Iterator[None]:
+    """Let tyro wrap no line of a message, whose lines are read."""
+    before = os.environ.get("COLUMNS")
+    os.environ["COLUMNS"] = "10000"
+    try:
+        yield
+    finally:
+        del os.environ["COLUMNS"]
+        if before is not None:
+            os.environ["COLUMNS"] = before
+
+
+def _merged(cls: type[Dataclass]) -> list[str]:
+    """Return the tables whose settings are flags without the table's name."""
+    hints = typing.get_type_hints(cls, include_extras=True)
+    return [name for name, hint in hints.items() if tyro.conf.OmitArgPrefixes in typing.get_args(hint)]
+
+
+def _in_short(message: str, prog: str, merged: Collection[str]) -> str:
+    """Return a message of tyro's, a box with the help of similar flags, in a few lines with a remedy.
+
+    >>> box = "| Unrecognized options: --stpes, 3 |\\n| Perhaps you meant: |\\n|     --steps INT |"
+    >>> print(_in_short(box, "gspmd train", []))
+    Unrecognized options: --stpes, 3
+      Did you mean --steps? gspmd train --help-all lists all flags.
+    >>> print(_in_short("| Error parsing --steps: invalid literal for int() with base 10: 'a' |", "gspmd train", []))
+    --steps must be a whole number, but is 'a'.
+      gspmd train --help-all describes it.
+    """
+    lines = [line.strip(" │|") for line in message.splitlines()]
+    first = next((line for line in lines if re.match("Unrecognized options: |Error parsing |Missing value ", line)), "")
+    if found := re.fullmatch("Unrecognized options: (.*)", first):
+        words = found[1].split(", ")
+        remedy = f"{prog} --help-all lists all flags."
+        flags = [word.split("=")[0] for word in words if word.startswith("--")]
+        known = [name for line in lines if line.startswith("--") for name in re.findall(r"--[a-z][\w.-]*", line)]
+        near = [hit for flag in flags for hit in _near(flag, known, merged)]
+        if near:
+            return f"{first}\n  Did you mean {listed([*dict.fromkeys(near)], 'or')}? {remedy}"
+        if not flags:
+            return f"{first}\n  Every value follows its flag, as in --flag value. {remedy}"
+        return f"{first}\n  {remedy}"
+    described = f"\n  {prog} --help-all describes it."
+    if found := re.fullmatch(r"Missing value for argument '(.*?)'.*", first):
+        return f"{found[1]} needs a value.{described}"
+    if not (found := re.fullmatch("Error parsing ([^:]*): (.*)", first)):
+        return "\n".join(filter(None, lines))
+    flag, fault = found.groups()
+    kinds = {"invalid literal for int": "a whole number", "could not convert string to float": "a number"}
+    kind = next((wanted for begins, wanted in kinds.items() if fault.startswith(begins)), "")
+    if kind:
+        return f"{flag} must be {kind}, but is {fault.rpartition(': ')[2]}.{described}"
+    return f"{flag} {fault.removeprefix('it ')}{described}"
+
+
+def _near(flag: str, known: Sequence[str], merged: Collection[str]) -> list[str]:
+    """Return the flags that a misspelled one may mean: those of a table that flags do not name, or the most similar."""
+    table, dot, rest = flag.removeprefix("--").partition(".")
+    if dot and table in merged:
+        return [f"--{rest}"]
+    return get_close_matches(flag, known, n=3, cutoff=0.0)[: 1 if get_close_matches(flag, known, cutoff=0.8) else 3]
 
 
 _ABSENT = {"model.moe": "no experts", "model.lora": "no adapters", "model.latent": "no latent attention"}
@@ -242,7 +362,6 @@ def _carried_over(settings: dict[str, Any], given: EarlyFlags) -> dict[str, Any]
     return settings | {"training": training, "sharding": kept}
 
 
-@_REGISTRY.primitive_rule
 def _literal(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec | None:
     """Parse a flag with a few choices; the error names the nearest choice, which tyro's own does not."""
     choices = choices_of(info.type)
@@ -262,17 +381,3 @@ def _literal(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec | None:
         is_instance=lambda value: value in choices,
         str_from_instance=lambda value: [str(value)],
     )
-
-
-def choices_of(hint: Any) -> tuple:
-    """Return the choices of a `Literal`, with None if it is optional; empty for any other type.
-
-    >>> choices_of(typing.Literal["cpu", "gpu"] | None)
-    (None, 'cpu', 'gpu')
-    """
-    arms = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
-    literals = [arm for arm in arms if typing.get_origin(arm) is typing.Literal]
-    if not literals or any(arm not in (*literals, types.NoneType) for arm in arms):
-        return ()
-    choices = [choice for arm in literals for choice in typing.get_args(arm)]
-    return (None, *choices) if types.NoneType in arms else tuple(choices)

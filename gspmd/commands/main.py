@@ -21,15 +21,29 @@ import gspmd
 from gspmd.display import terminal
 from gspmd.interruption import end, end_as_usual, end_at_once, number_of
 
-#: Command -> its description. Each is a module of this package with `run(argv, script) -> exit code`.
+#: Command -> its description. Each is a module of this package with `run(argv, script, settings) -> exit code`.
 COMMANDS = {
     "explain": "show the plan of an equation on a mesh, drawn as the papers draw it",
     "page": "open a page in the browser that plans equations and layouts as one types",
-    "train": "train a Mixture-of-Experts language model on text, every tensor placed by a layout",
+    "train": "train a language model on text, every tensor placed by a layout",
     "generate": "continue prompts with a public checkpoint or a trained run, in any layout",
     "export": "write a trained run as a public checkpoint, which transformers loads",
-    "search": "find the best layout of a model on a slice, and write it as a file to train with",
+    "layouts": "list, show, check and compare layouts",
+    "search": "find the best layout of a model on a slice, and write its file",
     "compile": "ask the compiler whether a model fits on TPUs or GPUs, and what it will cost",
+    "completion": "print a script that completes these commands and their flags in a shell",
+}
+#: Command -> the module of this package that reads its flags, `parse(argv, script) -> settings`, without JAX.
+_SETTINGS = {
+    "explain": "explain_settings",
+    "page": "page",
+    "train": "settings",
+    "generate": "generate_settings",
+    "export": "export_settings",
+    "layouts": "layouts",
+    "search": "search.settings",
+    "compile": "compile_settings",
+    "completion": "completion",
 }
 _EXAMPLES = (
     'gspmd explain "BLE_xyz, E_xF_yz -> BLF_yzx" --mesh x=4,y=4,z=4 --sizes B=512,L=1,E=18432,F=73728',
@@ -118,18 +132,29 @@ def _run(name: str, flags: Sequence[str], file: str = "", ends: bool = False) ->
         with _ending_at_once() if ends else nullcontext():
             if name not in COMMANDS:
                 return _without_command(name)
-            try:
-                with _starting() if ends else nullcontext():
-                    command = import_module(f"gspmd.commands.{name}")
-            except ModuleNotFoundError as error:
-                if error.name != "gspmd_models":  # A checkout that is not installed lacks it.
-                    raise
-                print(f"{error}. Install gspmd first; in a checkout: pip install -e .", file=sys.stderr)
-                return 2
-        return command.run(flags, file)
+            reader, runner = import_module(f"gspmd.commands.{_SETTINGS[name]}"), import_module("gspmd.commands.runner")
+        settings = None
+        if not _among_others(flags):
+            settings, code = runner.read(partial(reader.parse, script=file), flags, "" if file else f"gspmd {name}")
+            if settings is None:
+                return code
+        with _ending_at_once() if ends else nullcontext(), _starting() if ends else nullcontext():
+            command = import_module(f"gspmd.commands.{name}")
+        return command.run(flags, file, settings)
+    except ModuleNotFoundError as error:
+        if error.name != "gspmd_models":  # A checkout that is not installed lacks it.
+            raise
+        print(f"{error}. Install gspmd first; in a checkout: pip install -e .", file=sys.stderr)
+        return 2
     except KeyboardInterrupt as stopped:
         print("\nInterrupted.", file=sys.stderr)
         return 128 + number_of(stopped)
+
+
+def _among_others(flags: Sequence[str]) -> bool:
+    """Return whether this is one of several processes: the others wait for it, and hear of its faults, from the moment
+    it reads its flags, so it reads them when it is ready to join."""
+    return any(flag.partition("=")[0] == "--distributed" for flag in flags)
 
 
 @contextmanager

@@ -10,21 +10,16 @@ from jax.sharding import Mesh
 from rich.console import Console
 
 from gspmd.annotate.spec import Spec
+from gspmd.commands.file import is_own
 from gspmd.display.units import amount_of_flops
 from gspmd.layouts import Layout
 from gspmd.training.model import Own, Trainable
 from gspmd.training.reporting import report
 from gspmd.training.syntax import lines_searched, parse_relayout
 from gspmd.training.toml import ConfigError
-from gspmd_models import ModelConfig
 from gspmd_models.step import Language
 
 Placed = dict[str, tuple[Spec, tuple[int, ...]]]
-
-
-def is_own(settings: Any) -> bool:
-    """Return whether settings have a custom model."""
-    return not isinstance(settings.model, ModelConfig)
 
 
 def module_of(settings: Any) -> list[ModuleType]:

@@ -15,6 +15,7 @@ from pathlib import Path
 from threading import Thread
 
 from gspmd.commands import configs
+from gspmd.commands.arguments import Parser
 from gspmd.reading import folder_fault, whole_number
 
 _PORT = 8765
@@ -22,14 +23,25 @@ _PORTS = 20
 """Ports that are tried in turn if none is given."""
 
 
-def run(argv: Sequence[str], script: str = "") -> int:
+def parse(argv: Sequence[str], script: str = "") -> argparse.Namespace:
+    """Return the flags.
+
+    Args:
+        argv: the flags.
+        script: unused: no file in scripts/ runs this command.
+    """
+    return make_parser().parse_args(argv)
+
+
+def run(argv: Sequence[str], script: str = "", settings: argparse.Namespace | None = None) -> int:
     """Serve the page until it is interrupted; return the exit code: 2 for bad input or what is not installed.
 
     Args:
         argv: the flags.
-        script: unused; no file in scripts/ runs this command.
+        script: unused, as for `parse`.
+        settings: those of the flags, if they are read already.
     """
-    options = _parser().parse_args(argv)
+    options = settings or parse(argv)
     try:
         import uvicorn
 
@@ -62,8 +74,9 @@ def run(argv: Sequence[str], script: str = "") -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="gspmd page", description=__doc__.splitlines()[0], allow_abbrev=False)
+def make_parser() -> Parser:
+    """Return the parser of the flags."""
+    parser = Parser(prog="gspmd page", description=__doc__.splitlines()[0])
     parser.add_argument("--port", type=_port, help=f"the port to listen on (default: the first free one from {_PORT})")
     parser.add_argument("--no-browser", action="store_true", help="print the address, and open no browser")
     parser.add_argument(

@@ -175,7 +175,7 @@ def sample(
     generate, ends = models.Generator(model, compiled=together), sorted(tokenizer.ends)
     options: dict[str, Any] = {"sampling": how, "seed": training.seed, "stop": ends}
     if settings.model.encoder_layers:
-        texts = generate(None, training.sample_bytes, sources=[prompt], **options).texts
+        texts = generate(None, training.sampled, sources=[prompt], **options).texts
         return f"{training.prompt}\n=> {tokenizer.decode(texts[0])}"
-    texts = generate([prompt], training.sample_bytes, **options).texts
+    texts = generate([prompt], training.sampled, **options).texts
     return tokenizer.decode([*prompt, *texts[0]])

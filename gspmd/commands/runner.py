@@ -8,21 +8,28 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
 
 from gspmd import host
 from gspmd.annotate.errors import LayoutError, PlanError, SpecError
-from gspmd.commands.flags import FlagError
+from gspmd.commands.messages import told
 from gspmd.display import console as printing
 from gspmd.display import terminal
 from gspmd.interruption import number_of
 from gspmd.training import processes
 from gspmd.training.checkpoints import newest
+from gspmd.training.run.folder import Unwritable
 from gspmd.training.run.guard import Diverged
-from gspmd.training.run.loop import Unwritable
 from gspmd.training.run.signals import Interrupted, terminable, unheard
 from gspmd.training.toml import ConfigError
 
+T = TypeVar("T")
+
 _USER_ERRORS = (ConfigError, host.HostError, SpecError, PlanError, LayoutError)
+
+
+class FlagError(ValueError):
+    """Flags that cannot be read, with the parser's message."""
 
 
 def guarded(
@@ -64,7 +71,7 @@ def guarded(
     except FlagError as error:
         message, code = str(error), 2
     except refused as error:
-        message, code = f"{type(error).__name__}: {error}", 2
+        message, code = told(error), 2
     except Diverged as error:
         message, code, together = f"The run failed: {error}{_advice(error.step, error.out, called)}", 1, True
     except Unwritable as error:
@@ -89,6 +96,22 @@ def guarded(
             print(message, file=sys.stderr)
         processes.leave()
     return code
+
+
+def read(parse: Callable[[Sequence[str]], T], argv: Sequence[str], called: str = "") -> tuple[T | None, int]:
+    """Read the flags of a command, before JAX is imported: --help and a misspelled flag are answered at once.
+
+    Args:
+        parse: reads the flags.
+        argv: the flags.
+        called: as in `guarded`.
+
+    Returns:
+        The settings, and the exit code if there are none.
+    """
+    found: list[T] = []
+    code = guarded(lambda argv: found.append(parse(argv)), argv, called)
+    return (found[0] if found else None), code
 
 
 def _check_encoding(argv: Sequence[str]) -> None:

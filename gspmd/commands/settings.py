@@ -1,4 +1,14 @@
-"""The settings of a run of `gspmd train`: tables and flags, and those of the checkpoint that it begins with."""
+"""Train a language model on text, with every tensor sharded by a layout.
+
+    gspmd train                                        # five minutes on two cores
+    gspmd train --layout zero-3 --set ffn.w_in=E_xF_y  # the same losses
+    gspmd train --resume --out runs/001                # --resume 300: from there
+    gspmd train --explain                              # what its step will send
+    gspmd train --from DIR --data 'text/*.jsonl'       # from a public checkpoint
+    gspmd train --model mixer:Mixer --layout own.toml  # docs/your-model.md
+
+Figures, events, checkpoints and pictures go to --out.
+"""
 
 import os
 from collections.abc import Sequence
@@ -10,7 +20,7 @@ import tyro
 
 import gspmd
 import gspmd_models as models
-from gspmd.commands import own
+from gspmd.commands import configs, flags, hub
 from gspmd.commands.flags import EarlyFlags
 from gspmd.training import ConfigError, OptimizerConfig, ShardingConfig, TrainingConfig, processes
 from gspmd.training.checkpoints import load_settings
@@ -18,8 +28,14 @@ from gspmd.training.model import finding
 from gspmd.training.run.folder import newest_run
 from gspmd.training.syntax import lines_searched, parse_relayout
 from gspmd.training.toml import to_mapping
-from gspmd_models import ModelConfig, checkpoints
+from gspmd_models.config import ModelConfig
 from gspmd_models.finetuning.config import LoraConfig
+
+COMMON = (
+    "config", "explain", "checkpoint", "model_class", "steps", "batch", "length", "data", "out", "resume",
+    "learning_rate", "layout", "devices",
+)  # fmt: skip
+"""The settings whose flags --help shows."""
 
 
 @dataclass(frozen=True)
@@ -34,8 +50,8 @@ class RunSettings:
     compile_cache: bool = True
     """Whether to keep compiled programs on disk for the next start."""
     checkpoint: Annotated[str, tyro.conf.arg(name="from")] = ""
-    """Folder of a public checkpoint, with the model, weights and tokenizer that the run begins with; from [model] only
-    remat is used."""
+    """Folder of a public checkpoint, or the name of one that huggingface_hub has downloaded (ORG/NAME), with the model,
+    weights and tokenizer that the run begins with; from [model] only remat is used."""
     model_class: Annotated[str, tyro.conf.arg(name="model", metavar="MODULE:NAME")] = ""
     """A custom model, such as mixer:Mixer for the class Mixer of mixer.py, whose fields become the flags of [model];
     in a file, class in [model]. docs/your-model.md builds one."""
@@ -47,8 +63,26 @@ class RunSettings:
 
     def beside(self, folder: Path) -> "RunSettings":
         """Return these settings, with relative paths taken from `folder`, that of their file."""
-        checkpoint = os.path.join(folder, self.checkpoint) if self.checkpoint else ""
-        return replace(self, checkpoint=checkpoint, model_class=finding.beside(self.model_class, folder))
+        return replace(
+            self, checkpoint=hub.beside(self.checkpoint, folder), model_class=finding.beside(self.model_class, folder)
+        )
+
+
+def parse(argv: Sequence[str], script: str = "") -> RunSettings:
+    """Return the settings of flags, and of the file or the run that they name.
+
+    Args:
+        argv: the flags.
+        script: the file in scripts/ that runs the command, for the help.
+    """
+    prog, description = configs.called(__doc__, "gspmd train", script)
+    # A checkpoint needs a smaller learning rate than random weights.
+    default = "default" if EarlyFlags.of(argv).checkpoint is None else "finetune"
+    # This comes before the flags are read, because the other processes wait for this one, and are told of its faults.
+    processes.expect(flags.distributed(argv))
+    return flags.parse(
+        RunSettings, argv, default=default, find=configs.find, prog=prog, description=description, common=COMMON
+    )
 
 
 def of_checkpoint(settings: RunSettings, argv: Sequence[str]) -> RunSettings:
@@ -64,6 +98,7 @@ def of_checkpoint(settings: RunSettings, argv: Sequence[str]) -> RunSettings:
     resumed = settings.training.resume
     if not settings.checkpoint:
         return settings
+    settings = replace(settings, checkpoint=hub.found(settings.checkpoint))
     if resumed and (fault := _another_beginning(settings)):
         raise ConfigError("cannot resume:", [fault])
     if resumed and EarlyFlags.of(argv).config is None:
@@ -73,6 +108,8 @@ def of_checkpoint(settings: RunSettings, argv: Sequence[str]) -> RunSettings:
     if fixed:
         fault = f"the checkpoint {settings.checkpoint!r} already gives the model; leave out {', '.join(fixed)}."
         raise ConfigError("cannot begin with this checkpoint:", [fault])
+    from gspmd_models import checkpoints  # which imports JAX; flags are read without it
+
     model = replace(checkpoints.model_config(settings.checkpoint), remat=settings.model.remat)
     if model.context_length is not None:  # A model trained on longer sequences can write longer ones.
         model = replace(model, context_length=max(model.context_length, settings.training.length))
@@ -106,6 +143,8 @@ def adapted(settings: RunSettings) -> RunSettings:
 
 def facts_of(settings: RunSettings) -> dict[str, Any]:
     """Return the settings that the processes of a run must agree about before they start their devices, by name."""
+    from gspmd.commands.own import module_of  # which imports JAX; flags are read without it
+
     facts = to_mapping(settings)
     del facts["config"], facts["sharding"]["distributed"]  # The file of the settings, and the number of this process.
     named = {"layout": settings.sharding.layout}
@@ -117,4 +156,4 @@ def facts_of(settings: RunSettings) -> dict[str, Any]:
     layouts = {at: gspmd.Layout.load(file) for at, file in files.items() if file}
     tables = {at: {each.name: getattr(layout, each.name) for each in fields(layout)} for at, layout in layouts.items()}
     lines = {at: parts.pop("table") | parts for at, parts in tables.items()}
-    return facts | lines | processes.environment(models, *own.module_of(settings))
+    return facts | lines | processes.environment(models, *module_of(settings))

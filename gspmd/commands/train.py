@@ -1,14 +1,4 @@
-"""Train a language model on text, with every tensor sharded by a layout.
-
-    gspmd train                                        # five minutes on two cores, 8 fake devices
-    gspmd train --layout zero-3 --set ffn.w_in=E_xF_y  # the same losses, other collectives
-    gspmd train --resume --out runs/001                # goes on where it stopped; --resume 300, from step 300
-    gspmd train --explain                              # what its step will send, and no training
-    gspmd train --from DIR --data 'text/*.jsonl'       # a public checkpoint, trained further on other text
-    gspmd train --model mixer:Mixer --layout own.toml  # a custom model: docs/your-model.md
-
-Figures, events, checkpoints and pictures go to --out.
-"""
+"""`gspmd train`: check the settings, read the text, and run the training loop."""
 
 import shutil
 import time
@@ -20,12 +10,12 @@ from pathlib import Path
 from rich.console import Console
 
 from gspmd import host
-from gspmd.commands import automatic, configs, flags, own, runner
+from gspmd.commands import automatic, own, runner
 from gspmd.commands.automatic import FoundLayout
 from gspmd.commands.file import File, group_faults
 from gspmd.commands.header import in_short, show_run
 from gspmd.commands.programs import abstract_state, check_traced, explain, make_program, sample
-from gspmd.commands.settings import RunSettings, adapted, facts_of, of_checkpoint
+from gspmd.commands.settings import RunSettings, adapted, facts_of, of_checkpoint, parse
 from gspmd.commands.source import bytes_of
 from gspmd.display import console as printing
 from gspmd.display.progress import Progress
@@ -44,25 +34,21 @@ from gspmd_models.stages import check_lowering_of_stages, check_stages
 CALLED = "gspmd train"
 
 
-def run(argv: Sequence[str], script: str = "") -> int:
+def run(argv: Sequence[str], script: str = "", settings: RunSettings | None = None) -> int:
     """Run `gspmd train`; return its exit code: 1 for a failed run, 2 for bad input, 130 for an interrupt.
 
     Args:
         argv: the flags.
         script: the file in scripts/ that runs it instead, for the help and the command that resumes a run.
+        settings: those of the flags, if they are read already.
     """
     called, errors = "" if script else CALLED, (checkpoints.CheckpointError,)
-    return runner.guarded(partial(main, script=script), argv, called, errors)
+    return runner.guarded(partial(main, script=script, settings=settings), argv, called, errors)
 
 
-def main(argv: Sequence[str], script: str = "") -> int:
-    """Read the settings, and train."""
-    prog, description = configs.called(__doc__, "gspmd train", script)
-    # A checkpoint needs a smaller learning rate than random weights.
-    default = "default" if flags.EarlyFlags.of(argv).checkpoint is None else "finetune"
-    # This comes before the flags are read, because the other processes wait for this one, and are told of its faults.
-    processes.expect(flags.distributed(argv))
-    settings = flags.parse(RunSettings, argv, default=default, find=configs.find, prog=prog, description=description)
+def main(argv: Sequence[str], script: str = "", settings: RunSettings | None = None) -> int:
+    """Read the settings, unless they are given, and train."""
+    settings = settings or parse(argv, script)
     # This comes before a backend starts, since that fixes the devices that a process sees.
     processes.join(settings.sharding.distributed)
     if not own.is_own(settings):
@@ -207,7 +193,7 @@ def with_fitting_sample(
         ConfigError: there is nothing to begin the text with, or the context has no room for a token.
     """
     training, model = settings.training, settings.model
-    if not training.sample_bytes:
+    if not training.sampled:
         return settings
     doing = "cannot begin the generated text:"
     prompt = (tokenizer or bytes_of(model)).encode(training.prompt)
@@ -215,13 +201,13 @@ def with_fitting_sample(
         fault = f"the tokenizer has no token for {training.prompt!r}; give another --prompt, or --sample-bytes 0."
         raise ConfigError(doing, [fault])
     begins = 1 if model.encoder_layers else len(prompt)  # the generated text does not contain its source
-    room = training.sample_bytes if model.context_length is None else model.context_length - begins
-    if room >= training.sample_bytes:
+    room = training.sampled if model.context_length is None else model.context_length - begins
+    if room >= training.sampled:
         return settings
     if room < 1:
         fault = f"the prompt has {begins} tokens, and the model was made for at most {model.context_length}"
         raise ConfigError(doing, [f"{fault} (context_length); give a shorter --prompt, or --sample-bytes 0."])
-    said = f"The text at the end has {room} new tokens, not {training.sample_bytes} (--sample-bytes)"
+    said = f"The text at the end has {room} new tokens, not {training.sampled} (--sample-bytes)"
     why = f"the model was made for {model.context_length}, and the prompt has {begins}"
     console.print(f"{said}: {why}.", soft_wrap=True, highlight=False, markup=False)
     return replace(settings, training=replace(training, sample_bytes=room))
@@ -259,7 +245,7 @@ def check_model(training: TrainingConfig, model: ModelConfig, tokens: int | None
         faults.append("model.int8 is for serving: leave it out; sample with 'gspmd generate --weights int8'.")
     if not model.stacked:
         faults.append("model.stacked is off, which is for serving: leave it out; use 'gspmd generate --unstacked'.")
-    if training.sample_bytes and model.moe and not model.moe.causal:
+    if training.sampled and model.moe and not model.moe.causal:
         fault = f"model.moe.router {model.moe.router} cannot generate text, since its experts read later tokens; "
         faults.append(fault + "set sample_bytes to 0, or take another router.")
     if faults:
@@ -317,7 +303,7 @@ def run_loop(console: Console, checked: Checked, arranged: Arranged, called: str
 
         def finish(state: TrainState, metrics: Metrics | None) -> None:
             with last.context():
-                text = partial(sample, settings, last, state.params, tokenizer) if training.sample_bytes else None
+                text = partial(sample, settings, last, state.params, tokenizer) if training.sampled else None
                 name = f"{out.resolve().name} · {in_short(settings, last)}"
                 if metrics is not None:
                     report.finish(console, out, name, training.prompt, text, metrics)

@@ -1,7 +1,7 @@
 """Chips: the figures of one device, from chips.toml, which cites a public source for each."""
 
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from importlib.resources import files
 from math import prod
@@ -152,9 +152,19 @@ def chip(name: "str | Chip") -> Chip:
     if not isinstance(name, str) or name not in CHIPS:
         if isinstance(getattr(name, "chip", None), Chip):
             raise PlanError(f"{shown(name)} is no chip.\n  Give its attribute chip: topology(...).chip.")
-        near = suggestion(str(name).lower().replace("_", "-").replace(" ", "-"), CHIPS)
+        asked = str(name).lower().replace("_", "-").replace(" ", "-")
+        near = suggestion(asked, not_another(asked, CHIPS))
         raise PlanError(f"no chip is called {shown(name)}.\n  {near}Known chips: {', '.join(CHIPS)}.")
     return CHIPS[name]
+
+
+def not_another(asked: str, known: Iterable[str]) -> list[str]:
+    """Return the names of chips that `asked` may misspell: another letter before the number is another chip.
+
+    >>> not_another("v100", ["h100", "h200"]), not_another("h10", ["h100"])
+    (['h200'], ['h100'])
+    """
+    return [each for each in known if each[1:] != asked[1:] or not asked[1:].isdecimal()]
 
 
 def slice_of(device: Any) -> int:

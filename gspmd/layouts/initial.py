@@ -1,50 +1,15 @@
-"""Initial parameters: their shapes, their distributions, and drawing each shard on its device."""
+"""Initial parameters: their shapes, and drawing each shard on its device."""
 
 import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from gspmd.annotate import Spec
-
-Initialiser = Callable[[jax.Array, tuple[int, ...]], jax.Array]
-"""A function from a random key and a shape to float32 values, such as those of `jax.nn.initializers`."""
-
-
-@dataclass(frozen=True)
-class Normal:
-    """Truncated normal initializer; equal ones share a compiled program.
-
-    Example:
-        >>> round(float(Normal(0.5)(jax.random.key(0), (1000,)).std()), 1)
-        0.5
-    """
-
-    deviation: float
-
-    def __call__(self, key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-        # A unit normal truncated at two standard deviations has a standard deviation of 0.8796.
-        return jax.random.truncated_normal(key, -2.0, 2.0, shape, jnp.float32) * (self.deviation / 0.87962566)
-
-
-@dataclass(frozen=True)
-class Constant:
-    """Constant initializer.
-
-    Example:
-        >>> Constant(0.5)(jax.random.key(0), (2,)).tolist()
-        [0.5, 0.5]
-    """
-
-    value: float
-
-    def __call__(self, key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-        return jnp.full(shape, self.value, jnp.float32)
+from gspmd.layouts.distributions import Initialiser
 
 
 def abstract(spec: Spec, shape: tuple[int, ...], dtype: Any, mesh: jax.sharding.Mesh) -> jax.ShapeDtypeStruct:

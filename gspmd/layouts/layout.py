@@ -18,7 +18,7 @@ from gspmd.layouts.rules.sizes import padded, padding_faults
 from gspmd.layouts.section import Section
 from gspmd.layouts.table import LayoutTable, unknown
 from gspmd.layouts.variants import inner_specs, overridden, position_specs, stored_specs
-from gspmd.lowerings.in_force import checked
+from gspmd.lowerings.names import checked
 
 if TYPE_CHECKING:
     from gspmd.figures.figure import Figure
@@ -302,7 +302,7 @@ class Layout(LayoutTable):
             multiple. `check` checks all of them together.
 
         Raises:
-          LayoutError: `specs` is not a mapping, or a value is of the wrong type.
+          LayoutError: `specs` is not a mapping, a value is of the wrong type, or a spec cannot be read.
         """
         return overridden(self, specs)
 

@@ -33,6 +33,11 @@ def plain(layout: LayoutTable) -> str:
     return "\n\n".join([layout.name, *blocks])
 
 
+def lines_of(layout: LayoutTable) -> dict[str, str]:
+    """Return all lines by section and key, such as `"decode.ffn.residual"`, as text."""
+    return {f"{section}.{key}": text for section, lines in _sections(layout) for key, text in lines}
+
+
 def html(layout: LayoutTable) -> str:
     """Return the table and the figure as HTML."""
     rows = []

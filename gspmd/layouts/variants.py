@@ -4,20 +4,21 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from gspmd.annotate import LayoutError, Spec, parse_via
+from gspmd.annotate import Fault, LayoutError, Spec, SpecError, parse_via, report
 from gspmd.annotate.equation import Via
 from gspmd.annotate.errors import shown
 from gspmd.annotate.validation import whole
+from gspmd.layouts.rules.faults import Line
 from gspmd.layouts.rules.keys import CACHE, ENCODER, KEYS, OVERRIDES, PHASES, SERVING, Text, keys_of_override
 from gspmd.layouts.table import LayoutTable, OfTable, parameters_of
 from gspmd.reading import WHOLE, whole_number
 
 
 def overridden(layout: OfTable, specs: Any) -> OfTable:
-    """Return a layout with the specs, lowerings and multiples of padding of `specs`, which are not checked here.
+    """Return a layout with the specs, lowerings and multiples of padding of `specs`, which are only read here.
 
     Raises:
-      LayoutError: `specs` is not a mapping, or a value is of the wrong type.
+      LayoutError: `specs` is not a mapping, a value is of the wrong type, or a spec cannot be read.
     """
     if not isinstance(specs, Mapping):
         raise LayoutError(f'cannot override with {shown(specs)}.\n  Write {{"ffn.w_in": "E_xF_y"}}, keys to specs.')
@@ -27,19 +28,43 @@ def overridden(layout: OfTable, specs: Any) -> OfTable:
         text, multiple = _text(value), whole_number(value) if isinstance(value, str) else whole(value)
         if section == "padding" and multiple is not None:
             layout = replace(layout, padding={**layout.padding, rest: multiple})
-        elif not isinstance(key, str) or text is None or (section == "padding"):
+        elif not isinstance(key, str) or text is None or section == "padding":
             remedy = f"The multiple of a padding is {WHOLE}." * (section == "padding")
             doing = f"cannot override {shown(key)} with {shown(value)}"
             raise LayoutError(f"{doing}.\n  {remedy or 'A key and its spec are strings.'}")
         elif section == "lowering":
             layout = replace(layout, lowerings={**layout.lowerings, rest: str(value)})
-        elif (section in OVERRIDES or section == SERVING) and key not in layout.own:
-            named = PHASES if section == SERVING else (section,)
-            tables = {each: {**layout.overrides.get(each, {}), rest: text} for each in named}
-            layout = replace(layout, overrides={**layout.overrides, **tables})
         else:
-            layout = replace(layout, table={**layout.table, key: text})
+            _refuse_unreadable(key, text)
+            layout = _with_line(layout, key, text)
     return layout
+
+
+def _with_line(layout: OfTable, key: str, text: Text) -> OfTable:
+    """Return a layout with another spec for a key, of its table or of a section that overrides it."""
+    section, _, rest = key.partition(".")
+    if not (section in OVERRIDES or section == SERVING) or key in layout.own:
+        return replace(layout, table={**layout.table, key: text})
+    named = PHASES if section == SERVING else (section,)
+    tables = {each: {**layout.overrides.get(each, {}), rest: text} for each in named}
+    return replace(layout, overrides={**layout.overrides, **tables})
+
+
+def _refuse_unreadable(key: str, text: Text) -> None:
+    """Refuse a spec that cannot be read, at once and not when the layout is checked.
+
+    Raises:
+      LayoutError: the spec, or one of the alternatives, cannot be read; lists every fault.
+    """
+    faults: list[Fault] = []
+    for each in (text,) if isinstance(text, str) else text:
+        line = Line(key, each, "")
+        try:
+            parse_via(each) if key.endswith("_via") else Spec.parse(each)
+        except SpecError as error:
+            faults += map(line.moved, error.faults)
+    if faults:
+        raise report(LayoutError, f"cannot override {shown(key)}", faults) from None
 
 
 def _text(value: Any) -> Text | None:

@@ -13,20 +13,12 @@ from typing import Any
 
 import jax
 
-from gspmd.annotate.errors import PlanError, shown, suggestion
+from gspmd.annotate.errors import PlanError
 from gspmd.display.units import mesh_text
 from gspmd.hardware.chips import Chip, chip_of_device, slice_of
 from gspmd.hardware.links import over_slices
 from gspmd.jax_internals import concrete_mesh
-from gspmd.planner.overlap import SCHEDULES
-
-LOWERINGS = (
-    "auto",
-    "xla",
-    "blocking",
-    "looped",
-    *(f"looped:{name}" for name, each in SCHEDULES.items() if each.is_public),
-)
+from gspmd.lowerings.names import checked
 
 _default = jax.make_user_context(default_value="auto")
 _chip = jax.make_user_context(default_value=None)
@@ -70,19 +62,6 @@ def chip_in_force() -> Chip | None:
 def current() -> str:
     """Return the lowering in force."""
     return _default.value
-
-
-def checked(name: str) -> str:
-    """Check that `name` is a lowering, and return it.
-
-    Raises:
-        PlanError: `name` is not a lowering.
-    """
-    if not isinstance(name, str) or name not in LOWERINGS:
-        raise PlanError(
-            f"no lowering is called {shown(name)}.\n  {suggestion(str(name), LOWERINGS)}Known: {', '.join(LOWERINGS)}."
-        )
-    return name
 
 
 def resolve(name: str | None) -> str:

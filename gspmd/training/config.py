@@ -6,11 +6,11 @@ import os
 import typing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 import tyro
 
-from gspmd.lowerings.in_force import LOWERINGS
+from gspmd.lowerings.names import LOWERINGS
 from gspmd.pipeline.schedule import SCHEDULES
 from gspmd.training.syntax import layout_beside, parse_mesh, parse_processes, parse_profile, parse_relayout
 from gspmd.training.toml import ConfigError, Dataclass, load_toml, not_a_choice, not_negative, positive
@@ -21,7 +21,11 @@ if TYPE_CHECKING:  # type checkers cannot evaluate Literal[LOWERINGS]
 else:
     Lowering, Schedule = Literal[LOWERINGS], Literal[SCHEDULES]
 
-__all__ = ["ConfigError", "OptimizerConfig", "ShardingConfig", "TrainingConfig", "load_toml", "parse_mesh"]
+__all__ = ["ConfigError", "OptimizerConfig", "ShardingConfig", "TrainingConfig", "Update", "load_toml", "parse_mesh"]
+
+
+_SHORT = 50
+"""Number of steps below which a run is a trial, whose end should not take longer than its steps."""
 
 
 @dataclass(frozen=True)
@@ -68,8 +72,11 @@ class TrainingConfig:
     """Updates between two validations; 0 for one at the end only."""
     validation_batches: int = 8
     """Batches of a validation during training, spread over the held-out text."""
-    final_validation_batches: int = 500
-    """Batches of the validation at the end, spread likewise; 0 for all of the held-out text."""
+    final_validation_batches: int | None = None
+    """Batches of the validation at the end, spread likewise; 0 for all of the held-out text. If not given 500, or 16
+    for a run of fewer than 50 steps."""
+    log_every: int = 10
+    """Updates between two lines with the loss; 0 for a line every few seconds."""
     save_every: int = 100
     """Updates between two checkpoints; 0 for one at the end only."""
     out: str = ""
@@ -97,9 +104,9 @@ class TrainingConfig:
     """Steps to profile, FROM:TO, such as 20:24; the XProf trace goes to profile/ in the run's folder."""
     prompt: str = "def "
     """Beginning of the text that is generated at the end."""
-    sample_bytes: int = 256
-    """Length of that text in tokens: bytes, without a tokenizer; 0 for none. If the model's context has room for fewer,
-    it has these."""
+    sample_bytes: int | None = None
+    """Length of that text in tokens: bytes, without a tokenizer; 0 for none. If not given 256, or 0 for a run of fewer
+    than 50 steps. If the model's context has room for fewer, it has these."""
 
     def __post_init__(self):
         faults: list[str] = []
@@ -107,7 +114,7 @@ class TrainingConfig:
         if self.microbatches > 1 and self.batch % self.microbatches:
             faults.append(f"microbatches must divide the batch, {self.batch}, but is {self.microbatches}.")
         not_negative(faults, validation_every=self.validation_every, save_every=self.save_every)
-        not_negative(faults, sample_bytes=self.sample_bytes, non_finite=self.non_finite)
+        not_negative(faults, sample_bytes=self.sample_bytes, non_finite=self.non_finite, log_every=self.log_every)
         positive(faults, keep=self.keep)
         if self.resume_step is not None and not self.resume:
             faults.append(f"resume_step needs resume; write --resume {self.resume_step}.")
@@ -126,6 +133,21 @@ class TrainingConfig:
         _check_profile(self.profile, self.steps, faults)
         _literals(self, faults)
         _refuse("training", faults)
+
+    @property
+    def sampled(self) -> int:
+        """Length of the text that is generated at the end; 0 for none.
+
+        >>> TrainingConfig(steps=3).sampled, TrainingConfig(steps=50).sampled, TrainingConfig(sample_bytes=8).sampled
+        (0, 256, 8)
+        """
+        return self.sample_bytes if self.sample_bytes is not None else 0 if self.steps < _SHORT else 256
+
+    @property
+    def last_validation(self) -> int:
+        """Batches of the validation at the end; 0 for all of the held-out text."""
+        given = self.final_validation_batches
+        return given if given is not None else 16 if self.steps < _SHORT else 500
 
     def beside(self, folder: Path) -> "TrainingConfig":
         """Return these settings with relative paths taken from `folder`, that of their file.
@@ -183,6 +205,25 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True)
+class Update:
+    """The update of a step, whatever the layout and the mesh.
+
+    Attributes:
+        optimizer: rates and decays.
+        steps: total number of updates.
+        microbatches: parts of a batch that are computed one after the other, or that go through stages.
+        frozen: patterns of parameters that stay as they are.
+        parameter_dtype: what matrices are stored in; if not float32, the optimizer has float32 masters.
+    """
+
+    optimizer: OptimizerConfig
+    steps: int
+    microbatches: int = 1
+    frozen: tuple[str, ...] = ()
+    parameter_dtype: Any = "float32"
+
+
+@dataclass(frozen=True)
 class ShardingConfig:
     """The devices, the mesh over them, and the layout on it."""
 
@@ -201,7 +242,7 @@ class ShardingConfig:
     mesh: str = ""
     """Mesh axes and their sizes, such as x=4,y=2; factored by the layout's rule if not given."""
     axis_types: Literal["explicit", "auto"] = "explicit"
-    """Whether a spec is part of an array's type."""
+    """Type of the mesh axes: explicit, where a spec is part of an array's type; or auto, where it is not."""
     compiler_options: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
     """An option of the compiler for the step, such as xla_tpu_scoped_vmem_limit_kib=81920; repeatable."""
     platform: Literal["cpu", "gpu", "tpu"] | None = None

@@ -94,7 +94,7 @@ def from_mapping(cls: type[T], values: Mapping[str, Any], *, source: str = "the 
           unknown key 'embd'; did you mean 'embed'?
     """
     faults: list[str] = []
-    result = _build(cls, values, "", faults)
+    result = _build(cls, values, "", faults, _tables(cls))
     if faults:
         raise ConfigError(f"cannot use config {source!r}:", faults)
     return result
@@ -155,14 +155,29 @@ def not_a_choice(name: str, value: object, choices: typing.Sequence) -> str:
     return f"{name} must be one of {', '.join(map(repr, choices))}, but is {value!r}.{hint}"
 
 
-def _build(cls: type, values: Mapping[str, Any], prefix: str, faults: list[str]) -> Any:
+def _tables(cls: type) -> dict[str, list[str]]:
+    """Return the tables of a file in which a key may stand, by its name."""
+    tables: dict[str, list[str]] = {}
+    for name, hint in typing.get_type_hints(cls).items():
+        table, _ = _unwrap(hint)
+        if isinstance(table, type) and dataclasses.is_dataclass(table):
+            for field in dataclasses.fields(table):
+                tables.setdefault(field.name, []).append(name)
+    return tables
+
+
+def _build(
+    cls: type, values: Mapping[str, Any], prefix: str, faults: list[str], tables: Mapping[str, list[str]] | None = None
+) -> Any:
     hints = typing.get_type_hints(cls)
     names = {field.name for field in dataclasses.fields(cls)}
     before = len(faults)
     kwargs = {}
     for key, value in values.items():
         if key in names:
-            kwargs[key] = _convert(hints[key], value, f"{prefix}{key}", faults)
+            kwargs[key] = _convert(hints[key], value, f"{prefix}{key}", faults, tables)
+        elif tables and key in tables:
+            faults.append(f"unknown key {prefix + key!r}; write {key} in [{'] or ['.join(tables[key])}].")
         else:
             faults.append(_unknown(f"{prefix}{key}", [prefix + name for name in sorted(names)]))
     return _construct(cls, kwargs, prefix, faults) if len(faults) == before else None
@@ -196,13 +211,13 @@ def _text_fault(text: str) -> str | None:
     return None
 
 
-def _convert(hint: Any, value: Any, key: str, faults: list[str]) -> Any:
+def _convert(hint: Any, value: Any, key: str, faults: list[str], tables: Mapping[str, list[str]] | None = None) -> Any:
     hint, optional = _unwrap(hint)
     if value is None and optional:
         return None
     if isinstance(hint, type) and dataclasses.is_dataclass(hint):
         if isinstance(value, Mapping):
-            return _build(hint, value, f"{key}.", faults)
+            return _build(hint, value, f"{key}.", faults, tables)
     elif typing.get_origin(hint) is typing.Literal:
         return _choice(typing.get_args(hint), value, key, faults)
     elif typing.get_origin(hint) is tuple and isinstance(value, list | tuple):

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.sharding import AxisType
 
 from gspmd import Spec, SpecError, annotate
@@ -257,3 +258,46 @@ cannot annotate an array of shape (8, 12) with 'BE'
   the mesh has axes of several types: x Auto, y Explicit.
   Make it with Auto axes only, or with Explicit axes only."""
         )
+
+
+@pytest.mark.parametrize(("given", "means"), [
+    (jax.P("x", None), "a PartitionSpec of JAX, which does not name dimensions.\n  Write 'A_xB', with your letters for "
+     "A and B."),
+    (jax.P(("x", "y"), "data"), "a PartitionSpec of JAX, which does not name dimensions.\n  Write 'A_xyB_{data}', with "
+     "your letters for A and B."),
+    (("x", None), "a tuple, which does not name dimensions.\n  Write 'A_xB', with your letters for A and B."),
+])  # fmt: skip
+def test_a_partition_spec_is_answered_with_the_spec_that_it_means(make_mesh, given, means):
+    with jax.set_mesh(make_mesh(SIZES)), pytest.raises(SpecError) as error:
+        annotate(VALUE, given)
+    assert str(error.value) == f"cannot read a spec from {given!r}: it is {means}"
+
+
+def test_names_of_dimensions_are_answered_with_their_letters(make_mesh):
+    with jax.set_mesh(make_mesh(SIZES)), pytest.raises(SpecError) as error:
+        annotate(VALUE, ("batch", "length"))
+    assert str(error.value).splitlines()[1] == ("  Write 'BL', with the mesh axes that shard them, such as 'B_xL'.")
+
+
+def test_what_is_not_placed_yet_is_placed_under_explicit_axes(make_mesh):
+    """In jit, in eval_shape, and where a module is built; its gradient is that of the whole array."""
+    wanted = jax.P("x", "y")
+    with jax.set_mesh(make_mesh(SIZES)):
+        place = lambda v: annotate(v, "B_xE_y")  # noqa: E731
+        assert jax.jit(place)(VALUE).sharding.spec == wanted
+        assert jax.typeof(jax.jit(lambda: place(jnp.ones((8, 12))))()).sharding.spec == wanted
+        assert jax.eval_shape(place, jax.ShapeDtypeStruct((8, 12), jnp.float32)).sharding.spec == wanted
+        gradient = jax.jit(jax.grad(lambda v: (place(v) ** 2).sum()))(jnp.asarray(VALUE, jnp.float32))
+        np.testing.assert_allclose(gradient, 2 * VALUE, rtol=1e-6)
+
+
+def test_the_parameters_of_a_module_are_placed_where_it_is_built(make_mesh):
+    class Layer(nnx.Module):
+        def __init__(self, rngs):
+            self.w = nnx.Param(annotate(jax.random.normal(rngs.params(), (8, 12)), "B_xE_y"))
+
+    with jax.set_mesh(make_mesh(SIZES)):
+        for build in (lambda make: make(), nnx.jit, nnx.eval_shape):
+            made = build(lambda: Layer(nnx.Rngs(0)))
+            made = made() if build is nnx.jit else made
+            assert made.w.get_value().sharding.spec == jax.P("x", "y")

@@ -152,10 +152,13 @@ def test_one_position_is_whole_where_prompts_are_cut_along_their_length(script, 
 @needs_libtpu
 @pytest.mark.parametrize(
     ("hidden", "message"),
-    [(("B_xL_yF_z", "B_xyLF_z"), "none of the 2 alternatives of .ffn. divides"), ("B_xL+F", "ffn.hidden = B_xL")],
+    [
+        (("B_xL_yF_z", "B_xyLF_z"), "none of the 2 alternatives of .ffn. divides"),
+        ("B_xLE", "ffn.hidden must have dimensions B, L and F"),
+    ],
 )
 def test_what_decodes_is_checked_as_it_runs(script, monkeypatch, hidden, message):
-    """Alternatives are chosen for one position, and then L is whole; what cannot be read is a fault of the layout."""
+    """Alternatives are chosen for one position, and then L is whole; a spec of other dimensions is a fault."""
     layout = gspmd.Layout.load("megatron-1d").override({"ffn.hidden": hidden})
     monkeypatch.setattr(script, "layout_of", lambda _: layout)
     settings = script.parse([*TINY, *V4, "--phase", "decode", "--batch", "2", "--mesh", "x=2,y=2,z=1"])
@@ -265,8 +268,8 @@ BAD = {
     "card": (["--topology", "h1000:8"], "no chip is called 'h1000'. Did you mean 'h100'?"),
     "nodes": (["--topology", "h100:8x3"], "of several nodes 8x3 takes only 3 each. Did you mean 'h100:3x8'?"),
     "mesh": ([*V4, "--mesh", "x=4,y=4,z=8", "--batch", "128"], "128"),
-    "batch": (["--batch", "0"], "batch must be positive, but is 0."),
-    "length": (["--length", "-1"], "length must be positive, but is -1."),
+    "batch": (["--batch", "0"], "--batch must be positive, but is 0."),
+    "length": (["--length", "-1"], "--length must be positive, but is -1."),
     "config": (["--config", "nope.toml"], "cannot read config 'nope.toml': there is no such file."),
     "layout": (["--layout", "nope"], "no layout is called 'nope'."),
     "layout on no slice": (
@@ -315,7 +318,7 @@ BAD = {
     ),
     "phase": (
         ["--phase", "forwrd"],
-        "it must be one of 'forward', 'train', 'encode', 'prefill', 'decode', but is 'forwrd'. Did you mean 'forward'?",
+        "must be one of 'forward', 'train', 'encode', 'prefill', 'decode', but is 'forwrd'. Did you mean 'forward'?",
     ),
 }
 

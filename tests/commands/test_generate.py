@@ -16,6 +16,7 @@ from safetensors.numpy import load_file, save_file
 import gspmd_models as models
 from gspmd import host
 from gspmd.commands import generate, main, overview
+from gspmd.commands.generate_settings import SamplingFlags
 from gspmd.display import console as printing
 from gspmd.display.units import amount_of_bytes
 from gspmd.layouts import Layout
@@ -481,7 +482,7 @@ QWEN = LLAMA | {"repetition_penalty": 1.05, "top_k": 20}
 def test_sampling_is_that_of_flags_or_else_of_the_checkpoint(entries, flags, wanted, said, tmp_path, capsys):
     if entries is not None:
         (tmp_path / "generation_config.json").write_text(json.dumps(entries))
-    settings = generate.GenerateSettings(sampling=generate.SamplingFlags(**flags))
+    settings = generate.GenerateSettings(sampling=SamplingFlags(**flags))
     found = generate.sampling_of(printing.console(200, stderr=True), settings, tmp_path)
     assert found == decoding.Sampling(**wanted)
     assert capsys.readouterr().err == (f"From generation_config.json: {said}.\n" if said else "")

@@ -91,7 +91,7 @@ def test_from_the_first_line_on(given, tmp_path):
 
 def test_where_interrupts_are_ignored_they_stay_so():
     program = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)" + _AT.format(
-        module="gspmd.commands.explain", run=PACKAGE, flags=["explain"], number="SIGINT"
+        module="gspmd.commands.explain", run=PACKAGE, flags=["explain", *EXPLAIN], number="SIGINT"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, timeout=600)
     assert done.returncode == 1
@@ -104,9 +104,10 @@ def test_whoever_calls_a_command_lives_on():
         _AT.format(
             module="gspmd.commands.explain", run="run_module  # the call below, instead", flags=[], number="SIGINT"
         )
+        + f"EXPLAIN = {EXPLAIN!r}"
         + """
 from gspmd.commands.main import main
-print(main(["explain"]), signal.getsignal(signal.SIGINT) is signal.default_int_handler)
+print(main(["explain", *EXPLAIN]), signal.getsignal(signal.SIGINT) is signal.default_int_handler)
 """
     )
     done = subprocess.run([sys.executable, "-c", call], capture_output=True, text=True, cwd=ROOT, timeout=600)
@@ -120,17 +121,18 @@ def test_threads_that_work_on_are_left_alone(raised):
     program = f"""
 import sys, threading, time, types
 from gspmd.interruption import HungUp, Terminated
-def run(flags, script):
+def run(flags, script, settings):
     threading.Thread(target=time.sleep, args=(600,)).start()
-    print("printed", flags)
+    print("printed", settings)
     raise {raised}
 sys.modules["gspmd.commands.explain"] = types.SimpleNamespace(run=run)
+sys.modules["gspmd.commands.explain_settings"] = types.SimpleNamespace(parse=lambda flags, script: "settings")
 from gspmd.commands.main import main
 sys.exit(main())
 """
     given = [sys.executable, "-c", program, "explain"]
     done = subprocess.run(given, capture_output=True, text=True, cwd=ROOT, timeout=300)
-    assert (done.returncode, done.stdout, done.stderr) == (code, "printed []\n", SAID)
+    assert (done.returncode, done.stdout, done.stderr) == (code, "printed settings\n", SAID)
 
 
 @pytest.mark.parametrize(
@@ -156,7 +158,7 @@ def interrupt(*_):
 def terminate(*_):
     raise Terminated
 
-def run(flags, file):
+def run(flags, file, settings):
     signal.signal(signal.SIGTERM, terminate)
     {inside}
     try:
@@ -164,7 +166,7 @@ def run(flags, file):
     except Terminated:
         return 143
 
-main.import_module = lambda name: types.SimpleNamespace(run=run)
+main.import_module = lambda name: types.SimpleNamespace(run=run, parse=str, read=lambda *_: ("settings", 0))
 sys.argv = ["gspmd", "train"]
 sys.exit(main.main())
 """

@@ -20,11 +20,11 @@ from threading import Thread
 from gspmd.commands import main
 from gspmd.display.console import console
 
-def run(flags, file):
+def run(flags, file, settings):
     {}
     return 0
 
-main.import_module = lambda name: types.SimpleNamespace(run=run)
+main.import_module = lambda name: types.SimpleNamespace(run=run, parse=str, read=lambda *_: ("settings", 0))
 sys.argv = ["gspmd", "train"]
 sys.exit(main.main())
 """

@@ -474,13 +474,17 @@ def test_groups_that_do_not_divide_the_tokens_are_refused_before_anything_is_sea
 
 
 def test_all_lines_that_are_none_are_named_at_once(run, tmp_path):
-    lines = ["ffn.w_in=EF_q", "ffn.winn=EF", "ffn.w_in=E_xF_x", "ffn.w_in=FE_q", "ffn.w_in=Q_xE"]
+    lines = ["ffn.w_in=EF_q", "ffn.w_in=E_xF_x", "ffn.w_in=FE_q", "ffn.w_in=Q_xE"]
     flags = [part for line in lines for part in ("--why", line)]
     code, _, err = run(*flags, "--why", "ffn.hidden=BLF_x", "--mesh", "x=4", "--remat", "full", "--microbatches", "1")
     assert code == 2
     assert [err.count(f"--why {line}: ") for line in lines] == [1] * len(lines)
     assert "needs EF; the mesh has no axis q." in err
     assert "'Q_xE' has dimensions QE, and needs EF. Possible" in err
+    code, _, err = run("--why", "ffn.winn=EF", "--fixed", "fnn.w_in=EF")
+    assert code == 2
+    assert "--why ffn.winn=EF: no layout has a key 'ffn.winn'. Did you mean 'ffn.w_in'?" in err
+    assert "--fixed fnn.w_in=EF: " in err
 
 
 @pytest.mark.parametrize(

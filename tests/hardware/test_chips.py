@@ -5,7 +5,7 @@ from dataclasses import fields, replace
 import pytest
 
 from gspmd.annotate import PlanError
-from gspmd.audit.offline.names import POD_CHIPS
+from gspmd.audit.offline.names import POD_CHIPS, read_name
 from gspmd.hardware.chips import CHIPS, Chip, chip, chip_of_device
 
 # 128x128 multiply-adds per matrix unit and cycle (256x256 on v6e and 7x), two FLOPs each; 4096 FLOPs of a GPU's
@@ -151,3 +151,13 @@ def test_a_chip_of_ones_own_is_one_node_unless_it_says_otherwise():
         "chip 'mine' comes in nodes of 8, and nothing connects them.\n"
         "  Give network_bandwidth, bytes/s of one device, or leave node_devices out: then all are one node."
     )
+
+
+def test_another_generation_is_no_misspelling():
+    for look_up, name in ((chip, "v100"), (read_name, "v100:8")):
+        with pytest.raises(PlanError) as error:
+            look_up(name)
+        assert "h100'?" not in str(error.value)
+    for wrong, near in (("H100", "h100"), ("h10", "h100"), ("tpu_v4", "tpu-v4")):
+        with pytest.raises(PlanError, match=f"Did you mean '{near}'"):
+            chip(wrong)

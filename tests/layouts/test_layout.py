@@ -1,6 +1,7 @@
 """Loading, overriding, asking, and the meshes of a layout."""
 
 import copy
+import dataclasses
 import pickle
 
 import pytest
@@ -114,7 +115,8 @@ def test_a_layout_and_its_parts_are_asked_by_attribute():
 
 
 def test_a_layout_is_short_by_itself_and_a_table_when_printed():
-    layout = Layout.load("megatron-1d").override({"ffn.w_in": "<EF>", "decode.ffn.hidden": "BLF"})
+    layout = Layout.load("megatron-1d").override({"decode.ffn.hidden": "BLF"})
+    layout = dataclasses.replace(layout, table={**layout.table, "ffn.w_in": "<EF>"})  # escaped in HTML
     assert repr(layout) == "<Layout 'megatron-1d': 34 specs over x, y and z, 9 overridden>"
     lines = str(layout).splitlines()
     assert lines[0] == "megatron-1d"
@@ -285,3 +287,16 @@ def test_variants_of_a_layout_with_an_encoder_are_layouts(change):
     }  # fmt: skip
     key, spec = wanted[change]
     assert changed.stack("encoder")[key] == spec
+
+
+@pytest.mark.parametrize(("key", "spec", "said"), [
+    ("ffn.w_in", "E_F", "    ffn.w_in = E_F\n"),
+    ("decode.ffn.hidden", "BLF_x | BL_F", "    decode.ffn.hidden = BL_F\n"),
+    ("ffn.in_via", "B_xLE EF", "    ffn.in_via = B_xLE EF\n"),
+    ("ffn.w_in", ("EF_x", "E(F"), "    ffn.w_in = E(F\n"),
+])  # fmt: skip
+def test_a_spec_that_cannot_be_read_is_refused_at_once(key, spec, said):
+    with pytest.raises(LayoutError) as error:
+        Layout.load("megatron-1d").override({key: spec})
+    assert str(error.value).startswith(f"cannot override {key!r}")
+    assert said in str(error.value)

@@ -63,7 +63,7 @@ def test_a_wrong_type_names_both_specs(make_mesh, arrays, lowering, jit):
     assert message == (
         "cannot use operand 1 of 'BE_x, EF_y -> BF_y' as 'BE_x'\n    BE_x\n    ^^^^\n"
         "  the spec says 'BE_x', and the array is 'B_xE' by its type.\n"
-        "  Move it with gspmd.reshard(x, 'B_xE -> BE_x')."
+        "  Move it with gspmd.reshard(operand_1, 'B_xE -> BE_x')."
     )
 
 

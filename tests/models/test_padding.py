@@ -8,7 +8,7 @@ import gspmd
 import gspmd_models as models
 from gspmd import ops
 from gspmd.layouts import Layout
-from gspmd.layouts.initial import Normal
+from gspmd.layouts.distributions import Normal
 from gspmd.moe import MoEConfig
 from gspmd_models.parameters import _compiled, pad, parameters
 from gspmd_models.step import OptimizerConfig, initial_state, training_step

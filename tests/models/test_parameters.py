@@ -8,7 +8,7 @@ import gspmd
 import gspmd_models as models
 from gspmd.annotate import LayoutError, Spec
 from gspmd.layouts import Layout
-from gspmd.layouts.initial import Normal
+from gspmd.layouts.distributions import Normal
 from gspmd.moe import MoEConfig
 from gspmd_models.parameters import initialise, parameters
 

@@ -12,7 +12,7 @@ import gspmd
 from gspmd import PlanError, Spec, SpecError
 from gspmd.annotate import parse_equation
 from gspmd.hardware.chips import CHIPS
-from gspmd.lowerings.in_force import LOWERINGS
+from gspmd.lowerings.names import LOWERINGS
 
 B, E, F, H, D = 512, 18432, 73728, 64, 256
 PALM = {"B": B, "L": 1, "E": E, "F": F, "H": H, "D": D}

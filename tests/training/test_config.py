@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 import pytest
 
 from gspmd.annotate import LayoutError
+from gspmd.commands.settings import RunSettings
 from gspmd.layouts import Layout
-from gspmd.lowerings.in_force import LOWERINGS
+from gspmd.lowerings.names import LOWERINGS
 from gspmd.training.config import ConfigError, OptimizerConfig, ShardingConfig, TrainingConfig, load_toml, parse_mesh
 from gspmd.training.data.sources import matching
 
@@ -197,3 +198,13 @@ def test_blocks_of_moments_that_have_none_are_refused():
     fault = "moments_block is 7, and moments are float32, which have no blocks"
     assert faults(OptimizerConfig, moments_block=7) == (f"{fault}; set moments to int8, or leave moments_block out.",)
     assert OptimizerConfig(moments="int8", moments_block=7).moments_block == 7
+
+
+def test_a_key_of_another_table_is_answered_with_its_table(tmp_path):
+    (tmp_path / "own.toml").write_text("[training]\nlearning_rate = 1e-3\n[optimizer]\nmesh = 'x=4'\n")
+    with pytest.raises(ConfigError) as error:
+        load_toml(RunSettings, tmp_path / "own.toml")
+    assert error.value.faults == (
+        "unknown key 'training.learning_rate'; write learning_rate in [optimizer].",
+        "unknown key 'optimizer.mesh'; write mesh in [sharding].",
+    )

@@ -3,6 +3,7 @@
 As in `sizes.py`, a spec is any object with the fields of a `Spec`.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -24,7 +25,9 @@ def unfit_array(spec: Any, shape: tuple[int, ...], mesh: Any, doing: str) -> Spe
 def other_type(spec: Any, actual: Any, doing: str) -> SpecError:
     """Return the error of an array whose type, `actual`, is not that of the spec."""
     fact = f"the spec says '{spec}', and the array is '{actual}' by its type."
-    remedy = f"Move it with gspmd.reshard(x, '{actual} -> {spec}')."
+    moved = re.search(r"operand \d+", doing)
+    what = "x" if moved is None else moved[0].replace(" ", "_")  # In an equation x may be the name of another one.
+    remedy = f"Move it with gspmd.reshard({what}, '{actual} -> {spec}')."
     if actual.is_open:
         fact = f"the spec says '{spec}', and the type of the array does not say its placement."
         remedy = f"Place it outside of jit first: gspmd.annotate(x, '{spec}')."

@@ -4,11 +4,15 @@ If this reader finds no fault in a text that the parser refuses, one of the two 
 which names the text. A property test compares the two.
 """
 
+import string
+from collections.abc import Sequence
+from typing import Any
+
 from gspmd.annotate.diagnosis.nodes import ARROW
 from gspmd.annotate.diagnosis.operands import EquationReader
 from gspmd.annotate.diagnosis.reader import Reader
 from gspmd.annotate.diagnosis.rules import form_faults
-from gspmd.annotate.errors import Fault, SpecError, report, shown
+from gspmd.annotate.errors import Fault, SpecError, listed, report, shown
 
 _EXAMPLES = {
     "spec": ("a spec", "B_xLE_yz"),
@@ -21,6 +25,8 @@ def unreadable(what: str, text: object) -> SpecError:
     """Return the error of a text refused as `what` ("spec", "equation" or "via"), or of an object that is not text."""
     if not isinstance(text, str):
         name, example = _EXAMPLES[what]
+        if what == "spec" and (said := _of_jax(text)):
+            return SpecError(f"cannot read a spec from {shown(text)}: {said}")
         return SpecError(
             f"cannot read {name} from {shown(text)}: it is not a string ({type(text).__name__}).\n"
             f"  Write a string such as {example!r}."
@@ -34,6 +40,47 @@ def unreadable(what: str, text: object) -> SpecError:
     if not faults:
         raise AssertionError(f"the parser refuses the {what} {text!r}, and no fault is found in it")
     return report(SpecError, doing, faults)
+
+
+def _of_jax(given: Any) -> str:
+    """Return what a PartitionSpec, a sharding, or a tuple of names is, and the spec that it means; "" for others.
+
+    >>> print(_of_jax(("batch", "length")))
+    a spec is one string, with a capital letter for each dimension.
+      Write 'BL', with the mesh axes that shard them, such as 'B_xL'.
+    """
+    given = getattr(given, "spec", given)  # of a NamedSharding
+    is_jax = type(given).__name__ in ("P", "PartitionSpec")  # which need not be imported to read specs
+    if not (is_jax or isinstance(given, tuple)):
+        return ""
+    entries = [entry if isinstance(entry, tuple) else () if entry is None else (entry,) for entry in given]
+    if not all(isinstance(name, str) for entry in entries for name in entry):
+        return ""
+    if not is_jax and entries and all(len(entry) == 1 and len(entry[0]) > 1 for entry in entries):
+        letters = "".join(_LETTERS.get(name, name[0].upper()) for (name,) in entries)
+        marked = f"{letters[:1]}_x{letters[1:]}"
+        fact = "a spec is one string, with a capital letter for each dimension."
+        return f"{fact}\n  Write {letters!r}, with the mesh axes that shard them, such as {marked!r}."
+    letters = string.ascii_uppercase
+    spec = "".join(letter + _axes(entry) for letter, entry in zip(letters, entries))
+    kind = "it is a PartitionSpec of JAX" if is_jax else "it is a tuple"
+    remedy = f"Write {spec!r}, with your letters for {listed(letters[: len(entries)])}."
+    return f"{kind}, which does not name dimensions.\n  {remedy}"
+
+
+_LETTERS = {
+    "batch": "B", "length": "L", "sequence": "L", "seq": "L", "embed": "E", "hidden": "E", "heads": "H", "mlp": "F",
+    "feed_forward": "F", "vocab": "V", "kv": "K", "kv_heads": "K", "head_size": "D", "head_dim": "D", "expert": "X",
+    "experts": "X", "layers": "N",
+}  # fmt: skip
+"""The letters of dimensions by the names that Flax's logical axes usually have."""
+
+
+def _axes(axes: Sequence[str]) -> str:
+    """Return the mesh axes of a dimension as a spec writes them."""
+    if all(len(axis) == 1 for axis in axes):
+        return f"_{''.join(axes)}" if axes else ""
+    return f"_{{{','.join(axes)}}}"
 
 
 def spec_faults(text: str) -> list[Fault]:

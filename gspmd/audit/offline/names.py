@@ -8,7 +8,7 @@ from math import isqrt, prod
 from typing import NamedTuple
 
 from gspmd.annotate.errors import PlanError, shown, suggestion
-from gspmd.hardware.chips import CHIPS, Chip
+from gspmd.hardware.chips import CHIPS, Chip, not_another
 
 POD_CHIPS = {"tpu-v3": 1024, "tpu-v4": 4096, "tpu-v5e": 256, "tpu-v5p": 8960, "tpu-v6e": 256, "tpu7x": 9216}
 """Number of chips of the largest slice that exists (Google Cloud documentation, 'TPU v3', 'TPU v4', ...: pod size). The
@@ -102,7 +102,9 @@ def read_name(name: str) -> Named:
     tail, times, number = "".join(tail.split()).partition("*")
     chip = _chip(head)
     if chip is None:
-        near = suggestion(head, _gpus()) or suggestion(f"tpu-{_plain(head)}", POD_CHIPS) if head else ""
+        near = (
+            suggestion(head, not_another(head, _gpus())) or suggestion(f"tpu-{_plain(head)}", POD_CHIPS) if head else ""
+        )
         raise PlanError(_no_such(name, f"no chip is called {shown(head)}" if head else "it lacks a chip", near))
     if not re.fullmatch(r"[1-9]\d{0,8}(x[1-9]\d{0,8})*", tail):
         fact = f"{shown(tail)} is not a shape" if tail else "it lacks a shape"

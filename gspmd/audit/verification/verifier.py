@@ -10,7 +10,8 @@ from gspmd.annotate.equation import parse_equation
 from gspmd.annotate.errors import PlanError, SpecError, shown
 from gspmd.audit.verification.evaluation import difference, partition_of, random_array, values_and_gradients
 from gspmd.audit.verification.result import Parting, Verification
-from gspmd.lowerings.in_force import checked, lowering
+from gspmd.lowerings.in_force import lowering
+from gspmd.lowerings.names import checked
 from gspmd.lowerings.program import program_of
 from gspmd.ops._einsum import einsum
 from gspmd.tracing.jaxprs import inner_jaxprs

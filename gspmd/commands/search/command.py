@@ -1,14 +1,4 @@
-"""The best layout of a model on a TPU slice or on GPUs, searched exactly: a file to read, to change and to train with.
-
-    gspmd search --config llama-2-70b --topology tpu-v5p:4x8x8 --batch 1024 --length 4096 --out found.toml
-
-    gspmd search --model mixer:Mixer --layout mixer.toml --topology tpu-v5e:8x8 --batch 512 --out found.toml
-
-Layouts are priced as gspmd plans them, on every mesh whose axes are whole torus axes; on GPUs, on every mesh of at most
-three axes. The answer states by how much any other layout that fits in memory could be faster: usually by 0.05% at
-most. For a custom model, every line of --layout is searched. Nothing runs, and nothing is compiled unless --compile
-asks for it. Exit code 1 if nothing fits.
-"""
+"""The search, once its settings are read: the answer, the file that is written, and what is printed."""
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -26,8 +16,7 @@ from gspmd.commands import runner
 from gspmd.commands.own import is_own
 from gspmd.commands.search import compiling, figures, own, picture, shortlist, shown
 from gspmd.commands.search.missing import nothing_fits
-from gspmd.commands.search.settings import SearchSettings
-from gspmd.commands.search.settings import parse as parse_settings
+from gspmd.commands.search.settings import SearchSettings, parse
 from gspmd.commands.search.slice import Slice
 from gspmd.commands.search.unpriced import remedied
 from gspmd.commands.search.written import beside, header, header_of_stages, save, seconds
@@ -47,12 +36,13 @@ from gspmd_models.search.pipeline import StageProblem
 from gspmd_models.search.workload import Workload
 
 
-def run(argv: Sequence[str], script: str = "") -> int:
+def run(argv: Sequence[str], script: str = "", settings: SearchSettings | None = None) -> int:
     """Run `gspmd search`; return its exit code: 1 if nothing fits, 2 for bad input, 130 for an interrupt.
 
     Args:
         argv: the flags.
         script: the file in scripts/ that runs it instead, for the help.
+        settings: those of the flags, if they are read already.
     """
 
     def begin(argv: Sequence[str]) -> int:
@@ -60,20 +50,15 @@ def run(argv: Sequence[str], script: str = "") -> int:
         # already, for example in a user's program, its devices are used.
         with suppress(host.HostError):
             host.start(1, "cpu")
-        return main(argv, script)
+        return main(argv, script, settings)
 
     said = "Interrupted before a layout was found that fits."
     return runner.guarded(begin, argv, called="" if script else "gspmd search", interrupted=said)
 
 
-def parse(argv: Sequence[str], script: str = "") -> SearchSettings:
-    """Return the settings: those of the file, replaced by flags."""
-    return parse_settings(argv, script, __doc__)
-
-
-def main(argv: Sequence[str], script: str = "") -> int:
-    """Search, write and print; return the exit code."""
-    settings = parse(argv, script)
+def main(argv: Sequence[str], script: str = "", settings: SearchSettings | None = None) -> int:
+    """Read the settings, unless they are given, search, write and print; return the exit code."""
+    settings = settings or parse(argv, script)
     target = Slice.named(settings.topology)
     with Progress(printing.console(stderr=True), "Searching") as progress:
         try:

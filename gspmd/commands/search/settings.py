@@ -1,4 +1,13 @@
-"""The flags of `gspmd search`."""
+"""The best layout of a model on a TPU slice or on GPUs, searched exactly: a file to read, to change and to train with.
+
+    gspmd search --config llama-2-70b --topology tpu-v5p:4x8x8 --batch 1024 --length 4096 --out found.toml
+    gspmd search --model mixer:Mixer --layout mixer.toml --topology tpu-v5e:8x8 --batch 512 --out found.toml
+
+Layouts are priced as gspmd plans them, on every mesh whose axes are whole torus axes; on GPUs, on every mesh of at most
+three axes. The answer states by how much any other layout that fits in memory could be faster: usually by 0.05% at
+most. For a custom model, every line of --layout is searched. Nothing runs, and nothing is compiled unless --compile
+asks for it. Exit code 1 if nothing fits.
+"""
 
 import os
 import stat
@@ -6,32 +15,33 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import jax.numpy as jnp
 import tyro
 
 from gspmd.annotate import LayoutError
 from gspmd.commands import configs, flags
-from gspmd.commands.file import File, checked_source, file_of, group_faults, source_length_of
-from gspmd.commands.own import is_own
+from gspmd.commands.file import File, checked_source, file_of, group_faults, is_own, source_length_of
 from gspmd.commands.search.slice import Slice
 from gspmd.commands.search.unpriced import unpriced
 from gspmd.display.tables import counted
-from gspmd.hardware.links import over_slices
-from gspmd.layouts import Layout
-from gspmd.search.answers.microbatches import several
+from gspmd.layouts.rules.keys import KEYS, OVERRIDES, unknown_key
 from gspmd.training import OptimizerConfig, ShardingConfig
-from gspmd.training.config import ConfigError, parse_mesh
-from gspmd.training.model import Own
+from gspmd.training.config import ConfigError, Update, parse_mesh
 from gspmd.training.model.finding import typed_with
-from gspmd.training.step import Update
 from gspmd.training.toml import positive
-from gspmd_models import ModelConfig
-from gspmd_models.config import REMATS
+from gspmd_models.config import REMATS, ModelConfig
 from gspmd_models.search.workload import STEPS
 
-DEFAULT = configs.find("llama-2-70b")
+if TYPE_CHECKING:
+    from gspmd.training.model import Own
+
+DEFAULT = "llama-2-70b"
+COMMON = (
+    "config", "topology", "phase", "mesh", "batch", "length", "remat", "microbatches", "memory", "fixed", "why",
+    "stages", "compile", "out", "json", "frontier",
+)  # fmt: skip
+"""The settings whose flags --help shows."""
 
 
 @dataclass(frozen=True)
@@ -45,9 +55,9 @@ class SearchSettings:
     """Chip and torus, such as tpu-v4:4x4x4, tpu-v5p:8x8x16 or tpu-v6e:16x16; or GPUs of a node, and before them nodes,
     such as h100:8, h100:16x8 or gb200:2x72."""
     phase: Literal["train", "encode", "prefill", "decode"] = "train"
-    """train: a whole update, as `gspmd train` makes it. encode, prefill, decode: what `gspmd generate` runs, an encoder
-    on --source-length tokens of every row, --length tokens of every row into a cache, or one token after a full cache;
-    each phase is searched by itself."""
+    """Program to search for. train: a whole update, as `gspmd train` makes it. encode, prefill, decode: what `gspmd
+    generate` runs, an encoder on --source-length tokens of every row, --length tokens of every row into a cache, or one
+    token after a full cache; each phase is searched by itself."""
     mesh: str = ""
     """Mesh axes and their sizes, such as x=4,y=8,z=8; if not given, every mesh whose axes are whole torus axes, and for
     GPUs every mesh of at most three axes."""
@@ -101,14 +111,18 @@ class SearchSettings:
     model: ModelConfig = field(default_factory=ModelConfig)
 
     @property
-    def subject(self) -> Own:
+    def subject(self) -> "Own":
         """The custom model, as the builder of training steps takes it."""
+        import jax.numpy as jnp  # flags are read without JAX
+
+        from gspmd.training.model import Own
+
         return Own(self.model, jnp.dtype(self.dtype))
 
     @property
     def name(self) -> str:
         """The name of the model, for the first line of a file."""
-        return self.subject.name if is_own(self) else Path(self.config).stem
+        return self.subject.name if is_own(self) else Path(self.config).name.removesuffix(".toml")
 
     @property
     def called(self) -> str:
@@ -123,9 +137,11 @@ class SearchSettings:
     @property
     def num_parameters(self) -> int:
         """The number of parameters."""
-        if is_own(self):
-            return self.subject.num_parameters(Layout.load(self.layout))
-        return self.model.num_parameters
+        if not is_own(self):
+            return self.model.num_parameters
+        from gspmd.layouts import Layout
+
+        return self.subject.num_parameters(Layout.load(self.layout))
 
     @property
     def given(self) -> dict[str, str]:
@@ -142,10 +158,12 @@ class SearchSettings:
     @property
     def searches_microbatches(self) -> bool:
         """Whether the number of microbatches is searched, and there is more than one possible."""
+        from gspmd.search.answers.microbatches import several  # which imports JAX; flags are read without it
+
         return self.phase == "train" and self.microbatches is None and bool(several(self.batch))
 
 
-def parse(argv: Sequence[str], script: str, documentation: str) -> SearchSettings:
+def parse(argv: Sequence[str], script: str = "") -> SearchSettings:
     """Return the settings: those of the file, replaced by flags.
 
     Raises:
@@ -165,9 +183,9 @@ def parse(argv: Sequence[str], script: str, documentation: str) -> SearchSetting
         cls, lora = SearchSettings, file.lora if file.lora.rank else file.model.lora
         said["model"] = replace(file.model, lora=lora)
         said["source_length"] = source_length_of(file)
-    prog, description = configs.called(documentation, "gspmd search", script)
+    prog, description = configs.called(__doc__, "gspmd search", script)
     default = cls(name, **said, model_class=file.model_class)
-    settings = flags.parse_flags(cls, argv, default, description, prog)
+    settings = flags.parse_flags(cls, argv, default, description, prog, COMMON)
     settings, of_source = checked_source(settings, default)
     if own:
         faults = [*_faults_of_own(file, settings)]
@@ -233,7 +251,7 @@ def _faults(settings: SearchSettings):
     numbers: list[str] = []
     given = {} if settings.microbatches is None else {"microbatches": settings.microbatches}
     positive(numbers, batch=settings.batch, length=settings.length, **given)
-    yield from numbers
+    yield from (f"--{fault}" for fault in numbers)
     yield from _faults_of_slice(settings)
     yield from _faults_of_lines(settings)
     if is_own(settings):
@@ -269,6 +287,8 @@ def _faults(settings: SearchSettings):
 
 def _divides(mesh: str, target: Slice) -> bool:
     """Return whether the first axes of a mesh divide the slices."""
+    from gspmd.hardware.links import over_slices  # which imports numpy
+
     return over_slices(tuple(parse_mesh(mesh).values()), target.topology.slices) is not None
 
 
@@ -279,6 +299,8 @@ def _faults_of_lines(settings: SearchSettings) -> Iterator[str]:
             key, equals, spec = asked.partition("=")
             if not (key.strip() and equals and spec.strip()):
                 yield f"--{flag} reads KEY=SPEC, such as ffn.w_in=EF_x, not {asked!r}."
+            elif not is_own(settings) and not _is_known(key.strip()):
+                yield f"--{flag} {asked}: {' '.join(unknown_key(key.strip(), KEYS))}"
     if settings.layout and not is_own(settings):
         yield "--layout is for a custom model (--model); the lines of this model are known. Leave it out."
     for name in settings.beside:
@@ -288,6 +310,12 @@ def _faults_of_lines(settings: SearchSettings) -> Iterator[str]:
             yield f"--beside {name}: {error}"
     if settings.fixed and settings.stages:
         yield "--fixed gives lines of a layout without stages; leave it, or --stages, out."
+
+
+def _is_known(key: str) -> bool:
+    """Return whether a layout of the models that come with gspmd may have a line, or override it in a section."""
+    section, _, rest = key.partition(".")
+    return key in KEYS or (section in OVERRIDES and rest in KEYS)
 
 
 def _faults_of_slice(settings: SearchSettings) -> Iterator[str]:

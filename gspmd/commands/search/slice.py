@@ -6,7 +6,6 @@ from math import prod
 
 from gspmd.audit.offline.names import Named, read_name, shapes
 from gspmd.hardware.chips import CHIPS, Chip
-from gspmd.search.answers import factorings, meshes
 
 
 @dataclass(frozen=True)
@@ -57,6 +56,8 @@ class Slice:
 
     def meshes(self) -> list[dict[str, int]]:
         """Return the meshes to search: those of whole torus axes; for GPUs all, because a switch has no rings."""
+        from gspmd.search.answers import factorings, meshes  # which imports JAX; flags are read without it
+
         return factorings(self.devices, self.chip) if self.chip.is_switch else meshes(self.torus, self.topology.slices)
 
     def larger(self) -> Iterator["Slice"]:

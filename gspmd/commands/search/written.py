@@ -102,7 +102,7 @@ def header_of_stages(
         argv: the flags.
     """
     assert row.answer is not None
-    name, config = Path(settings.config).stem, row.problem.case.config
+    name, config = settings.name, row.problem.case.config
     mesh, length = mesh_text(row.mesh), f"{settings.length} in {row.microbatches} microbatches"
     facts = {
         "model": f"{name}, {settings.model.num_parameters:,} parameters, remat {config.remat}",

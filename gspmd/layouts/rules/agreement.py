@@ -11,7 +11,7 @@ from gspmd.layouts.rules.faults import Line, over
 from gspmd.layouts.rules.keys import ALIKE, look_up
 from gspmd.layouts.rules.sizes import GivenSizes
 from gspmd.layouts.table import LayoutTable
-from gspmd.ops._attention.heads import share
+from gspmd.ops._shared_heads import share
 
 _LAYERS = "pipeline.layers"
 _INPUT = "moe.expert_input"

@@ -23,7 +23,7 @@ from gspmd.layouts.rules.gradients import partial_faults, row_faults
 from gspmd.layouts.rules.keys import DENSE, KEYS, PARTS, PHASES, PIPELINE, Key, keys_of_override, unknown_key
 from gspmd.layouts.rules.sizes import GivenSizes, given_sizes, microbatch_faults, padding_faults
 from gspmd.layouts.table import LayoutTable, OfTable
-from gspmd.lowerings.in_force import LOWERINGS
+from gspmd.lowerings.names import LOWERINGS
 
 Specs = Mapping[str, Spec]
 

@@ -6,7 +6,7 @@ from math import prod
 
 from gspmd.annotate.errors import Fault, SpecError, report
 from gspmd.annotate.spec import Spec
-from gspmd.ops._attention.heads import Share, share
+from gspmd.ops._shared_heads import Share, share
 
 _OPEN = ("?",)
 """The axes of a dimension that is left to the compiler. It stays so unless the cache decides its placement."""

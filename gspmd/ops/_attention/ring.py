@@ -26,11 +26,11 @@ from gspmd.annotate.spec import Spec
 from gspmd.lowerings.program import Context, run
 from gspmd.lowerings.xla.constrained import left_to_compiler
 from gspmd.ops._attention.circulation import Gathered, RingOfChunks, is_looped
-from gspmd.ops._attention.heads import Share
 from gspmd.ops._attention.local import MIXED, local_attended, local_attention, local_gradients
 from gspmd.ops._attention.online import Attended, sink_gradient
 from gspmd.ops._attention.terms import Extras, Terms, positions
 from gspmd.ops._attention.zigzag import ZigzagPairs, in_order, zigzag
+from gspmd.ops._shared_heads import Share
 from gspmd.ops.interface.planned_op import Chains, fault, planned_op
 from gspmd.planner.graph.resharding import move
 

@@ -14,7 +14,7 @@ from gspmd.annotate.spec import Spec
 from gspmd.lowerings.program import Context, context, run
 from gspmd.lowerings.xla.constrained import left_to_compiler
 from gspmd.ops._attention.buckets import Buckets
-from gspmd.ops._attention.heads import Share, placed
+from gspmd.ops._attention.heads import placed
 from gspmd.ops._attention.kernels import splash
 from gspmd.ops._attention.local import ALONE, MIXED, Shards, local_attention
 from gspmd.ops._attention.online import sink_gradient
@@ -30,6 +30,7 @@ from gspmd.ops._attention.terms import (
     read_segments,
     read_slopes,
 )
+from gspmd.ops._shared_heads import Share
 from gspmd.ops.interface.operands import array
 from gspmd.ops.interface.options import flag, number
 from gspmd.ops.interface.planned_op import Chains, fault, float32, planned_op, read, shard_index, sizes_of

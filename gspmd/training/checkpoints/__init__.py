@@ -1,8 +1,14 @@
 """Checkpoints of a run: saved in the background, checked against checksums, restored onto any mesh and layout."""
 
-from gspmd.training.checkpoints.manager import Checkpoints
-from gspmd.training.checkpoints.restore import check_step, load_parameters, newest, newest_intact, saved_steps
-from gspmd.training.checkpoints.settings import kept_settings, load_settings, save_settings
+from typing import TYPE_CHECKING
+
+from gspmd.deferred import deferred
+
+if TYPE_CHECKING:
+    from gspmd.training.checkpoints.manager import Checkpoints
+    from gspmd.training.checkpoints.restore import load_parameters, newest_intact
+    from gspmd.training.checkpoints.saved import check_step, newest, saved_steps
+    from gspmd.training.checkpoints.settings import kept_settings, load_settings, save_settings
 
 __all__ = [
     "Checkpoints",
@@ -15,3 +21,11 @@ __all__ = [
     "save_settings",
     "saved_steps",
 ]
+
+_HOMES = {
+    ".manager": "Checkpoints",
+    ".restore": "load_parameters newest_intact",
+    ".saved": "check_step newest saved_steps",
+    ".settings": "kept_settings load_settings save_settings",
+}
+__getattr__, __dir__ = deferred(__name__, _HOMES)

@@ -19,7 +19,7 @@ import jax
 import orbax.checkpoint as ocp
 
 from gspmd.display.units import amount_of_bytes, duration
-from gspmd.training.checkpoints import checksums, restore
+from gspmd.training.checkpoints import checksums, restore, saved
 from gspmd.training.disk import sync
 from gspmd.training.state import TrainState
 
@@ -45,7 +45,7 @@ class Checkpoints:
 
     def __init__(self, out: str | Path, *, keep: int = 2, tell: Callable[[str], None] = lambda saved: None):
         self._out, self._keep, self._tell = Path(out), keep, tell
-        self._folder = restore.folder_of(out)
+        self._folder = saved.folder_of(out)
         self._folder.mkdir(parents=True, exist_ok=True)
         self._identity = _identity(self._folder)
         self._primary = jax.process_index() == 0
@@ -57,7 +57,7 @@ class Checkpoints:
         self._saving: Future | None = None
         self._checked: int | None = None  # The step whose files have been compared with their checksums.
         # Not read from disk, where processes other than the first may look before or after the end of the last save.
-        self._steps = set(restore.saved_steps(out))
+        self._steps = set(saved.saved_steps(out))
 
     def save(self, state: TrainState, data: Mapping[str, Any]) -> None:
         """Save the state and the position of the data iterator, in the background, once the last save is complete.
@@ -159,7 +159,7 @@ class Checkpoints:
             checksums.write(folder)
             folder.rename(self._folder / str(step))
             sync(self._folder)
-            for old in restore.saved_steps(self._out)[: -self._keep]:
+            for old in saved.saved_steps(self._out)[: -self._keep]:
                 # Renamed first: a removal that is killed leaves no checkpoint with files missing.
                 (self._folder / str(old)).rename(self._folder / f"{old}{_PARTIAL}")
             self._clear(f"*{_PARTIAL}*", f"*{_ASIDE}")

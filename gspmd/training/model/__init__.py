@@ -1,9 +1,14 @@
 """The model of a training step: the protocol of a custom model, and the interface that steps are built from."""
 
-from gspmd.layouts.initial import Constant, Initialiser, Normal
-from gspmd.training.model.own import Own
-from gspmd.training.model.protocol import Decoder, Kept, Model, Parameter, mean, next_tokens
-from gspmd.training.model.trainable import Row, Trainable
+from typing import TYPE_CHECKING
+
+from gspmd.deferred import deferred
+
+if TYPE_CHECKING:
+    from gspmd.layouts.distributions import Constant, Initialiser, Normal
+    from gspmd.training.model.own import Own
+    from gspmd.training.model.protocol import Decoder, Kept, Model, Parameter, mean, next_tokens
+    from gspmd.training.model.trainable import Row, Trainable
 
 __all__ = [
     "Constant",
@@ -19,3 +24,11 @@ __all__ = [
     "mean",
     "next_tokens",
 ]
+
+_HOMES = {
+    "gspmd.layouts.distributions": "Constant Initialiser Normal",
+    ".own": "Own",
+    ".protocol": "Decoder Kept Model Parameter mean next_tokens",
+    ".trainable": "Row Trainable",
+}
+__getattr__, __dir__ = deferred(__name__, _HOMES)

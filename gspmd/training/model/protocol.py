@@ -9,7 +9,7 @@ import jax
 from gspmd.annotate.equation import Equation
 from gspmd.annotate.spec import Spec
 from gspmd.layouts import Layout
-from gspmd.layouts.initial import Initialiser
+from gspmd.layouts.distributions import Initialiser
 from gspmd.ops._einsum import reshard
 
 

@@ -12,11 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import jax
-
 from gspmd import host
-from gspmd.jax_internals import detected_processes
-from gspmd.jax_internals import distributed_runtime as _runtime
 from gspmd.training.processes import arrival
 from gspmd.training.processes.native import keep_apart
 from gspmd.training.processes.watch import Watch
@@ -78,6 +74,8 @@ def join(given: str) -> None:
     if given != "auto":
         named = {"coordinator_address": at.address, "num_processes": at.processes, "process_id": at.process}
         named["cluster_detection_method"] = "deactivate"
+    import jax  # for a run of one process, this file is imported before JAX starts
+
     # JAX would handle SIGTERM itself, but a run handles it at the end of its step (`run.signals.Stop`).
     jax.config.update("jax_enable_preemption_service", False)
     keep_apart(_aborted)
@@ -97,6 +95,8 @@ def _found(given: str) -> Processes:
     """
     if given != "auto":
         return parse_processes(given)
+    from gspmd.jax_internals import detected_processes
+
     try:
         found = _interruptibly(detected_processes, arrival.LIMIT)
     except RuntimeError as error:
@@ -127,14 +127,24 @@ def _come(at: Processes, limit: float) -> Watch:
     return _watch
 
 
+def _runtime() -> Any:
+    """Return JAX's state of the processes of a run; None before JAX is imported, when no process has joined others."""
+    if "jax" not in sys.modules:
+        return None
+    from gspmd.jax_internals import distributed_runtime
+
+    return distributed_runtime
+
+
 def index() -> int:
-    """Return the number of this process; unlike `jax.process_index`, without starting a backend."""
-    return _runtime.process_id
+    """Return the number of this process; unlike `jax.process_index`, without starting a backend or importing JAX."""
+    return runtime.process_id if (runtime := _runtime()) else 0
 
 
 def count() -> int:
-    """Return the number of processes of the run; unlike `jax.process_count`, without starting a backend."""
-    return _runtime.num_processes
+    """Return the number of processes of the run; unlike `jax.process_count`, without starting a backend or importing
+    JAX."""
+    return runtime.num_processes if (runtime := _runtime()) else 1
 
 
 def first() -> bool:
@@ -144,7 +154,7 @@ def first() -> bool:
 
 def _client() -> Any:
     """Return the client of the key-value store that all processes share; it has barriers, too."""
-    return _runtime.client
+    return _runtime().client
 
 
 def flag() -> str:
@@ -193,6 +203,8 @@ def meet(before: str) -> None:
     if count() == 1:
         return
     _meetings += 1
+    import jax
+
     try:
         _interruptibly(_client().wait_at_barrier, f"gspmd/meeting/{_meetings}", _MEETING * 1000)
     except jax.errors.JaxRuntimeError as error:
@@ -228,6 +240,8 @@ def watching(advice: Callable[[], str]) -> Iterator[None]:
 def leave() -> None:
     """Wait for all processes to finish, and leave them."""
     if _watch:
+        import jax
+
         jax.distributed.shutdown()
         _watch.leave()
 

@@ -21,9 +21,11 @@ class Display:
         console: the console to print to.
         steps: number of steps of the whole run.
         done: steps before a resume, or a change of layout.
+        every: number of steps between two lines that stay; 0 for one every few seconds, and none on a terminal.
     """
 
-    def __init__(self, console: Console, steps: int, done: int = 0):
+    def __init__(self, console: Console, steps: int, done: int = 0, every: int = 0):
+        self._every = every
         self._console, self._steps, self._began, self._done = console, steps, time.monotonic(), done
         self._pace: dict[str, float] = {}  # Averages over about ten steps.
         columns = (
@@ -44,12 +46,16 @@ class Display:
         if "mfu" in figures:
             shown.append(f"[yellow]{self._average('mfu', figures):.1%}[/] MFU")
         self._bar.update(self._task, completed=step, figures="  ".join(shown))
+        logged = self._every > 0 and step % self._every == 0
+        line = "  ".join([f"step {step}/{self._steps}", *shown])
         if self._line is None:
+            if logged:
+                self._bar.console.print(line, highlight=False)
             return
-        if self._line.due or step in (self._done + 1, self._steps):
+        if logged or step in (self._done + 1, self._steps) or (self._line.due and not self._every):
             left = (time.monotonic() - self._began) / (step - self._done) * (self._steps - step)
-            line = Text.from_markup("  ".join([f"step {step}/{self._steps}", *shown, f"{duration(left)} left"]))
-            self._line.report(line.plain, step / self._steps)
+            said = Text.from_markup(f"{line}  {duration(left)} left").plain
+            self._line.report(said, step / self._steps)
         self._line.begin(f"Step {step + 1}/{self._steps}")
 
     def _average(self, name: str, figures: Mapping[str, float]) -> float:

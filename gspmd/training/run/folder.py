@@ -1,5 +1,6 @@
 """The folder of a run: the named one, the newest, or a new one, locked so that only one run uses it at a time."""
 
+import errno
 import fcntl
 import os
 import re
@@ -12,8 +13,40 @@ from gspmd.training.checkpoints import check_step, newest
 from gspmd.training.toml import ConfigError
 
 RUNS = Path("runs")
+# Remedies by error number, for files of a run that the operating system refuses to write.
+_ONCE = {
+    errno.ENOSPC: "once there is room",
+    errno.EDQUOT: "once there is room",
+    errno.EFBIG: "once files may be larger",
+    **dict.fromkeys((errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENOTEMPTY), "once that is moved away"),
+    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "once it may be written"),
+    errno.ENOENT: "",  # it is made anew
+}
 _held: dict[Path, int] = {}
 """The open folders that this process has locked."""
+
+
+class Unwritable(Exception):
+    """The run's folder, or another file of the run, cannot be written or used any more.
+
+    Attributes:
+        step: the step of the newest checkpoint; None if there is none.
+        out: the run's folder.
+        once: the condition on which the run can go on, such as "once there is room"; empty if there is none.
+    """
+
+    def __init__(self, error: OSError, step: int | None, out: Path):
+        self.step, self.out = step, out
+        named = error.filename2 or error.filename  # for a rename, the existing target
+        file, reason = Path(named) if isinstance(named, str) else out, error.strerror or str(error)
+        if file.resolve().is_relative_to(out.resolve()):
+            self.once = _ONCE.get(error.errno or 0, "once it can be written")
+            within = "" if file == out else f"{file.resolve().relative_to(out.resolve())}: "
+            fault = f"cannot write to {str(out)!r}: {within}{reason}"
+        else:
+            self.once, fault = "once it can be used", f"cannot use {named!r}: {reason}"
+        saved = "no step is saved" if step is None else f"step {step} is saved"
+        super().__init__(f"{fault}; {saved}.")
 
 
 def choose_out(out: str, *, resume: bool, step: int | None = None) -> Path:

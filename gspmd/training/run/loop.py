@@ -1,6 +1,5 @@
 """The training loop: compile, step, measure, validate, save, and stop cleanly on a signal."""
 
-import errno
 import math
 import signal
 import time
@@ -35,40 +34,8 @@ from gspmd.training.run.program import Program
 from gspmd.training.run.signals import Interrupted, Stop
 from gspmd.training.state import TrainState
 
-# Remedies by error number, for files of a run that the operating system refuses to write.
-_ONCE = {
-    errno.ENOSPC: "once there is room",
-    errno.EDQUOT: "once there is room",
-    errno.EFBIG: "once files may be larger",
-    **dict.fromkeys((errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENOTEMPTY), "once that is moved away"),
-    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "once it may be written"),
-    errno.ENOENT: "",  # it is made anew
-}
 # Number of steps between checks for idle experts, if the run has no validation before its end.
 _INTERVAL = 100
-
-
-class Unwritable(Exception):
-    """The run's folder, or another file of the run, cannot be written or used any more.
-
-    Attributes:
-        step: the step of the newest checkpoint; None if there is none.
-        out: the run's folder.
-        once: the condition on which the run can go on, such as "once there is room"; empty if there is none.
-    """
-
-    def __init__(self, error: OSError, step: int | None, out: Path):
-        self.step, self.out = step, out
-        named = error.filename2 or error.filename  # for a rename, the existing target
-        file, reason = Path(named) if isinstance(named, str) else out, error.strerror or str(error)
-        if file.resolve().is_relative_to(out.resolve()):
-            self.once = _ONCE.get(error.errno or 0, "once it can be written")
-            within = "" if file == out else f"{file.resolve().relative_to(out.resolve())}: "
-            fault = f"cannot write to {str(out)!r}: {within}{reason}"
-        else:
-            self.once, fault = "once it can be used", f"cannot use {named!r}: {reason}"
-        saved = "no step is saved" if step is None else f"step {step} is saved"
-        super().__init__(f"{fault}; {saved}.")
 
 
 def fit(
@@ -197,7 +164,7 @@ class _Run:
         batch = self.program.place(next(batches))
         step = self._compile(state, batch)
         speed = Speed(self.config.batch * self.config.length, self.program.flops, self.program.peak)
-        with Display(self.console, self.config.steps, begin) as display:
+        with Display(self.console, self.config.steps, begin, self.config.log_every) as display:
             before = time.perf_counter()
             for number in range(begin + 1, end + 1):
                 self.profile.before(number)
@@ -252,12 +219,12 @@ class _Run:
             self.console.print(f"step {step}: [yellow]{sentence}[/]")
 
     def finish(self, state: TrainState) -> None:
-        """Validate on up to `final_validation_batches` of held-out text, and write the last object of metrics.jsonl.
+        """Validate on up to `last_validation` batches of held-out text, and write the last object of metrics.jsonl.
 
         A signal that comes in the last batch stops the run after that.
         """
         self._wait()  # the last step is safe before the validation, which may take long
-        limit = self.config.final_validation_batches
+        limit = self.config.last_validation
         what = self.config.batch, self.config.length
         count, whole = self.corpus.validation_count(*what, limit), self.corpus.validation_count(*what)
         self.console.print(f"Validating on {count} of the {whole} batches of held-out text.")

@@ -14,8 +14,6 @@ from threading import current_thread, main_thread
 from types import FrameType, TracebackType
 from typing import NoReturn
 
-import jax
-from jax.experimental import multihost_utils
 from rich.console import Console
 
 from gspmd.display import terminal
@@ -38,7 +36,7 @@ class Interrupted(Exception):
 
 
 _CLOSED = b"\nStandard output is closed: stopping at the end of this step.\n"
-_HEARD = b"\nStopping at the end of this step. To stop at once: interrupt again.\n"
+_HEARD = "\nStopping {}. To stop at once: interrupt again.\n"
 
 
 class Stop:
@@ -49,10 +47,14 @@ class Stop:
     a step may take long, and the first one includes compilation.
 
     Attributes:
+        when: the end of the sentence that answers Ctrl-C: when the program stops, and what it does then.
         number: the first signal; None before it.
     """
 
     number: int | None = None
+
+    def __init__(self, when: str = "at the end of this step, which is then saved"):
+        self.when = when
 
     def __enter__(self) -> "Stop":
         self._before = {}
@@ -84,7 +86,11 @@ class Stop:
     def agreed(self) -> bool:
         """Return whether a signal has come to any process, so that all of them stop at the same step; all have to
         ask."""
+        import jax  # which this module's exceptions do not need
+
         if jax.process_count() > 1:
+            from jax.experimental import multihost_utils
+
             self.number = int(multihost_utils.process_allgather(self.number or 0).max()) or None
         return self.asked
 
@@ -97,7 +103,9 @@ class Stop:
             _raise(number, frame)
         self.number = number
         if number == signal.SIGINT and sys.stderr is not None and sys.stderr.isatty():
-            os.write(2, _HEARD)  # The signal may interrupt print, which cannot be entered again.
+            os.write(
+                2, _HEARD.format(self.when).encode()
+            )  # The signal may interrupt print, which cannot be entered again.
 
     def interrupt(self) -> NoReturn:
         """Raise the first signal's exception, at a point where the program can stop."""

@@ -1,7 +1,7 @@
 """The training step, the state and the evaluation of any model in any layout, for arrays and for their shapes."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -14,7 +14,7 @@ from gspmd.layouts import Layout
 from gspmd.layouts.initial import abstract, abstract_key
 from gspmd.ops._einsum import reshard
 from gspmd.ops._global_norm import global_norm
-from gspmd.training.config import OptimizerConfig
+from gspmd.training.config import Update
 from gspmd.training.model.trainable import Batch, Trainable
 from gspmd.training.optimizer import adamw
 from gspmd.training.optimizer import schedule as rate_by_step
@@ -28,25 +28,6 @@ from gspmd.training.toml import ConfigError
 
 T = TypeVar("T")
 Parameters = Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class Update:
-    """The update of a step, whatever the layout and the mesh.
-
-    Attributes:
-        optimizer: rates and decays.
-        steps: total number of updates.
-        microbatches: parts of a batch that are computed one after the other, or that go through stages.
-        frozen: patterns of parameters that stay as they are.
-        parameter_dtype: the dtype in which matrices are stored; if not float32, the optimizer has float32 masters.
-    """
-
-    optimizer: OptimizerConfig
-    steps: int
-    microbatches: int = 1
-    frozen: tuple[str, ...] = ()
-    parameter_dtype: Any = jnp.float32
 
 
 def abstract_program(

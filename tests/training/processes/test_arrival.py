@@ -96,7 +96,7 @@ def test_a_fault_is_said_where_the_others_cannot_be_reached(monkeypatch, capsys,
     def undetected(*_):
         raise ValueError("a cluster without an address")
 
-    monkeypatch.setattr(joining, "detected_processes", undetected)
+    monkeypatch.setattr("gspmd.jax_internals.detected_processes", undetected)
     monkeypatch.setattr(joining, "_expected", expected)
     assert joining._come_to_tell(2, "the steps are none")
     assert capsys.readouterr().err == "the steps are none\n"

@@ -53,7 +53,8 @@ def test_every_step_has_its_figures(make_program, corpus, console, tmp_path):
 def test_bits_per_byte_are_those_of_tokens_over_the_bytes_of_a_token(make_program, corpus, console, tmp_path):
     program, _ = make_program(steps=2)
     corpus = replace(corpus, bytes_per_token=2.5)
-    state = fit(replace(CONFIG, steps=2), program, corpus, tmp_path, console)
+    config = replace(CONFIG, steps=2, final_validation_batches=0)
+    state = fit(config, program, corpus, tmp_path, console)
     rows = metrics.read(tmp_path)
     for row in rows[:-1]:
         assert row["bits_per_byte"] * 2.5 == pytest.approx(row["cross_entropy"] / math.log(2), rel=1e-6)
@@ -345,3 +346,28 @@ def test_processes_meet_between_compiling_a_program_and_its_first_run(
     runs += ["step runs", "evaluation is compiled", "all meet before the validation", "evaluation runs"]
     assert told[: len(runs)] == runs
     assert set(told[len(runs) :]) == {"step runs", "evaluation runs"}
+
+
+@pytest.mark.parametrize(("every", "steps"), [(10, [1, 10, 20, 25]), (7, [1, 7, 14, 21, 25])])
+def test_the_loss_is_told_every_few_steps(make_program, corpus, tmp_path, every, steps):
+    out = io.StringIO()
+    config = replace(CONFIG, steps=25, log_every=every, validation_every=0, save_every=0)
+    fit(config, make_program(steps=25)[0], corpus, tmp_path, Console(file=out, width=120))
+    said = re.findall(r"^step (\d+)/25  loss \d\.\d+  .* bits/byte  [\d,]+ tokens/s", out.getvalue(), re.MULTILINE)
+    assert [*map(int, said)] == steps
+
+
+def test_a_terminal_keeps_a_line_every_few_steps_above_its_bar(make_program, corpus, tmp_path):
+    out = io.StringIO()
+    console = Console(file=out, width=120, force_terminal=True, color_system=None)
+    config = replace(CONFIG, steps=25, validation_every=0, save_every=0)
+    fit(config, make_program(steps=25)[0], corpus, tmp_path, console)
+    assert re.findall(r"step (\d+)/25  loss \d\.\d+  .* tokens/s *\n", out.getvalue()) == ["10", "20"]
+
+
+def test_a_trial_of_a_few_steps_ends_with_a_short_validation_and_no_sample():
+    short, long = (TrainingConfig(steps=steps) for steps in (49, 50))
+    assert (short.last_validation, short.sampled) == (16, 0)
+    assert (long.last_validation, long.sampled) == (500, 256)
+    given = TrainingConfig(steps=3, final_validation_batches=0, sample_bytes=9)
+    assert (given.last_validation, given.sampled) == (0, 9)

@@ -183,7 +183,7 @@ def test_ctrl_c_in_a_terminal_is_answered_at_once(monkeypatch, capfd, number, te
     monkeypatch.setattr("sys.stderr", SimpleNamespace(isatty=lambda: terminal))
     with Stop() as stop:
         os.kill(os.getpid(), number)
-    said = "\nStopping at the end of this step. To stop at once: interrupt again.\n"
+    said = "\nStopping at the end of this step, which is then saved. To stop at once: interrupt again.\n"
     assert (stop.number, capfd.readouterr().err) == (number, said if terminal and number == signal.SIGINT else "")
 
 

@@ -1,0 +1,67 @@
+"""Flags of commands without settings files: a parser whose errors are one message with a remedy, and sizes by name."""
+
+import argparse
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, NoReturn
+
+from gspmd.annotate.errors import shown, suggestion
+from gspmd.reading import WHOLE, whole_number
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser of flags that are written out, whose errors name the nearest flag or word.
+
+    Attributes:
+        flags: its flags, each with the values that a shell proposes.
+        words: the words that a shell proposes in place of flags.
+        subcommands: the parsers of its subcommands.
+    """
+
+    def __init__(self, **options: Any):
+        self.flags: dict[str, tuple[str, ...]] = {}
+        self.words: tuple[str, ...] = ()
+        self.subcommands: Mapping[str, Parser] = {}
+        super().__init__(allow_abbrev=False, **options)
+        self.add_argument("--help-all", action="help", help=argparse.SUPPRESS)  # as of commands with more flags
+
+    def add_argument(self, *names: Any, values: Iterable[str] = (), **options: Any) -> argparse.Action:
+        """Add a flag or an argument, as argparse does, with values that a shell proposes."""
+        given = tuple(values) or tuple(options.get("choices", ()))
+        if names[0].startswith("-"):
+            self.flags[names[-1]] = given
+        else:
+            self.words = (*self.words, *given)
+        return super().add_argument(*names, **options)
+
+    def error(self, message: str) -> NoReturn:
+        """Print the message, without the usage before it, and exit with code 2."""
+        if found := re.fullmatch(r"argument \S+: invalid choice: '(.*)' \(choose from (.*)\)", message, re.DOTALL):
+            words = [word.strip("' ") for word in found[2].split(",")]
+            message = f"{found[1]!r} is not one of {', '.join(words)}. {suggestion(found[1], words)}".rstrip()
+        elif message.startswith("unrecognized arguments: "):
+            flag = message.split()[2].partition("=")[0]
+            flags = {*self.flags}.union(*(each.flags for each in self.subcommands.values()))
+            message += f"\n  {suggestion(flag, flags)}{self.prog} --help lists all flags."
+        self.exit(2, f"{self.prog}: {message}\n")
+
+
+def numbers(text: str) -> dict[str, int]:
+    """Return sizes by name.
+
+    >>> numbers("x=4,y=2")
+    {'x': 4, 'y': 2}
+
+    Raises:
+        ArgumentTypeError: it is not NAME=SIZE with commas between them, or a name comes twice.
+    """
+    pairs = [pair.partition("=") for pair in text.split(",")]
+    for name, equals, size in pairs:
+        if not (name.strip() and equals):
+            raise argparse.ArgumentTypeError(f"{shown(name + equals + size)} is not a name and a size, such as x=4.")
+        if whole_number(size) is None:
+            raise argparse.ArgumentTypeError(f"{name.strip()} has size {shown(size.strip())}, which is not {WHOLE}.")
+    names = [name.strip() for name, *_ in pairs]
+    if len(set(names)) < len(names):
+        raise argparse.ArgumentTypeError(f"{text!r} gives a size twice.")
+    return {name: int(n) for name, (*_, n) in zip(names, pairs)}

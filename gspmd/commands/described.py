@@ -1,0 +1,198 @@
+"""Flags as their help describes them: the docstrings of fields as running text, and only common flags in a short help.
+
+tyro makes a flag of every field. The rule here gives it the fields of the settings, with what it prints about each.
+"""
+
+import ast
+import inspect
+import re
+import textwrap
+from collections.abc import Collection, Mapping
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from functools import cache
+from itertools import pairwise
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import tyro
+from tyro.constructors import StructConstructorSpec, StructFieldSpec, StructTypeInfo
+
+from gspmd.training.toml import ConfigError
+
+_OURS = ("gspmd", "gspmd_models")
+
+
+class RefusedError(Exception):
+    """A dataclass refuses the values of flags. Not a ValueError, which tyro would print itself."""
+
+    def __init__(self, faults: Collection[str]):
+        self.faults = tuple(faults)
+
+
+@dataclass(frozen=True)
+class Describe:
+    """The rule by which tyro reads dataclasses of settings.
+
+    Attributes:
+        common: names of the settings that are shown; None for all of them, each table in a group of its own.
+    """
+
+    common: Collection[str] | None = None
+
+    def __call__(self, info: StructTypeInfo) -> StructConstructorSpec | None:
+        """Return the fields of a dataclass of settings, and how it is made."""
+        cls = info.type
+        if not (isinstance(cls, type) and is_dataclass(cls)):
+            return None
+        if cls.__module__.partition(".")[0] not in _OURS:  # A custom model, whose fields are described in any way.
+            return None
+        hints, texts = get_type_hints(cls, include_extras=True), documented(cls)
+        shown = []
+        for field in fields(cls):
+            if not field.init:
+                continue
+            default = getattr(info.default, field.name, ...) if is_dataclass(info.default) else ...
+            if default is ...:
+                default = field.default if field.default is not MISSING else field.default_factory()  # type: ignore
+            hint = self._annotated(hints[field.name], field.name, default)
+            shown.append(StructFieldSpec(field.name, hint, default, self._text(texts.get(field.name, ""), default)))
+        return StructConstructorSpec(_maker(cls), tuple(shown))
+
+    def _annotated(self, hint: Any, name: str, default: Any) -> Any:
+        """Return the type of a field with what tyro reads there: hidden, in the common group, or with its default."""
+        if is_dataclass(default):
+            if self.common is None:
+                return hint
+            if type(default).__module__.partition(".")[0] not in _OURS:  # The few fields of a custom model.
+                return hint
+            merged = tyro.conf.OmitArgPrefixes in get_args(hint)
+            return Annotated[hint, tyro.conf.arg(name="") if merged else tyro.conf.Suppress]
+        if self.common is not None and name not in self.common:
+            return Annotated[hint, tyro.conf.Suppress]
+        if isinstance(default, bool):
+            return Annotated[hint, tyro.conf.arg(help_behavior_hint=f"(default: {'on' if default else 'off'})")]
+        if tyro.conf.UseAppendAction in get_args(hint):
+            return hint
+        said: dict[str, Any] = {}
+        if default is None or default == "" or default == ():
+            said["help_behavior_hint"] = ""
+        if get_origin(hint) in (Union, UnionType):
+            named = [kind for kind in (int, float, str) if kind in get_args(hint)]
+            said |= {"metavar": named[0].__name__.upper()} if named else {}
+        return Annotated[hint, tyro.conf.arg(**said)] if said else hint
+
+    def _text(self, text: str, default: Any) -> str:
+        """Return the text of a flag; of a pair of flags, what the first of them does."""
+        if isinstance(default, bool) and text.startswith("Whether "):
+            text = text.removeprefix("Whether ").removeprefix("to ")
+            text = text[:1].upper() + text[1:]
+        return text if self.common is None else _first_clause(text)
+
+
+def _first_clause(text: str) -> str:
+    """Return a text up to its first full stop, semicolon or colon, without what is in parentheses.
+
+    >>> _first_clause("Files (quoted; or patterns), or folders; none for all. More.")
+    'Files, or folders.'
+    """
+    text = re.sub(r" \([^()]*\)", "", text)
+    return re.split(r"[.;:] ", text, maxsplit=1)[0].rstrip(".") + "."
+
+
+def _maker(cls: type) -> Any:
+    """Return the class, with an error that goes through tyro if it refuses its values."""
+
+    def make(**values: Any) -> Any:
+        try:
+            return cls(**values)
+        except ConfigError as error:
+            names = {field.name for field in fields(cls)}
+            raise RefusedError([_flagged(fault, names) for fault in error.faults]) from None
+        except (ValueError, TypeError) as error:
+            raise RefusedError(str(error).splitlines()) from None
+
+    return make
+
+
+def _flagged(fault: str, names: Collection[str]) -> str:
+    """Return a fault that begins with the name of a setting with its flag instead.
+
+    >>> _flagged("sample_bytes must not be negative, but is -1.", {"sample_bytes"})
+    '--sample-bytes must not be negative, but is -1.'
+    """
+    name, space, rest = fault.partition(" ")
+    return f"--{name.replace('_', '-')}{space}{rest}" if name in names else fault
+
+
+def choices_of(hint: Any) -> tuple:
+    """Return the choices of a `Literal`, with None if it is optional; empty for any other type.
+
+    >>> choices_of(Literal["cpu", "gpu"] | None)
+    (None, 'cpu', 'gpu')
+    """
+    arms = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    literals = [arm for arm in arms if get_origin(arm) is Literal]
+    if not literals or any(arm not in (*literals, NoneType) for arm in arms):
+        return ()
+    choices = [choice for arm in literals for choice in get_args(arm)]
+    return (None, *choices) if NoneType in arms else tuple(choices)
+
+
+def flags_of(cls: type, default: Any, prefix: str = "") -> dict[str, tuple[str, ...]]:
+    """Return the flags that tyro makes of a dataclass of settings, each with its choices, if it has some.
+
+    Args:
+        cls: the dataclass.
+        default: an instance, which says which optional tables there are.
+        prefix: the prefix of its flags, such as "model.".
+    """
+    found: dict[str, tuple[str, ...]] = {}
+    hints = get_type_hints(cls, include_extras=True)
+    for field in fields(cls):
+        hint, value = hints[field.name], getattr(default, field.name)
+        marks = get_args(hint)[1:] if get_origin(hint) is Annotated else ()
+        if tyro.conf.Suppress in marks or tyro.conf.Positional in marks:
+            continue
+        named = next((mark.name for mark in marks if getattr(mark, "name", None)), field.name).replace("_", "-")
+        if is_dataclass(value):
+            merged = tyro.conf.OmitArgPrefixes in marks
+            found |= flags_of(type(value), value, prefix if merged else f"{prefix}{named}.")
+        elif isinstance(value, bool) and choices_of(hint) == ():
+            found |= {f"--{prefix}{named}": (), f"--{prefix}no-{named}": ()}
+        else:
+            bare = get_args(hint)[0] if marks else hint
+            found[f"--{prefix}{named}"] = tuple(map(str, choices_of(bare)))
+    return found
+
+
+def _sentence(text: str) -> str:
+    """Return a text as a sentence of its own."""
+    text = " ".join(text.split())
+    return text[:1].upper() + text[1:]
+
+
+@cache
+def documented(cls: type) -> Mapping[str, str]:
+    """Return what is written about each field of a dataclass, as running text by name; of its bases too.
+
+    It is the docstring below the field, or the entry under `Attributes` in that of the class.
+
+    >>> documented(RefusedError)
+    {}
+    """
+    found: dict[str, str] = {}
+    for each in reversed(cls.__mro__):
+        try:
+            tree = ast.parse(textwrap.dedent(inspect.getsource(each)))
+        except (OSError, TypeError, SyntaxError):  # A class that was made, or a built-in one.
+            continue
+        body = tree.body[0].body if isinstance(tree.body[0], ast.ClassDef) else []
+        _, _, attributes = (inspect.getdoc(each) or "").partition("\nAttributes:\n")
+        for names, text in re.findall(r"^    (\w[\w, ]*): (.*(?:\n {5,}.*)*)", attributes, re.MULTILINE):
+            found |= dict.fromkeys(names.split(", "), _sentence(text))
+        for field, text in pairwise(body):
+            name = field.target if isinstance(field, ast.AnnAssign) else None
+            value = text.value if isinstance(text, ast.Expr) else None
+            if isinstance(name, ast.Name) and isinstance(value, ast.Constant) and isinstance(value.value, str):
+                found[name.id] = " ".join(value.value.split())
+    return found

@@ -1,0 +1,50 @@
+"""Write a trained run as a public checkpoint, which transformers and `gspmd generate` read.
+
+    gspmd export runs/001 exported
+    gspmd export runs/001 exported --dtype bfloat16
+
+OUT is a new folder with config.json, model.safetensors and tokenizer.json.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import tyro
+
+from gspmd.commands import configs, flags
+from gspmd.training.checkpoints import newest
+from gspmd.training.toml import ConfigError
+
+_DOING = "cannot export:"
+
+
+@dataclass(frozen=True)
+class ExportSettings:
+    """A checkpoint to write, its place, and its format."""
+
+    folder: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RUN")] = ""
+    """Folder of a run of `gspmd train`; its newest checkpoint is exported."""
+    out: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="OUT")] = ""
+    """New folder."""
+    dtype: Literal["float32", "float16", "bfloat16"] = "float32"
+    """Dtype of the tensors in the file."""
+
+
+def parse(argv: Sequence[str], script: str = "") -> ExportSettings:
+    """Return the settings of flags.
+
+    Args:
+        argv: the flags.
+        script: the file in scripts/ that runs the command, for the help.
+
+    Raises:
+        ConfigError: a folder is missing, or has no run.
+    """
+    prog, description = configs.called(__doc__, "gspmd export", script)
+    settings = flags.parse_flags(ExportSettings, argv, ExportSettings(), description, prog)
+    if not (settings.folder and settings.out):
+        raise ConfigError(_DOING, ["write the folder of a run, and a new folder: gspmd export runs/001 exported."])
+    if newest(settings.folder) is None:
+        raise ConfigError(_DOING, [f"there is no checkpoint of a run under {settings.folder!r}."])
+    return settings

@@ -1,0 +1,19 @@
+"""The names of the lowerings, which settings and layouts read without JAX."""
+
+from gspmd.annotate.errors import PlanError, shown, suggestion
+
+# The last ones are the public `SCHEDULES` of planner/overlap.py, which imports numpy.
+LOWERINGS = ("auto", "xla", "blocking", "looped", "looped:halves", "looped:paired")
+
+
+def checked(name: str) -> str:
+    """Check that `name` is a lowering, and return it.
+
+    Raises:
+        PlanError: `name` is not a lowering.
+    """
+    if not isinstance(name, str) or name not in LOWERINGS:
+        raise PlanError(
+            f"no lowering is called {shown(name)}.\n  {suggestion(str(name), LOWERINGS)}Known: {', '.join(LOWERINGS)}."
+        )
+    return name

@@ -1,0 +1,42 @@
+"""The steps of a run that have a checkpoint, from the names of folders: nothing is read, and JAX is not needed."""
+
+import os
+import re
+from pathlib import Path
+
+from gspmd.training.toml import ConfigError
+
+_FOLDER = "checkpoints"
+
+
+def folder_of(out: str | Path, step: int | None = None) -> Path:
+    """Return the folder of a run's checkpoints, or of one of them."""
+    # Like Path.resolve, which has an error of its own for circular links.
+    folder = Path(os.path.realpath(out)) / _FOLDER
+    return folder if step is None else folder / str(step)
+
+
+def saved_steps(out: str | Path) -> list[int]:
+    """Return the steps of a run's checkpoints in ascending order, from folder names; damaged ones are included."""
+    folder = folder_of(out)
+    if not os.path.isdir(folder):  # Also if no file can have this name.
+        return []
+    # In the form in which they are written: `int` also reads 007 and digits of other scripts; str.isdigit accepts ².
+    return sorted(int(path.name) for path in folder.iterdir() if re.fullmatch(r"0|[1-9][0-9]*", path.name))
+
+
+def newest(out: str | Path) -> int | None:
+    """Return the step of the newest complete checkpoint of a run, or None, from folder names."""
+    return max(saved_steps(out), default=None)
+
+
+def check_step(out: str | Path, step: int) -> None:
+    """Refuse a step without a checkpoint.
+
+    Raises:
+        ConfigError: the step has no checkpoint; lists the steps that have one.
+    """
+    if step not in (steps := saved_steps(out)):
+        fault = f"there is no checkpoint of it under {str(folder_of(out))!r}."
+        remedy = f"Name a step that has one: {', '.join(map(str, steps))}." if steps else "No step has one: start anew."
+        raise ConfigError(f"cannot resume from step {step}:", [f"{fault} {remedy}"])
