@@ -7,7 +7,7 @@ from typing import Any
 from gspmd.annotate.errors import NotationError, PlanError
 from gspmd.display.units import mesh_text
 from gspmd.hardware.chips import CHIPS
-from gspmd.lowerings.in_force import LOWERINGS
+from gspmd.lowerings.names import LOWERINGS
 from gspmd.page.equation import EquationAnswer
 from gspmd.page.requests import BadRequest, EquationRequest, Texts
 

@@ -25,6 +25,7 @@ from gspmd.commands.file import File, checked_source, file_of, group_faults, is_
 from gspmd.commands.search.slice import Slice
 from gspmd.commands.search.unpriced import unpriced
 from gspmd.display.tables import counted
+from gspmd.layouts import Layout
 from gspmd.layouts.rules.keys import KEYS, OVERRIDES, unknown_key
 from gspmd.training import OptimizerConfig, ShardingConfig
 from gspmd.training.config import ConfigError, Update, parse_mesh
