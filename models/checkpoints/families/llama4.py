@@ -200,5 +200,6 @@ LLAMA_4_IMAGES = replace(
     ignored=(*LLAMA_4.ignored, r"(vision_model|multi_modal_projector)\..*"),
     renamed=((r"language_model\.(.*)", r"\1"),),
     text_part={},
+    text_type="llama4_text",
 )
 """Llama 4 as it is published, with a part for images too: its text model."""

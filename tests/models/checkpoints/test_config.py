@@ -54,6 +54,13 @@ def test_what_is_written_is_read_as_the_same_model(name, read, tmp_path):
     assert read(written(family, config, 4096, "bfloat16")) == dataclasses.replace(config, context_length=length)
 
 
+@pytest.mark.parametrize("missing", [{"text_type": ""}, {"text_part": None}])
+def test_a_family_with_images_says_what_its_text_model_is(missing):
+    family = next(each for each in FAMILIES if each.text_part is not None)
+    with pytest.raises(ValueError, match="has both text_part and text_type; set both"):
+        dataclasses.replace(family, **missing)
+
+
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.title)
 def test_every_field_of_a_model_is_read_or_fixed_or_free(family):
     wanted = {field.name for field in dataclasses.fields(ModelConfig)} - {*FREE, "moe"}
