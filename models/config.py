@@ -304,7 +304,7 @@ class ModelConfig:
 
     @cached_property
     def _repetition(self) -> tuple[int, int]:
-        """`lead` and `pattern`."""
+        """The numbers `lead` and `pattern`."""
         regular = lcm(self.moe.every if self.moe else 1, len(self.layer_kinds) or 1)
         further = len(self.layer_kinds) > 1 or (self.moe is not None and bool(self.moe.dense_layers))
         if not further or self.encoder_layers:  # both stacks of an encoder–decoder have the same pattern

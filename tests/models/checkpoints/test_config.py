@@ -183,6 +183,10 @@ REFUSED = {
         {"architectures": ["Qwen3MoeForCausalLM"], "decoder_sparse_step": 3, "moe_intermediate_size": 8},
         "decoder_sparse_step is 3, so that none of 2 layers has experts; supported: some have.",
     ),
+    "dense layers only, by default": (
+        {"architectures": ["DeepseekV3ForCausalLM"], "moe_intermediate_size": 8},
+        "first_k_dense_replace is 3 by default, so that none of 2 layers has experts; supported: some have.",
+    ),
     "a width of dense layers": (
         {"architectures": ["Qwen3MoeForCausalLM"], "mlp_only_layers": [0], "moe_intermediate_size": 8}
         | {"intermediate_size": None},
@@ -586,7 +590,7 @@ def test_a_tied_model_is_read_before_its_tensors_are_there(read, tmp_path):
 
 
 def test_a_model_of_no_family_is_refused_with_all_reasons():
-    config = ModelConfig(activation="relu", moe=MoEConfig(experts=4, every=2, router="expert-choice", shared=1))
+    config = ModelConfig(activation="relu", moe=MoEConfig(experts=4, router="expert-choice", shared=1))
     with pytest.raises(CheckpointError) as error:
         expressing(config)
     *nearest, rest = error.value.faults
@@ -594,7 +598,6 @@ def test_a_model_of_no_family_is_refused_with_all_reasons():
     for reason in (
         "activation is 'relu'",
         "moe.router is 'expert-choice'",
-        "moe.every is 2",
         "moe.shared_mix is False",
     ):
         assert reason in nearest[0]
