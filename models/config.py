@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property
 from math import gcd, inf, lcm
 from typing import Any, Literal, get_args
 
@@ -302,13 +302,14 @@ class ModelConfig:
         """Number of times that the pattern repeats."""
         return (self.layers - self.lead) // self.pattern
 
-    @property
+    @cached_property
     def _repetition(self) -> tuple[int, int]:
+        """The numbers `lead` and `pattern`."""
         regular = lcm(self.moe.every if self.moe else 1, len(self.layer_kinds) or 1)
         further = len(self.layer_kinds) > 1 or (self.moe is not None and bool(self.moe.dense_layers))
         if not further or self.encoder_layers:  # both stacks of an encoder–decoder have the same pattern
             return 0, regular
-        return _repetition(tuple((self.layer_kind(each), self.is_sparse(each)) for each in range(self.layers)))
+        return shortest_repetition(tuple((self.layer_kind(each), self.is_sparse(each)) for each in range(self.layers)))
 
     @property
     def period(self) -> int:
@@ -339,7 +340,7 @@ class ModelConfig:
         """Return the numbers of the layers whose weights are in one array: as `stacks`, or each if not `stacked`."""
         if self.stacked:
             return self.stacks(layers)
-        return tuple(range(number, number + 1) for number in range(self.layers))
+        return tuple(range(number, number + 1) for number in range(self.layers if layers is None else layers))
 
     @property
     def table_rows(self) -> int:
@@ -503,11 +504,10 @@ class ModelConfig:
         return sizes
 
 
-@lru_cache(maxsize=256)
-def _repetition(layers: tuple[Any, ...]) -> tuple[int, int]:
+def shortest_repetition(layers: tuple[Any, ...]) -> tuple[int, int]:
     """Return the numbers of layers before those that repeat, and of their pattern, which are the fewest together.
 
-    >>> _repetition(("dense", "sparse", "sparse", "sparse")), _repetition(("full", "sliding", "full"))
+    >>> shortest_repetition(("dense", "sparse", "sparse", "sparse")), shortest_repetition(("full", "sliding", "full"))
     ((1, 1), (0, 3))
     """
     count = len(layers)
@@ -716,7 +716,7 @@ def _encoder_faults(config: ModelConfig):
         fact = f"positions are {config.positions}, which an encoder–decoder does not have"
         yield f"{fact}; relative, sinusoidal and rotary are"
     if config.embedding_norm or config.qkv_clip is not None:
-        yield "embedding_norm and qkv_clip are set for a decoder alone; leave them out of an encoder–decoder"
+        yield "embedding_norm and qkv_clip are set for a decoder-only model; leave them out of an encoder–decoder"
     if config.layer_kinds or config.sinks or config.norms != "before":
         yield "layer_kinds, sinks and norms are set for a decoder-only model; leave them out of an encoder–decoder"
 

@@ -203,6 +203,7 @@ class Language:
             at = [sum(map(config.is_sparse, range(number))) + (0 if in_encoder else ahead) for number in numbers]
             step = at[1] - at[0] if len(at) > 1 else 1  # the layers of a stack are equally far apart
             found[path] = way[at[0] : at[-1] + 1 : step]
+            assert len(found[path]) == row.shape[0], path  # a single row would be added to all
         return found
 
     @property

@@ -39,8 +39,8 @@ class Stack(NamedTuple):
 
     Attributes:
         first: those before the ones that repeat, whose weights have no N.
-        definition: of the blocks of one period.
-        weights: of all periods, stacked in a leading N for a scan.
+        definition: the definition of the blocks of one period.
+        weights: the weights of all periods, stacked in a leading N for a scan.
     """
 
     first: tuple[tuple[Any, Any], ...]
@@ -265,10 +265,11 @@ def run_blocks(
     Returns:
         The residual stream after the last block, and the experts' figures, stacked over layers.
     """
-    lead = len(stack.first)
-    of_first, keys = (None, None) if keys is None else (keys[:lead], keys[lead:])
+    count = len(stack.first)  # none in a chunk of a pipeline's stage: the first stage runs them before its chunks
+    of_first, keys = (None, None) if keys is None else (keys[:count], keys[count:])
     x, ahead = run_first(config, stack.first, x, context, of_first, train=train, in_loop=in_loop)
     definition, weights, repeats = stack.definition, stack.weights, stack.repeats
+    lead = config.lead if config.stacked else 0
     sparse = sum(config.is_sparse(lead + place) for place in range(config.period))
 
     def step(x: jax.Array, layer: tuple[Any, jax.Array | None]) -> tuple[jax.Array, Figures]:
@@ -330,8 +331,13 @@ def _run_block(
 
 
 def _of_layers(ahead: Sequence[Figures], figures: Figures, sparse: int) -> Figures:
-    """Return the figures of all layers with experts: `ahead`, and those [N, ...] of one or [N, sparse, ...] of several
-    in each period."""
+    """Return the figures of all layers with experts.
+
+    Args:
+        ahead: those of each layer before the ones that repeat.
+        figures: those of the layers that repeat, [N, ...], or [N, sparse, ...] if a period has several with experts.
+        sparse: number of layers with experts in a period.
+    """
     if sparse > 1:
         figures = {name: x.reshape(-1, *x.shape[2:]) for name, x in figures.items()}
     if not ahead:

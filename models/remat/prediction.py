@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Jaxpr
+from jax.extend.core import Jaxpr, Var
 from jax.sharding import AxisType, Mesh
 from rich.console import Console
 
@@ -23,11 +23,13 @@ from gspmd.lowerings.program import context
 from gspmd.ops.interface.kernels import kernel_work
 from gspmd.tracing.jaxprs import inner_jaxprs, without_dead_code
 
+from ..blocks import part
 from ..config import REMATS, ModelConfig
-from ..objective import loss
+from ..context import context_of
+from ..objective import loss, split_tokens
 from ..parameters import stages_axes
 from ..shapes import abstract, abstract_batch
-from ..transformer import arrays, with_arrays
+from ..transformer import Transformer, arrays, run_first, with_arrays
 
 
 @dataclass(frozen=True)
@@ -37,9 +39,10 @@ class Recomputation:
     Attributes:
         remat: the choice.
         layers: blocks, or periods of them, that are scanned; all blocks, if they do not repeat.
-        bytes: bytes that all of them keep for the backward pass.
+        bytes: bytes that all blocks keep for the backward pass, those before the repeating ones too.
         flops: FLOPs of the products that the backward pass computes again, beyond those of `none`.
         seconds: time of these FLOPs at the chip's full rate.
+        first_bytes: bytes among `bytes` that blocks before the repeating ones keep (`ModelConfig.lead`).
     """
 
     remat: str
@@ -47,11 +50,12 @@ class Recomputation:
     bytes: int
     flops: int
     seconds: float
+    first_bytes: int = 0
 
     @property
     def layer_bytes(self) -> int:
-        """Bytes that one of them keeps; the mean, rounded down, if they do not repeat."""
-        return self.bytes // self.layers
+        """Bytes that one of `layers` keeps; the mean, rounded down, if they do not repeat."""
+        return (self.bytes - self.first_bytes) // self.layers
 
 
 def predicted(
@@ -60,7 +64,8 @@ def predicted(
     """Predict bytes and FLOPs of every choice of rematerialization, from the program that JAX differentiates.
 
     The scan over blocks hands to the backward pass one stack for every array that a gradient reads. The bytes of these
-    stacks on one device are counted, under the layout's planned programs.
+    stacks on one device are counted, under the layout's planned programs, and those of the arrays that blocks before
+    the scan hand to it.
 
     Args:
         config: the model; its `remat` is ignored.
@@ -72,8 +77,8 @@ def predicted(
 
     Returns:
         A row for each of `REMATS`. No rows if there is only one repeat of blocks, which no stacks are kept of, unless
-        it is for their kinds, so that each is computed again by itself; and none of a pipeline, whose schedule decides
-        what stages keep.
+        blocks do not repeat and are recomputed one by one; and none of a pipeline, whose schedule decides what stages
+        keep.
 
     Example:
         >>> from gspmd.layouts import Layout
@@ -104,7 +109,9 @@ def predicted(
             traced = jax.make_jaxpr(jax.grad(of_parameters))(arrays(model), batch_of, abstract_key(typed))
             program = without_dead_code(traced.jaxpr)
             flops = _flops(program) - (rows[0].flops if rows else 0)
-            rows.append(Recomputation(remat, layers, repeats * _kept(program, repeats), flops, flops / rate))
+            first = _kept_first(model, batch_of, abstract_key(typed))
+            kept = first + repeats * _kept(program, repeats)
+            rows.append(Recomputation(remat, layers, kept, flops, flops / rate, first))
     return (replace(rows[0], flops=0, seconds=0.0), *rows[1:])
 
 
@@ -135,6 +142,41 @@ def _kept(program: Jaxpr, repeats: int) -> int:
     scan = next(each for each in scans if each.params["length"] == repeats)
     stacks = [var.aval for var in scan.outvars[scan_operands(scan)[1] :]]
     return sum(math.prod(aval.sharding.shard_shape(aval.shape)[1:]) * aval.dtype.itemsize for aval in stacks)
+
+
+def _kept_first(model: Transformer, batch: Any, key: Any) -> int:
+    """Return the bytes on one device that blocks before those that repeat keep, besides weights and constants."""
+    config, layout, definitions = model.config, model.layout, []
+    if not config.lead or not config.stacked:
+        return 0
+
+    def inputs(params, tokens):
+        placed = with_arrays(model, params)
+        ids, _ = split_tokens(tokens, layout)
+        with part(layout, "embedding"):
+            x = placed.embedding(ids)
+        definitions[:], weights = zip(*placed.stacked().cast(model.dtype).first)
+        return weights, x
+
+    def residuals(weights, x, key):
+        context = context_of(config, layout, None, None, causal=True)
+        keys = jax.random.split(key, config.lead)
+
+        def run(weights, x):
+            x, figures = run_first(config, [*zip(definitions, weights)], x, context, keys, train=True)
+            return x, [each["aux_loss"] for each in figures]
+
+        return jax.vjp(run, weights, x)[1]
+
+    given = jax.eval_shape(inputs, arrays(model), batch)
+    program = without_dead_code(jax.make_jaxpr(residuals)(*given, key).jaxpr)
+    weights = len(jax.tree.leaves(given[0]))
+    varying = {*program.invars}
+    for equation in program.eqns:
+        if not varying.isdisjoint(var for var in equation.invars if isinstance(var, Var)):
+            varying |= {*equation.outvars}
+    kept = {var for var in program.outvars if isinstance(var, Var)} & varying - {*program.invars[:weights]}
+    return sum(math.prod(x.aval.sharding.shard_shape(x.aval.shape)) * x.aval.dtype.itemsize for x in kept)
 
 
 def _equations(program: Jaxpr) -> Iterator[Any]:

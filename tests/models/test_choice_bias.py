@@ -45,7 +45,7 @@ def run(
     mesh=None,
     **stages,
 ):
-    """Biases [steps, N, X], and the figures of every step; with a folder, each is saved and resumed from."""
+    """Biases [steps, layers with experts, X], and figures of every step; with a folder, each is saved and resumed from."""
     layout = Layout.load(name).override(moved or {})
     sizes = mesh or layout.mesh_for(1 if name == "replicated" else 8)
     devices, types = jax.devices()[: np.prod([*sizes.values()])], (AXIS_TYPES[kind],) * len(sizes)
@@ -62,7 +62,8 @@ def run(
         for number in seeds:
             ids = np.random.default_rng(number).integers(0, 64, (BATCH, LENGTH + 1)).astype(np.int32)
             state, figures = update(state, jax.device_put(ids, placed), jax.random.key(1))
-            biases.append(np.asarray(state.params[PATH]))
+            rows = [np.asarray(x) for path, x in state.params.items() if path.endswith("moe.choice_bias")]
+            biases.append(np.stack(rows, axis=1).reshape(-1, rows[0].shape[-1]))  # in the order of layers
             found.append(jax.tree.map(np.asarray, figures))
             if folder is not None:
                 with Checkpoints(folder) as checkpoints:
@@ -142,23 +143,28 @@ def test_no_optimizer_trains_the_bias():
 
 @pytest.mark.turns(1)
 @pytest.mark.parametrize(
-    ("schedule", "microbatches", "rounds", "kind", "lead"),
+    ("schedule", "microbatches", "rounds", "kind", "dense", "kinds"),
     [
-        ("1f1b", 2, 1, "explicit", 0),
-        ("1f1b", 2, 1, "explicit", 1),
-        ("gpipe", 4, 1, "auto", 1),
-        ("zero-bubble", 2, 1, "explicit", 1),
-        ("1f1b", 4, 2, "explicit", 0),
+        ("1f1b", 2, 1, "explicit", 0, ()),
+        ("1f1b", 2, 1, "explicit", 1, ()),
+        ("gpipe", 4, 1, "auto", 1, ()),
+        ("zero-bubble", 2, 1, "explicit", 1, ()),
+        ("1f1b", 4, 2, "explicit", 0, ()),
+        ("1f1b", 4, 2, "explicit", 2, ()),
+        ("1f1b", 2, 1, "explicit", 2, ("sliding", "full")),
     ],
 )
-def test_in_stages_the_bias_and_the_losses_are_those_of_one_device(schedule, microbatches, rounds, kind, lead):
+def test_in_stages_the_bias_and_the_losses_are_those_of_one_device(schedule, microbatches, rounds, kind, dense, kinds):
     """Stages add up the loads of all microbatches, and change the bias once a step.
 
-    With a first layer that has no experts, five layers are that one, on the first stage, and four in stages.
+    Dense layers run on the first stage, and the four after them, all with experts, in stages. With two kinds of
+    attention these four repeat a pattern of two.
     """
     config = replace(CONFIG, layers=4 * rounds)  # one pair of layers for each chunk
-    if lead:
-        config = replace(CONFIG, layers=5, moe=replace(V3, every=1, dense_layers=(0,), dense_feed_forward=24))
+    if dense:
+        moe = replace(V3, every=1, dense_layers=(*range(dense),), dense_feed_forward=24)
+        config = replace(CONFIG, layers=dense + 4, moe=moe, layer_kinds=kinds, sliding_window=3 if kinds else None)
+        assert (config.lead, config.pattern) == (dense, len(kinds) or 1)
     how = {"moved": {"pipeline.layers": "N_p"}, "mesh": {"p": 2, "x": 2, "y": 1, "z": 1}, "rounds": rounds}
     with gspmd.lowering("blocking"):
         biases, figures = run(config, "gshard", kind, microbatches, schedule=schedule, **how)

@@ -193,6 +193,31 @@ def test_blocks_whose_kinds_do_not_repeat_keep_as_much_as_others(config, make_me
         assert one.flops == other.flops
 
 
+@pytest.mark.parametrize("preset", ["replicated", "megatron-1d"])
+def test_blocks_before_those_that_repeat_keep_as_much_as_others(config, make_mesh, preset):
+    """A full layer before sliding ones, or a dense one before experts, is outside of the loop, and in the table too."""
+    layout, mesh = place(preset, make_mesh, 1 if preset == "replicated" else 8)
+    kinds = ("full", "sliding", "sliding", "sliding")
+    ahead, alike = (
+        predicted(config(**SIZES, layers=4, sliding_window=8, layer_kinds=each), layout, mesh, BATCH, 16)
+        for each in (kinds, ("sliding",))
+    )
+    for one, other in zip(ahead, alike, strict=True):
+        assert (one.layers, other.layers) == (3, 4)
+        assert (one.remat, one.bytes, one.layer_bytes) == (other.remat, other.bytes, other.layer_bytes)
+        assert one.first_bytes == one.layer_bytes
+    if preset == "replicated":
+        sizes = {**SIZES, "feed_forward": 64}
+        moe = MoEConfig(experts=4, router="top-k", every=1)
+        first = dataclasses.replace(moe, dense_layers=(0,), dense_feed_forward=128)
+        mixed, experts = (
+            predicted(config(**sizes, layers=3, moe=each), layout, mesh, BATCH, 16) for each in (first, moe)
+        )
+        for one, of_experts, other in zip(mixed, experts, alike, strict=True):
+            assert (one.first_bytes, one.layer_bytes) == (other.layer_bytes, of_experts.layer_bytes)
+            assert one.bytes == other.layer_bytes + 2 * of_experts.layer_bytes
+
+
 def test_keys_and_values_made_of_latents_are_kept_with_other_products(config, make_mesh):
     """They are as wide as the heads, and computed again where hidden activations are."""
     layout, mesh = Layout.load("replicated"), make_mesh({"x": 1, "y": 1, "z": 1})

@@ -33,6 +33,12 @@ def made(settings, int8, config, make_mesh):
     return models.quantize(model) if int8 else model, mesh
 
 
+def test_the_weights_of_each_of_any_number_of_layers_are_by_themselves(config):
+    apart = config(layers=4, stacked=False)
+    assert [[*each] for each in apart.weight_stacks(2)] == [[0], [1]]
+    assert [*map(len, apart.weight_stacks())] == [1] * 4
+
+
 @pytest.mark.parametrize("name", SHAPES)
 def test_texts_and_weights_are_those_of_stacked_blocks(name, config, make_mesh):
     model, mesh = made(*SHAPES[name], config, make_mesh)

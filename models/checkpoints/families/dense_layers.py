@@ -31,17 +31,17 @@ class DenseLayers:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """Return the names of the entries."""
+        """Names of the entries."""
         return (_WIDTH, *((_STEP, _ONLY) if self.first is None else (_FIRST,)))
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """Return the names of the fields that `read` returns."""
+        """Names of the fields that `read` returns."""
         return "moe.every", "moe.offset", "moe.dense_layers", "moe.dense_feed_forward"
 
     @property
     def agreement(self) -> Agreement:
-        """Return the entries as an `Agreement` of a family that has no others."""
+        """The entries as an `Agreement` of a family that has no others."""
         return Agreement(self.keys, self.read, self.write, self.fields, reasons=self.reasons)
 
     def read(self, json: Mapping[str, Any], fields: Mapping[str, Any], faults: list[str]) -> dict[str, Any]:
@@ -53,7 +53,9 @@ class DenseLayers:
         if not all(sparse) and not (is_whole(width) and width >= 1):
             faults.append(f"{_WIDTH} is {in_json(width)}; it must be a whole number.")
         if sparse and not any(sparse):
-            given = " and ".join(f"{key} is {in_json(json[key])}" for key in self.keys if key in json and key != _WIDTH)
+            named = {key: f"{key} is {in_json(json[key])}" for key in self.keys if key in json and key != _WIDTH}
+            # Of absent entries, only this one has a default without any experts.
+            given = " and ".join(named.values()) or f"{_FIRST} is {self.first} by default"
             faults.append(f"{given}, so that none of {len(sparse)} layers has experts; supported: some have.")
         if faults:
             return {}

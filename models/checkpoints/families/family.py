@@ -157,13 +157,16 @@ class Family:
         copies: tensors that are copies of the embedding table; they are written if the logits have their own table.
         default_length: default of the entry with the longest sequence; None for no limit.
         modules: names of the entry with the number of modules that follow the last layer, are numbered as layers, and
-            predict further tokens; 1 by default. They are not read, and 0 is written. None if there are none.
+            predict further tokens; 1 by default. They are not read, and 0 is written; empty if there are none.
         renamed: regular expressions of whole names of tensors in some files, each with what replaces it.
         text_part: if config.json has the entries of the text model in a table of their own, `text_config`, beside those
             of images, which are not read: the defaults of entries that have none where the text model stands alone;
             None for files of a text model.
-        text_type: the `model_type` of that text model.
+        text_type: the `model_type` of that text model; empty for files of a text model.
         aliases: other names of the architecture, in files that were published with their own classes.
+
+    Raises:
+        ValueError: `text_part` is given without `text_type`, or the reverse.
     """
 
     title: str
@@ -200,6 +203,10 @@ class Family:
 
     #: Tensors that are computed rather than learned; old files contain them.
     ignored: tuple[str, ...] = (r".*\.rotary_emb\.inv_freq", r".*\.attn\.(masked_)?bias")
+
+    def __post_init__(self) -> None:
+        if (self.text_part is None) == bool(self.text_type):  # files of a family without a type could not be read
+            raise ValueError(f"{self.title}: a family with images has both text_part and text_type; set both.")
 
     @property
     def has_encoder(self) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from .dense_layers import DenseLayers, pattern
 from .entries import in_json, is_number, is_whole
 from .family import Agreement, Family, Option, Stored, fused
 from .mixtures import EXPERTS
@@ -94,16 +95,14 @@ def _experts(json: Mapping[str, Any], fields: Mapping[str, Any], faults: list[st
         return {}
     else:
         named = f"moe_layers is {in_json(listed)}"
-    sparse = sorted({*listed} & {*range(layers)})
-    first, every = [*sparse, layers + sparse[0]][:2] if sparse else (0, 1)
-    every -= first
-    if not sparse or first >= every or layers % every or sparse != [*range(first, layers, every)]:
-        faults.append(f"{named}; of {layers} layers every nth must have experts, for some n that divides them.")
+    sparse = [number in listed for number in range(layers)]
+    if not any(sparse):
+        faults.append(f"{named}, so that none of {layers} layers has experts; supported: some have.")
         return {}
     width: Any = json.get("intermediate_size_mlp", 16384)
-    if every > 1 and not (is_whole(width) and width >= 1):
+    if not all(sparse) and not (is_whole(width) and width >= 1):
         faults.append(f"intermediate_size_mlp is {in_json(width)}; it must be a whole number.")
-    return {"moe.every": every, "moe.offset": first, "moe.dense_feed_forward": width if every > 1 else 0}
+    return pattern(sparse) | {"moe.dense_feed_forward": 0 if all(sparse) else width}
 
 
 def _written(config: ModelConfig) -> dict[str, Any]:
@@ -144,9 +143,7 @@ LLAMA_4 = Family(
         "query_growth",
         "growth_interval",
         "moe.shared_width",
-        "moe.every",
-        "moe.offset",
-        "moe.dense_feed_forward",
+        *DenseLayers(None).fields,
     )
     | {
         "rotary_pairs": "neighbours",
@@ -181,7 +178,7 @@ LLAMA_4 = Family(
         write=_written,
         fields=(
             *("layer_kinds", "attention_chunk", "query_growth", "growth_interval"),
-            *("moe.every", "moe.offset", "moe.dense_feed_forward"),
+            *DenseLayers(None).fields,
         ),
     ),
     ignored_entries=("for_llm_compressor",),
@@ -200,5 +197,6 @@ LLAMA_4_IMAGES = replace(
     ignored=(*LLAMA_4.ignored, r"(vision_model|multi_modal_projector)\..*"),
     renamed=((r"language_model\.(.*)", r"\1"),),
     text_part={},
+    text_type="llama4_text",
 )
 """Llama 4 as it is published, with a part for images too: its text model."""

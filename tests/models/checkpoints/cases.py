@@ -118,6 +118,7 @@ CASES = {
     ),
     "llama4": ("Llama4", _LLAMA_4 | {"interleave_moe_layer_step": 2, "rope_parameters": _SCALED}),
     "llama4-sparse": ("Llama4", _LLAMA_4 | {"no_rope_layers": [0, 1, 1, 0], "tie_word_embeddings": True}),
+    "llama4-listed": ("Llama4", _LLAMA_4 | {"moe_layers": [0, 1, 3]}),
     "llama4-biases": (
         "Llama4",
         _LLAMA_4
@@ -317,6 +318,7 @@ FIRST = {
     "olmo3": "replicated",
     "smollm3": "replicated",
     "llama4": "weight-stationary-2d",
+    "llama4-listed": "replicated",
     "olmoe": "replicated",
     "cohere2": "replicated",
     "gpt2": "megatron-1d",

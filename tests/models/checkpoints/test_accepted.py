@@ -63,12 +63,17 @@ def test_entries_of_published_files_change_nothing(name, tmp_path):
             "quantized in a form that is not",
         ),
         ("Llama-4-Maverick-17B-128E", {"num_experts_per_tok": 2}, "num_experts_per_tok is 2, which is not supported"),
+        ("Llama-4-Maverick-17B-128E", {"moe_layers": [48]}, "moe_layers is [48], so that none of 48 layers has experts"),
         (
             "Llama-4-Maverick-17B-128E",
-            {"moe_layers": [0, 1, 5]},
-            "moe_layers is [0, 1, 5]; of 48 layers every nth must have experts",
+            {"interleave_moe_layer_step": 49},
+            "interleave_moe_layer_step is 49, so that none of 48 layers has experts; supported: some have.",
         ),
-        ("Llama-4-Maverick-17B-128E", {"interleave_moe_layer_step": 5}, "of 48 layers every nth must have experts"),
+        (
+            "Llama-4-Maverick-17B-128E",
+            {"moe_layers": [0], "intermediate_size_mlp": 0},
+            "intermediate_size_mlp is 0; it must be a whole number.",
+        ),
         ("Llama-4-Maverick-17B-128E", {"sliding_window": 64}, "sliding_window is 64, which models of this family"),
         ("Llama-4-Maverick-17B-128E", {"attention_chunk_size": 0}, "attention_chunk_size is 0; it must be a whole"),
         (
@@ -91,6 +96,23 @@ def test_values_that_would_change_the_model_are_refused(name, entries, words, tm
     with pytest.raises(CheckpointError) as error:
         model_config(tmp_path)
     assert words in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("entries", "sparse"),
+    [
+        ({"moe_layers": [0, 1, 5]}, [0, 1, 5]),
+        ({"moe_layers": [7, 5, 60]}, [5, 7]),
+        ({"interleave_moe_layer_step": 5}, [*range(4, 48, 5)]),
+        ({"interleave_moe_layer_step": 1}, [*range(48)]),
+    ],
+)
+def test_any_layers_of_llama_4_have_experts(entries, sparse, tmp_path):
+    entries = PUBLISHED["Llama-4-Maverick-17B-128E"][0] | entries
+    (tmp_path / "config.json").write_text(json.dumps(entries))
+    config = model_config(tmp_path)
+    assert [number for number in range(48) if config.is_sparse(number)] == sparse
+    assert config.moe.dense_feed_forward == (0 if len(sparse) == 48 else 16384)
 
 
 def test_windows_of_qwen2_moe_lie_in_every_other_layer_below_a_bound(tmp_path):

@@ -54,6 +54,13 @@ def test_what_is_written_is_read_as_the_same_model(name, read, tmp_path):
     assert read(written(family, config, 4096, "bfloat16")) == dataclasses.replace(config, context_length=length)
 
 
+@pytest.mark.parametrize("missing", [{"text_type": ""}, {"text_part": None}])
+def test_a_family_with_images_says_what_its_text_model_is(missing):
+    family = next(each for each in FAMILIES if each.text_part is not None)
+    with pytest.raises(ValueError, match="has both text_part and text_type; set both"):
+        dataclasses.replace(family, **missing)
+
+
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.title)
 def test_every_field_of_a_model_is_read_or_fixed_or_free(family):
     wanted = {field.name for field in dataclasses.fields(ModelConfig)} - {*FREE, "moe"}
@@ -175,6 +182,10 @@ REFUSED = {
     "dense layers only": (
         {"architectures": ["Qwen3MoeForCausalLM"], "decoder_sparse_step": 3, "moe_intermediate_size": 8},
         "decoder_sparse_step is 3, so that none of 2 layers has experts; supported: some have.",
+    ),
+    "dense layers only, by default": (
+        {"architectures": ["DeepseekV3ForCausalLM"], "moe_intermediate_size": 8},
+        "first_k_dense_replace is 3 by default, so that none of 2 layers has experts; supported: some have.",
     ),
     "a width of dense layers": (
         {"architectures": ["Qwen3MoeForCausalLM"], "mlp_only_layers": [0], "moe_intermediate_size": 8}
@@ -579,7 +590,7 @@ def test_a_tied_model_is_read_before_its_tensors_are_there(read, tmp_path):
 
 
 def test_a_model_of_no_family_is_refused_with_all_reasons():
-    config = ModelConfig(activation="relu", moe=MoEConfig(experts=4, every=2, router="expert-choice", shared=1))
+    config = ModelConfig(activation="relu", moe=MoEConfig(experts=4, router="expert-choice", shared=1))
     with pytest.raises(CheckpointError) as error:
         expressing(config)
     *nearest, rest = error.value.faults
@@ -587,7 +598,6 @@ def test_a_model_of_no_family_is_refused_with_all_reasons():
     for reason in (
         "activation is 'relu'",
         "moe.router is 'expert-choice'",
-        "moe.every is 2",
         "moe.shared_mix is False",
     ):
         assert reason in nearest[0]
