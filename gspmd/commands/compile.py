@@ -47,7 +47,7 @@ def main(argv: Sequence[str], script: str = "", settings: CompileSettings | None
     console = printing.console(140)
     asked = topology(settings.topology)
     report = smallest(settings, asked) if settings.smallest else compiled(settings, asked)
-    console.print(report)
+    console.print(report.tables(settings.details))
     if settings.phase == "train" and not settings.smallest and not own.is_own(settings):
         layout, mesh = layout_of(settings), mesh_of(settings, asked)
         layout = layout.resolved(settings.model.sizes(settings.batch, settings.length), mesh)

@@ -30,7 +30,7 @@ SERVED = ("encode", *PHASES)
 """Phases of serving, the programs of `gspmd_models.decoding.programs`."""
 COMMON = (
     "config", "topology", "phase", "batch", "length", "layout", "set", "mesh", "dtype", "weights", "cache",
-    "microbatches", "smallest", "json", "trace", "gantt",
+    "microbatches", "smallest", "details", "json", "trace", "gantt",
 )  # fmt: skip
 """The settings whose flags --help shows."""
 TRAINED = ("microbatches", "parameter_dtype", "frozen")
@@ -77,6 +77,8 @@ class CompileSettings:
     """Look for the fewest devices of this chip that the model fits on: slices of TPUs that double in size, or parts of
     a node of GPUs and then 1, 2, 4, ... nodes. Of each size the layout's own mesh is tried; with another --mesh the
     model may fit on fewer."""
+    details: bool = False
+    """Give every step that the compiler changed its own row; by default, steps that it combined share one."""
     json: str = ""
     """File for the figures, as JSON."""
     hlo: str = ""

@@ -27,7 +27,7 @@ from gspmd.search.answers import Candidate, SearchResult, Space, errors
 from gspmd.search.answers.errors import expected_error
 from gspmd.search.answers.frontier import frontier
 from gspmd.search.answers.options import Options
-from gspmd.search.answers.presets import placed_presets
+from gspmd.search.answers.presets import Placed, placed_presets
 from gspmd_models import ModelConfig
 from gspmd_models.parameters import parameters
 from gspmd_models.search.phases import problem_of
@@ -254,6 +254,35 @@ def test_nothing_fits_says_what_is_nearest_and_what_would_do(run, tmp_path):
     assert float(said[3]) == pytest.approx(1.2e-6 * Slice.named("tpu-v5p:2x2x1").chip.hbm_bytes / 1e3, rel=0.01)
     assert re.search(r"It would fit on tpu-v5p:2x2x2\. Otherwise take a larger --memory, or a smaller --batch\.", err)
     assert not (tmp_path / "found.toml").exists()
+
+
+def test_a_layout_within_the_proved_tolerance_is_called_equal():
+    """No ratio below 1 without the reason for which the layout is not the answer."""
+    from gspmd.commands.search import shown
+
+    config = ModelConfig(layers=2, embed=256, feed_forward=1024, heads=8, head_size=32, remat="full")
+    phase = problem_of(Workload(config, Slice.named("tpu-v5p:2x2x2").chip, 64, 512), {"x": 2, "y": 4})
+    best = Candidate(phase, 1e9)
+    answer = best.free
+    finding = SearchResult(best, answer, (best,), answer.bound)
+
+    def told(ratio, held, microbatches=1):
+        other = replace(answer, seconds=answer.seconds * ratio, bytes=answer.bytes * held)
+        of = SimpleNamespace(
+            limit=answer.bytes * 2, microbatches=microbatches, remat="full", unlimited=best.unlimited, named="x=2,y=4"
+        )
+        sheet = shown.comparison(finding, [Placed("mine", of, {"x": 2, "y": 4}, other)])
+        at = [column.name for column in sheet.columns].index("of found")
+        (first, _), (second, _) = sheet.rows
+        return re.sub(r"\[.*?\]", "", first[at]), re.sub(r"\[.*?\]", "", second[at])
+
+    assert told(0.9996, 0.5) == ("1.000", "equal within 0.05%, less memory")
+    assert told(1.0004, 1.5) == ("1.000", "equal within 0.05%")
+    assert told(1.0, 1.0)[1] == "equal within 0.05%"
+    assert told(1.0006, 0.5)[1] == "1.001"
+    assert told(0.9, 2.5)[1] == "0.900, does not fit"
+    assert told(0.985, 1.0, microbatches=4)[1] == "0.985, in 4 microbatches"
+    assert told(0.9, 1.0)[1] == "0.900, as planned"
 
 
 @pytest.mark.slow

@@ -9,12 +9,12 @@ from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.text import Text
 
-from gspmd.audit.ledgers.entries import Entry, Key, asked_for_by, by_kind_and_axes
+from gspmd.audit.ledgers.entries import Entry, Key, asked_for_by, by_kind_and_axes, step_text
 from gspmd.audit.ledgers.matching import credit_shared_steps, planned_steps, under_axes_of_steps
 from gspmd.audit.ledgers.verdicts import VERDICTS, ComparedStep, rows
 from gspmd.display.plain import printable
 from gspmd.display.printed import Printed
-from gspmd.display.tables import Column, Sheet
+from gspmd.display.tables import Column, Sheet, counted
 from gspmd.display.units import amount_of_bytes, axes_text
 from gspmd.planner.drawing import COLORS
 from gspmd.tracing.program_plan import ProgramPlan
@@ -62,10 +62,16 @@ class Comparison(Printed):
         sheet.add("all", "", *map(amount_of_bytes, self._sums), _ratio(*self._sums), total=True)
         return sheet
 
-    def steps_table(self, verdicts: Sequence[str] = VERDICTS[1:]) -> Sheet:
-        """Return the steps with some verdicts, by default all that differ from the plan; equal steps in one row."""
+    def steps_table(self, verdicts: Sequence[str] = VERDICTS[1:], together: bool = False) -> Sheet:
+        """Return the steps with some verdicts, by default all that differ from the plan; equal steps in one row.
+
+        Args:
+            verdicts: the verdicts whose steps have a row.
+            together: give the steps that one collective carries with another step a single row, which counts them.
+        """
         sheet = Sheet("step by step, where they differ", _STEPS)
-        for row in _added_up(row for verdict in verdicts for row in self[verdict]):
+        found = [row for verdict in verdicts for row in self[verdict]]
+        for row in _added_up(_carried_together(found) if together else found):
             told = f"{row.verdict}: {row.how}" if row.how else row.verdict
             amounts = [f"{n} × {amount_of_bytes(sent / n)}" if n else "none" for n, sent in (row.planned, row.compiled)]
             by = escape(asked_for_by(row.equation, row.step, row.source))
@@ -100,7 +106,7 @@ class Comparison(Printed):
 
     def __rich__(self) -> Group:
         shown: list[RenderableType] = [self.table(), Text(f"steps: {self._counted}")]
-        shown += [self.steps_table()] if self.differing else []
+        shown += [self.steps_table(together=True)] if self.differing else []
         return Group(*shown, *(Text(f"note: {note}") for note in self.notes))
 
     def __repr__(self) -> str:
@@ -134,6 +140,22 @@ def _added_up(rows: Iterable[ComparedStep]) -> Iterator[ComparedStep]:
     for row, equal in alike.items():
         planned, compiled = zip(*((each.planned, each.compiled) for each in equal))
         yield replace(row, planned=_summed(planned), compiled=_summed(compiled))
+
+
+def _carried_together(rows: Iterable[ComparedStep]) -> Iterator[ComparedStep]:
+    """Yield rows; those of several steps that travel in another step's collective become one, with their number."""
+    groups: dict[object, list[ComparedStep]] = defaultdict(list)
+    for number, row in enumerate(rows):
+        groups[(row.carrier, row.verdict, row.kind, row.axes) if row.carrier else number].append(row)
+    for carried in groups.values():
+        first, planned = carried[0], _summed(row.planned for row in carried)
+        if len(carried) == 1 or not first.carrier:
+            yield first
+            continue
+        equation, step = first.carrier
+        how = f"in one collective with {step_text(step)} of {equation}"
+        by = counted(len(carried), "step")
+        yield replace(first, how=how, equation=by, step="", source="", planned=planned)
 
 
 def _summed(figures: Iterable[tuple[int, int]]) -> tuple[int, int]:

@@ -35,6 +35,7 @@ class ComparedStep:
         planned: number of runs and bytes that one device sends, by the plan.
         compiled: the same for the compiled program.
         source: the source line that asked for it.
+        carrier: for a step that another step's collective carries, the equation and the step of that collective.
     """
 
     verdict: str
@@ -46,6 +47,7 @@ class ComparedStep:
     planned: tuple[int, int]
     compiled: tuple[int, int]
     source: str = ""
+    carrier: Name | None = None
 
 
 def rows(plan: ProgramPlan, entries: Sequence[Entry]) -> Iterator[ComparedStep]:
@@ -126,7 +128,8 @@ def _absent(name: Name, steps: Sequence[PlannedStep], entries: Sequence[Entry]) 
     combined = next((entry for entry in several if set(entry.axes) == set(step.axes)), None)
     if combined:
         where = "" if combined.equation == name[0] else f" of {combined.equation}"
-        return _row("rewritten", f"in one collective with {step_text(combined.step)}{where}", name, steps, [])
+        how = f"in one collective with {step_text(combined.step)}{where}"
+        return replace(_row("rewritten", how, name, steps, []), carrier=(combined.equation, combined.step))
     return _row("gone", "", name, steps, [])
 
 

@@ -153,7 +153,13 @@ class Report(Printed):
             (self.temporary_bytes, "temporaries"),
         ]
 
-    def __rich__(self) -> Group:
+    def tables(self, details: bool = False) -> Group:
+        """Return the summary, and below it the tables of planned and compiled bytes and of the timeline.
+
+        Args:
+            details: give every step that differs from the plan its own row, also if it is one of several that travel
+                in the collective of another step.
+        """
         shown: list[Any] = [self.summary()]
         if not self.fits:
             shown += [Text(f"\n{self.reason}", style="red"), buffers_table(self.buffers, 5)]
@@ -161,9 +167,12 @@ class Report(Printed):
             comparison = self.ledger.compare(self.plan)
             shown += ["", comparison.table()]
             if comparison.differing:
-                shown.append(comparison.steps_table())
+                shown.append(comparison.steps_table(together=not details))
             shown += ["", self.timeline.table(), *self.timeline.remarks()]
         return Group(*shown)
+
+    def __rich__(self) -> Group:
+        return self.tables()
 
     def __repr__(self) -> str:
         verdict = "fits" if self.fits else "does not fit"

@@ -9,7 +9,9 @@ from gspmd.commands.search.settings import SearchSettings
 from gspmd.commands.search.written import plus_or_minus, seconds, where
 from gspmd.display.tables import Column, Sheet
 from gspmd.display.units import amount_of_bytes, mesh_text
+from gspmd.search import Answer
 from gspmd.search.answers import Candidate, SearchResult
+from gspmd.search.answers.candidate import NEAR
 from gspmd.search.answers.presets import Placed
 from gspmd.search.answers.why import Why
 
@@ -54,11 +56,24 @@ def comparison(finding: SearchResult, presets: Iterable[Placed], written: str = 
         parts.append(sum(cost.values()) - sum(parts))
         fits = answer.bytes <= candidate.limit
         style = "[bold]{}[/]" if name == own_name else "{}" if fits else "[dim]{}[/]"
-        ratio = f"{answer.seconds / finding.answer.seconds:.3f}"
+        ratio = "1.000" if name == own_name else _ratio(answer, finding.answer, candidate, fits)
         what = (name, mesh, *(str(getattr(candidate, each)) for each in trained))
         cells = (*what, seconds(answer.seconds), ratio, *map(seconds, parts), amount_of_bytes(answer.bytes))
         sheet.add(*(style.format(escape(cell)) for cell in (*cells, "yes" if fits else "no")))
     return sheet
+
+
+def _ratio(answer: Answer, ours: Answer, of: Candidate, fits: bool) -> str:
+    """Return the seconds of a layout as a fraction of ours, and in words why it is not the answer if it is cheaper."""
+    ratio = answer.seconds / ours.seconds
+    if abs(ratio - 1) <= NEAR:
+        less = answer.bytes < ours.bytes and amount_of_bytes(answer.bytes) != amount_of_bytes(ours.bytes)
+        return f"equal within {NEAR:.2%}{', less memory' if less else ''}"
+    if ratio > 1:
+        return f"{ratio:.3f}"
+    # More microbatches have to gain `GAIN`; any other that fits is cheaper only than an answer chosen once compiled.
+    fitting = f"in {of.microbatches} microbatches" if of.microbatches > 1 else "as planned"
+    return f"{ratio:.3f}, {fitting if fits else 'does not fit'}"
 
 
 def _trained(candidates: Iterable[Candidate]) -> list[str]:
@@ -79,7 +94,10 @@ def _columns(names: Sequence[str]) -> list[Column]:
     kept |= dict.fromkeys(("mesh", "remat", "microbatches"), 1)
     return [
         Column(
-            name, "left" if name in ("layout", "mesh", "remat", "fits") else "right", goes=kept.get(name, 2 + number)
+            name,
+            "left" if name in ("layout", "mesh", "remat", "fits") else "right",
+            goes=kept.get(name, 2 + number),
+            folds=name in ("of found", "of written"),
         )
         for number, name in enumerate(names)
     ]

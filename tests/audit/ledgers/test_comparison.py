@@ -163,6 +163,23 @@ def test_steps_of_one_equation_in_one_collective_of_another_kind():
     assert not found.agrees
 
 
+def test_steps_that_one_collective_carries_share_a_row():
+    """The printed table names their collective once; `steps_table` alone has a row for each of them."""
+    steps = [planned("all-reduce", "x", 96 - 8 * n, of=name) for n, name in enumerate("ABCD")]
+    steps.append(planned("all-gather", "x", 4, of="E"))
+    found = compared(steps, [sent("all-reduce", "x", 500, of="A", step="step0.all-reduce.x", arrays=4)])
+    cells = lambda sheet: [row for row, _ in sheet.rows]  # noqa: E731
+    assert len(cells(found.steps_table())) == 5
+    carrier, carried, gone = cells(found.steps_table(together=True))
+    assert (carrier[0], gone[0]) == ("rewritten: 4 arrays in one collective", "gone")
+    assert carried[0] == "rewritten: in one collective with step 0 of A"
+    assert carried[3:] == ("3 × 80 B", "none", "3 steps")
+    assert str(found).count("in one collective with") == 1
+    # A step alone in another's collective keeps its own name.
+    alone = compared(steps[:2], [sent("all-reduce", "x", 500, of="A", step="step0.all-reduce.x", arrays=2)])
+    assert cells(alone.steps_table(together=True)) == cells(alone.steps_table())
+
+
 def test_a_gather_does_not_travel_in_an_all_reduce():
     steps = [planned("all-reduce", "x", 96), planned("all-gather", "x", 8, number=1)]
     found = compared(steps, [sent("all-reduce", "x", 104, step="step0.all-reduce.x", arrays=2)])
