@@ -1,12 +1,18 @@
 """A figure as a document, as a file, and in a notebook."""
 
+import io
+import re
 import sys
+from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import pytest
 
 import gspmd
 from gspmd.figures import Figure
+from gspmd.figures.canvas import Canvas
 from tests.figures.svg import root
 
 ODD = Figure('<a> & "b"', "c < d", "plain → text", (0, 0, 10, 10), "")
@@ -32,6 +38,33 @@ def test_texts_of_others_are_escaped():
     assert document[1].text == "c < d"
 
 
+@pytest.mark.parametrize("odd", ["\x1b[1m", "\udcff", "\x00", "\uffff"])
+def test_characters_that_xml_forbids_are_replaced(odd):
+    canvas = Canvas()
+    canvas.text(0, 0, f"a{odd}", data_name=odd)
+    canvas.rect(0, 0, 1, 1, "box", title=odd)
+    with canvas.group(data_key=odd, title=odd):
+        pass
+    figure = canvas.figure(odd, odd, "")
+    document = root(figure)
+    assert "".join(document.itertext()).count("\ufffd") == 5
+    figure.svg.encode()
+
+
+def test_the_text_is_made_when_it_is_needed():
+    asked = []
+    figure = Figure("a", "b", lambda: asked.append(1) or "text", (0, 0, 1, 1), "")
+    figure.document()
+    assert (asked, repr(figure)) == ([], "<Figure 'a', 1 × 1; print it for its text>")
+    assert (str(figure), figure.plain, asked) == ("text", "text", [1])
+
+
+@pytest.mark.parametrize("call", [Figure.document, Figure.png])
+def test_a_color_that_is_no_theme_is_refused(call):
+    with pytest.raises(ValueError, match=r"cannot draw a figure in color 'blue'.\n  Write 'light' or 'dark'"):
+        call(ODD, "blue")
+
+
 def test_it_is_saved_as_svg(tmp_path):
     figure = _plan().figure()
     assert figure.save(tmp_path / "plan.svg").read_text(encoding="utf-8") == figure.svg
@@ -44,6 +77,23 @@ def test_it_is_saved_as_png(tmp_path):
     data = figure.save(tmp_path / "plan.png").read_bytes()
     assert data[:8] == b"\x89PNG\r\n\x1a\n"
     assert int.from_bytes(data[16:20], "big") == round(3 * figure.width)
+    body = re.sub("<text .*</text>", "", figure.body)
+    assert body != figure.body
+    assert _pixels(replace(figure, body=body).png()) != _pixels(data)
+
+
+def _pixels(data: bytes) -> bytes:
+    from PIL import Image
+
+    return Image.open(io.BytesIO(data)).convert("RGB").tobytes()
+
+
+def test_a_png_without_fonts_is_refused(monkeypatch):
+    resvg = pytest.importorskip("resvg_py")
+    draw = partial(resvg.svg_to_bytes, skip_system_fonts=True)
+    monkeypatch.setitem(sys.modules, "resvg_py", SimpleNamespace(svg_to_bytes=draw))
+    with pytest.raises(RuntimeError, match=r"on a machine without fonts.\n  Install some"):
+        _plan().figure().png()
 
 
 def test_what_cannot_be_saved_is_refused(tmp_path, monkeypatch):
@@ -64,4 +114,3 @@ def test_a_notebook_follows_the_theme_around_it():
     html = _plan().figure()._repr_html_()
     assert '[data-jp-theme-light="false"]' in html
     assert "max-width:100%" in html
-    assert str(ODD) == repr(ODD)

@@ -47,7 +47,8 @@ def to_json(
         "next": {name: {"text": each.next, "more": each.more} for name, each in said.items() if each.next},
         "meshes": [
             {"mesh": dict(each.phase.case.mesh), "remat": each.remat, "microbatches": each.microbatches,
-             "bound": each.free.seconds, "seconds": each.answer and each.answer.seconds}
+             "outcome": each.outcome, "bound": each.free.seconds,
+             "seconds": each.answer and each.answer.seconds}
             for each in finding.candidates
         ],
         "presets": [*map(_placed, presets)],

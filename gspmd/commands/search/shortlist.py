@@ -155,9 +155,7 @@ def _of_presets(presets: Sequence[Placed]) -> list[Listed]:
 
 def beside(layouts: Iterable[Placed]) -> list[Listed]:
     """Return the layouts of --beside, all that are in the space: the compiler says whether they fit."""
-    return [
-        Listed(each.name, each.candidate, each.answer, each.mesh, own=True) for each in layouts if each.answer
-    ]
+    return [Listed(each.name, each.candidate, each.answer, each.mesh, own=True) for each in layouts if each.answer]
 
 
 def _names(listed: Sequence[Listed]) -> list[tuple[str, Mapping[str, int]]]:

@@ -171,7 +171,9 @@ def compiled(shortlist: Sequence[Listed]) -> Sheet:
 
 def uncompiled(beside: Iterable[Placed]) -> list[str]:
     """Return a line for each layout of --beside that --compile leaves out: it is not in the space."""
-    return [f"{each.name} is not compiled: gspmd compile --layout {each.name} does." for each in beside if not each.answer]
+    return [
+        f"{each.name} is not compiled: gspmd compile --layout {each.name} does." for each in beside if not each.answer
+    ]
 
 
 def warnings(shortlist: Sequence[Listed]) -> list[str]:
