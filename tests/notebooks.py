@@ -1,4 +1,4 @@
-"""Runs the notebooks of docs/tour/, whose outputs are kept in them.
+"""Run the notebooks of docs/tour/, whose outputs are kept in them.
 
 After a change of what they print, renew the outputs, and look at them:
 

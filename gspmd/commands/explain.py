@@ -19,7 +19,10 @@ from gspmd.reading import WHOLE, whole_number
 
 
 def run(argv: Sequence[str], script: str = "") -> int:
-    """Print the plan; return the exit code: 2 for bad input, which gets one message on stderr.
+    """Print the plan and write its pictures; return the exit code.
+
+    It is 2 for bad input, which gets one message on stderr, and if a picture cannot be written, which gets one for each
+    file after the plan.
 
     Args:
         argv: the flags.
@@ -41,14 +44,14 @@ def run(argv: Sequence[str], script: str = "") -> int:
     except (gspmd.SpecError, gspmd.PlanError) as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 2
-    if pictures.asked(options) and (fault := pictures.write(plan.figure(gradients=options.gradients), options)):
-        print(f"{parser.prog}: {fault}", file=sys.stderr)
-        return 2
     if options.json:
         print(data)
     else:
         drawing.show(plan, console(), gradients=options.gradients)
-    return 0
+    faults = pictures.write(plan.figure(gradients=options.gradients), options) if pictures.asked(options) else []
+    for fault in faults:
+        print(f"{parser.prog}: {fault}", file=sys.stderr)
+    return 2 if faults else 0
 
 
 class _Parser(argparse.ArgumentParser):

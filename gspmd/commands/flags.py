@@ -164,7 +164,7 @@ def parse_flags(cls: type[T], argv: Sequence[str], base: T, description: str = "
 
 
 _ABSENT = {"model.moe": "no experts", "model.lora": "no adapters", "model.latent": "no latent attention"}
-"""What a configuration without a table lacks."""
+"""The parts of a model that a configuration without a table lacks."""
 
 
 def _refuse_absent(argv: Sequence[str], base: Dataclass) -> None:
