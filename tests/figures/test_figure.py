@@ -5,6 +5,7 @@ import re
 import sys
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from xml.etree import ElementTree
 
@@ -12,9 +13,11 @@ import pytest
 
 import gspmd
 from gspmd.figures import Figure
+from gspmd.figures.bars import Bar, bars_figure
 from gspmd.figures.canvas import Canvas
-from tests.figures.svg import root
+from tests.figures.svg import check_places, root
 
+SIZES, MESH = {"B": 512, "L": 1, "E": 18432, "F": 73728}, {"x": 4, "y": 4, "z": 4}
 ODD = Figure('<a> & "b"', "c < d", "plain → text", (0, 0, 10, 10), "")
 
 
@@ -114,3 +117,29 @@ def test_a_notebook_follows_the_theme_around_it():
     html = _plan().figure()._repr_html_()
     assert '[data-jp-theme-light="false"]' in html
     assert "max-width:100%" in html
+
+
+def _in_dejavu(text: str, size: float, bold: bool) -> float:
+    """The width of a text in DejaVu Sans, the widest of the common fonts, by the font's own metrics."""
+    from matplotlib import get_data_path
+    from PIL import ImageFont
+
+    file = Path(get_data_path(), "fonts", "ttf", f"DejaVuSans{'-Bold' * bold}.ttf")
+    return ImageFont.truetype(file, 100).getlength(text) * size / 100
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda: gspmd.plan("BLE_xyz, E_xF_yz -> BLF_yzx", SIZES, MESH, lowering="looped").figure(gradients=True),
+        lambda: gspmd.plan("BLE_xyz, E_xF_yz -> BLF_yzx", SIZES, MESH).steps_figure(),
+        lambda: gspmd.Layout.load("gshard").figure(),
+        lambda: gspmd.show("B_xLE_yz", (512, 1, 18432), MESH),
+        lambda: bars_figure(
+            "a title", [Bar("collective-permute data,fsdp,model", "slice", (1.0,), "1,024 arrays, 9 GB")]
+        ),
+    ],
+    ids=["plan", "steps", "layout", "blocks", "bars"],
+)
+def test_texts_have_room_in_a_wide_font(draw):
+    check_places(draw(), _in_dejavu)
