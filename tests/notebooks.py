@@ -1,4 +1,4 @@
-"""Runs the notebooks of docs/tour/, whose outputs are kept in them.
+"""Run the notebooks of docs/tour/, whose outputs are kept in them.
 
 After a change of what they print, renew the outputs, and look at them:
 
@@ -7,17 +7,16 @@ After a change of what they print, renew the outputs, and look at them:
 
 import os
 import re
-import shutil
 import sys
-import tempfile
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import nbformat
 from nbclient import NotebookClient
 
 TOUR = Path(__file__).parents[1] / "docs" / "tour"
 NAMES = ("notation", "one-or-two", "looped", "mixture", "will-it-fit", "own-model")  # in the order of reading
-# Addresses, folders and seconds that were measured, which are others in every run.
+# Addresses, folders and measured seconds, which differ from run to run.
 _PASSING = re.compile(r"0x[0-9a-f]+|/tmp/\S+|\bin +\d+(\.\d+)? (ms|s)\b")
 
 
@@ -38,30 +37,28 @@ def run(name):
         "COLUMNS": "100", "JAX_PLATFORMS": "cpu", "NO_COLOR": "1",
     }  # fmt: skip
     environment.pop("XLA_FLAGS", None)  # a notebook says itself how many devices it wants
-    folder = tempfile.mkdtemp()
-    try:
+    with TemporaryDirectory() as folder:
         client = NotebookClient(book, timeout=1200, coalesce_streams=True, resources={"metadata": {"path": folder}})
         with client.setup_kernel(env=environment):
             for number, cell in enumerate(book.cells):
                 client.execute_cell(cell, number)
-    finally:
-        shutil.rmtree(folder)
     for cell in book.cells:
         cell.metadata.pop("execution", None)  # times of day
     return book
 
 
 def outputs(book):
-    """Return the text that each cell of code prints or shows, without what passes with each run."""
+    """Return the text and HTML that each cell of code shows, with addresses, folders and measured seconds masked."""
     shown = []
     for cell in book.cells:
         if cell.cell_type != "code":
             continue
-        texts = [
-            output.text if output.output_type == "stream" else output.data.get("text/plain", "")
-            for output in cell.outputs
-            if output.get("name") != "stderr"
-        ]
+        texts = []
+        for output in cell.outputs:
+            if output.output_type == "stream":
+                texts += [output.text] if output.name != "stderr" else []
+            else:
+                texts += [output.data[kind] for kind in ("text/plain", "text/html") if kind in output.data]
         shown.append(_PASSING.sub("…", "".join(texts)))
     return shown
 

@@ -9,6 +9,8 @@ from tests.audit.offline.plugins import HAS_CUDA_PLUGIN
 pytest.importorskip("nbclient", reason="nbclient, which runs notebooks, is not installed")
 pytest.importorskip("ipykernel", reason="ipykernel, which runs notebooks, is not installed")
 
+from nbformat.v4 import new_code_cell, new_notebook, new_output
+
 from tests.notebooks import NAMES, TOUR, outputs, read, run
 
 SLOW = {"looped", "own-model", "will-it-fit"}  # they compile for TPUs and GPUs, search, or train
@@ -36,3 +38,12 @@ def test_outputs_are_kept_without_errors_or_folders(name):
     for cell in cells:
         assert not any(output.output_type == "error" for output in cell.outputs)
         assert not any("/tmp/" in str(output) or "/work/" in str(output) for output in cell.outputs)
+
+
+def test_a_kept_picture_that_is_stale_is_noticed():
+    def shown(picture):
+        data = {"text/plain": "<Figure>", "text/html": f"<svg>{picture} in 2.5 s</svg>"}
+        return new_notebook(cells=[new_code_cell("show", outputs=[new_output("display_data", data)])])
+
+    assert outputs(shown("new")) != outputs(shown("old"))
+    assert outputs(shown("new")) == ["<Figure><svg>new …</svg>"]

@@ -13,7 +13,10 @@ from gspmd.planner import drawing
 
 
 def run(argv: Sequence[str], script: str = "", settings: argparse.Namespace | None = None) -> int:
-    """Print the plan; return the exit code: 2 for bad input, which gets one message on stderr.
+    """Print the plan and write its pictures; return the exit code.
+
+    It is 2 for bad input, which gets one message on stderr, and if a picture cannot be written, which gets one for each
+    file after the plan.
 
     Args:
         argv: the flags.
@@ -35,11 +38,11 @@ def run(argv: Sequence[str], script: str = "", settings: argparse.Namespace | No
     except (gspmd.SpecError, gspmd.PlanError) as error:
         print(f"{options.prog}: {told(error).partition(': ')[2]}", file=sys.stderr)
         return 2
-    if pictures.asked(options) and (fault := pictures.write(plan.figure(gradients=options.gradients), options)):
-        print(f"{options.prog}: {fault}", file=sys.stderr)
-        return 2
     if options.json:
         print(data)
     else:
         drawing.show(plan, console(), gradients=options.gradients)
-    return 0
+    faults = pictures.write(plan.figure(gradients=options.gradients), options) if pictures.asked(options) else []
+    for fault in faults:
+        print(f"{options.prog}: {fault}", file=sys.stderr)
+    return 2 if faults else 0

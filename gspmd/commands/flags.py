@@ -284,7 +284,7 @@ def _near(flag: str, known: Sequence[str], merged: Collection[str]) -> list[str]
 
 
 _ABSENT = {"model.moe": "no experts", "model.lora": "no adapters", "model.latent": "no latent attention"}
-"""What a configuration without a table lacks."""
+"""The parts of a model that a configuration without a table lacks."""
 
 
 def _refuse_absent(argv: Sequence[str], base: Dataclass) -> None:

@@ -34,8 +34,9 @@ DRAWN = ("temperature", "top_k", "top_p", "min_p")
 
 @dataclass(frozen=True)
 class SamplingFlags:
-    """Settings of sampling; the filters apply in this order. One that is not given is that of generation_config.json of
-    the checkpoint, or of the checkpoint with which the run began; without such a file, no filter applies."""
+    """Settings of sampling, whose filters apply in this order. A setting that is not given is taken from
+    generation_config.json of the checkpoint, or of the one with which the run began; without that file, no filter
+    applies."""
 
     temperature: float | None = None
     """Divides the logits; 0 takes the likeliest token. 1 if neither this flag nor the file gives it."""

@@ -120,10 +120,10 @@ def show_layout(options: argparse.Namespace) -> int:
     """Print a layout, section by section, or its file."""
     layout = Layout.load(options.layout)
     print(text_of(options.layout).rstrip() if options.toml else layout)
-    if pictures.asked(options) and (fault := pictures.write(layout.figure(), options)):
+    faults = pictures.write(layout.figure(), options) if pictures.asked(options) else []
+    for fault in faults:
         print(f"gspmd layouts show: {fault}", file=sys.stderr)
-        return 2
-    return 0
+    return 2 if faults else 0
 
 
 def list_keys(options: argparse.Namespace) -> int:

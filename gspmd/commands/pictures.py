@@ -21,16 +21,18 @@ def asked(options: argparse.Namespace) -> list[Path]:
     return [path for ending in ENDINGS if (path := getattr(options, ending)) is not None]
 
 
-def write(figure: Figure, options: argparse.Namespace) -> str:
-    """Write the files that were asked for; return the error message, which is empty if all were written."""
+def write(figure: Figure, options: argparse.Namespace) -> list[str]:
+    """Write the files that were asked for; return a message for each that was not written."""
+    faults = []
     for path in asked(options):
         try:
             figure.save(path)
-        except ImportError as error:
-            return str(error)
+        except (ImportError, RuntimeError) as error:  # A PNG without resvg, or without fonts.
+            faults.append(str(error))
         except OSError as error:
-            return f"cannot write {path}: {error.strerror or error}.\n  Name a file in a folder that can be written to."
-    return ""
+            why = f"cannot write {path}: {error.strerror or error}."
+            faults.append(f"{why}\n  Name a file in a folder that can be written to.")
+    return faults
 
 
 def _ends_in(ending: str):

@@ -1,6 +1,7 @@
 """A line of progress in a notebook, which is replaced in place: lines below one another would fill the cell."""
 
 from html import escape
+from threading import Lock
 from typing import Any
 
 
@@ -12,6 +13,7 @@ class Cell:
 
     def __init__(self) -> None:
         self._handle: Any = None
+        self._lock = Lock()  # Two threads that found no place would each make one.
 
     def show(self, text: str, share: float | None = None) -> None:
         """Show a text, and a bar that is filled by a share from 0 to 1, if there is one."""
@@ -19,12 +21,14 @@ class Cell:
 
         bar = "" if share is None else f'<progress value="{share:.4f}" max="1" style="width:14em"></progress> '
         data = {"text/plain": text, "text/html": f'<div style="white-space:pre-wrap">{bar}{escape(text)}</div>'}
-        if self._handle is None:
-            self._handle = display(data, raw=True, display_id=True)
-        else:
-            self._handle.update(data, raw=True)
+        with self._lock:
+            if self._handle is None:
+                self._handle = display(data, raw=True, display_id=True)
+            else:
+                self._handle.update(data, raw=True)
 
     def clear(self) -> None:
         """Show nothing in it any more."""
-        if self._handle is not None:
-            self._handle.update({"text/plain": "", "text/html": ""}, raw=True)
+        with self._lock:
+            if self._handle is not None:
+                self._handle.update({"text/plain": "", "text/html": ""}, raw=True)

@@ -46,6 +46,7 @@ class Progress:
         self._cell = Cell() if console is not None and console.is_jupyter else None
         self._status: Any = console.status(self) if console is not None and self._live else nullcontext()
         self._over = Event()
+        self._watcher: Thread | None = None
 
     def note(self, sentence: str) -> None:
         """Print a line that stays."""
@@ -107,11 +108,14 @@ class Progress:
         Progress._open.append(self)
         self._status.__enter__()
         if self._console is not None and not self._live:
-            Thread(target=self._watch, daemon=True).start()
+            self._watcher = Thread(target=self._watch, daemon=True)
+            self._watcher.start()
         return self
 
     def __exit__(self, *error: Any) -> None:
         self._over.set()
+        if self._watcher is not None:
+            self._watcher.join()  # It may be writing a line, which must not come after what follows.
         Progress._open.remove(self)
         self._status.__exit__(*error)
         if self._cell is not None and self._last is not None:

@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gspmd.figures.canvas import Canvas
-from gspmd.figures.figure import Figure
+from gspmd.figures.canvas import Canvas, width_in
+from gspmd.figures.figure import Figure, Text
 from gspmd.figures.notation import Run
 
-_WIDE, _HIGH, _MOST = 340.0, 9.0, 14
-"""Width of the longest bar, height of each, and the most rows that are drawn."""
+_LEAST, _HIGH, _MOST, _APART = 340.0, 9.0, 14, 16.0
+"""Least width of the longest bar, height of each, the most rows that are drawn, and space between texts of a row."""
 
 
 @dataclass(frozen=True)
@@ -17,47 +17,57 @@ class Bar:
 
     Attributes:
       label: its name, which stands above it on the left.
-      kind: the class that colors it: a collective's kind, or `"other"`.
-      amounts: the lengths of its bars, one below the other.
+      kind: the class that colors it: a collective's kind, `"other"`, or `"ink"` for the row that counts.
+      amounts: the lengths of its bars, one below the other; the last counts, and those above it are pale.
       told: the same as text, which stands above it on the right.
+      pale: whether the last bar is pale too.
     """
 
     label: str
     kind: str
     amounts: tuple[float, ...]
     told: str
+    pale: bool = False
+
+    @property
+    def named(self) -> str:
+        """The class of its label."""
+        return f"strong {'ink' if self.kind == 'other' else self.kind}"
 
 
-def bars_figure(title: str, bars: Sequence[Bar], total: str = "", plain: str = "") -> Figure:
-    """Draw bars below one another, as long as their amounts; where a row has two, the first is pale.
+def bars_figure(title: str, bars: Sequence[Bar], total: str = "", plain: Text = "") -> Figure:
+    """Draw bars below one another, as long as their amounts; nothing for an amount of 0.
 
     Args:
         title: the subject.
         bars: the rows, in order; of more than 14 the first are drawn, and the others counted.
         total: a line below them.
-        plain: the same as text.
+        plain: the same as text, or a function that returns it.
 
     Returns:
         The figure. Every row is a group with `data-bar`, its label.
     """
     canvas = Canvas()
-    y = canvas.lines(0, 14, [[Run(f"{word} ")] for word in title.split()], _WIDE, "title ink", 19)
+    shown = bars[:_MOST]
+    wide = max([_LEAST, *(width_in(bar.named, bar.label) + _APART + width_in("", bar.told) for bar in shown)])
+    y = canvas.lines(0, 14, [[Run(f"{word} ")] for word in title.split()], wide, "title ink", 19)
     longest = max((amount for bar in bars for amount in bar.amounts), default=0.0) or 1.0
-    for bar in bars[:_MOST]:
+    for bar in shown:
         with canvas.group(data_bar=bar.label):
-            canvas.text(0, y + 8, bar.label, f"strong {'ink' if bar.kind == 'other' else bar.kind}")
-            canvas.text(_WIDE, y + 8, bar.told, "ink", "end")
+            canvas.text(0, y + 8, bar.label, bar.named)
+            canvas.text(wide, y + 8, bar.told, "ink", "end")
             y += 14
             for number, amount in enumerate(bar.amounts):
-                pale = " pale" if number + 1 < len(bar.amounts) else ""
-                canvas.rect(0, y, max(1.0, _WIDE * amount / longest), _HIGH, f"{bar.kind}{pale}", rx=2)
+                pale = " pale" if bar.pale or number + 1 < len(bar.amounts) else ""
+                if amount:
+                    canvas.rect(0, y, max(1.0, wide * amount / longest), _HIGH, f"{bar.kind}{pale}", rx=2)
                 y += _HIGH + 2
             y += 10
     if len(bars) > _MOST:
         canvas.text(0, y + 6, f"… and {len(bars) - _MOST} more", "small soft")
         y += 16
     if total:
-        canvas.lines(0, y + 8, [[Run(f"{word} ")] for word in total.split()], _WIDE, "small soft", 15)
-    canvas.hold(0, 0, _WIDE, y)
+        canvas.lines(0, y + 8, [[Run(f"{word} ")] for word in total.split()], wide, "small soft", 15)
+    canvas.hold(0, 0, wide, y)
     told = "; ".join(f"{bar.label}: {bar.told}" for bar in bars) or "nothing"
     return canvas.figure(title, f"{told}.", plain or f"{title}: {told}")

@@ -1,14 +1,15 @@
 """A tensor on a mesh: which device holds which block, for one spec, and before and after every step of a plan."""
 
 from collections.abc import Mapping, Sequence
-from math import prod
 
+from gspmd.annotate.errors import SpecError
+from gspmd.annotate.spec import Spec
 from gspmd.display.units import amount_of_seconds, mesh_text
-from gspmd.figures.canvas import Canvas, centered
+from gspmd.figures.canvas import Canvas, width_in
 from gspmd.figures.figure import Figure
 from gspmd.figures.grid import CellSize, MeshGrid, draw_grid, extent
 from gspmd.figures.notation import Run, SpecLike, spec_runs
-from gspmd.figures.ownership import Ownership
+from gspmd.figures.ownership import Ownership, sizes_text
 from gspmd.figures.plan import PlanLike, StepLike
 from gspmd.figures.tensor import tensor_text
 
@@ -19,7 +20,7 @@ _LABEL, _BETWEEN = 18.0, 14.0
 
 
 def blocks_figure(
-    spec: SpecLike,
+    spec: Spec,
     sizes: Mapping[str, int] | Sequence[int],
     mesh: Mapping[str, int],
     *,
@@ -27,11 +28,11 @@ def blocks_figure(
 ) -> Figure:
     """Draw a tensor on a mesh: a cell for each device, in which its block of the tensor is filled.
 
-    Copies of one block have the same color and place; the summands of a partial sum are hatched, with a plus sign. Of
-    more than 64 devices some are drawn.
+    Copies of one block have the same color and place; the summands of a partial sum are hatched, with a plus sign. On a
+    mesh of more than 64 devices, only the first ones and the last along each axis are drawn.
 
     Args:
-        spec: a `gspmd.Spec` without open dimensions, which the sizes and the mesh fit.
+        spec: the spec of the tensor.
         sizes: size of every dimension by letter, or the shape of the whole tensor.
         mesh: sizes of the mesh axes, major first.
         devices: the ids of the devices in the order of the mesh; by default 0, 1, ...
@@ -39,40 +40,35 @@ def blocks_figure(
     Returns:
         The figure. Every device is a group with `data-device`, its id, which has a rectangle with `data-block`, the
         number of its block with the last dimension fastest, and `data-summand` for a partial sum.
+
+    Raises:
+        SpecError: the spec does not fit the sizes and the mesh, or leaves a dimension to the compiler.
     """
+    spec.check(sizes, mesh)
+    if spec.is_open:
+        raise SpecError(f"cannot show '{spec}', which leaves a dimension to the compiler.\n  Name its mesh axes.")
     shape = tuple(sizes[dim] for dim in spec.dims) if isinstance(sizes, Mapping) else tuple(sizes)
     held, grid, canvas = Ownership(spec, shape, dict(mesh)), MeshGrid(mesh), Canvas()
     size = _FEW if grid.columns <= 4 else _SOME if grid.columns <= 6 else _MANY
+    named = spec_runs(spec) if spec.dims or spec.partial or spec.reduced else []
     with canvas.group(data_spec=spec):
-        y = canvas.lines(
-            0, 0, [[*(spec_runs(spec) if spec.dims else []), Run(f"  {_shape(shape)}")]], 600, "title ink", 19
-        )
+        y = canvas.lines(0, 0, [[*named, Run(f"  {sizes_text(shape)}")]], 600, "title ink", 19)
     lines, wide = _captions(held, grid, mesh), max(extent(mesh, size)[0], _NARROW)
     for line in lines:
         y = canvas.lines(0, y, [[Run(word + " ")] for word in line.split()], wide, "small soft", 15)
     draw_grid(canvas, 0, y - 4, held, size, devices)
-    text = tensor_text(held, devices)
     return canvas.figure(
-        f"{spec} {_shape(shape)} on {mesh_text(mesh) or 'one device'}".strip(),
+        f"{spec} {sizes_text(shape)} on {mesh_text(mesh) or 'one device'}".strip(),
         " ".join(f"{line}." for line in lines),
-        text,
+        lambda: tensor_text(held, devices),
     )
 
 
-def _shape(shape: Sequence[int]) -> str:
-    return " × ".join(map(str, shape)) or "a scalar"
-
-
 def _captions(held: Ownership, grid: MeshGrid, mesh: Mapping[str, int]) -> list[str]:
-    local = _shape([size // count for size, count in zip(held.shape, held.parts)])
     axes = "mesh " + " ".join(f"{axis}={size}" for axis, size in mesh.items()) if mesh else "one device"
-    said = f"{held.blocks:,} block{'s' * (held.blocks != 1)} of {local}" if held.blocks > 1 else "whole"
-    copies = f", {held.copies:,} copies of each" if held.copies > 1 else ""
-    summed = f", {held.summands:,} summands of each" if held.summands > 1 else ""
-    lines = [axes + (f" ({grid.named()})" if len(grid.shown) > 1 else ""), said + summed + copies]
-    if grid.elided:
-        lines.append(f"{sum(1 for _ in grid.cells())} of {held.devices:,} devices are drawn")
-    return lines
+    copies = f", {held.copies:,} copies of each" if held.blocks > 1 and held.copies > 1 else ""
+    lines = [axes + (f" ({grid.named()})" if len(grid.shown) > 1 else ""), held.summary + copies]
+    return [*lines, grid.elided] if grid.elided else lines
 
 
 def steps_figure(plan: PlanLike) -> Figure:
@@ -86,9 +82,12 @@ def steps_figure(plan: PlanLike) -> Figure:
         with `data-tensor` (`"before"`, `"other"` or `"after"`) and `data-spec`, whose devices are as in
         `blocks_figure`.
     """
-    canvas, cells = Canvas(), prod(map(len, MeshGrid(plan.mesh).shown.values()))
-    size = _STEP_FEW if cells <= 4 else _STEP_SOME if cells <= 16 else _STEP_MANY
+    canvas, grid = Canvas(), MeshGrid(plan.mesh)
+    size = _STEP_FEW if grid.drawn <= 4 else _STEP_SOME if grid.drawn <= 16 else _STEP_MANY
     y = 0.0
+    if grid.elided and plan.steps:
+        canvas.text(0, y + 10, grid.elided, "small soft")
+        y += 24
     for number, step in enumerate(plan.steps):
         given = {"class_": "step", "data_step": number, "data_kind": step.kind, "data_operand": step.operand}
         with canvas.group(**given):
@@ -96,7 +95,7 @@ def steps_figure(plan: PlanLike) -> Figure:
     if not plan.steps:
         canvas.text(0, 12, "nothing to do", "soft")
     told = "; ".join(f"{step.name}: {step.before} to {step.after}" for step in plan.steps) or "nothing to do"
-    return canvas.figure(f"The steps of {plan.equation} on the mesh", f"{told}.", _steps_text(plan))
+    return canvas.figure(f"The steps of {plan.equation} on the mesh", f"{told}.", lambda: _steps_text(plan))
 
 
 def _draw_step(canvas: Canvas, y: float, plan: PlanLike, number: int, step: StepLike, size: CellSize) -> float:
@@ -130,7 +129,7 @@ def _draw_tensor(
         wide, high = extent(plan.mesh, size)
         draw_grid(canvas, x, y, held, size)
         canvas.text(x, y + high + 15, runs, "ink")
-    return max(wide, centered(runs)), y + high + _LABEL
+    return max(wide, width_in("", runs)), y + high + _LABEL
 
 
 def _steps_text(plan: PlanLike) -> str:

@@ -2,14 +2,14 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from html import escape
 
-from gspmd.figures.figure import Figure
-from gspmd.figures.notation import Run, text_width, tspans, width
+from gspmd.display.theme import SIZES, TEXT
+from gspmd.display.xml import escaped
+from gspmd.figures.figure import Figure, Text
+from gspmd.figures.notation import Run, tspans, width
 
-TEXT, TITLE, SMALL, TINY = 12.0, 13.5, 10.5, 8.5
-"""Font sizes; `theme.style` has the same."""
-_SIZE_OF = {"title": TITLE, "small": SMALL, "tiny": TINY}
+BOLD = 1.15
+"""The width of a bold letter beside that of a regular one."""
 _MARGIN = 16.0
 
 
@@ -20,7 +20,7 @@ def number(value: float) -> str:
 
 def attributes(given: dict[str, object]) -> str:
     """Return attributes of an element; `data_step=3` is `data-step="3"`."""
-    return "".join(f' {name.rstrip("_").replace("_", "-")}="{escape(str(value))}"' for name, value in given.items())
+    return "".join(f' {name.rstrip("_").replace("_", "-")}="{escaped(str(value))}"' for name, value in given.items())
 
 
 class Canvas:
@@ -39,7 +39,7 @@ class Canvas:
     def rect(self, x: float, y: float, wide: float, high: float, kind: str, rx: float = 0, **more: object) -> None:
         """Draw a rectangle of a class."""
         title = more.pop("title", None)
-        inner = f"><title>{escape(str(title))}</title></rect>" if title else "/>"
+        inner = f"><title>{escaped(str(title))}</title></rect>" if title else "/>"
         place = " ".join(f'{name}="{number(n)}"' for name, n in (("x", x), ("y", y), ("width", wide), ("height", high)))
         corner = f' rx="{number(rx)}"' if rx else ""
         self.parts.append(f'<rect class="{kind}" {place}{corner}{attributes(more)}{inner}')
@@ -66,8 +66,7 @@ class Canvas:
     ) -> float:
         """Write a text, its baseline at y; return its width."""
         runs = [Run(runs)] if isinstance(runs, str) else list(runs)
-        size = next((_SIZE_OF[name] for name in kind.split() if name in _SIZE_OF), TEXT)
-        wide = width(runs, size) * _bold(kind)
+        size, wide = _size(kind), width_in(kind, runs)
         left = x - {"start": 0, "middle": 0.5, "end": 1}[anchor] * wide
         self.hold(left, y - 0.8 * size, left + wide, y + 0.3 * size)
         where = f'x="{number(x)}" y="{number(y)}"' + (f' text-anchor="{anchor}"' if anchor != "start" else "")
@@ -78,16 +77,15 @@ class Canvas:
     def group(self, **given: object) -> Iterator[None]:
         """Put everything drawn inside into one `<g>`."""
         title = given.pop("title", None)
-        self.parts.append(f"<g{attributes(given)}>" + (f"<title>{escape(str(title))}</title>" if title else ""))
+        self.parts.append(f"<g{attributes(given)}>" + (f"<title>{escaped(str(title))}</title>" if title else ""))
         yield
         self.parts.append("</g>")
 
     def lines(self, x: float, y: float, words: Sequence[Sequence[Run]], wide: float, kind: str, step: float) -> float:
         """Write words in lines of a width, from a baseline y; return the baseline of the line after the last."""
-        size = next((_SIZE_OF[name] for name in kind.split() if name in _SIZE_OF), TEXT)
         line: list[Run] = []
         for word in words:
-            if line and width([*line, *word], size) > wide:
+            if line and width_in(kind, [*line, *word]) > wide:
                 self.text(x, y, [*line[:-1], Run(line[-1].text.removesuffix("· "), line[-1].style)], kind)
                 line, y = [], y + step
             line += word
@@ -96,20 +94,19 @@ class Canvas:
             y += step
         return y
 
-    def figure(self, title: str, description: str, plain: str) -> Figure:
+    def figure(self, title: str, description: str, plain: Text) -> Figure:
         """Return the figure, with a margin around everything that was drawn."""
         left, top = self.left - _MARGIN, self.top - _MARGIN
         wide, high = self.right + _MARGIN - left, self.bottom + _MARGIN - top
         return Figure(title, description, plain, (left, top, wide, high), "\n".join(self.parts))
 
 
-def _bold(kind: str) -> float:
-    """Return the width of a letter in a class beside that of a regular one."""
-    return 1.15 if {"strong", "title"} & set(kind.split()) else 1.0
+def _size(kind: str) -> float:
+    """Return the font size of a class."""
+    return next((SIZES[name] for name in kind.split() if name in SIZES), TEXT)
 
 
-def centered(runs: Sequence[Run] | str, kind: str = "") -> float:
-    """Return the width of a text in a class, as `Canvas.text` takes it."""
-    size = next((_SIZE_OF[name] for name in kind.split() if name in _SIZE_OF), TEXT)
-    wide = text_width(runs, size) if isinstance(runs, str) else width(runs, size)
-    return wide * _bold(kind)
+def width_in(kind: str, runs: Sequence[Run] | str) -> float:
+    """Return about the width of a text in a class, which `Canvas.text` takes."""
+    runs = [Run(runs)] if isinstance(runs, str) else runs
+    return width(runs, _size(kind)) * (BOLD if {"strong", "title"} & {*kind.split()} else 1.0)

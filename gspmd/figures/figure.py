@@ -1,13 +1,20 @@
 """`Figure`: a picture as an SVG document, as a file, in notebooks, and as text on terminals."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from html import escape
+from functools import cached_property
 from os import PathLike, fspath
 from pathlib import Path
 
 from gspmd.display import theme
 from gspmd.display.plain import printable
+from gspmd.display.xml import escaped
 
+Text = str | Callable[[], str]
+"""A text, or a function that returns it when it is first needed."""
+_XMLNS = "http://www.w3.org/2000/svg"
+_PROBE = f'<svg xmlns="{_XMLNS}" width="9" height="9"><text font-family="{theme.FONT}" y="9">%s</text></svg>'
+"""A letter, or nothing: on a machine without fonts both are drawn alike."""
 _SCALE = 3.0
 """Pixels of a PNG for one unit of its figure: about 290 dots an inch."""
 
@@ -19,7 +26,7 @@ class Figure:
     Attributes:
       title: the subject, for a window's title and for screen readers.
       description: a sentence for those who cannot see it.
-      plain: the same information as text; `print(figure)` prints it.
+      text: the same information as text.
       box: left, top, width and height of the drawing.
       body: its elements, without the document around them.
 
@@ -33,9 +40,14 @@ class Figure:
 
     title: str
     description: str
-    plain: str
+    text: Text
     box: tuple[float, float, float, float]
     body: str = field(repr=False)
+
+    @cached_property
+    def plain(self) -> str:
+        """The same information as text; `print(figure)` prints it."""
+        return self.text if isinstance(self.text, str) else self.text()
 
     @property
     def width(self) -> float:
@@ -59,18 +71,23 @@ class Figure:
           color: `"light"` or `"dark"` for one theme; empty for both, as the reader prefers.
           standalone: whether it is a document of its own; if not, it follows the theme of the page around it, of
             JupyterLab for example, and is no wider than its place.
+
+        Raises:
+          ValueError: `color` is no theme.
         """
+        if color not in ("", *theme.THEMES):
+            raise ValueError(f"cannot draw a figure in color {color!r}.\n  Write 'light' or 'dark', or leave it out.")
         left, top, wide, high = (f"{value:.6g}" for value in self.box)
         size = f'width="{wide}" height="{high}" viewBox="{left} {top} {wide} {high}"'
         fitted = "" if standalone else ' style="max-width:100%;height:auto"'
-        head = f'<svg xmlns="http://www.w3.org/2000/svg" class="gspmd-figure" role="img" {size}{fitted}'
+        head = f'<svg xmlns="{_XMLNS}" class="gspmd-figure" role="img" {size}{fitted}'
         corner = "" if standalone else ' rx="6"'
         ground = f'<rect class="ground" x="{left}" y="{top}" width="{wide}" height="{high}"{corner}/>'
         return "\n".join(
             (
-                f'{head} aria-label="{escape(self.title)}">',
-                f"<title>{escape(self.title)}</title>",
-                f"<desc>{escape(self.description)}</desc>",
+                f'{head} aria-label="{escaped(self.title)}">',
+                f"<title>{escaped(self.title)}</title>",
+                f"<desc>{escaped(self.description)}</desc>",
                 f"<style>\n{theme.style(color, standalone=standalone)}</style>",
                 ground,
                 self.body,
@@ -91,10 +108,9 @@ class Figure:
         Raises:
           ValueError: the name has another ending, or `color` is no theme.
           ImportError: a PNG is asked for, and resvg, which draws it, is not installed.
+          RuntimeError: a PNG is asked for, and the machine has no fonts.
         """
         path = Path(fspath(path))
-        if color not in ("", *theme.THEMES):
-            raise ValueError(f"cannot draw a figure in color {color!r}.\n  Write 'light' or 'dark', or leave it out.")
         if path.suffix.lower() == ".svg":
             path.write_text(self.document(color), encoding="utf-8")
         elif path.suffix.lower() == ".png":
@@ -111,22 +127,29 @@ class Figure:
           scale: pixels for each CSS pixel.
 
         Raises:
+          ValueError: `color` is no theme.
           ImportError: resvg is not installed.
+          RuntimeError: the machine has no fonts, without which resvg leaves texts out.
         """
+        document = self.document(color)
         try:
             import resvg_py
         except ImportError:
             raise ImportError(
                 "cannot draw a PNG without resvg.\n  Install it with pip install 'gspmd[png]', or save an .svg."
             ) from None
-        wide = round(self.width * scale)
-        return bytes(resvg_py.svg_to_bytes(svg_string=self.document(color), width=wide))
+        with_text, without = (resvg_py.svg_to_bytes(svg_string=_PROBE % text) for text in ("x", ""))
+        if with_text == without:
+            raise RuntimeError(
+                "cannot draw a PNG on a machine without fonts.\n  Install some, such as DejaVu, or save an .svg."
+            )
+        return bytes(resvg_py.svg_to_bytes(svg_string=document, width=round(self.width * scale)))
 
     def __str__(self) -> str:
         return printable(self.plain)
 
     def __repr__(self) -> str:
-        return str(self)
+        return printable(f"<Figure {self.title!r}, {self.width:.0f} × {self.height:.0f}; print it for its text>")
 
     def _repr_html_(self) -> str:
         return self.document(standalone=False)

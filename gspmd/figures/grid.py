@@ -11,7 +11,7 @@ from gspmd.figures.canvas import Canvas, number
 from gspmd.figures.ownership import Ownership
 
 MOST = 64
-"""The most devices that are drawn; of larger meshes, the first and the last along each axis."""
+"""The most devices that are drawn; of larger meshes, the first ones and the last along each axis, or just the first."""
 _ABREAST = 8
 """The most cells side by side."""
 _THIN = 2.5
@@ -40,7 +40,7 @@ class MeshGrid:
 
     @cached_property
     def shown(self) -> dict[str, list[int]]:
-        """The places along each axis that are drawn: all, or the first ones and the last."""
+        """The places along each axis that are drawn: all, the first ones and the last, or just the first."""
         counts = {axis: size for axis, size in self.mesh.items() if size > 1}
         while prod(counts.values()) > MOST:
             longest = max(counts, key=lambda axis: counts[axis])
@@ -48,9 +48,18 @@ class MeshGrid:
         return {axis: [*range(count - 1), self.mesh[axis] - 1] if count > 1 else [0] for axis, count in counts.items()}
 
     @property
-    def elided(self) -> bool:
-        """Whether some devices are not drawn."""
-        return prod(map(len, self.shown.values())) < prod(self.mesh.values())
+    def drawn(self) -> int:
+        """Number of devices that are drawn."""
+        return prod(map(len, self.shown.values()))
+
+    @property
+    def elided(self) -> str:
+        """The devices that are drawn, in words, if that is not all: `64 of 256 devices are drawn, a=0 and b=0 only`."""
+        devices = prod(self.mesh.values())
+        if self.drawn == devices:
+            return ""
+        alone = " and ".join(f"{axis}=0" for axis, places in self.shown.items() if len(places) == 1)
+        return f"{self.drawn} of {devices:,} devices are drawn" + (f", {alone} only" if alone else "")
 
     @cached_property
     def _levels(self) -> list[tuple[str, int, int, int]]:

@@ -3,11 +3,12 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-from gspmd.figures.canvas import Canvas, centered
-from gspmd.figures.figure import Figure
+from gspmd.figures.canvas import Canvas, width_in
+from gspmd.figures.figure import Figure, Text
 from gspmd.figures.notation import Run
 
-Text = str | tuple[str, ...]
+Line = str | tuple[str, ...]
+"""A line of a layout: a spec or a via, or several to choose from."""
 
 
 class LayoutLike(Protocol):
@@ -20,10 +21,10 @@ class LayoutLike(Protocol):
     def axes(self) -> tuple[str, ...]: ...
 
     @property
-    def table(self) -> Mapping[str, Text]: ...
+    def table(self) -> Mapping[str, Line]: ...
 
     @property
-    def overrides(self) -> Mapping[str, Mapping[str, Text]]: ...
+    def overrides(self) -> Mapping[str, Mapping[str, Line]]: ...
 
     def lowering_of(self, part: str) -> str | None:
         """Return the lowering of a part of the model."""
@@ -66,50 +67,73 @@ FLOWS: Mapping[str, tuple[_Row, ...]] = {
     ),
     "output": (_Op("norm", "norm"), _Op("einsum", "table", vias=("in_via",)), "logits"),
 }  # fmt: skip
-_NAMES, _SKIP, _SPINE, _WEIGHTS = 12.0, 100.0, 168.0, 246.0
-"""From left to right: names of activations, the residual around a block, the boxes below one another, the weights."""
-_BOX, _WEIGHT, _GAP, _PAD, _BETWEEN = 24.0, 27.0, 18.0, 10.0, 20.0
+_NAMES, _LIST = 12.0, 128.0
+"""The left edge of names, and the least left edge of the specs of a list beside its names."""
+_SKIP, _SPINE, _WEIGHTS = 100.0, 168.0, 246.0
+"""The least places from left to right: the residual around a block, the boxes below one another, the weights."""
+_NARROW = 300.0
+"""Least width of a panel."""
+_BOX, _WEIGHT, _GAP, _PAD, _BETWEEN, _APART = 24.0, 27.0, 18.0, 10.0, 20.0, 12.0
 _MOST = 8
 """The most lines of an overriding section that are written."""
 
 
-def layout_figure(layout: LayoutLike, read: Callable[[str], list[Run]]) -> Figure:
+def layout_figure(layout: LayoutLike, read: Callable[[str], list[Run]], plain: Text = "") -> Figure:
     """Draw a layout: a panel for each section, in which activations run downwards and weights come from the right.
 
     Args:
         layout: a `gspmd.Layout`.
         read: returns the notation of a line, a spec or a via, as runs with subscripts.
+        plain: the same as text, or a function that returns it; by default the lines of the table.
 
     Returns:
         The figure. Every line of the layout is a group with `data-key`, which has its spec as `data-spec`.
     """
-    return _Drawing(layout, read).figure()
+    return _Drawing(layout, read).figure(plain)
 
 
 class _Drawing:
     def __init__(self, layout: LayoutLike, read: Callable[[str], list[Run]]):
         self.layout, self.read, self.canvas = layout, read, Canvas()
+        parts = list(dict.fromkeys(key.partition(".")[0] for key in layout.table))
+        if FLOWS.keys() >= {*parts}:  # sections of custom models stay in the order of the file
+            parts = [part for part in FLOWS if part in parts]
+        self.parts = parts
+        self._place()
 
-    def figure(self) -> Figure:
+    def _place(self) -> None:
+        """Measure the texts, and choose the columns for them."""
+        table, rows = self.layout.table, [(part, row) for part in self.parts for row in self._rows(part)]
+        boxes = [(part, row) for part, row in rows if isinstance(row, str)]
+        names = max((width_in("small", name) for _, name in boxes), default=0.0)
+        specs = (width_in("", self._runs(table[f"{part}.{name}"])) for part, name in boxes)
+        half = max(specs, default=0.0) / 2 + _PAD
+        self.skip = max(_SKIP, _NAMES + names + _APART)
+        self.spine = max(_SPINE, self.skip + half + _APART / 2)
+        nodes = (width_in("small", row.name) / 2 + _PAD for _, row in rows if isinstance(row, _Op))
+        self.weights = max(_WEIGHTS, self.spine + max(half, *nodes, 0.0) + 2 * _APART)
+        listed = [name for part in self.parts for name in self._others(part, self._rows(part))]
+        listed += [key for lines in self.layout.overrides.values() for key in _shown(lines)]
+        self.list = max([_LIST, *(_NAMES + width_in("small", name) + _APART for name in listed)])
+        self.wide = max([_NARROW, *map(self._width, self.parts), *map(self._width_of, self.layout.overrides.values())])
+
+    def figure(self, plain: Text) -> Figure:
         layout, canvas = self.layout, self.canvas
         canvas.text(0, 14, layout.name, "title ink")
         canvas.text(0, 30, f"mesh axes {', '.join(layout.axes)}", "small soft")
-        y, parts = 42.0, list(dict.fromkeys(key.partition(".")[0] for key in layout.table))
-        if FLOWS.keys() >= {*parts}:  # sections of custom models stay in the order of the file
-            parts = [part for part in FLOWS if part in parts]
-        wide = max(self._width(part) for part in parts) if parts else 0.0
-        for number, part in enumerate(parts):
+        y = 42.0
+        for number, part in enumerate(self.parts):
             if number and part != "moe":
-                canvas.arrow([(_SPINE, y), (_SPINE, y + _BETWEEN)])
+                canvas.arrow([(self.spine, y), (self.spine, y + _BETWEEN)])
             y += _BETWEEN * bool(number)
-            y = self._panel(part, y, wide)
+            y = self._panel(part, y)
         for name, lines in layout.overrides.items():
-            y = self._override(name, lines, y + 12, wide)
+            y = self._override(name, lines, y + 12)
         lines_ = "; ".join(f"{key} {_first(text)}" for key, text in layout.table.items())
-        plain = "\n".join([layout.name, *(f"  {key}  {_alternatives(text)}" for key, text in layout.table.items())])
-        return canvas.figure(f"Layout {layout.name}", f"{lines_}.", plain)
+        table = "\n".join([layout.name, *(f"  {key}  {_alternatives(text)}" for key, text in layout.table.items())])
+        return canvas.figure(f"Layout {layout.name}", f"{lines_}.", plain or table)
 
-    def _runs(self, text: Text) -> list[Run]:
+    def _runs(self, text: Line) -> list[Run]:
         runs = self.read(_first(text))
         more = len(text) - 1 if isinstance(text, tuple) else 0
         return [*runs, Run(f" or {more} more", "sum")] if more else runs
@@ -137,15 +161,34 @@ class _Drawing:
         return [name for name in names if name not in shown]
 
     def _width(self, part: str) -> float:
-        rows = self._rows(part)
-        keys = [key for row in rows if isinstance(row, _Op) for key in self._weights(part, row)]
-        wide = [centered(self._runs(self.layout.table[key])) + centered(_name(key), "small") for key in keys]
-        vias = [via for row in rows if isinstance(row, _Op) for _, via in self._vias(part, row)]
-        ends = [_WEIGHTS + each + 2 * _PAD + 8 + _NAMES for each in wide]
-        ends += [_SPINE + 42 + centered(via, "small") + _NAMES for via in vias]
-        others = self._others(part, rows)
-        ends += [_SPINE - 40 + centered(self._runs(self.layout.table[f"{part}.{name}"])) + _NAMES for name in others]
-        return max([300.0, *ends])
+        """Return the width of a section's panel."""
+        rows, table = self._rows(part), self.layout.table
+        operations = [row for row in rows if isinstance(row, _Op)]
+        ends = [self.spine + width_in("", self._runs(table[f"{part}.{row}"])) / 2 + _PAD for row in rows
+                if isinstance(row, str)]  # fmt: skip
+        ends += [
+            self.weights + width_in("", self._runs(table[key])) + 2 * _PAD + 8 + width_in("small", _name(key))
+            for row in operations
+            for key in self._weights(part, row)
+        ]
+        vias = [via for row in operations for _, via in self._vias(part, row)]
+        ends += [self.spine + _APART + width_in("small", via) for via in vias]
+        ends += [self.list + width_in("", self._runs(table[f"{part}.{name}"])) for name in self._others(part, rows)]
+        heads = (width_in(kind, text) + _APART for text, kind in self._heads(part))
+        return max(*ends, _NAMES + sum(heads) - _APART, 0.0) + _NAMES
+
+    def _width_of(self, lines: Mapping[str, Line]) -> float:
+        """Return the width of an overriding section's panel."""
+        return max(self.list + width_in("", self._runs(text)) for text in _shown(lines).values()) + _NAMES
+
+    def _heads(self, part: str) -> list[tuple[str, str]]:
+        """Return the texts at the top of a panel, with their classes: the section, a remark, and its lowering."""
+        heads = [(part, "strong ink")]
+        if part == "moe" and "ffn.w_in" in self.layout.table:
+            heads.append(("in place of ffn, in blocks of experts", "small soft"))
+        if part in FLOWS and (lowering := self.layout.lowering_of(part)):
+            heads.append((f"lowering {lowering}", "small soft"))
+        return heads
 
     def _vias(self, part: str, row: _Op) -> list[tuple[str, list[Run]]]:
         """Return the keys and texts of an operation's vias."""
@@ -153,23 +196,25 @@ class _Drawing:
         return [(key, [Run(f"{_name(key).replace('_', ' ')} ", "sum"), *self._runs(self.layout.table[key])])
                 for key in keys]  # fmt: skip
 
-    def _panel(self, part: str, y: float, wide: float) -> float:
+    def _panel(self, part: str, y: float) -> float:
         """Draw a section from y down; return its end."""
         canvas, rows = self.canvas, self._rows(part)
         start = len(canvas.parts)
-        lowering = self.layout.lowering_of(part) if part in FLOWS else None
-        canvas.text(_NAMES, y + 20, part, "strong ink")
-        if part == "moe" and "ffn.w_in" in self.layout.table:
-            canvas.text(_NAMES + 36, y + 20, "in place of ffn, in blocks of experts", "small soft")
-        if lowering:
-            canvas.text(wide - _NAMES, y + 20, f"lowering {lowering}", "small soft", "end")
+        right = _NAMES
+        for text, kind in self._heads(part):
+            if text.startswith("lowering"):
+                canvas.text(self.wide - _NAMES, y + 20, text, kind, "end")
+            else:
+                right += canvas.text(right, y + 20, text, kind) + _APART
         at, before, skip = y + 30, None, 0.0
         for row in rows:
             together = isinstance(row, str) and isinstance(before, str)
             if before is not None and not together:
                 weights = len(self._weights(part, row)) if isinstance(row, _Op) else 0
                 deep = (max(_BOX, _WEIGHT * weights - 3) - 22) / 2 if isinstance(row, _Op) else 0.0
-                canvas.arrow([(_SPINE, at), (_SPINE, at + _GAP + deep)])  # to the node, in the middle of its weights
+                canvas.arrow(
+                    [(self.spine, at), (self.spine, at + _GAP + deep)]
+                )  # to the node, in the middle of its weights
                 at += _GAP
             at += 3 * together
             if isinstance(row, str):
@@ -185,13 +230,13 @@ class _Drawing:
         for name in others:
             with self._line(f"{part}.{name}"):
                 canvas.text(_NAMES, at + 15, name, "small soft")
-                canvas.text(_SPINE - 40, at + 15, self._runs(self.layout.table[f"{part}.{name}"]), "ink")
+                canvas.text(self.list, at + 15, self._runs(self.layout.table[f"{part}.{name}"]), "ink")
             at += 18
         # The panel lies below what it holds, and its height is known only now.
         end = at + 12
         drawn = canvas.parts[start:]
         del canvas.parts[start:]
-        canvas.rect(0, y, wide, end - y, "panel", rx=8)
+        canvas.rect(0, y, self.wide, end - y, "panel", rx=8)
         canvas.parts += drawn
         return end
 
@@ -200,10 +245,10 @@ class _Drawing:
 
     def _activation(self, part: str, name: str, y: float) -> float:
         runs = self._runs(self.layout.table[f"{part}.{name}"])
-        wide = centered(runs) + 2 * _PAD
+        wide = width_in("", runs) + 2 * _PAD
         with self._line(f"{part}.{name}"):
-            self.canvas.rect(_SPINE - wide / 2, y, wide, _BOX, "box", rx=5)
-            self.canvas.text(_SPINE, y + _BOX / 2 + 4, runs, "ink", "middle")
+            self.canvas.rect(self.spine - wide / 2, y, wide, _BOX, "box", rx=5)
+            self.canvas.text(self.spine, y + _BOX / 2 + 4, runs, "ink", "middle")
             self.canvas.text(_NAMES, y + _BOX / 2 + 4, name, "small soft")
         return y + _BOX
 
@@ -212,51 +257,54 @@ class _Drawing:
         canvas, weights, vias = self.canvas, self._weights(part, row), self._vias(part, row)
         high = max(_BOX, _WEIGHT * len(weights) - 3)
         middle, end = y + high / 2, y + high + 15 * len(vias)
-        wide = centered(row.name, "small") + 2 * _PAD
+        wide = width_in("small", row.name) + 2 * _PAD
         for number, key in enumerate(weights):
-            centre, turn = y + number * _WEIGHT + _BOX / 2, _WEIGHTS - 12
+            centre, turn = y + number * _WEIGHT + _BOX / 2, self.weights - 12
             self._weight(key, centre - _BOX / 2)
-            canvas.path([(_WEIGHTS, centre), (turn, centre), *([(turn, middle)] if centre != middle else [])])
+            canvas.path([(self.weights, centre), (turn, centre), *([(turn, middle)] if centre != middle else [])])
         if weights:
-            canvas.path([(_WEIGHTS - 12, middle), (_SPINE + wide / 2, middle)])
-        canvas.rect(_SPINE - wide / 2, middle - 11, wide, 22, "node", rx=11)
-        canvas.text(_SPINE, middle + 3.5, row.name, "small ink", "middle")
+            canvas.path([(self.weights - 12, middle), (self.spine + wide / 2, middle)])
+        canvas.rect(self.spine - wide / 2, middle - 11, wide, 22, "node", rx=11)
+        canvas.text(self.spine, middle + 3.5, row.name, "small ink", "middle")
         if not last:
-            canvas.path([(_SPINE, middle + 11), (_SPINE, end)])
+            canvas.path([(self.spine, middle + 11), (self.spine, end)])
         for number, (key, runs) in enumerate(vias):
             with self._line(key):
-                canvas.text(_SPINE + 12, y + high + 13 + 15 * number, runs, "small ink")
+                canvas.text(self.spine + _APART, y + high + 13 + 15 * number, runs, "small ink")
         return end
 
     def _weight(self, key: str, y: float) -> None:
         runs = self._runs(self.layout.table[key])
-        wide = centered(runs) + 2 * _PAD
+        wide = width_in("", runs) + 2 * _PAD
         with self._line(key):
-            self.canvas.rect(_WEIGHTS, y, wide, _BOX, "box", rx=2)
-            self.canvas.text(_WEIGHTS + _PAD, y + _BOX / 2 + 4, runs, "ink")
-            self.canvas.text(_WEIGHTS + wide + 8, y + _BOX / 2 + 4, _name(key), "small soft")
+            self.canvas.rect(self.weights, y, wide, _BOX, "box", rx=2)
+            self.canvas.text(self.weights + _PAD, y + _BOX / 2 + 4, runs, "ink")
+            self.canvas.text(self.weights + wide + 8, y + _BOX / 2 + 4, _name(key), "small soft")
 
     def _sum(self, part: str, y: float, skip: float) -> float:
         """Draw the plus at which the residual stream comes back, and the stream."""
         canvas = self.canvas
-        canvas.rect(_SPINE - 11, y, 22, 22, "node", rx=11)
-        canvas.text(_SPINE, y + 15.5, "+", "strong ink", "middle")
+        canvas.rect(self.spine - 11, y, 22, 22, "node", rx=11)
+        canvas.text(self.spine, y + 15.5, "+", "strong ink", "middle")
         if skip:
-            half = centered(self._runs(self.layout.table[f"{part}.residual"])) / 2 + _PAD
-            canvas.path([(_SPINE - half, skip), (_SKIP, skip), (_SKIP, y + 11), (_SPINE - 11, y + 11)], "line dashed")
+            half = width_in("", self._runs(self.layout.table[f"{part}.residual"])) / 2 + _PAD
+            canvas.path(
+                [(self.spine - half, skip), (self.skip, skip), (self.skip, y + 11), (self.spine - 11, y + 11)],
+                "line dashed",
+            )
         return y + 22
 
-    def _override(self, name: str, lines: Mapping[str, Text], y: float, wide: float) -> float:
+    def _override(self, name: str, lines: Mapping[str, Line], y: float) -> float:
         canvas = self.canvas
-        shown = dict(list(lines.items())[:_MOST])
+        shown = _shown(lines)
         high = 30 + 18 * (len(shown) + (len(lines) > len(shown))) + 6
-        canvas.rect(0, y, wide, high, "panel", rx=8)
+        canvas.rect(0, y, self.wide, high, "panel", rx=8)
         canvas.text(_NAMES, y + 20, name, "strong ink")
         y += 30
         for key, text in shown.items():
             with canvas.group(class_="spec", data_key=f"{name}.{key}", data_spec=_alternatives(text)):
                 canvas.text(_NAMES, y + 11, key, "small soft")
-                canvas.text(_SPINE - 24, y + 11, self._runs(text), "ink")
+                canvas.text(self.list, y + 11, self._runs(text), "ink")
             y += 18
         if len(lines) > len(shown):
             canvas.text(_NAMES, y + 11, f"… {len(lines) - len(shown)} more lines", "small soft")
@@ -264,13 +312,18 @@ class _Drawing:
         return y + 6
 
 
+def _shown(lines: Mapping[str, Line]) -> dict[str, Line]:
+    """Return the lines of an overriding section that are written."""
+    return dict(list(lines.items())[:_MOST])
+
+
 def _name(key: str) -> str:
     return key.partition(".")[2]
 
 
-def _first(text: Text) -> str:
+def _first(text: Line) -> str:
     return text[0] if isinstance(text, tuple) else text
 
 
-def _alternatives(text: Text) -> str:
+def _alternatives(text: Line) -> str:
     return " | ".join(text) if isinstance(text, tuple) else text

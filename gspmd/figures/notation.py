@@ -5,6 +5,7 @@ from html import escape
 from typing import NamedTuple, Protocol
 
 from gspmd.display.units import axes_text
+from gspmd.display.xml import escaped
 
 
 class SpecLike(Protocol):
@@ -134,7 +135,7 @@ def tspans(runs: Iterable[Run], size: float) -> str:
         given += [f'font-size="{size * _SIZES[kind]:.4g}"'] if kind else []
         given += ['class="soft"'] if kind == "sum" else []
         opening = " ".join(("<tspan", *given))
-        drawn.append(f"{opening}>{escape(text)}</tspan>" if given else escape(text))
+        drawn.append(f"{opening}>{escaped(text)}</tspan>" if given else escaped(text))
         depth = wanted
     return "".join(drawn)
 

@@ -53,6 +53,14 @@ class Ownership:
         """The number of summands of a partial sum; 1 if it is none."""
         return prod(self.mesh[axis] for axis in self.spec.partial)
 
+    @property
+    def summary(self) -> str:
+        """The number of blocks and their size, in words: `4 blocks of 4 × 3, 2 summands`."""
+        local = sizes_text([size // count for size, count in zip(self.shape, self.parts)])
+        whole = "whole on every device" if self.devices > 1 else "whole"
+        said = f"{self.blocks:,} blocks of {local}" if self.blocks > 1 else whole
+        return said + (f", {self.summands:,} summands" if self.summands > 1 else "")
+
     def coordinates(self, device: int) -> dict[str, int]:
         """Return the place of a device along each mesh axis."""
         found = {}
@@ -76,6 +84,22 @@ class Ownership:
         """Return the number of the summand that a device holds."""
         return self._number(self.spec.partial, self.coordinates(device))
 
+    def holder(self, place: Sequence[int], summand: int, copy: int) -> int:
+        """Return the device that holds a copy of a block; the copies are numbered in the order of the devices.
+
+        >>> from gspmd.annotate import Spec
+        >>> held = Ownership(Spec.parse("B_x"), (8,), {"x": 2, "y": 4})
+        >>> [held.holder((1,), 0, copy) for copy in range(held.copies)]
+        [4, 5, 6, 7]
+        """
+        at: dict[str, int] = {}
+        for axes, number in (*zip(self.spec.axes, place), (self.spec.partial, summand)):
+            for axis in reversed(axes):
+                number, at[axis] = divmod(number, self.mesh[axis])
+        for axis in reversed([axis for axis in self.mesh if axis not in at]):
+            copy, at[axis] = divmod(copy, self.mesh[axis])
+        return self._number(tuple(self.mesh), at)
+
     def slices(self, device: int) -> tuple[slice, ...]:
         """Return the part of each dimension that a device holds."""
         local = [size // count for size, count in zip(self.shape, self.parts)]
@@ -86,3 +110,12 @@ class Ownership:
         for axis in axes:  # major first
             number = number * self.mesh[axis] + at[axis]
         return number
+
+
+def sizes_text(sizes: Sequence[int]) -> str:
+    """Return sizes as text.
+
+    >>> sizes_text((8, 6)), sizes_text(())
+    ('8 × 6', 'a scalar')
+    """
+    return " × ".join(map(str, sizes)) or "a scalar"

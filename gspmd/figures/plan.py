@@ -4,13 +4,13 @@ Source: Pope et al. 2022, Efficiently Scaling Transformer Inference (arXiv 2211.
 Differs: time runs downwards, so that the figure fits the column of a paper and the screen of a telephone.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from gspmd.display.units import amount_of_bytes, amount_of_flops, amount_of_seconds
-from gspmd.figures.canvas import Canvas, centered
-from gspmd.figures.figure import Figure
+from gspmd.figures.canvas import Canvas, width_in
+from gspmd.figures.figure import Figure, Text
 from gspmd.figures.notation import EquationLike, Run, SpecLike, equation_words, joined, spec_runs
 
 
@@ -187,8 +187,10 @@ class _Chain:
     @property
     def width(self) -> float:
         specs = [*([self.start] if self.boxed else ()), *(step.after for _, step in self.steps)]
-        labels = [centered(text, kind) for _, step in self.steps for text, kind in _label(step)]
-        return max((*(centered(spec_runs(spec)) + 2 * _PAD for spec in specs), *labels, centered(self.title, "small")))
+        labels = [width_in(kind, text) for _, step in self.steps for text, kind in _label(step)]
+        return max(
+            (*(width_in("", spec_runs(spec)) + 2 * _PAD for spec in specs), *labels, width_in("small", self.title))
+        )
 
     @property
     def height(self) -> float:
@@ -220,57 +222,65 @@ def _label(step: StepLike) -> list[tuple[str, str]]:
 
 def _box(canvas: Canvas, x: float, y: float, spec: SpecLike) -> float:
     runs = spec_runs(spec)
-    wide = centered(runs) + 2 * _PAD
+    wide = width_in("", runs) + 2 * _PAD
     with canvas.group(class_="spec", data_spec=spec):
         canvas.rect(x - wide / 2, y, wide, _BOX, "box", rx=5)
         canvas.text(x, y + _BOX / 2 + 4, runs, "ink", "middle")
     return y + _BOX
 
 
-def plan_figure(plan: PlanLike, *, gradients: bool = False, notes: Sequence[str] = (), plain: str = "") -> Figure:
+def plan_figure(
+    plan: PlanLike,
+    *,
+    gradients: bool = False,
+    notes: Callable[[Any], Sequence[str]] = lambda plan: (),
+    plain: Text = "",
+) -> Figure:
     """Draw a plan: every operand's way to the local einsum, and the result's way on.
 
     Args:
         plan: a `gspmd.Plan`.
         gradients: whether to draw the plans of the gradients below it.
-        notes: lines below the figure, such as the collectives that are looped; those of `plan` itself only.
-        plain: the same as text; by default a sentence.
+        notes: returns the lines below a plan, such as the collectives that are looped.
+        plain: the same as text, or a function that returns it; by default a sentence.
 
     Returns:
         The figure. Every step is a group with `data-step`, its number in `plan.steps`, `data-kind` and `data-operand`;
         every spec one with `data-spec`; those of gradients are inside a group with `data-gradient`, from 1.
     """
     canvas = Canvas()
-    y = _one(canvas, plan, 0.0, _setting(plan), notes)
+    y = _one(canvas, plan, 0.0, setting(plan), notes(plan))
     for number, gradient in enumerate(plan.gradients if gradients else (), 1):
         with canvas.group(data_gradient=number):
             canvas.text(0, y + 30, f"gradient of operand {number}", "small soft")
-            y = _one(canvas, gradient, y + 36, ())
+            y = _one(canvas, gradient, y + 36, (), notes(gradient))
     told = f"The plan of {plan.equation}: " + "; ".join(f"{step.name}, {_label(step)[1][0]}" for step in plan.steps)
-    told = f"{told}. {_totals(plan)}."
+    told = f"{told}. {totals(plan)}."
     return canvas.figure(f"Plan of {plan.equation}", told, plain or told)
 
 
-def _setting(plan: PlanLike) -> tuple[str, ...]:
+def setting(plan: PlanLike) -> tuple[str, ...]:
+    """Return what a plan is for, part by part: sizes, mesh, dtypes, chip and lowering."""
     sizes, mesh = (" ".join(f"{name}={size}" for name, size in of.items()) for of in (plan.sizes, plan.mesh))
     said = (sizes, f"mesh {mesh}", " ".join(dict.fromkeys(plan.dtypes)), plan.chip.describe(plan.mesh), plan.lowering)
     return tuple(filter(None, said))
 
 
-def _totals(plan: PlanLike) -> str:
+def totals(plan: PlanLike) -> str:
+    """Return the last line: the figures of the whole plan."""
     sent, held = amount_of_bytes(plan.wire_bytes), amount_of_bytes(plan.peak_bytes)
     work, time = amount_of_flops(plan.flops), amount_of_seconds(plan.seconds)
     return f"per device: {sent} sent, {work}, {time}, about {held} held"
 
 
-def _one(canvas: Canvas, plan: PlanLike, y: float, setting: Sequence[str], notes: Sequence[str] = ()) -> float:
+def _one(canvas: Canvas, plan: PlanLike, y: float, setting: Sequence[str], notes: Sequence[str]) -> float:
     """Draw one plan from y down, with its heading on the left; return its end."""
     drawing = _Routine(plan)
     wide = max(drawing.width, _NARROW)
     y = canvas.lines(0, y + 14, equation_words(plan.equation), wide, "title ink", 19)
     y = canvas.lines(0, y, _words(setting), wide, "small soft", _LINE)
     y = drawing.draw(canvas, (wide - drawing.width) / 2, y + 4) + 24
-    for line in (*notes, _totals(plan)):
+    for line in (*notes, totals(plan)):
         y = canvas.lines(0, y, _words(line.split(", "), ", "), wide, "small soft", _LINE)
     return y - _LINE + 4
 
@@ -328,7 +338,7 @@ class _Routine:
     def _node_width(self, product: int) -> float:
         if self.einsums[product] is None:
             return 0.0
-        return max(centered(text, kind) for text, kind in self._node(product)) + 2 * _PAD
+        return max(width_in(kind, text) for text, kind in self._node(product)) + 2 * _PAD
 
     def _output_width(self, product: int) -> float:
         return max((self.outputs[n].width for n, o in enumerate(self.routine.outputs) if product in o.products

@@ -1,10 +1,10 @@
 """A tensor as text: a table of its blocks, and in each the devices that hold it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import product
 from math import prod
 
-from gspmd.figures.ownership import Ownership
+from gspmd.figures.ownership import Ownership, sizes_text
 
 _ROWS, _COLUMNS, _HOLDERS = 16, 8, 4
 """The most rows, columns and devices of a block that are written."""
@@ -33,18 +33,12 @@ def tensor_text(held: Ownership, names: Sequence[int] | None = None) -> str:
                └───────┴───────┘
     """
     mesh = " ".join(f"{axis}={size}" for axis, size in held.mesh.items()) or "one device"
-    local = [size // count for size, count in zip(held.shape, held.parts)]
-    shape, block = (" × ".join(map(str, sizes)) or "a scalar" for sizes in (held.shape, local))
-    everywhere = " on every device" * (held.devices > 1)
-    said = f"{held.blocks:,} blocks of {block}" if held.blocks > 1 else f"whole{everywhere}"
-    said += f", {held.summands} summands" if held.summands > 1 else ""
-    lines = [f"{held.spec}  {shape}  on {mesh}: {said}".strip()]
+    lines = [f"{held.spec}  {sizes_text(held.shape)}  on {mesh}: {held.summary}".strip()]
     split: list[int | None] = [at for at, count in enumerate(held.parts) if count > 1]
     *rows, across = split or [None]
     columns = _some(1 if across is None else held.parts[across], _COLUMNS)
     kept = _rows([held.parts[at] for at in rows if at is not None])
-    holders = _holders(held, names)
-    table = [[_cell(held, holders, rows, across, row, column) for column in columns] for row in kept]
+    table = [[_cell(held, names, rows, across, row, column) for column in columns] for row in kept]
     heads = [_part(held, [across], (column,)) if across is not None else "" for column in columns]
     sides = [_part(held, rows, row) for row in kept]
     return "\n".join([*lines, *_table(heads, sides, table)])
@@ -83,18 +77,9 @@ def _part(held: Ownership, dims: Sequence[int | None], place: Sequence[int]) -> 
     return "  ".join(words)
 
 
-def _holders(held: Ownership, names: Sequence[int] | None) -> dict[tuple[int, ...], list[list[str]]]:
-    """Return the devices of every block, by summand."""
-    found: dict[tuple[int, ...], list[list[str]]] = {}
-    for device in range(held.devices):
-        summands = found.setdefault(held.place(device), [[] for _ in range(held.summands)])
-        summands[held.summand(device)].append(str(device if names is None else names[device]))
-    return found
-
-
 def _cell(
     held: Ownership,
-    holders: dict[tuple[int, ...], list[list[str]]],
+    names: Sequence[int] | None,
     rows: Sequence[int | None],
     across: int | None,
     row: Sequence[int],
@@ -106,13 +91,18 @@ def _cell(
     for at, number in zip((*rows, across), (*row, column)):
         if at is not None:
             place[at] = number
-    summands = [_few(devices, " ") for devices in holders[tuple(place)]]
-    return _few(summands, " + ")
+
+    def devices(summand: int) -> str:
+        return _few(held.copies, " ", lambda copy: named(held.holder(place, summand, copy)))
+
+    def named(device: int) -> str:
+        return str(device if names is None else names[device])
+
+    return _few(held.summands, " + ", devices)
 
 
-def _few(words: Sequence[str], between: str) -> str:
-    kept = words if len(words) <= _HOLDERS else [*words[: _HOLDERS - 2], "…", words[-1]]
-    return between.join(kept)
+def _few(count: int, between: str, word: Callable[[int], str]) -> str:
+    return between.join("…" if at == _GAP else word(at) for at in _some(count, _HOLDERS))
 
 
 def _table(heads: Sequence[str], sides: Sequence[str], table: Sequence[Sequence[str]]) -> list[str]:

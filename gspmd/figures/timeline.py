@@ -4,8 +4,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
 from gspmd.display.units import amount_of_seconds, axes_text
-from gspmd.figures.canvas import Canvas, number
-from gspmd.figures.figure import Figure
+from gspmd.figures.canvas import Canvas, number, width_in
+from gspmd.figures.figure import Figure, Text
 from gspmd.figures.notation import Run
 
 
@@ -72,14 +72,14 @@ class TimelineLike(Protocol):
         """Return the spans on a row, each with its lane."""
 
 
-_WIDE, _ROW, _GAP, _NAMES = 460.0, 22.0, 6.0, 58.0
-"""Width of the time axis, height of a row, space between rows, and width of their names."""
+_WIDE, _ROW, _GAP, _APART, _MOST = 460.0, 22.0, 6.0, 12.0, 8
+"""Width of the time axis, height of a row, space between rows and between columns, and the most parts in the list."""
 _FINEST = 0.5
 """Bars closer than this are drawn as one, so that a program of ten thousand instructions is a small picture."""
 _CLASSES = {"other": "other", "copy": "slice"}
 
 
-def timeline_figure(timeline: TimelineLike, plain: str = "") -> Figure:
+def timeline_figure(timeline: TimelineLike, plain: Text = "") -> Figure:
     """Draw a timeline: the bars of a row, the hidden part of each collective pale, and what they add up to.
 
     A loop is drawn as one iteration, so the time axis is that of the drawing; the lines below have the seconds of the
@@ -87,7 +87,7 @@ def timeline_figure(timeline: TimelineLike, plain: str = "") -> Figure:
 
     Args:
         timeline: a `gspmd.audit.Timeline`.
-        plain: the same as text.
+        plain: the same as text, or a function that returns it.
 
     Returns:
         The figure. Every row is a group with `data-row`.
@@ -95,32 +95,38 @@ def timeline_figure(timeline: TimelineLike, plain: str = "") -> Figure:
     canvas, name = Canvas(), timeline.name or "a program"
     end = max((span.start + span.seconds for span in timeline.spans), default=0.0) or 1e-9
     canvas.text(0, 14, f"timeline of {name}", "title ink")
+    left = max((width_in("small", row) for row in timeline.rows), default=0.0) + _APART
     y = 28.0
     for row in timeline.rows:
         with canvas.group(data_row=row):
             canvas.text(0, y + _ROW / 2 + 4, row, "small soft")
-            canvas.rect(_NAMES, y, _WIDE, _ROW, "panel", rx=2)
-            _draw_row(canvas, y, timeline.lanes(row), _WIDE / end)
+            canvas.rect(left, y, _WIDE, _ROW, "panel", rx=2)
+            _draw_row(canvas, left, y, timeline.lanes(row), _WIDE / end)
         y += _ROW + _GAP
-    canvas.text(_NAMES, y + 8, "0", "small soft")
-    canvas.text(_NAMES + _WIDE, y + 8, amount_of_seconds(end), "small soft", "end")
+    canvas.text(left, y + 8, "0", "small soft")
+    canvas.text(left + _WIDE, y + 8, amount_of_seconds(end), "small soft", "end")
     y += 24
-    for part in timeline.parts[:8]:
+    shown = [(part, f"{part.category} {axes_text(part.axes)}".strip()) for part in timeline.parts[:_MOST]]
+    amounts = 16 + max((width_in("", named) for _, named in shown), default=0.0) + _APART
+    for part, named in shown:
         kind = _CLASSES.get(part.category, part.category)
         exposed = f", {amount_of_seconds(part.exposed)} of it exposed" if part.axes else ""
         canvas.rect(0, y - 8, 10, 10, kind, rx=2)
-        canvas.text(16, y + 1, f"{part.category} {axes_text(part.axes)}".strip(), "ink")
-        canvas.text(176, y + 1, f"{amount_of_seconds(part.seconds)}{exposed}", "soft")
+        canvas.text(16, y + 1, named, "ink")
+        canvas.text(amounts, y + 1, f"{amount_of_seconds(part.seconds)}{exposed}", "soft")
+        y += 17
+    if more := len(timeline.parts) - len(shown):
+        canvas.text(16, y + 1, f"… and {more} more", "soft")
         y += 17
     loops = max((span.trips for span in timeline.spans if span.category == "loop"), default=1)
     words = [[Run(f"{word} ")] for word in timeline.summary.split()]
-    y = canvas.lines(0, y + 6, words, _NAMES + _WIDE, "small soft", 15)
+    y = canvas.lines(0, y + 6, words, left + _WIDE, "small soft", 15)
     if loops > 1:
-        canvas.text(0, y, "Of every loop one iteration is drawn.", "small soft")
+        canvas.text(0, y, "One iteration of each loop is drawn.", "small soft")
     return canvas.figure(f"Timeline of {name}", timeline.summary, plain or timeline.summary)
 
 
-def _draw_row(canvas: Canvas, y: float, placed: Sequence[tuple[SpanLike, int]], scale: float) -> None:
+def _draw_row(canvas: Canvas, left: float, y: float, placed: Sequence[tuple[SpanLike, int]], scale: float) -> None:
     """Draw the bars of a row: for every lane and category one path of what is hidden, and one of what is exposed."""
     lanes = 1 + max((lane for _, lane in placed), default=0)
     parts: dict[tuple[int, str, bool], list[tuple[float, float]]] = {}
@@ -136,7 +142,7 @@ def _draw_row(canvas: Canvas, y: float, placed: Sequence[tuple[SpanLike, int]], 
     for (lane, kind, hidden), pieces in parts.items():
         top, thick = y + 2 + lane * high, max(0.5, high - (1 if high > 3 else 0))
         path = "".join(
-            f"M{number(_NAMES + a)} {number(top)}h{number(b - a)}v{number(thick)}h{number(a - b)}z"
+            f"M{number(left + a)} {number(top)}h{number(b - a)}v{number(thick)}h{number(a - b)}z"
             for a, b in _merged(pieces)
         )
         canvas.parts.append(f'<path class="{kind}{" pale" if hidden else ""}" d="{path}"/>')

@@ -51,13 +51,13 @@ def html(layout: LayoutTable) -> str:
 def found_html(told: str, lines: Mapping[str, str], layout: LayoutTable) -> str:
     """Return the lines of a layout that a search found, and its figure, as HTML below a sentence."""
     rows = [(escape(key), _html(spec)) for key, spec in lines.items()]
-    figures = layout_figure(layout, notation).document(standalone=False)
-    return page([f"<p>{escape(told)}</p>", html_table(layout.name, ("line", "spec"), rows), figures])
+    drawn = figure(layout).document(standalone=False)
+    return page([f"<p>{escape(told)}</p>", html_table(layout.name, ("line", "spec"), rows), drawn])
 
 
 def figure(layout: LayoutTable) -> Figure:
     """Draw a layout; see `Layout.figure`."""
-    return layout_figure(layout, notation)
+    return layout_figure(layout, notation, lambda: plain(layout))
 
 
 def notation(text: str) -> list[Run]:

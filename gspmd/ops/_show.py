@@ -28,7 +28,8 @@ def show(array: Any, sizes: Mapping[str, int] | Sequence[int] | str | None = Non
     Returns:
         A figure: a notebook shows a cell for each device, in which its block is filled; `print` draws a table of the
         blocks with the devices that hold each; `.save("blocks.svg")` writes a file. Copies of a block have one color,
-        summands of a partial sum a plus sign. Of more than 64 devices some are drawn.
+        summands of a partial sum a plus sign. On a mesh of more than 64 devices, only the first ones and the last along
+        each axis are drawn.
 
     Raises:
         SpecError: the array has no sharding over a mesh, or none that is known while it is traced; the letters are not
@@ -58,9 +59,6 @@ def show(array: Any, sizes: Mapping[str, int] | Sequence[int] | str | None = Non
             raise SpecError("cannot show an array on another mesh than its own.\n  Leave the mesh out, or give a spec.")
         spec, axes, devices = _read(array, sizes)
         sizes = tuple(array.shape)
-    spec.check(sizes, axes)
-    if spec.is_open:
-        raise SpecError(f"cannot show '{spec}', which leaves a dimension to the compiler.\n  Name its mesh axes.")
     return blocks_figure(spec, sizes, axes, devices=devices)
 
 

@@ -9,7 +9,8 @@ from rich.text import Text
 
 from gspmd.annotate.equation import Equation
 from gspmd.display.console import columns, printable
-from gspmd.display.units import amount_of_bytes, amount_of_flops, amount_of_seconds, axes_text
+from gspmd.display.units import amount_of_bytes, amount_of_seconds, axes_text
+from gspmd.figures.plan import plan_figure, setting, totals
 from gspmd.hardware.chips import Chip
 from gspmd.planner.overlap import Overlap, Ring, Stripes
 from gspmd.planner.spans import LONGEST, CollectiveSpan, loopable, ring_gather, ring_scatter
@@ -122,10 +123,8 @@ def as_html(plan: PlanFigures) -> str:
 
 def picture(plan: PlanFigures, *, gradients: bool = False) -> "Figure":
     """Draw the plan as a picture; see `Plan.figure`."""
-    from gspmd.figures.plan import plan_figure
-
-    plain = figure(plan, gradients=gradients).plain
-    return plan_figure(plan, gradients=gradients, notes=looped(plan), plain=plain)
+    plain = lambda: figure(plan, gradients=gradients).plain  # noqa: E731
+    return plan_figure(plan, gradients=gradients, notes=looped, plain=plain)
 
 
 def figure(plan: PlanFigures, *, gradients: bool = False, width: int | None = None) -> Text:
@@ -145,17 +144,12 @@ def figure(plan: PlanFigures, *, gradients: bool = False, width: int | None = No
 
 
 def _heading(plan: PlanFigures, width: int | None) -> Text:
-    said = _setting(plan)
+    said = setting(plan)
     lines = [said[0]]
     for each in said[1:]:
         fits = width is None or len(lines[-1]) + 3 + len(each) <= width
         lines = [*lines[:-1], f"{lines[-1]}   {each}"] if fits else [*lines, f"{_INDENT}{each}"]
     return Text.assemble((f"{plan.equation}\n", "bold"), ("\n".join(lines) + "\n", "dim"))
-
-
-def _setting(plan: PlanFigures) -> list[str]:
-    sizes, mesh = (" ".join(f"{name}={size}" for name, size in of.items()) for of in (plan.sizes, plan.mesh))
-    return [sizes, f"mesh {mesh}", " ".join(dict.fromkeys(plan.dtypes)), plan.chip.describe(plan.mesh), plan.lowering]
 
 
 def _one(plan: PlanFigures, heading: Text, width: int | None) -> Text:
@@ -165,13 +159,6 @@ def _one(plan: PlanFigures, heading: Text, width: int | None) -> Text:
     for line in looped(plan):
         text.append(f"{_INDENT}{line}\n", style="dim")
     return text.append(f"{_INDENT}{totals(plan)}", style="dim")
-
-
-def totals(plan: PlanFigures) -> str:
-    """Return the last line: the figures of the whole plan."""
-    sent, held = amount_of_bytes(plan.wire_bytes), amount_of_bytes(plan.peak_bytes)
-    work, time = amount_of_flops(plan.flops), amount_of_seconds(plan.seconds)
-    return f"per device: {sent} sent, {work}, {time}, about {held} held"
 
 
 def _steps(steps: tuple[Step, ...], width: int | None) -> list[Text]:

@@ -256,7 +256,7 @@ class Plan:
         """Draw the operands of every step on the mesh, before it and after it: which device holds which block.
 
         Returns:
-            A figure. Of more than 64 devices, some are drawn.
+            A figure. On a mesh of more than 64 devices, the first ones and the last along each axis are drawn.
 
         Example:
             >>> import gspmd

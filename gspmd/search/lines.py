@@ -308,7 +308,7 @@ class Lines:
     def _is_as_default(self, line: str) -> bool:
         """Return whether a line that the layout does not write is tied to its default in all of its dimensions.
 
-        It says nothing, and most models have no tensor of such a line, such as the latents of attention.
+        Such a line adds no choice, and most models have no tensor of it: few have latents of attention, for example.
         """
         default = KEYS[line].default if line in KEYS else None
         if default is None or default not in self.dims or line in self.layout.table or line in self.fixed:

@@ -161,7 +161,7 @@ class ProgramPlan(Printed):
         ]
         figures = f"{amount_of_bytes(self.wire_bytes)} sent, {amount_of_flops(self.flops)}"
         total = f"{figures}, {amount_of_seconds(self.seconds)} if nothing overlaps"
-        return bars_figure("planned collectives, bytes per device", bars, total, str(self))
+        return bars_figure("planned collectives, bytes per device", bars, total, self.__str__)
 
     def __rich__(self) -> Group:
         return Group(self.table(), *(Text(f"note: {note}") for note in self.notes))

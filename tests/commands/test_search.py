@@ -116,11 +116,34 @@ def test_a_layout_of_one_s_own_is_priced_beside_the_presets(run, tmp_path):
     code, out, _ = run(*where, *beside, "--out", str(found), "--json", str(figures))
     assert code == 0
     figures = json.loads(figures.read_text())
-    seconds = {each["name"]: each["seconds"] for each in figures["presets"]}
+    assert {each["name"] for each in figures["beside"]} == {str(found), str(copied), str(odd)}
+    assert {each["name"] for each in figures["presets"]} == {*presets()}
+    seconds = {each["name"]: each["seconds"] for each in (*figures["presets"], *figures["beside"])}
     assert seconds[str(copied)] == seconds["megatron-1d"] >= figures["seconds"]
     assert seconds[str(found)] == pytest.approx(figures["seconds"])
     assert seconds[str(odd)] > seconds["megatron-1d"]
     assert str(odd) in out
+
+
+def test_beside_changes_no_letter_of_the_file(run, tmp_path):
+    mine, outs = tmp_path / "mine.toml", [tmp_path / "alone.toml", tmp_path / "found.toml"]
+    mine.write_text('base = "megatron-1d"\n')
+    for out, beside in zip(outs, ([], ["--beside", str(mine)])):
+        assert run("--mesh", "x=4", "--phase", "decode", *beside, "--out", str(out))[0] == 0
+    alone, found = (out.read_bytes() for out in outs)
+    assert alone == found
+
+
+def test_a_layout_of_one_s_own_has_its_mark_in_the_picture(run, script, monkeypatch, tmp_path):
+    seen, figure, mine = [], script.picture.figure, tmp_path / "mine.toml"
+    mine.write_text('base = "megatron-1d"\n')
+    monkeypatch.setattr(script.picture, "figure", lambda *asked: seen.append(asked) or figure(*asked))
+    where = ["--mesh", "x=4", "--phase", "decode", "--beside", str(mine)]
+    assert run(*where, "--frontier", str(tmp_path / "front.png"))[0] == 0
+    ((finding, _, placed, _),) = seen
+    assert placed.count(own := next(each for each in placed if each.name == str(mine))) == 1
+    assert own.answer == next(each.answer for each in placed if each.name == "megatron-1d")
+    assert {id(each.candidate) for each in placed} == {id(finding.best)}
 
 
 def test_a_layout_that_was_found_has_no_lines_of_tensors_that_the_model_lacks(run, tmp_path):
@@ -319,8 +342,8 @@ def test_the_picture_is_of_one_mesh(run, script, monkeypatch, tmp_path):
     """The table gives each preset with the mesh and the remat that are best for it."""
     seen, figure, placed = [], script.picture.figure, {}
 
-    def places(candidates, ranges=()):
-        found = placed_presets(candidates, ranges)
+    def places(candidates, ranges=(), names=None):
+        found = placed_presets(candidates, ranges, names)
         placed[id(found)] = [*candidates]
         return found
 
@@ -585,7 +608,8 @@ def test_what_would_be_counted_wrong_is_refused(run, tmp_path, table, flags, sai
 
 def test_the_command_that_found_it_is_without_its_files():
     written = importlib.import_module("gspmd.commands.search.written")
-    argv = ["--config", "a", "--out", "--json", "--json=f", "--why", "a=b", "--batch", "8", "--frontier", "f.png"]
+    argv = ["--config", "a", "--out", "--json", "--json=f", "--why", "a=b", "--batch", "8", "--frontier", "f.png",
+            "--beside", "mine.toml"]  # fmt: skip
     assert written.asked(argv) == ["--config", "a", "--batch", "8"]
 
 
@@ -698,6 +722,24 @@ def test_a_preset_whose_program_is_the_fastest_is_the_answer(run, compiler, tmp_
     preset = json.loads((tmp_path / "found.json").read_text())["compiled"][0]
     assert preset["preset"]
     assert f"that of preset {preset['name']}" in (tmp_path / "found.toml").read_text()
+
+
+def test_layouts_of_one_s_own_are_compiled_beside_the_others_and_never_the_answer(run, compiler, tmp_path):
+    mine, odd, files = tmp_path / "mine.toml", tmp_path / "odd.toml", [tmp_path / "found.toml", tmp_path / "found.json"]
+    mine.write_text('base = "megatron-1d"\n')
+    odd.write_text('base = "zero-3"\n[attention]\nw_q = "EHD_xyz"\n')
+    compiler[str(mine)] = 1.0  # faster than all others
+    where = ["--mesh", "x=4", "--remat", "none", "--microbatches", "1", "--compile", "1"]
+    where += ["--out", str(files[0]), "--json", str(files[1])]
+    assert run(*where)[0] == 0
+    alone = files[0].read_bytes()
+    code, out, _ = run(*where, "--beside", str(mine), "--beside", str(odd))
+    assert code == 0
+    assert f"{odd} is not compiled: gspmd compile --layout {odd} does." in " ".join(out.split())
+    first, *others = json.loads(files[1].read_text())["compiled"]
+    assert (first["name"], first["seconds"], first["beside"], first["preset"]) == (str(mine), 1.0, True, False)
+    assert not any(each["beside"] for each in others)
+    assert files[0].read_bytes() == alone
 
 
 @pytest.mark.slow

@@ -1,14 +1,18 @@
-"""Reads figures: their elements, and the places of their texts."""
+"""Read figures: their elements, and the places of their texts."""
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from xml.etree import ElementTree
 
+from gspmd.display.theme import SIZES, TEXT
+from gspmd.figures.canvas import BOLD
 from gspmd.figures.figure import Figure
 from gspmd.figures.notation import text_width
 
+Measure = Callable[[str, float, bool], float]
+"""The width of a text of a font size, bold or not."""
 SVG = "{http://www.w3.org/2000/svg}"
-_SIZES = {"title": 13.5, "small": 10.5, "tiny": 8.5}
 
 
 @dataclass(frozen=True)
@@ -46,25 +50,33 @@ def words(element: ElementTree.Element) -> list[str]:
     return ["".join(each.itertext()) for each in element.iter(f"{SVG}text")]
 
 
-def written(figure: Figure) -> list[Written]:
-    """Every text with its place. Widths are those of Helvetica, which most fonts of the stack are about as wide as."""
-    return [_written(each) for each in root(figure).iter(f"{SVG}text")]
+def drawn_width(text: str, size: float, bold: bool) -> float:
+    """About the width of a text, as figures allow for it."""
+    return text_width(text, size) * (BOLD if bold else 1.0)
 
 
-def _written(text: ElementTree.Element) -> Written:
-    size = next((_SIZES[name] for name in text.get("class", "").split() if name in _SIZES), 12.0)
-    wide = text_width(text.text or "", size)
+def written(figure: Figure, measure: Measure = drawn_width) -> list[Written]:
+    """Every text with its place."""
+    return [_written(each, measure) for each in root(figure).iter(f"{SVG}text")]
+
+
+def _written(text: ElementTree.Element, measure: Measure) -> Written:
+    classes = text.get("class", "").split()
+    size = next((SIZES[name] for name in classes if name in SIZES), TEXT)
+    bold = bool({"strong", "title"} & {*classes})
+    wide = measure(text.text or "", size, bold)
     for part in text:
         style = re.search(r"font-size:([\d.]+)px", part.get("style", ""))
-        wide += text_width(part.text or "", float(style[1]) if style else size) + text_width(part.tail or "", size)
+        wide += measure(part.text or "", float(style[1]) if style else size, bold)
+        wide += measure(part.tail or "", size, bold)
     x, y = float(text.get("x", 0)), float(text.get("y", 0))
     left = x - {"start": 0.0, "middle": 0.5, "end": 1.0}[text.get("text-anchor", "start")] * wide
     return Written("".join(text.itertext()), left, y - 0.75 * size, left + wide, y + 0.1 * size)
 
 
-def check_places(figure: Figure) -> None:
+def check_places(figure: Figure, measure: Measure = drawn_width) -> None:
     """Check that no two texts meet, and that the picture holds all of them."""
-    every = written(figure)
+    every = written(figure, measure)
     left, top, wide, high = figure.box
     for number, each in enumerate(every):
         assert left < each.left, each

@@ -1,12 +1,13 @@
 """The figure of a layout: every line of its table, with the spec that is written there."""
 
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import gspmd
-from tests.figures.svg import check_places, having, root, words
+from tests.figures.svg import SVG, check_places, having, root, words, written
 
 PRESETS = sorted(path.stem for path in (Path(gspmd.__file__).parent / "layouts/presets").glob("*.toml"))
 
@@ -58,3 +59,48 @@ def test_sections_of_a_custom_model_are_lists():
     document = root(layout.figure())
     assert words(having(document, key="mixer.w_a")[0]) == ["w_a", "ExS"]
     check_places(layout.figure())
+
+
+def _named_axes() -> gspmd.Layout:
+    """A layout whose mesh axes, keys and sections have long names."""
+    lines = {
+        "attention.residual": "B_{data,fsdp}L_{sequence}E_{expert_parallel}",
+        "attention.query": "B_{data,fsdp}L_{sequence}H_{expert_parallel}D",
+        "attention.w_q": "E_{data,fsdp,sequence}H_{expert_parallel}D",
+        "attention.a_line_with_quite_a_long_name": "E_{data,fsdp}F_{sequence,expert_parallel}",
+        "ffn.in_via": "B_{data,fsdp}L_{sequence}E, E_{data,fsdp,sequence}F_{expert_parallel}",
+        "output.logits": "B_{data,fsdp}L_{sequence}V_{expert_parallel}",
+    }
+    return replace(
+        gspmd.Layout.load("replicated").override(lines),
+        axes=("data", "fsdp", "sequence", "expert_parallel"),
+        overrides={"decode": {"attention.a_line_with_quite_a_long_name": "E_{data,fsdp}F_{sequence,expert_parallel}"}},
+        lowerings={"attention": "looped:axes"},
+    )
+
+
+def test_long_names_have_room():
+    layout = _named_axes()
+    figure = layout.figure()
+    check_places(figure)
+    panels = [_edges(each) for each in root(figure).iter(f"{SVG}rect") if each.get("class") == "panel"]
+    boxes = [_edges(each) for each in root(figure).iter(f"{SVG}rect") if each.get("class") in ("box", "node")]
+    for text in written(figure)[2:]:  # below the title and the axes
+        assert any(left <= text.left and text.right <= right for left, right, *_ in panels)
+        inside = [box for box in boxes if box[2] <= text.bottom and text.top <= box[3]]
+        assert all(text.right <= left or text.left >= right or left <= text.left <= text.right <= right
+                   for left, right, *_ in inside), text  # fmt: skip
+
+
+def _edges(rect) -> tuple[float, float, float, float]:
+    x, y, wide, high = (float(rect.get(name)) for name in ("x", "y", "width", "height"))
+    return x, x + wide, y, y + high
+
+
+def test_the_text_has_what_the_picture_has():
+    layout = _named_axes()
+    text, said = str(layout.figure()), words(root(layout.figure()))
+    assert text == str(layout)
+    assert "lowering looped:axes" in said
+    for word in ("looped:axes", "[decode]", "a_line_with_quite_a_long_name"):
+        assert word in text

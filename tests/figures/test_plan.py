@@ -68,9 +68,12 @@ def test_a_group_is_one_node_that_its_shared_operand_enters_once():
 
 def test_loops_are_named_as_the_text_names_them():
     plan = _plan(EQUATIONS[0], "looped")
-    lines = [line.strip() for line in str(plan).splitlines() if line.strip().startswith("looped")]
-    assert lines
-    assert all(line in "".join(words(root(plan.figure()))) for line in lines)
+    document = root(plan.figure(gradients=True))
+    gradients = having(document, gradient=None)
+    for each, drawn in zip((plan, *plan.gradients), (root(plan.figure()), *gradients), strict=True):
+        lines = [line.strip() for line in str(each).splitlines() if line.strip().startswith("looped")]
+        assert lines
+        assert all(line in "".join(words(drawn)) for line in lines)
 
 
 @settings(max_examples=40)
@@ -103,6 +106,15 @@ def test_steps_are_drawn_on_the_mesh():
         assert {role: gspmd.Spec.parse(spec) for role, spec in tensors.items()} == sides
         assert len(having(drawn, device=None)) == 64 * len(tensors)
         assert f"{step.amount} · {amount_of_seconds(step.seconds)}" in words(drawn)[1]
+
+
+def test_devices_that_are_left_out_are_counted():
+    plan = gspmd.plan("BE_xyz -> BE", {"B": 8, "E": 4096}, {"x": 16, "y": 16, "z": 4})
+    document = root(plan.steps_figure())
+    drawn = len(having(having(document, tensor="before")[0], device=None))
+    assert f"{drawn} of 1,024 devices are drawn" in words(document)
+    assert "devices are drawn" not in "".join(words(root(_plan(EQUATIONS[0]).steps_figure())))
+    check_places(plan.steps_figure())
 
 
 def test_without_text_there_is_a_sentence():

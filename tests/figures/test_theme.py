@@ -65,13 +65,19 @@ def test_texts_have_contrast(theme):
 
 @pytest.mark.parametrize("sight", DICHROMATS)
 def test_blocks_of_few_devices_are_told_apart(sight):
-    for count in (2, 3, 4):
+    for count in range(2, len(BLOCKS) + 1):
         colors = [fill(block, count) for block in range(count)]
         assert min(_distance(*pair, sight) for pair in combinations(colors, 2)) > 20
 
 
-def test_blocks_have_colors_of_their_own():
-    assert len({fill(block, 8) for block in range(8)}) == len(BLOCKS)
+@pytest.mark.parametrize("theme", THEMES)
+@pytest.mark.parametrize("sight", DICHROMATS)
+def test_kinds_are_told_apart(theme, sight):
+    colors = [THEMES[theme][kind] for kind in KINDS]
+    assert min(_distance(*pair, sight) for pair in combinations(colors, 2)) > 20
+
+
+def test_many_blocks_have_colors_of_their_own():
     assert len({fill(block, 64) for block in range(64)}) == 64
 
 

@@ -93,7 +93,7 @@ class Comparison(Printed):
         ]
         planned, compiled = map(amount_of_bytes, self._sums)
         total = f"{planned} planned, {compiled} compiled; steps: {self._counted}"
-        return bars_figure("planned (pale) and compiled, bytes per device", bars, total, str(self))
+        return bars_figure("planned (pale) and compiled, bytes per device", bars, total, self.__str__)
 
     @property
     def _sums(self) -> tuple[int, int]:

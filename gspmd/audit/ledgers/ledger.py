@@ -105,7 +105,7 @@ class Ledger(Printed):
             for (kind, axes), (count, sent) in rows
         ]
         total = f"{amount_of_bytes(self.wire_bytes)} sent, {amount_of_flops(self.flops)} in matrix products"
-        return bars_figure(f"ledger of {self._named}, bytes per device", bars, total, str(self))
+        return bars_figure(f"ledger of {self._named}, bytes per device", bars, total, self.__str__)
 
     @property
     def _named(self) -> str:

@@ -149,7 +149,7 @@ class Timeline(Printed):
         """
         from gspmd.figures.timeline import timeline_figure
 
-        return timeline_figure(self, str(self))
+        return timeline_figure(self, self.__str__)
 
     def __rich__(self) -> Group:
         return Group(self.table(), Text(self.summary), *self.remarks())

@@ -23,6 +23,7 @@ from gspmd.commands.search.written import beside, header, header_of_stages, save
 from gspmd.display import console as printing
 from gspmd.display.progress import Progress
 from gspmd.display.tables import Sheet
+from gspmd.layouts import presets
 from gspmd.search.answers import Candidate, NoneFits, SearchResult, Space, document, find
 from gspmd.search.answers.document import LineCost, of_lines, remarks
 from gspmd.search.answers.frontier import Point, frontier
@@ -151,7 +152,7 @@ class CommandResults:
         asked: the answers to --why.
         presets: the presets with their costs, in the space or outside of it.
         beside: the layouts of --beside, likewise.
-        front, drawn: for --frontier, the staircase and the presets on its mesh.
+        front, drawn: for --frontier, the staircase, and the layouts of --beside and the presets on its mesh.
         stages: the pipelines, for --stages.
         shortlist: the layouts compiled for --compile.
         lowering: the lowering of the fastest of these programs; empty if none was compiled.
@@ -177,8 +178,8 @@ class CommandResults:
 
     @property
     def fastest(self) -> compiling.Listed | None:
-        """The fastest of the compiled programs that fit."""
-        return next((each for each in self.shortlist if each.fits), None)
+        """The fastest of the compiled programs that fit, apart from those of --beside."""
+        return next((each for each in self.shortlist if each.fits and not each.own), None)
 
 
 def look_closer(found: CommandResults, settings: SearchSettings, progress: Progress) -> None:
@@ -207,7 +208,7 @@ def look_closer(found: CommandResults, settings: SearchSettings, progress: Progr
         if settings.frontier:  # For the mesh of the answer, which may have changed.
             best = found.finding.best
             found.front = frontier(best, tell=progress.begin)
-            found.drawn = [] if is_own(settings) else placed_presets([best])
+            found.drawn = [] if is_own(settings) else placed_presets([best], names=[*settings.beside, *presets()])
     except KeyboardInterrupt:
         found.interrupted = True
 
@@ -236,6 +237,7 @@ def compile_best(found: CommandResults, settings: SearchSettings, progress: Prog
         listed = shortlist.served(settings, finding, found.presets, count)
     take_fastest(found, compiling.compiled(settings, listed))
     improve_preset(found, settings, progress)
+    take_fastest(found, compiling.compiled(settings, shortlist.beside(found.beside)))
     if not found.said:
         comment(found, progress)
 
@@ -277,7 +279,7 @@ def report(found: CommandResults, settings: SearchSettings, target: Slice, argv:
     text = document(finding.best, finding.answer, top, found.said, found.lowering)
     save(text, settings.out)
     console = printing.console(140)
-    if found.presets:
+    if found.presets or found.beside:
         written = next((each.name for each in found.shortlist if each.answer is finding.answer), "found")
         console.print(shown.comparison(finding, [*found.presets, *found.beside], written))
         for line in shown.outside([*found.presets, *found.beside]):
@@ -289,6 +291,8 @@ def report(found: CommandResults, settings: SearchSettings, target: Slice, argv:
             console.print(line, highlight=False)
     if found.shortlist:
         console.print(shown.compiled(found.shortlist))
+        for line in shown.uncompiled(found.beside):
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
         for line in shown.warnings(found.shortlist):
             console.print(line, style="yellow", markup=False, highlight=False, soft_wrap=True)
     console.print(shown.answer_line(finding, settings), markup=False, highlight=False, soft_wrap=True)
@@ -296,7 +300,7 @@ def report(found: CommandResults, settings: SearchSettings, target: Slice, argv:
         drawn = picture.figure(finding, found.front, found.drawn, top[0].removesuffix("."))
         found.faults += unwritten("--frontier", settings.frontier, partial(drawn.savefig, settings.frontier))
     if settings.json:
-        lists = found.said, [*found.presets, *found.beside], found.asked, found.front, found.shortlist
+        lists = found.said, found.presets, found.beside, found.asked, found.front, found.shortlist
         text = figures.to_json(settings, target, finding, *lists)
         write = partial(Path(settings.json).write_text, text, encoding="utf-8")
         found.faults += unwritten("--json", settings.json, write)

@@ -33,6 +33,7 @@ class Listed:
         candidate, answer: the mesh, and the layout's place in the space.
         mesh: sizes by the names of the layout's own mesh axes.
         preset: whether it is a preset.
+        own: whether it is a layout of --beside, which is compared with the others and never written.
         lowering: the lowering under which it is compiled; it is planned under `blocking`.
         hidden: seconds that the loops of that lowering hide, by the model of `auto`.
         report: the compiler's report.
@@ -43,6 +44,7 @@ class Listed:
     answer: Answer
     mesh: Mapping[str, int]
     preset: bool = False
+    own: bool = False
     lowering: str = PRICED
     hidden: float = 0.0
     report: Report | None = field(default=None, repr=False)
@@ -137,7 +139,7 @@ def _traced(settings: SearchSettings, listed: Listed, target: Topology, folder: 
 def _settings(settings: SearchSettings, listed: Listed, folder: Path) -> offline.CompileSettings:
     """Return the settings of `gspmd compile` for a layout."""
     name = listed.name
-    if not listed.preset:
+    if not (listed.preset or listed.own):
         name = str(folder / "found.toml")
         Path(name).write_text(_text(listed))
     sharding = ShardingConfig(

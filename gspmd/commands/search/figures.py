@@ -22,6 +22,7 @@ def to_json(
     finding: SearchResult,
     said: Mapping[str, LineCost],
     presets: Iterable[Placed],
+    beside: Iterable[Placed],
     asked: Iterable[Why],
     front: Sequence[Point],
     shortlist: Iterable[Listed],
@@ -46,15 +47,12 @@ def to_json(
         "next": {name: {"text": each.next, "more": each.more} for name, each in said.items() if each.next},
         "meshes": [
             {"mesh": dict(each.phase.case.mesh), "remat": each.remat, "microbatches": each.microbatches,
-             "bound": each.free.seconds, "seconds": each.answer and each.answer.seconds}
+             "outcome": each.outcome, "bound": each.free.seconds,
+             "seconds": each.answer and each.answer.seconds}
             for each in finding.candidates
         ],
-        "presets": [
-            {"name": each.name, "mesh": dict(each.mesh), "remat": each.candidate.remat,
-             "microbatches": each.candidate.microbatches, "fits": each.fits, "reason": each.reason,
-             "seconds": each.answer and each.answer.seconds, "bytes": each.answer and each.answer.bytes}
-            for each in presets
-        ],
+        "presets": [*map(_placed, presets)],
+        "beside": [*map(_placed, beside)],
         "why": [
             {"key": each.key, "text": each.text, "over": each.over, **_answer(best, each.answer)} for each in asked
         ],
@@ -80,6 +78,19 @@ def _lines(candidate: Candidate, answer: Answer) -> dict[str, str]:
     return {f"{line.section}.{line.key}" if line.section else line.key: line.text for line in lines}
 
 
+def _placed(each: Placed) -> dict:
+    return {
+        "name": each.name,
+        "mesh": dict(each.mesh),
+        "remat": each.candidate.remat,
+        "microbatches": each.candidate.microbatches,
+        "fits": each.fits,
+        "reason": each.reason,
+        "seconds": each.answer and each.answer.seconds,
+        "bytes": each.answer and each.answer.bytes,
+    }
+
+
 def _compiled(each: Listed) -> dict:
     report = each.report
     spent: defaultdict[str, float] = defaultdict(float)
@@ -91,6 +102,7 @@ def _compiled(each: Listed) -> dict:
         "remat": each.candidate.remat,
         "microbatches": each.candidate.microbatches,
         "preset": each.preset,
+        "beside": each.own,
         "lowering": each.lowering,
         "planned_seconds": each.answer.seconds,
         "hidden_seconds": each.hidden,

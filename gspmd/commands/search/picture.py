@@ -75,7 +75,7 @@ def figure(finding: SearchResult, front: Sequence[Point], presets: Sequence[Plac
     Args:
         finding: the answer, which is marked.
         front: the points of `frontier`.
-        presets: presets on the mesh of the answer; marked if they are within the picture.
+        presets: presets and layouts of --beside on the mesh of the answer; marked if they are within the picture.
         title: the subject of the search.
     """
     from matplotlib.figure import Figure

@@ -1,6 +1,6 @@
 """The layouts that are worth compiling: the best few different ones, and the best presets."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from math import isclose
 
@@ -151,6 +151,11 @@ def _of_presets(presets: Sequence[Placed]) -> list[Listed]:
             listed = Listed(each.name, each.candidate, each.answer, each.mesh, preset=True)
             found.setdefault((each.candidate.named, *each.answer.picks.items()), listed)
     return [*found.values()]
+
+
+def beside(layouts: Iterable[Placed]) -> list[Listed]:
+    """Return the layouts of --beside, all that are in the space: the compiler says whether they fit."""
+    return [Listed(each.name, each.candidate, each.answer, each.mesh, own=True) for each in layouts if each.answer]
 
 
 def _names(listed: Sequence[Listed]) -> list[tuple[str, Mapping[str, int]]]:

@@ -187,6 +187,13 @@ def compiled(shortlist: Sequence[Listed]) -> Sheet:
     return sheet
 
 
+def uncompiled(beside: Iterable[Placed]) -> list[str]:
+    """Return a line for each layout of --beside that --compile leaves out: it is not in the space."""
+    return [
+        f"{each.name} is not compiled: gspmd compile --layout {each.name} does." for each in beside if not each.answer
+    ]
+
+
 def warnings(shortlist: Sequence[Listed]) -> list[str]:
     """Return a line for everything in the compiled programs that costs more than necessary."""
     timelines = [(each.called, each.report.timeline) for each in shortlist if each.report and each.report.timeline]

@@ -16,7 +16,7 @@ from gspmd.search.answers.errors import expected_error
 from gspmd.training.config import ConfigError
 from gspmd_models.search.stages import PipelineRow
 
-_OF_NOTHING = ("--out", "--json", "--frontier", "--why")
+_OF_NOTHING = ("--out", "--json", "--frontier", "--why", "--beside")
 """Flags that do not change the answer."""
 _OF_SEARCH = (*_OF_NOTHING, "--layout", "--topology", "--phase", "--mesh", "--memory", "--fixed", "--batch", "--length",
               "--source-length", "--microbatches", "--dtype", "--compile", "--compiler-options")  # fmt: skip

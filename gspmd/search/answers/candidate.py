@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from functools import cached_property
 from math import prod
+from typing import Literal
 
 from gspmd.display.units import mesh_text
 from gspmd.search import Answer, NothingFits, Problem, Search
@@ -44,6 +45,11 @@ GAIN = 0.02
 products and collectives, of which only a tenth is priced, cost more than a smaller planned gain."""
 
 
+Outcome = Literal["solved", "not better", "nothing fits", "not solved"]
+"""The end of the search on a mesh: an answer; none, since its lower bound is no better than the best; none, since no
+layout fits; or none yet, after an interrupt."""
+
+
 def to_beat(seconds: float, microbatches: int) -> float:
     """Return the seconds below which a step in several microbatches is better than a known one."""
     return seconds * (1 - GAIN) if microbatches == 1 else seconds
@@ -59,7 +65,8 @@ class Candidate:
     Attributes:
         free: the answer without a limit on memory; its seconds are a lower bound of those with a limit.
         problem, search: the problem and the search with the limit.
-        answer: the answer found; None before the search, or if nothing fits.
+        answer: the answer found; None if there is none, for the reason in `outcome`.
+        outcome: how the search on this mesh ended.
     """
 
     def __init__(self, phase: PhaseProblem, limit: float):
@@ -70,6 +77,7 @@ class Candidate:
         self.search = Search(self.problem, self.budget, TOLERANCE)
         self.free = Search(self.unlimited).best()
         self.answer: Answer | None = None
+        self.outcome: Outcome = "not solved"
 
     def within(self, limit: float) -> Problem:
         """Return the problem with another limit."""
@@ -83,8 +91,13 @@ class Candidate:
         """
         if self.answer is None:
             self.budget.left = MOST
-            cheapest = self.free if self.free.bytes <= self.limit else self.search.best()
+            try:
+                cheapest = self.free if self.free.bytes <= self.limit else self.search.best()
+            except NothingFits:
+                self.outcome = "nothing fits"
+                raise
             self.answer = self._holding_less(cheapest)
+            self.outcome = "solved"
         return self.answer
 
     def _holding_less(self, cheapest: Answer) -> Answer:

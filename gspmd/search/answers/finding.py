@@ -85,28 +85,28 @@ class SearchResult(Printed):
                 str(each.microbatches),
                 amount_of_seconds(answer.seconds) if answer else "",
                 amount_of_bytes(answer.bytes) if answer else "",
-                amount_of_seconds(each.free.seconds),
-                "found" if each is self.best else "" if answer else "not better",
+                "" if each.outcome == "nothing fits" else amount_of_seconds(each.free.seconds),
+                "found" if each is self.best else "" if answer else each.outcome,
             )
         return sheet
 
     def figure(self) -> Figure:
-        """Draw the seconds of a step on every mesh as bars: of its cheapest layout, or else their lower bound, pale."""
+        """Draw a bar for every mesh: the seconds of its cheapest layout, or, pale, a lower bound."""
         from gspmd.figures.bars import Bar, bars_figure
 
         bars = []
         for each in self._rows():
             answer = self.answer if each is self.best else each.answer
             name = " ".join(filter(None, (each.named, each.remat and f"remat {each.remat}", each.in_microbatches)))
-            kind = "all-gather" if each is self.best else "other"
             if answer:
                 told = f"{amount_of_seconds(answer.seconds)}, {amount_of_bytes(answer.bytes)}"
-                bars.append(Bar(name, kind, (answer.seconds,), told))
+                bars.append(Bar(name, "ink" if each is self.best else "other", (answer.seconds,), told))
+            elif each.outcome == "nothing fits":
+                bars.append(Bar(name, "other", (), each.outcome))
             else:
-                bars.append(
-                    Bar(name, kind, (each.free.seconds, 0.0), f"at least {amount_of_seconds(each.free.seconds)}")
-                )
-        return bars_figure("seconds of a step, by mesh", bars, self.proof, str(self))
+                told = f"{each.outcome}, at least {amount_of_seconds(each.free.seconds)}"
+                bars.append(Bar(name, "other", (each.free.seconds,), told, pale=True))
+        return bars_figure("seconds of a step, by mesh", bars, self.proof, self.__str__)
 
     def _rows(self) -> list[Candidate]:
         return [self.best, *(each for each in self.candidates if each is not self.best)]
@@ -269,6 +269,7 @@ class BestFirstSearch:
 
     def _try(self, candidate: Candidate) -> None:
         if not self._may_win(candidate.free.seconds, *_order(candidate)):
+            candidate.outcome = "not better"
             return
         where = f"{candidate.named} {candidate.in_microbatches}".strip()
         self.tell(f"mesh {where}: at least {amount_of_seconds(candidate.free.seconds)}")

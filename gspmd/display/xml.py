@@ -1,0 +1,16 @@
+"""Texts inside XML."""
+
+from html import escape
+from re import compile as pattern
+
+_FORBIDDEN = pattern("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+"""Characters that no XML document has, not even as references: XML 1.0, production 2."""
+
+
+def escaped(text: str) -> str:
+    """Return a text as content or attribute of XML, with � in place of characters that XML forbids.
+
+    >>> escaped('a < "b"'), escaped("\\x1b[1m")
+    ('a &lt; &quot;b&quot;', '�[1m')
+    """
+    return escape(_FORBIDDEN.sub("\ufffd", text))
