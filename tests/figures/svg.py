@@ -1,6 +1,5 @@
 """Read figures: their elements, and the places of their texts."""
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from xml.etree import ElementTree
@@ -66,8 +65,7 @@ def _written(text: ElementTree.Element, measure: Measure) -> Written:
     bold = bool({"strong", "title"} & {*classes})
     wide = measure(text.text or "", size, bold)
     for part in text:
-        style = re.search(r"font-size:([\d.]+)px", part.get("style", ""))
-        wide += measure(part.text or "", float(style[1]) if style else size, bold)
+        wide += measure(part.text or "", float(part.get("font-size", size)), bold)
         wide += measure(part.tail or "", size, bold)
     x, y = float(text.get("x", 0)), float(text.get("y", 0))
     left = x - {"start": 0.0, "middle": 0.5, "end": 1.0}[text.get("text-anchor", "start")] * wide

@@ -33,7 +33,8 @@ def test_specs_are_written_with_subscripts():
 
 
 def test_alternatives_and_text_that_is_no_notation_are_drawn_as_they_stand():
-    layout = gspmd.Layout.load("replicated").override({"ffn.w_in": ("E_xF", "EF_x", "EF"), "ffn.w_out": "<F_>"})
+    layout = gspmd.Layout.load("replicated").override({"ffn.w_in": ("E_xF", "EF_x", "EF")})
+    layout = replace(layout, table={**layout.table, "ffn.w_out": "<F_>"})
     document = root(layout.figure())
     assert words(having(document, key="ffn.w_in")[0])[0] == "ExF or 2 more"
     assert words(having(document, key="ffn.w_out")[0])[0] == "<F_>"
