@@ -30,10 +30,10 @@ class Past(Protocol):
     """The cached keys and values of one layer, for attention of the tokens that follow them."""
 
     def angles(self, spec: Spec, kind: str) -> Angles:
-        """Return the angles of a layer of this kind at the positions of the new tokens, placed as B and L of `spec`."""
+        """Return the rotary angles of the new tokens, for a kind of layer; sharded as B and L of `spec`."""
 
     def growth(self) -> jax.Array:
-        """Return the factors [B, L, 1, 1] of queries that grow, at the positions of the new tokens."""
+        """Return the factors [B, L, 1, 1] that scale queries up with the position, for the new tokens."""
 
     def attend(
         self, q: jax.Array, k: jax.Array, v: jax.Array, query_spec: Spec, key_spec: Spec, **options: Any

@@ -722,7 +722,7 @@ def _encoder_faults(config: ModelConfig):
 
 
 def _has(config: ModelConfig, key: str) -> bool:
-    """Return whether the model has a weight that may have an adapter."""
+    """Return whether the model has the weight `key`, one of those that may have an adapter."""
     section, name = key.split(".")
     if name.endswith("gate") and not config.gated:
         return False

@@ -1,4 +1,4 @@
-"""The mixture-of-experts feed-forward layer, between the residual stream and groups of tokens."""
+"""The mixture-of-experts feed-forward layer: the residual stream is moved to groups of tokens and back."""
 
 from __future__ import annotations
 

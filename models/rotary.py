@@ -166,15 +166,16 @@ def cos_sin(positions: np.ndarray, turns: Turns) -> tuple[np.ndarray, np.ndarray
 def angles_at(positions: jax.Array, config: ModelConfig, lengths: jax.Array | None = None) -> Angles:
     """Return cosine and sine [B, L, 1, R/2] of `rotate`'s angles at positions [B, L], each below `LONGEST`.
 
-    They are the same in every layer. Float32 has few digits after the point for an angle of a hundred thousand radians.
-    So turns are integers in units of 2^-44, whose products with a position wrap around at complete turns: the angle is
-    exact to 2^-24 turns. (Those of dynamic scaling depend on the text, and are computed in float32 first.)
+    The angles are the same in every layer. Float32 has few digits after the point for an angle of a hundred thousand
+    radians. So turns are integers in units of 2^-44, whose products with a position wrap around at complete turns, and
+    an angle is exact to 2^-24 turns. (With dynamic scaling turns depend on the text, and are computed in float32
+    first.)
 
     Args:
         positions: [B, L], integers.
         config: as for `turns`.
-        lengths: [B, L], the tokens of the text of each position, placed as the positions; needed if the scaling depends
-            on it (`RopeScaling.by_length`).
+        lengths: [B, L], the number of tokens of the text at each position, sharded like the positions; needed if the
+            scaling depends on the length (`RopeScaling.by_length`).
     """
     scaling = config.rope_scaling
     at = positions.astype(jnp.uint32)[..., None, None]

@@ -151,7 +151,7 @@ def chip(name: "str | Chip") -> Chip:
         return name
     if not isinstance(name, str) or name not in CHIPS:
         if isinstance(getattr(name, "chip", None), Chip):
-            raise PlanError(f"{shown(name)} is no chip.\n  Give its attribute chip: topology(...).chip.")
+            raise PlanError(f"{shown(name)} is not the name of a chip.\n  Give its attribute chip: topology(...).chip.")
         near = suggestion(str(name).lower().replace("_", "-").replace(" ", "-"), CHIPS)
         raise PlanError(f"no chip is called {shown(name)}.\n  {near}Known chips: {', '.join(CHIPS)}.")
     return CHIPS[name]

@@ -28,7 +28,7 @@ def show(array: Any, sizes: Mapping[str, int] | Sequence[int] | str | None = Non
     Returns:
         A figure: a notebook shows a cell for each device, in which its block is filled; `print` draws a table of the
         blocks with the devices that hold each; `.save("blocks.svg")` writes a file. Copies of a block have one color,
-        summands of a partial sum a plus sign. Of more than 64 devices some are drawn.
+        summands of a partial sum a plus sign. With more than 64 devices, only some are drawn.
 
     Raises:
         SpecError: the array has no sharding over a mesh, or none that is known while it is traced; the letters are not
@@ -55,7 +55,7 @@ def show(array: Any, sizes: Mapping[str, int] | Sequence[int] | str | None = Non
         axes, devices = mesh_sizes(mesh), _ids(mesh)
     else:
         if mesh is not None:
-            raise SpecError("cannot show an array on another mesh than its own.\n  Leave the mesh out, or give a spec.")
+            raise SpecError("cannot show an array on a mesh other than its own.\n  Leave the mesh out, or give a spec.")
         spec, axes, devices = _read(array, sizes)
         sizes = tuple(array.shape)
     spec.check(sizes, axes)

@@ -69,11 +69,11 @@ class StagePrices:
         )  # fmt: skip
 
     def alike(self, layers: int) -> np.ndarray:
-        """Return seconds [layers, layers, 1] by first and last layer, for stages that all have embedding and output."""
+        """Return seconds [layers, layers, 1] by a stage's first and last layer, if all stages have both ends."""
         return self._table(layers, lambda first, last: self.first + self.last)
 
     def apart(self, layers: int) -> np.ndarray:
-        """Return seconds [layers, layers, 1], with embedding on the first stage and output on the last only."""
+        """Return seconds [layers, layers, 1]; only the first stage has the embedding, and only the last the output."""
         return self._table(layers, lambda first, last: (first == 0) * self.first + (last == layers - 1) * self.last)
 
     def _table(self, layers: int, ends: Callable[[int, int], float]) -> np.ndarray:

@@ -33,13 +33,13 @@ PIPELINE = "pipeline"
 #: Sections whose quoted keys override those of the parts: the purpose of each, and the function that reads it.
 OVERRIDES = {
     "optimizer": (
-        "the optimizer state of a parameter. Without a line, it is sharded like the parameter. Training stores the state "
-        "in this spec, moves gradients to it before it clips and updates, and moves new parameters back "
+        "the optimizer state of a parameter. Without a line, it is sharded like the parameter. Training stores the "
+        "state in this spec, moves gradients to it before it clips and updates, and moves new parameters back "
         "(`gspmd_models.optimizer_specs`)."
     ),
     "gradients": (
-        "the gradient of a parameter, on its way to the optimizer. Without a line, it is sharded like the parameter. The "
-        "training step moves a gradient from its parameter's spec to this spec, and then to the spec of [optimizer] "
+        "the gradient of a parameter, on its way to the optimizer. Without a line, it is sharded like the parameter. "
+        "The training step moves a gradient from its parameter's spec to this spec, and then to that of [optimizer] "
         "(`gspmd_models.gradient_specs`). A gradient with `partialsum-` in this spec is reduced only by the second "
         "move; see below."
     ),
@@ -327,10 +327,10 @@ KEYS = {key.name: key for key in _ALL}
 #: The keys of [cache]; their length is T.
 CACHE = {
     "attention.key": Key(
-        "attention.key", "BTKD", "activation", "The key/value cache; without this line, it is sharded like attention.key.", local="D"
+        "attention.key", "BTKD", "activation", "The key/value cache; by default as attention.key.", local="D"
     ),
     "cross.key": Key(
-        "cross.key", "BTKD", "activation", "Keys and values of the source; without this line, they are sharded like cross.key.", local="D"
+        "cross.key", "BTKD", "activation", "Keys and values of the source; by default as cross.key.", local="D"
     ),
 }
 

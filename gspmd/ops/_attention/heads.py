@@ -13,7 +13,7 @@ from gspmd.ops.interface.planned_op import fault, shard_index
 
 @dataclass(frozen=True)
 class Share:
-    """The key heads of a device's query heads, if query heads are sharded over more axes than key heads.
+    """The key heads that a device's query heads use, if query heads are sharded over more axes than key heads.
 
     Key heads are split further over the axes `sliced`. Devices along the axes `common` share the `heads` key heads that
     are left, and each uses one of them.
@@ -26,7 +26,7 @@ class Share:
     """Devices along `common` that use the same key head."""
 
     def pick(self, *keys: jax.Array) -> tuple[jax.Array, ...]:
-        """Pick the head of [B, T, K, ...] that this device uses, if it uses one of several; in a shard_map."""
+        """Pick from [B, T, K, ...] the key head that this device uses, if it uses one of several; in a shard_map."""
         if self.heads == 1:
             return keys
         mine = shard_index(self.common) // self.sharers
@@ -53,7 +53,7 @@ def share(finer: Sequence[str], heads: int, mesh: Mapping[str, int]) -> Share | 
 
 
 def placed(doing: str, query: Spec, key: Spec, heads: int, key_heads: int, mesh: Mapping[str, int]):
-    """Check that every device has the keys that it needs, and find how it picks its key heads.
+    """Check that every device has the keys that it needs, and find the share by which it picks its key heads.
 
     Returns:
         The share, and the axes that shard the queries of a sequence.
