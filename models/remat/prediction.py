@@ -36,8 +36,8 @@ class Recomputation:
 
     Attributes:
         remat: the choice.
-        layers: blocks, or periods of them, that are scanned; all blocks, if they do not repeat.
-        bytes: bytes that all of them keep for the backward pass.
+        layers: number of blocks, or of periods of blocks, that are scanned; of all blocks, if they do not repeat.
+        bytes: bytes that all these layers keep for the backward pass.
         flops: FLOPs of the products that the backward pass computes again, beyond those of `none`.
         seconds: time of these FLOPs at the chip's full rate.
     """
@@ -50,7 +50,7 @@ class Recomputation:
 
     @property
     def layer_bytes(self) -> int:
-        """Bytes that one of them keeps; the mean, rounded down, if they do not repeat."""
+        """Bytes that one layer keeps; the mean, rounded down, if layers do not repeat."""
         return self.bytes // self.layers
 
 
@@ -71,9 +71,9 @@ def predicted(
         dtype: compute dtype.
 
     Returns:
-        A row for each of `REMATS`. No rows if there is only one repeat of blocks, which no stacks are kept of, unless
-        it is for their kinds, so that each is computed again by itself; and none of a pipeline, whose schedule decides
-        what stages keep.
+        A row for each of `REMATS`. There are no rows for a pipeline, whose schedule decides what stages keep. There are
+        none either if the blocks have only one repeat, which leaves no stacks of arrays, unless this is because of
+        their kinds: then each block is computed again by itself.
 
     Example:
         >>> from gspmd.layouts import Layout
