@@ -203,7 +203,7 @@ def touched(value: Instruction) -> int:
 
 
 def modelled(sample: Sample, chip: Chip, row: Efficiency) -> float:
-    """Return the model's seconds, for the bytes that the compiled program moves."""
+    """Return the seconds that the model predicts for a sample, from the bytes that its compiled program moves."""
     sizes = (1, sample.left, sample.contracted, sample.right)
     return row.seconds(sizes, sample.moved, "bfloat16", chip, sample.form == "accumulate")
 

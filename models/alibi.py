@@ -17,8 +17,8 @@ def slopes(heads: int, most: float = 8.0) -> np.ndarray:
 
         2^(-most · i / n)  for i = 1 .. n, if n is a power of two
 
-    Otherwise the heads have the slopes of the next lower power of two, and behind them the first, third and so on of
-    the next higher one.
+    For any other n, the heads have the slopes of the next lower power of two, followed by every other slope (the first,
+    the third and so on) of the next higher power of two.
 
     Args:
         heads: number of query heads.
@@ -35,7 +35,7 @@ def slopes(heads: int, most: float = 8.0) -> np.ndarray:
     """
     wide = 1 << (heads - 1).bit_length()
     exponents = most * np.arange(1, wide + 1) / wide
-    if wide != heads:  # every other slope of `wide` heads is one of half as many
+    if wide != heads:  # the other half of these slopes are those of half as many heads
         exponents = np.concatenate([exponents[1::2], exponents[::2]])[:heads]
     return 2.0**-exponents
 
@@ -45,7 +45,7 @@ def slopes_of(config: ModelConfig, padded: Padded | None) -> tuple[float, ...]:
 
     Args:
         config: the model.
-        padded: the padding of its heads, if they have any; its slopes are 0.
+        padded: the padding of the heads, if there is any; padded heads have slope 0.
     """
     found = slopes(config.heads, config.alibi_max)
     if config.alibi_scaled:

@@ -1,4 +1,4 @@
-"""Self-attention and cross-attention, of many, grouped or one key head, with rotary position embeddings."""
+"""Self-attention and cross-attention, multi-head, grouped-query or multiquery, with rotary position embeddings."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ class Past(Protocol):
     """The cached keys and values of one layer, for attention of the tokens that follow them."""
 
     def angles(self, spec: Spec, kind: str) -> Angles:
-        """Return the angles of a layer of this kind at the positions of the new tokens, placed as B and L of `spec`."""
+        """Return the rotary angles of the new tokens, for a kind of layer; sharded as B and L of `spec`."""
 
     def growth(self) -> jax.Array:
-        """Return the factors [B, L, 1, 1] of queries that grow, at the positions of the new tokens."""
+        """Return the factors [B, L, 1, 1] that scale queries up with the position, for the new tokens."""
 
     def attend(
         self, q: jax.Array, k: jax.Array, v: jax.Array, query_spec: Spec, key_spec: Spec, **options: Any
     ) -> jax.Array:
-        """Attend with queries to the cache and to the given keys and values, and store these.
+        """Attend with queries to the cache and to the given keys and values, and store these keys and values.
 
-        The options are those of `gspmd.ops.cached_attention`.
+        Options are passed to `gspmd.ops.cached_attention`.
         """
 
     @property
@@ -48,7 +48,7 @@ class Past(Protocol):
         """Whether no token is cached, so that the new ones attend only to one another."""
 
     def keep(self, latent: jax.Array, rank: int) -> jax.Array:
-        """Store latents and rotated keys [B, L, Z] of the new tokens, and return them as they are kept.
+        """Store latents and rotated keys [B, L, Z] of the new tokens, and return them as the cache keeps them.
 
         The first `rank` numbers are the latent.
         """
@@ -56,10 +56,10 @@ class Past(Protocol):
     def attend_latents(
         self, q: jax.Array, latent: jax.Array, rank: int, query_spec: Spec, key_spec: Spec, **options: Any
     ) -> jax.Array:
-        """Attend with queries [B, L, H, Z] to the cached latents and to those of the new tokens [B, L, Z].
+        """Attend with queries [B, L, H, Z] to the cached latents and to the latents [B, L, Z] of the new tokens.
 
         Returns:
-            [B, L, H, Z], the mixed latents, of `rank` numbers. The options are those of `attend`.
+            [B, L, H, `rank`], the weighted sums of latents. The options are as for `attend`.
         """
 
     def attend_source(self, q: jax.Array, query_spec: Spec, key_spec: Spec, **options: Any) -> jax.Array:
@@ -98,9 +98,9 @@ class Attention(Layer):
         return self.affine(where, checkpoint_name(added, "attention.added"), "o")
 
     def heads(self, where: str, products: Sequence[jax.Array], y: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Return queries [B, L, H, D], keys and values [B, L, K, D] of y, from its products with the three weights.
+        """Return queries [B, L, H, D], keys and values [B, L, K, D] from the products of y with the three weights.
 
-        Adapters, scales, biases, a bound and norms of heads are applied to the products, as far as the model has them.
+        Adapters, scales, biases, clipping and norms of heads are applied to the products, if the model has them.
         """
         found = []
         for x, line, weight, kept in zip(products, ("query", "key", "key"), "qkv", ("query", "key", "value")):
@@ -112,7 +112,7 @@ class Attention(Layer):
         return q, k, v
 
     def clipped(self, x: jax.Array) -> jax.Array:
-        """Return queries, keys or values within the model's bound, if it has one."""
+        """Return queries, keys or values, clipped if the model has `qkv_clip`."""
         bound = self.config.qkv_clip
         return x if bound is None else jnp.clip(x, -bound, bound)
 
@@ -121,18 +121,18 @@ class Attention(Layer):
         options: dict[str, Any] = {"epsilon": self.config.norm_epsilon}
         if self.config.qk_norm == "head":
             return self.at.rms_norm(f"{line}, {norm}", x, self.vector(norm), **options)
-        if (padded := self.padded_heads.get(heads)) is not None:  # heads of padding are 0, and do not count
+        if (padded := self.padded_heads.get(heads)) is not None:  # padded heads are 0, and do not count
             options["count"] = padded.real * self.config.head_size
         return self.at.rms_norm(f"{line}, {norm}_all", x, self.vector(norm), **options)
 
     def normed_after_rotation(self, q: jax.Array, k: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Normalise rotated queries and keys, each head by itself and without a scale, if the model does so."""
+        """Normalise rotated queries and keys, each head by itself and without a scale, if the model has such norms."""
         if self.config.qk_norm != "rotated":
             return q, k
         return _unscaled_norm(q, self.config.norm_epsilon), _unscaled_norm(k, self.config.norm_epsilon)
 
     def growth_of_text(self, length: int, context: Context) -> jax.Array | np.ndarray:
-        """Return the factors of queries that grow, in the order of training."""
+        """Return the factors that scale queries up with the position, for tokens in the order of training."""
         if context.growth is not None:
             return context.growth
         ring = ring_size(self.at.spec("key")) if context.causal else 1
@@ -141,7 +141,8 @@ class Attention(Layer):
     def core(self, q: jax.Array, k: jax.Array, v: jax.Array, context: Context, past: Past | None = None) -> jax.Array:
         """Compute softmax attention of queries [B, L, H, D] and keys [B, L, K, D], placed as the queries.
 
-        Without a `past`, sequences begin here, in zigzag order if L of causal keys is sharded; with it, they follow it.
+        Without a `past`, sequences begin here, in zigzag order if L of causal keys is sharded; otherwise they follow
+        `past`.
         """
         query, key = self.at.spec("query"), self.at.spec("key")
         how = self.scores(context)
@@ -160,14 +161,14 @@ class Attention(Layer):
             q = _grown(q, self.growth_of_text(q.shape[1], context))
         if context.segments:
             how["segments"] = context.segments
-            if self.chunk is not None:  # chunks of a text in a packed row begin where it does
+            if self.chunk is not None:  # chunks of a text in a packed row begin at the start of that text
                 how["segments"] = context.chunks
                 how["window"] = how.pop("chunk")  # no key of a chunk is further away
         out = attention(q, k, v, query, key, causal=context.causal, **how)
         return masked(out, self.padded, "H", query)
 
     def scores(self, context: Context) -> dict[str, Any]:
-        """Return the arguments of `gspmd.ops.attention` that make this model's scores; none without effect."""
+        """Return the arguments of `gspmd.ops.attention` for this model's scores, without those that have no effect."""
         found = bias_of(self.config, self.at, context) | {"scale": self.config.attention_scale}
         if self.window is not None:
             found["window"] = self.window
@@ -190,8 +191,8 @@ class Attention(Layer):
         order = zigzag_positions(q.shape[1], ring_size(key)) if context.causal else np.arange(q.shape[1])
         angles = cos_sin(order, turns(rotary, q.shape[1]))
         if query.axes_of("L") != key.axes_of("L"):
-            # Without `_along`, compilers merge the tables of queries and keys into one constant, shard its L as that of
-            # the queries, and gather it for the keys.
+            # Without `_along`, compilers merge the tables of queries and keys into one constant, shard its L like the L
+            # of the queries, and gather it for the keys.
             return rotate(q, rotary, _along(query, angles)), rotate(k, rotary, angles)
         return rotate(q, rotary, angles), rotate(k, rotary, angles)
 
@@ -242,12 +243,12 @@ def _unscaled_norm(x: jax.Array, epsilon: float) -> jax.Array:
 
 
 def _grown(q: jax.Array, growth: jax.Array | np.ndarray) -> jax.Array:
-    """Return queries [B, L, H, D] times the factors of their positions."""
+    """Return queries [B, L, H, D] times the factors by which they grow with the position."""
     return (q.astype(jnp.float32) * growth).astype(q.dtype)
 
 
 def bias_of(config: ModelConfig, at: Section, context: Context) -> dict[str, Any]:
-    """Return the arguments of `gspmd.ops.attention` for a bias by relative position; none without such a table."""
+    """Return the arguments of `gspmd.ops.attention` for a relative position bias; empty without a table."""
     if context.relative is None:
         return {}
     buckets = Buckets(config.relative_buckets, config.relative_distance, bidirectional=not context.causal)

@@ -26,8 +26,8 @@ from .placement import moved
 class Block(nnx.Module):
     """x + Attention(norm x), then x + CrossAttention(norm x) after an encoder, then x + FeedForward(norm x).
 
-    With `ModelConfig.norms` "after", the residual stream is read as it is, and what a part adds is normalised; with
-    "both", each part has a norm before it and one after it.
+    With `ModelConfig.norms` "after", each part reads the residual stream as it is, and its output is normalised before
+    it is added; with "both", each part has a norm before it and one after it.
     """
 
     def __init__(self, config: ModelConfig, layout: Layout, weights: Mapping[str, Any], dtype: Any, kind: str):
@@ -104,12 +104,12 @@ class ParallelBlock(Layer):
     def both(
         self, y: jax.Array, z: jax.Array, ffn: FeedForward, context: Context, past: Past | None = None
     ) -> jax.Array:
-        """Return attention of y plus feed-forward of z, normed inputs [B, L, E], added before partial sums are reduced.
+        """Return attention of y plus feed-forward of z, both normed [B, L, E], added before partial sums are reduced.
 
         If both inputs are the same array, they are multiplied by all weights in one product.
         """
         attention = self.attention
-        # [B, L, E] -> [B, L, H, D], [B, L, K, D] twice, and [B, L, F] once, and once more for a gate
+        # [B, L, E] -> [B, L, H, D], twice [B, L, K, D], and [B, L, F], twice with a gate
         names = ("w_in", "w_gate")[: 1 + self.config.gated]
         of_attention = "attention.w_q, attention.w_k, attention.w_v", "attention.query, attention.key, attention.key"
         of_ffn = ", ".join(names), ", ".join("hidden" for _ in names)

@@ -42,11 +42,11 @@ class LatentConfig:
     query_rank: int = 0
     """Width of the latent of queries; 0 for queries straight from the residual stream."""
     rotary: int = 64
-    """Elements of a query that are rotated by position, its last ones, and width of the rotated key."""
+    """Number of elements at the end of a query that are rotated by position, and width of the rotated key."""
     values: int = 128
     """Width of a head's values."""
     norm_epsilon: float = 1e-6
-    """Added to the mean square in the norms of the latents."""
+    """The number added to the mean square in the norms of the latents."""
 
 
 @dataclass(frozen=True)
@@ -63,17 +63,17 @@ class ModelConfig:
     """
 
     vocabulary: int = 256
-    """Number of tokens; 256 reads bytes."""
+    """Number of tokens; 256 for a model on bytes."""
     vocabulary_multiple: int = 1
     """The embedding tables are padded to a multiple of this, so that a mesh divides their rows."""
     embed: int = 128
     """Width of the residual stream."""
     layers: int = 4
-    """Number of blocks; of the decoder, if there is an encoder."""
+    """Number of blocks; in an encoder–decoder, the blocks of the decoder."""
     encoder_layers: int = 0
     """Number of blocks of the encoder, whose output every block of the decoder attends to; 0 if decoder-only."""
     start_token: int = 0
-    """The token that a decoder begins with, if there is an encoder: T5's padding token, or M2M-100's end of text."""
+    """The token with which the decoder of an encoder–decoder begins: T5's padding token, or M2M-100's end of text."""
     heads: int = 8
     """Query heads."""
     kv_heads: int = 8
@@ -88,31 +88,29 @@ class ModelConfig:
     out_bias: bool = False
     """Whether attention's output has a bias."""
     qk_norm: Literal[HeadNorm, True, False] = "none"
-    """RMS norm of queries and keys before they are rotated: none; head: of each head by itself, with one scale for all
-    heads (Qwen3); all: over all heads together (OLMo 2). Or rotated: of each head by itself after rotation, without a
-    scale, in layers that are rotated (Llama 4). True means head, and False none."""
+    """RMS norm of queries and keys: none; head: each head by itself before rotation, with one scale for all heads
+    (Qwen3); all: all heads together before rotation (OLMo 2); rotated: each head by itself after rotation, without a
+    scale, in rotated layers only (Llama 4). True means head, and False none."""
     qkv_clip: float | None = None
-    """Bound of queries, keys and values as they come from their products, in both directions (MPT); None for no
-    bound."""
+    """Bound c to which queries, keys and values are clipped after their products, -c to c (MPT); None for no bound."""
     sinks: bool = False
-    """Whether each query head has a learned logit in the denominator of its softmax, which no value belongs to
-    (gpt-oss)."""
+    """Whether each query head has a learned logit without a value in the denominator of its softmax (gpt-oss)."""
     score_softcap: float | None = None
     """Bound c of the scores of attention, which become c · tanh(score / c) (Gemma 2); None for no bound."""
     sliding_window: int | None = None
-    """Number of last tokens, itself among them, to which a token attends in sliding layers."""
+    """Number of last tokens, itself included, to which a token attends in sliding layers."""
     attention_chunk: int | None = None
-    """Number of tokens of the chunks into which chunked layers cut a text; a token attends to those of its own chunk up
-    to itself (Llama 4)."""
+    """Number of tokens of the chunks into which chunked layers cut a text; a token attends to its own chunk, up to
+    itself (Llama 4)."""
     layer_kinds: tuple[str, ...] = ()
     """Kinds of attention of successive blocks, a pattern that repeats: full; sliding, to the last `sliding_window`
     tokens; chunked, within chunks of `attention_chunk` tokens; unrotated: full, without rotary embedding. Empty for all
     sliding if there is a window, all chunked if there is a chunk, else all full."""
     query_growth: float = 0.0
-    """Growth a of queries in unrotated layers: at position p they are multiplied by 1 + a · ln(1 + ⌊(p + 1) /
-    growth_interval⌋) (Llama 4); 0 for none."""
+    """Factor a by which queries in unrotated layers grow: at position p they are multiplied by 1 + a · ln(1 + ⌊(p + 1)
+    / growth_interval⌋) (Llama 4); 0 for no growth."""
     growth_interval: int = 8192
-    """Number of tokens after which queries grow next."""
+    """Number of tokens after which the factor of queries increases again."""
     feed_forward: int = 256
     """Width of the feed-forward layer, or of one expert."""
     activation: str = "swiglu"
@@ -137,10 +135,10 @@ class ModelConfig:
     logit_softcap: float | None = None
     """Bound c of the logits, which become c · tanh(logit / c) (Gemma 2); None for no bound."""
     positions: str = "rotary"
-    """rotary; relative: a bias of the scores for the distance of query and key, in buckets, shared by all blocks of a
-    stack (T5); alibi: a bias that falls with their distance, more steeply in some heads than in others (BLOOM);
-    sinusoidal, or learned: vectors that are added to the embedded tokens (Transformer, GPT-2), the latter
-    one for each of `context_length` positions; or none."""
+    """rotary; relative: a bias of the scores for each bucket of distances, shared by all blocks of a stack (T5); alibi:
+    a bias that falls with the distance of query and key, more steeply in some heads than in others (BLOOM); sinusoidal:
+    constant vectors added to the embedded tokens (Transformer); learned: learned vectors, one for each of
+    `context_length` positions (GPT-2); or none."""
     relative_buckets: int = 32
     """Number of buckets of distances."""
     relative_distance: int = 128
@@ -149,7 +147,7 @@ class ModelConfig:
     """For alibi, the exponent of the flattest head: the slopes of n heads are 2^(-alibi_max · i / n) for i = 1 .. n, if
     n is a power of two (`gspmd_models.alibi.slopes`)."""
     alibi_scaled: bool = False
-    """Whether alibi's biases are multiplied by the factor of the scores, as products are (Falcon)."""
+    """Whether alibi's biases are multiplied by the factor of the scores, as are the products (Falcon)."""
     position_offset: int = 0
     """Position of the first token, for sinusoidal positions (2 in M2M-100)."""
     attention_scale: float | None = None
@@ -160,7 +158,7 @@ class ModelConfig:
     """Stretching of wavelengths, for texts longer than those first trained on; None for none."""
     local_rope_base: float | None = None
     """Base of the rotary position embedding in sliding layers, whose wavelengths are not stretched (Gemma 3); None if
-    they are rotated as all others."""
+    they are rotated like all other layers."""
     rotary_size: int = 0
     """Number of elements of a head, counted from its first, that are rotated by position; 0 for all."""
     rotary_pairs: str = "halves"
@@ -170,7 +168,7 @@ class ModelConfig:
     norm_bias: bool = False
     """Whether layer norms have a bias."""
     norm_epsilon: float = 1e-6
-    """Added to the mean square, or the variance, in every norm."""
+    """The number added to the mean square, or to the variance, in every norm."""
     remat: Literal[Remat, True, False] = "full"
     """Recomputation in the backward pass: none; full: each block from its input; dots: all except products with
     weights; dots-except-hidden: also the feed-forward layer's hidden activations, and keys and values made of latents;
@@ -181,8 +179,9 @@ class ModelConfig:
     int8: bool = False
     """Whether matrices are int8, with a float32 scale for every channel of their products (`quantize`), for serving."""
     stacked: bool = True
-    """Whether weights of blocks of a kind are one array, over which a loop runs; otherwise every block has arrays of
-    its own, which TPUs load while they wait for collectives, and programs are compiled block by block: for serving."""
+    """Whether the weights of all blocks of a kind are one array, over which a loop runs. Otherwise, for serving, every
+    block has separate arrays, which TPUs load while they wait for collectives, and programs contain the blocks one
+    after the other."""
     moe: MoEConfig | None = None
     """Experts in place of the feed-forward layer of every nth block; None for none."""
     lora: LoraConfig | None = None
@@ -242,27 +241,27 @@ class ModelConfig:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """The distinct kinds of attention of the blocks, in the order of their first."""
+        """The distinct kinds of attention of the blocks, in the order of their first block."""
         return tuple(dict.fromkeys(self._kinds))
 
     def window_of(self, kind: str) -> int | None:
-        """Return the number of last tokens that a token of a layer of this kind attends to; None for all."""
+        """Return the number of last tokens to which a token attends in a layer of this kind; None for all."""
         return self.sliding_window if kind == "sliding" else None
 
     def chunk_of(self, kind: str) -> int | None:
-        """Return the number of tokens of a chunk, in which layers of this kind attend; None for no chunks."""
+        """Return the number of tokens of a chunk in layers of this kind; None if they do not attend in chunks."""
         return self.attention_chunk if kind == "chunked" else None
 
     def reach_of(self, kind: str) -> int | None:
-        """Return the most last tokens to which a token of a layer of this kind attends; None for all."""
+        """Return the largest number of last tokens to which a token attends in a layer of this kind; None for all."""
         return self.window_of(kind) or self.chunk_of(kind)
 
     def grows(self, kind: str) -> bool:
-        """Return whether queries of a layer of this kind grow with their position."""
+        """Return whether the queries of a layer of this kind are scaled up with their position."""
         return kind == "unrotated" and self.query_growth > 0
 
     def rotary_of(self, kind: str) -> ModelConfig | None:
-        """Return the model with the rotary embedding of its layers of this kind; None if they have none."""
+        """Return the config with the rotary embedding of layers of this kind; None if they are not rotated."""
         if self.positions != "rotary" or kind == "unrotated":
             return None
         if self.latent is not None:  # the rotated part of a head is a tensor of its own
@@ -273,7 +272,7 @@ class ModelConfig:
 
     @property
     def rotaries(self) -> tuple[ModelConfig, ...]:
-        """The distinct models of `rotary_of`, for all kinds of layers."""
+        """The distinct configs that `rotary_of` returns, over all kinds of layers."""
         found = dict.fromkeys(map(self.rotary_of, self.kinds))
         return tuple(each for each in found if each is not None)
 
@@ -284,17 +283,17 @@ class ModelConfig:
 
     @property
     def has_dense_layers(self) -> bool:
-        """Whether some blocks have a feed-forward layer that is no mixture of experts."""
+        """Whether some blocks have a feed-forward layer without experts."""
         return self.expert_layers < self.layers + self.encoder_layers
 
     @property
     def pattern(self) -> int:
-        """Blocks of the pattern of dense and expert blocks, and of kinds of attention, which repeats after `lead`."""
+        """Number of blocks in the pattern, of expert blocks and kinds of attention, that repeats after `lead`."""
         return self._repetition[1]
 
     @property
     def lead(self) -> int:
-        """Number of first blocks before those that repeat, such as the dense ones of DeepSeek (`moe.dense_layers`)."""
+        """Number of blocks before the repeating pattern, such as the dense blocks of DeepSeek (`moe.dense_layers`)."""
         return self._repetition[0]
 
     @property
@@ -313,18 +312,17 @@ class ModelConfig:
 
     @property
     def period(self) -> int:
-        """Blocks per period; one step of the scan runs one period. That is the pattern, or all blocks if they are not
-        stacked."""
+        """Number of blocks in a period, which one step of the scan runs: the pattern, or all blocks if not stacked."""
         return self.pattern if self.stacked else self.layers
 
     @property
     def is_one_pattern(self) -> bool:
-        """Whether the blocks do not repeat, for their kinds of attention, or because only some of them are dense."""
+        """Whether the blocks do not repeat, because of their kinds of attention, or because only some are dense."""
         every = self.moe.every if self.moe else 1
         return self.pattern == self.layers and self.pattern > every
 
     def stacks(self, layers: int | None = None) -> tuple[range, ...]:
-        """Return the numbers of the layers of each stack: first those of `lead`, then one for each of the pattern.
+        """Return the layers of each stack: one stack for each layer of `lead`, then one for each block of the pattern.
 
         Args:
             layers: of the encoder or the decoder; None for the decoder.
@@ -337,7 +335,7 @@ class ModelConfig:
         return alone + tuple(range(number, layers, self.pattern) for number in repeating)
 
     def weight_stacks(self, layers: int | None = None) -> tuple[range, ...]:
-        """Return the numbers of the layers whose weights are in one array: as `stacks`, or each if not `stacked`."""
+        """Return the layers whose weights are in one array: as in `stacks`, or each layer alone if not `stacked`."""
         if self.stacked:
             return self.stacks(layers)
         return tuple(range(number, number + 1) for number in range(self.layers if layers is None else layers))
@@ -353,7 +351,7 @@ class ModelConfig:
 
     @property
     def expert_place(self) -> int:
-        """The place in each pattern of the block whose feed-forward layer is a mixture of experts; -1 for none."""
+        """Position in the pattern of the block whose feed-forward layer is a mixture of experts; -1 for none."""
         return -1 if self.moe is None else self.moe.every - 1 if self.moe.offset is None else self.moe.offset
 
     def is_sparse(self, place: int) -> bool:
@@ -374,11 +372,11 @@ class ModelConfig:
 
     @property
     def num_active_parameters(self) -> int:
-        """Number of parameters used by one token, which counts only the experts that it chooses."""
+        """Number of parameters that one token uses, counting only the experts that it chooses."""
         return self._parameters(self.moe.used if self.moe else 0)
 
     def _parameters(self, experts: float) -> int:
-        """Count parameters, with so many experts in a layer that has some; each router has an output for all."""
+        """Count parameters with this number of experts in each expert layer; a router has one output per expert."""
         sizes = tensor_sizes(self)
         return round(sum(experts * each.size(sizes | {"X": 1}) if _of_experts(each) else each.size(sizes)
                          for each in tensors(self)))  # fmt: skip
@@ -417,8 +415,9 @@ class ModelConfig:
         return round(of_target + self.flops_per_source_token(source_length) * source_length / length)
 
     def flops_per_source_token(self, source_length: int) -> int:
-        """Floating-point operations per token of a source, forward and backward: of the encoder, and of its output's
-        keys and values in every block of the decoder.
+        """Floating-point operations per token of a source, forward and backward.
+
+        They are those of the encoder, and of the keys and values of its output in every block of the decoder.
 
         Args:
             source_length: tokens per source.
@@ -427,7 +426,7 @@ class ModelConfig:
 
     @property
     def _flops_of_matrices(self) -> tuple[int, int]:
-        """6 per active parameter that a token of a source is multiplied by, and a token of a target."""
+        """Return 6 FLOPs for each active parameter that multiplies a token: of a source, and of a target."""
         sizes, of_source, of_target = tensor_sizes(self), 0.0, 0.0
         for each in tensors(self):
             if not each.is_matrix or (each.key == "embedding.table" and not self.tied):
@@ -442,7 +441,7 @@ class ModelConfig:
         return 6 * round(of_source), 6 * round(of_target)
 
     def tokens_of_source(self, source_length: int, length: int) -> int:
-        """Return the tokens of a source: `source_length`, or as many as `length` if that is 0; 0 without an encoder.
+        """Return the number of tokens of a source: `source_length`, or `length` if that is 0; 0 without an encoder.
 
         >>> ModelConfig(encoder_layers=4).tokens_of_source(0, 128), ModelConfig().tokens_of_source(0, 128)
         (128, 0)
@@ -452,10 +451,10 @@ class ModelConfig:
     def common_sizes(self, batch: int, length: int, source_length: int = 0) -> dict[str, int]:
         """The sizes that mesh axes of a layout's lines have to divide if both stacks of blocks share these lines.
 
-        L is the greatest common divisor of the lengths of both stacks, and C that of the slots of their experts.
+        L is the greatest common divisor of both lengths, and C of the numbers of experts' slots in both stacks.
 
         Args:
-            batch, length, source_length: as of `sizes`.
+            batch, length, source_length: as for `sizes`.
 
         Example:
             >>> sizes = ModelConfig(encoder_layers=4).common_sizes(batch=8, length=96, source_length=512)
@@ -521,7 +520,7 @@ def shortest_repetition(layers: tuple[Any, ...]) -> tuple[int, int]:
 
 
 def _of_experts(tensor: Tensor) -> bool:
-    """Return whether each expert has such a parameter; a router has only an output for each."""
+    """Return whether every expert has its own copy of a parameter; a router has only one output for each expert."""
     return "X" in dims_of(tensor.key) and not tensor.key.startswith(("moe.router", "moe.choice_bias"))
 
 
@@ -722,7 +721,7 @@ def _encoder_faults(config: ModelConfig):
 
 
 def _has(config: ModelConfig, key: str) -> bool:
-    """Return whether the model has a weight that may have an adapter."""
+    """Return whether the model has the weight `key`, one of those that may have an adapter."""
     section, name = key.split(".")
     if name.endswith("gate") and not config.gated:
         return False

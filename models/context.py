@@ -1,6 +1,6 @@
 """The context of attention: rotary angles, segments, the table of relative positions, and the memory of an encoder.
 
-All blocks of a stack read the same, so it is placed once, before the scan over them.
+All blocks of a stack read the same context, so it is placed once, before the scan over them.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ Pair = tuple[jax.Array, jax.Array]
 
 @dataclass(frozen=True)
 class Context:
-    """The arrays that attention reads beside the residual stream; None for what a model or a batch does not have.
+    """The arrays that attention reads beside the residual stream; None for an array that a model or a batch lacks.
 
     Attributes:
-        causal: whether tokens do not attend to later ones: True in a decoder, False in an encoder.
+        causal: whether tokens attend only to earlier tokens and themselves: True in a decoder, False in an encoder.
         angles: maps the model that `ModelConfig.rotary_of` returns to the rotary angles at the position of every token
             in its segment, placed as queries and as keys are.
         segments: [B, L] int32, the segment of every token, 0 for padding, placed as queries and as keys are.
-        chunks: likewise segments that also begin anew with every chunk of a text, for chunked layers.
+        chunks: segments, placed likewise, that also begin anew with every chunk of a text, for chunked layers.
         growth: [B, L, 1, 1] float32, the factors of queries that grow with their position in their segment, placed as
             queries are.
         relative: [R, H], the table of the relative position bias.
@@ -107,10 +107,10 @@ def with_memory(
         context: the context of the decoder's own tokens.
         layout: the layout of the decoder.
         memory: [B, T, E], placed as `cross.memory`.
-        length: L, the tokens of a row of targets.
-        segments: [B, L], those of the targets, placed as `batch_spec`, in the order of the text; None if every row is
-            one target, which attends to segment 1 of the source.
-        source_segments: [B, T], those of the source, placed likewise; None if every row is one source without padding.
+        length: L, the number of tokens of a row of targets. segments: [B, L], the segments of the targets, placed as
+            `batch_spec`, in the order of the text; None if every row is one target, which attends to segment 1 of the
+            source. source_segments: [B, T], the segments of the source, placed likewise; None if every row is one
+            source without padding.
     """
     if source_segments is None:
         return replace(context, memory=memory)
@@ -218,12 +218,12 @@ def token_positions(layout: Layout, length: int, segments: jax.Array | None) -> 
 
 
 def in_both(layout: Layout, x: jax.Array, query: Spec, key: Spec) -> Pair:
-    """Return `along_text` of queries and of keys; one array for both if they lie alike, as a TPU's kernel takes it."""
+    """Return `along_text` for queries and for keys: one and the same array if they are placed alike, for TPU kernels."""
     of_query = along_text(layout, x, query)
     return of_query, of_query if query.axes[:2] == key.axes[:2] else along_text(layout, x, key)
 
 
 def along_text(layout: Layout, x: jax.Array, spec: Spec) -> jax.Array:
-    """Move an array of tokens [B, L], placed as `batch_spec`, to where B and the length of a tensor's spec lie."""
+    """Move an array [B, L], placed as `batch_spec`, to the placement of B and the length in a tensor's spec."""
     whole = batch_spec(layout)
     return moved(x, whole, Spec(whole.dims, spec.axes[:2]))

@@ -1,4 +1,4 @@
-"""The mixture-of-experts feed-forward layer, between the residual stream and groups of tokens."""
+"""The mixture-of-experts feed-forward layer: the residual stream is moved to groups of tokens and back."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Experts(Layer):
 
         Args:
             y: the input.
-            context: which tokens are padding, and take no slot; and whether the stack is causal.
+            context: tells which tokens are padding, which take no slot, and whether the stack is causal.
             key: random key of the router, in training.
             train: whether to use the router's random draws and capacity of training.
 
@@ -67,7 +67,8 @@ class Experts(Layer):
         sequences = groups.rename({"G": "B"})
         count, shape = self.settings.groups or y.shape[0], y.shape
         into = (count, y.shape[0] * y.shape[1] // count)
-        # Experts' slots are given in text order. An encoder, whose attention is not causal, has no other.
+        # Experts' slots are assigned in text order. In an encoder, whose attention is not causal, tokens have no other
+        # order.
         ring = ring_size(self.key) if context.causal else 1
         tokens, mask = in_order(moved(y, residual, sequences), ring), context.real
         answers, loss, stats = expert_layer(
@@ -84,7 +85,7 @@ class Experts(Layer):
         return answers if self.shared is None else answers + self.of_shared(y), {"aux_loss": loss, **stats}
 
     def of_shared(self, y: jax.Array) -> jax.Array:
-        """Return the output of the shared experts, times sigmoid(y · shared_mix) if the model has such weights."""
+        """Return the output of the shared experts, times sigmoid(y · shared_mix) if the model has `shared_mix`."""
         assert self.shared is not None
         answers = self.shared.answer(y)
         if (mix := self.parameter("shared_mix")) is None:
@@ -108,7 +109,7 @@ class Experts(Layer):
 
 
 def shared_section(layout: Layout) -> Section:
-    """Return the lines of the shared experts in a layout, by the names of a feed-forward layer's.
+    """Return the lines of the shared experts in a layout, under the names that a feed-forward layer uses.
 
     Source: Dai et al. 2024, DeepSeekMoE (arXiv 2401.06066), §3.2.
     Differs: the shared experts are one layer of their total width, which equals the sum of their outputs.

@@ -51,7 +51,7 @@ class FeedForward(Layer):
         return self.affine("residual", added, "out")
 
     def activate(self, products: Sequence[jax.Array], y: jax.Array) -> jax.Array:
-        """Return the hidden layer [B, L, F] of y, from its products with `w_in` and `w_gate`; 0 where F is padding."""
+        """Return the hidden layer [B, L, F] from the products of y with `w_in` and `w_gate`; 0 where F is padding."""
         names = ("in", "gate")[: len(products)]
         hidden = [self.adapted(f"residual, w_{name} -> hidden", x, y) for name, x in zip(names, products)]
         hidden = checkpoint_name(hidden, "ffn.hidden")

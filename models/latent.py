@@ -23,10 +23,11 @@ from .vectors import masked
 class LatentAttention(Attention):
     """Self-attention whose keys and values are products of a latent [B, L, Z] of each token.
 
-    Z is the latent's rank and the width of one rotated key, which all heads share. A query's first elements meet the
-    keys of the latent, and its last ones the rotated key. In training, and where a prompt is read in one chunk, keys
-    and values of all heads are computed. With a cache they are not: w_k_up is multiplied into the queries, and w_v_up
-    into the mixed latents, so that attention reads the cached latents alone: Z numbers of a token for all heads.
+    Z is the sum of the latent's rank and the width of one rotated key, which all heads share. A query's first elements
+    are multiplied by keys made of the latent, and its last elements by the rotated key. In training, and where a prompt
+    is read in one chunk, keys and values of all heads are computed. With a cache, w_k_up is multiplied into the queries
+    instead, and w_v_up into the weighted sums of latents, so that attention reads only the cached latents: Z numbers
+    per token for all heads.
 
     Source: DeepSeek-AI 2024, *DeepSeek-V2* (arXiv 2405.04434), section 2.1.
     """
@@ -54,12 +55,12 @@ class LatentAttention(Attention):
 
     @property
     def epsilon(self) -> dict[str, float]:
-        """The option of the latents' norms."""
+        """The argument `epsilon` of the latents' norms."""
         assert self.config.latent is not None
         return {"epsilon": self.config.latent.norm_epsilon}
 
     def projected(self, where: str, y: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return queries [B, L, H, D], perhaps by way of their own latent [B, L, U], and latents [B, L, Z] of y."""
+        """Return queries [B, L, H, D], if configured through their own latent [B, L, U], and latents [B, L, Z] of y."""
         assert self.config.latent is not None
         if not self.config.latent.query_rank:
             into = f"{where}, (w_q, w_k_down) -> (query, latent)"
@@ -96,13 +97,12 @@ class LatentAttention(Attention):
         Args:
             q: [B, L, H, D], rotated.
             latent: [B, L, Z].
-            context: of the step.
-            in_order: whether tokens are in the order of the text, as in a prompt, and not in that of a ring: then the
-                keys of a sequence that is sharded along L are gathered.
+            context: the context of the step. in_order: whether tokens are in the order of the text, as in a prompt, and
+                not in the order of a ring: then the keys of a sequence that is sharded along L are gathered.
         """
         assert self.config.latent is not None
         query, of_latent, rank = self.at.spec("query"), self.at.spec("latent"), self.config.latent.rank
-        # A sequence is in the order of a ring if the layout shards the keys' L, and otherwise in that of the text.
+        # A sequence is in the order of a ring if the layout shards the keys' L, and otherwise in the order of the text.
         keys = query.with_axes("L", () if in_order else self.at.spec("key").axes_of("L"))
 
         def made(name: str) -> jax.Array:  # [B, L, Z] -> [B, L, H, D]
@@ -120,8 +120,8 @@ class LatentAttention(Attention):
     def of_every_head(self, key: jax.Array, heads: int, keys: Spec) -> jax.Array:
         """Return the shared key [B, L, D], placed as the latent, for every head: [B, L, H, D], placed as `keys`.
 
-        The gradient is a sum over the heads, which devices share. That of a broadcast would be left to the compiler,
-        and planned nowhere, so this is a product with a vector of ones.
+        The gradient is a sum over the heads, which are sharded. The compiler would choose the collective for the
+        gradient of a broadcast, and no plan would count it, so this is a product with a vector of ones.
         """
         before = Spec(("B", "L", "D"), (*self.at.spec("latent").axes[:2], ()))
         beside = Spec(before.dims, (*keys.axes[:2], ()))
@@ -130,10 +130,10 @@ class LatentAttention(Attention):
         return gspmd.einsum(Equation.product(beside, each, keys), moved(key, before, beside), ones)
 
     def absorbed(self, q: jax.Array, latent: jax.Array, context: Context, past: Past) -> jax.Array:
-        """Attend to cached latents; arguments and result are those of `expanded`."""
+        """Attend to cached latents; arguments and result are as for `expanded`."""
         assert self.config.latent is not None
         rank, first = self.config.latent.rank, q.shape[3] - self.config.latent.rotary
-        # The product sums over the channels of w_k_up, so the queries are multiplied by their scales before it.
+        # The product sums over the channels of w_k_up, so the queries are multiplied by the channels' scales first.
         plain = self.scaled("query", q[..., :first], "k_up")
         into, out = "query, w_k_up -> absorbed", "absorbed, w_v_up -> query"
         there = self.adapted(into, self.at.einsum(into, plain, self.matrix("w_k_up")), plain)  # to [B, L, H, Z]

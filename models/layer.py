@@ -1,4 +1,4 @@
-"""The base of all layers: parameters by the names of lines, and adapters, scales and biases of products.
+"""The base class of all layers: parameters by the names of lines, and adapters, scales and biases of products.
 
 Each layer writes its own equations, such as `at.einsum("hidden, w_out -> residual", ...)`. This base has the operations
 around them: the norm before, and after it the product of a low-rank adapter, the scales of an int8 weight, and a bias,
@@ -51,11 +51,11 @@ class Layer(nnx.Module):
         return getattr(self, name)[...]
 
     def matrix(self, name: str) -> jax.Array:
-        """Return a weight in the compute dtype; if it is stored as int8, as it is."""
+        """Return a weight in the compute dtype, or unchanged if it is stored as int8."""
         return matrix(getattr(self, name), self.dtype)
 
     def matrices(self, *names: str) -> tuple[jax.Array, ...]:
-        """Return weights in the compute dtype; those stored as int8, as they are."""
+        """Return weights in the compute dtype, or unchanged if they are stored as int8."""
         return tuple(map(self.matrix, names))
 
     def normed(self, where: str, x: jax.Array, norm: str = "norm") -> jax.Array:
@@ -64,7 +64,7 @@ class Layer(nnx.Module):
         Args:
             where: name of the line of x, and of the result.
             x: the input.
-            norm: name of the scale; that of the bias is `<norm>_bias`. All norms of a layer are placed by its line
+            norm: name of the scale; the bias is called `<norm>_bias`. All norms of a layer are placed by its line
                 `norm`.
         """
         epsilon = self.config.norm_epsilon
@@ -81,7 +81,7 @@ class Layer(nnx.Module):
         return x if self.config.norms == "after" else self.normed(where, x)
 
     def normed_after(self, where: str, x: jax.Array) -> jax.Array:
-        """Return what a part of a block adds to the residual stream, normalised unless norms come before only."""
+        """Return what a part of a block adds to the stream: its output, normalised unless norms come only before parts."""
         return x if self.config.norms == "before" else self.normed(where, x, "norm_after")
 
     def adapted(self, names: str, product: jax.Array, x: jax.Array) -> jax.Array:
@@ -96,7 +96,7 @@ class Layer(nnx.Module):
         return self.adapted_by(weight, self.at.equation(names), product, x)
 
     def adapted_by(self, weight: str, equation: Equation, product: jax.Array, x: jax.Array) -> jax.Array:
-        """Add the product of x and the adapter of a weight, as `adapted`, for an equation whose specs are no lines."""
+        """Add the product of x and a weight's adapter, as `adapted`, for an equation whose specs are not lines."""
         assert "." in weight or hasattr(self, weight), f"there is no weight {weight}"
         down, up = (self.parameter(f"{weight}_{side}") for side in "ab")
         if down is None or up is None:
@@ -111,7 +111,7 @@ class Layer(nnx.Module):
 
         Args:
             where: name of the line of x, and of the result.
-            x: the product, whose last dimensions are those of scales and bias.
+            x: the product, whose last dimensions are the dimensions of scales and bias.
             weight: the suffix of their names, after `s_` and `b_`; both are placed as the line of the bias.
         """
         return self.biased(where, self.scaled(where, x, weight), weight)

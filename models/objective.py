@@ -75,8 +75,8 @@ def loss(
     Args:
         model: a placed model.
         tokens: [B, L+1] integers, placed as `batch_spec`; every token except the first is predicted. An id outside of
-            the vocabulary is not refused, since a compiled program cannot: it reads a row of zeros, and its loss is
-            that of a logit of 0.
+            the vocabulary is not refused, since a compiled program cannot: it reads a row of zeros, and as a label it
+            has a logit of 0.
         source: [B, T] integers that the encoder of an encoder–decoder reads, placed as `batch_spec`.
         segments: [B, L+1] integers, placed as `batch_spec`: the number of the text that each token belongs to, from 1,
             and 0 for padding at the end. The first token of a text and padding are not predicted, and the mean is over
@@ -119,13 +119,13 @@ def loss(
 def _mean_cross_entropy(
     layout: Layout, logits: jax.Array, labels: jax.Array, total: jax.Array | None = None
 ) -> jax.Array:
-    """Return the mean over all labels; given a `total`, the sum over labels that are not negative, divided by it."""
+    """Return the mean over all labels; with `total`, the sum over labels that are not negative, divided by `total`."""
     with part(layout, "output"):
         if total is None:
             each = cross_entropy(logits, labels, layout["output.logits"])
         else:
             each = cross_entropy(logits, _read(labels), layout["output.logits"])
-            # A product with 0 would not do: the entropy of a masked label may be infinite.
+            # Not a product with 0: the entropy of a masked label may be infinite.
             each = jnp.where(labels < 0, jnp.float32(0), each)
         summed = gspmd.reshard(each, Equation.move(label_spec(layout), SCALAR))
         return summed / (each.size if total is None else total)
@@ -163,7 +163,7 @@ def only_within(tokens: jax.Array, segments: jax.Array) -> jax.Array:
 
 
 def _read(tokens: jax.Array) -> jax.Array:
-    """Return the tokens with complements undone."""
+    """Return the tokens, with each complement `~t` replaced by t."""
     return jnp.where(tokens < 0, ~tokens, tokens)
 
 
@@ -185,7 +185,7 @@ def _pipelined(
     stacked = [_stacked(values, prefix, config.lead) for prefix in prefixes]
     shared = {path: value for path, value in values.items() if not any(path in each for each in stacked)}
     weights = tuple(_in_rounds(each, rows, table.rounds, dtype) for each in stacked)
-    data = rows["embedding.table"].spec.reduced  # `for_stages` gives all weights the same; empty in evaluation
+    data = rows["embedding.table"].spec.reduced  # `for_stages` gives all weights the same axes; empty in evaluation
     layout, placed = model.layout.inside(data), batch_spec(model.layout)
     whole = {"tokens": tokens} | {name: x for name, x in inner.items() if x is not None}
     batches: dict[str, Any] = {name: cut_batch(x, placed, table.microbatches) for name, x in whole.items()}
@@ -197,7 +197,7 @@ def _pipelined(
         if table.microbatches > 1:
             keys = jax.vmap(lambda number: jax.random.fold_in(key, number))(jnp.arange(table.microbatches))
         batches["keys"] = jax.vmap(partial(_keys, config))(keys)
-    # A backward pass in two parts is split between the operations of layers, which a loop would hide.
+    # A backward pass in two parts is split between the operations of layers, so they must not be hidden in a loop.
     how = _Stacks(config, layout, dtype, table.stages * table.rounds, train, in_loop="weights" not in table.kinds)
     stages, streams = [Stages(how.target, how.decoder, how.last, chunk_reads_shared=True)], [stream(config, layout)]
     if config.encoder_layers:
@@ -217,7 +217,7 @@ class _Stacks:
 
     Attributes:
         config: the model.
-        layout: the layout of the decoder, with that of the encoder in it, inside the shard_map of the stages.
+        layout: the layout of the decoder, including the encoder's section, inside the shard_map of the stages.
         dtype: compute dtype.
         chunks: the number of chunks that make a stack.
         train: whether to use the routers' random draws and capacity of training.
@@ -303,7 +303,7 @@ class _Stacks:
         number: jax.Array,
         in_loop: bool,
     ) -> Chunk:
-        """Run a chunk of a stack's layers; `keys` are those of all its layers."""
+        """Run a chunk of a stack's layers; `keys` are the keys of all layers of the stack."""
         stack = Stack.of(blocks(self.config, layout, weights, self.dtype), 0).cast(self.dtype)
         if keys is not None:
             each = keys.shape[0] // self.chunks
@@ -313,7 +313,7 @@ class _Stacks:
 
 
 def _stacked(values: Values, prefix: str, lead: int) -> Values:
-    """Return the weights of the blocks of a stack, by path, without those before the ones that repeat."""
+    """Return the weights of the repeating blocks of a stack, by path."""
     of_blocks = {path: path.removeprefix(f"{prefix}blocks.") for path in values if path.startswith(f"{prefix}blocks.")}
     return {path: values[path] for path, within in of_blocks.items() if int(within.partition(".")[0]) >= lead}
 
@@ -325,7 +325,7 @@ def _in_rounds(values: Values, rows: Mapping[str, ParameterRow], rounds: int, dt
     stacked = nested({short[path]: value for path, value in values.items()})
     if rounds == 1:
         return jax.tree.map(lambda value: value[None], stacked)
-    # matrices are sent in the compute dtype, which takes fewer bytes
+    # matrices are cast first, so that they are sent in the compute dtype, with fewer bytes
     specs = nested({short[path]: rows[path].spec for path in values})
     return jax.tree.map(partial(in_rounds, rounds=rounds), cast_matrices(stacked, dtype), specs)
 
@@ -339,13 +339,13 @@ def _keys(config: ModelConfig, key: jax.Array) -> tuple[jax.Array, ...]:
 
 
 def _of_all_layers(each: Sequence[Values], axis: str) -> Values:
-    """Gather the figures of all layers of all stacks [N, ...], those of the encoder first, onto every stage."""
+    """Gather the figures [N, ...] of all layers of all stacks, the encoder first, onto every stage."""
     found = [{name: _of_layers(x, axis) for name, x in figures.items()} for figures in each]
     return {name: jnp.concatenate([figures[name] for figures in found]) for name in found[0]}
 
 
 def _of_layers(x: jax.Array, axis: str) -> jax.Array:
-    """Gather the figures of all layers [N, ...] onto every stage, from those of the rounds [R, N/R, ...]."""
+    """Gather the figures [N, ...] of all layers onto every stage, from the figures [R, N/R, ...] of the rounds."""
     dims, rest = ("R", "N", "A", "B", "C")[: x.ndim], ((),) * (x.ndim - 2)
     x = moved(x, Spec(dims, ((), (axis,), *rest)), Spec(dims, ((), (), *rest)))
     return x.reshape(-1, *x.shape[2:])

@@ -103,13 +103,13 @@ def stages_axes(layout: Layout) -> tuple[str, ...]:
 def check_placed(
     doing: str, rows: Mapping[str, ParameterRow], mesh: Any, kind: type[SpecError] | type[LayoutError] = SpecError
 ) -> None:
-    """Raise one error for all parameters that cannot be placed on a mesh; JAX would name the first only.
+    """Raise one error for all parameters that cannot be placed on a mesh; JAX would name only the first.
 
     Args:
         doing: the beginning of the message.
         rows: the table of parameters.
         mesh: devices with named axes; `Layout.check` lets it lack axes of the layout.
-        kind: class of the error.
+        kind: the class of the error.
     """
     faults = [
         replace(fault, text=f"{row.key} = {fault.text}", start=fault.start + at, end=fault.end + at)
@@ -163,7 +163,7 @@ class _WithPadding:
 def _rows(
     config: ModelConfig, layout: Layout, spec_of: Callable[[Layout, str], str]
 ) -> Iterator[tuple[str, ParameterRow]]:
-    """Yield the rows of all parameters; `spec_of` reads a line of a layout, or its optimizer state or gradient."""
+    """Yield the rows of all parameters; `spec_of` returns the spec of a line, or of its optimizer state or gradient."""
     sizes, wide = tensor_sizes(config), wide_sizes(config, layout)
     # An encoder's lines may differ from a decoder's. A mapping that stands for a layout has no encoder's.
     encoder = layout.stack(ENCODER) if config.encoder_layers else layout
@@ -202,7 +202,7 @@ def _rows(
 
 
 def shares_scale(config: ModelConfig, path: str) -> bool:
-    """Return whether a matrix shares the scales of its block's `ffn.w_out`, as products summed before scaling must."""
+    """Return whether a matrix shares the scales of its block's `ffn.w_out`, because their products are summed first."""
     if config.block != "parallel" or not path.endswith("attention.w_o"):
         return False
     number = config.weight_stacks()[int(path.split(".")[1])][0]

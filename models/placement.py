@@ -21,7 +21,7 @@ def batch_spec(layout: Layout) -> Spec:
 
 
 def label_spec(layout: Layout) -> Spec:
-    """Return the spec of labels [B, L]: that of the logits without V."""
+    """Return the spec of labels [B, L]: the spec of the logits without V."""
     return layout.spec("output.logits").without("V")
 
 

@@ -26,14 +26,14 @@ def quantize(model: Transformer) -> Transformer:
 
         int8[:, f] = clip(round(w[:, f] / scale[f]), -127, 127),  x · w ≈ (x · int8) * scale
 
-    scale[f] is max |w[:, f]| / 127, or NaN if a weight of the channel is not finite. For channels of up to 256 numbers
-    65 scales at and near this value are tried, and the one with the least squared error is taken: 15% less error at 24
-    numbers, 5% at 96. Wider channels would gain 2%, for 65 passes over the weights.
+    scale[f] is max |w[:, f]| / 127, or NaN if a weight of the channel is not finite. For channels of up to 256 numbers,
+    65 scales at and near this value are tried, and the scale with the least squared error is used: 15% less error at 24
+    numbers, and 5% at 96. Wider channels would gain 2%, for 65 passes over the weights.
 
     Embedding tables have a scale for every row, which is a token's vector and a channel of the logits. Experts' weights
-    have one for every expert and channel. In a parallel block w_o and w_out share one scale, from the larger maximum,
-    because their products are summed before they are reduced. Norms, biases and routers stay float32. An int8 weight is
-    sent as int8. Products cast it to the activations' dtype, which represents it exactly.
+    have a scale for every expert and channel. In a parallel block w_o and w_out share one scale, from the larger
+    maximum, because their products are summed before they are reduced. Norms, biases and routers stay float32. An int8
+    weight is sent as int8. Products cast it to the activations' dtype, which represents it exactly.
 
     Args:
         model: a model of arrays, from `build` or `load`. It is not changed.
@@ -59,7 +59,7 @@ def quantize(model: Transformer) -> Transformer:
 
 
 def scale_groups(config: ModelConfig, rows: dict[str, ParameterRow]) -> Iterator[tuple[list[str], str]]:
-    """Yield groups of matrices that share their scales, most of one matrix: their paths, and the path of the scales.
+    """Yield the paths of matrices that share their scales (usually a single matrix), and the path of the scales.
 
     Args:
         config: a config with `int8`.
@@ -96,7 +96,7 @@ def quantize_together(rows: dict[str, ParameterRow], weights: dict[str, jax.Arra
 
 
 NARROW = 256
-"""Size of the widest channel for which a scale of less error is searched."""
+"""Number of elements of the widest channel for which several scales are tried."""
 
 # Below 1 the largest weights are clipped; above 1 another grid may fit the few numbers of a channel better.
 _FACTORS = 1 + np.arange(-24, 41, dtype=np.float32) / 320
@@ -107,7 +107,7 @@ def _rounded(w: jax.Array, scale: jax.Array, over: tuple[int, ...]) -> jax.Array
 
 
 def _least_error(weights: Sequence[jax.Array], summed: tuple[tuple[int, ...], ...], widest: jax.Array) -> jax.Array:
-    """Return the scales near `widest` with the least squared error of each channel, over all weights sharing them."""
+    """Return for each channel the scale near `widest` with the least squared error, over all weights that share it."""
 
     def error(scale: jax.Array) -> jax.Array:
         near = (_rounded(w, scale, over) * jnp.expand_dims(scale, over) for w, over in zip(weights, summed))

@@ -1,4 +1,4 @@
-"""Scalings of the rotary position embedding, for sequences longer than those that a model was first trained on."""
+"""Scalings of the rotary position embedding, for sequences longer than in a model's first training."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _FIELDS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Stretch the wavelengths of the rotary position embedding, for sequences longer than those first trained on.
+    """A scaling of the rotary position embedding's wavelengths, for sequences longer than in the first training.
 
     - `linear`: every wavelength is multiplied by `factor`.
     - `llama3`: wavelengths above original_length / low_frequency are multiplied by `factor`. Those below
@@ -36,8 +36,9 @@ class RopeScaling:
       original_length tokens, and one of `long_factors` in longer ones. Cosines and sines are multiplied by
       `attention_factor`.
 
-    The length of a text is that of all its tokens, so that all of them are rotated alike. In training a text is a row,
-    or each text in a packed row. In generation its length is the most that it can have, its prompt and all new tokens.
+    The length of a text counts all its tokens, so that all of them are rotated alike. In training a text is a row, or
+    each text in a packed row. In generation the length is the largest that the text can reach: its prompt and all new
+    tokens.
 
     Raises:
         ValueError: listing every fault, if the fields do not fit the kind.
@@ -71,7 +72,7 @@ class RopeScaling:
     short_factors: tuple[float, ...] = ()
     """Factors of the wavelengths of longrope's pairs up to the original length."""
     long_factors: tuple[float, ...] = ()
-    """Factors of the wavelengths of longrope's pairs beyond it."""
+    """Factors of the wavelengths of longrope's pairs beyond the original length."""
 
     def __post_init__(self) -> None:
         if self.high_frequency is None and self.kind in ("llama3", "yarn"):

@@ -1,4 +1,4 @@
-"""Rotary position embedding, queries and keys turned by the angles of their positions; and queries that grow."""
+"""Rotary position embedding: queries and keys are rotated by their positions; and factors that scale queries up."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def rotate(
     """Apply rotary position embedding: rotate pair i of R/2 by position · base^(-2i/R).
 
     The first R = `config.rotary` elements of a head are rotated, in pairs (x[i], x[i + R/2]) or (x[2i], x[2i + 1]) as
-    `config.rotary_pairs` says. Elementwise over batch, length and heads, which may be sharded; head size must not be.
-    With `rope_scaling`, angles and the factor of cosines and sines are those of `turns`.
+    `config.rotary_pairs` says. It is elementwise over batch, length and heads, which may be sharded; the head size must
+    not be sharded. With `rope_scaling`, `turns` gives the angles and the factor of cosines and sines.
 
     Args:
         x: [B, L, H, D].
@@ -74,7 +74,7 @@ class Turns(NamedTuple):
 
 
 def turns(config: ModelConfig, length: int | None = None) -> Turns:
-    """Return the turns of every pair.
+    """Return the rotation of every pair per position, in turns.
 
     Args:
         config: `rotary`, `rope_base` and `rope_scaling`.
@@ -104,7 +104,7 @@ def _exponents(config: ModelConfig) -> np.ndarray:
     """Return the powers [R/2] of the growth of a text by which dynamic scaling multiplies the turns.
 
     The base is multiplied by the growth to the power of R / (R - 2), so that the first pair keeps its turns, and the
-    last one has as many fewer as the text grows.
+    turns of the last pair are divided by the growth.
     """
     return -np.arange(0, config.rotary, 2) / (config.rotary - 2)
 
@@ -122,7 +122,7 @@ def _unscaled_yarn(config: ModelConfig, scaling: RopeScaling, plain: np.ndarray)
     """Return the unscaled share of each frequency: 1 up to the pair of high_frequency, 0 from that of low_frequency."""
     assert scaling.high_frequency is not None
     first, last = (
-        # the number of the pair, not rounded, that makes so many turns within the original length
+        # the unrounded number of the pair that makes this many turns within the original length
         config.rotary * math.log(scaling.original_length / (2 * math.pi * frequency)) / (2 * math.log(config.rope_base))
         for frequency in (scaling.high_frequency, scaling.low_frequency)
     )
@@ -135,11 +135,11 @@ def _unscaled_yarn(config: ModelConfig, scaling: RopeScaling, plain: np.ndarray)
 
 
 def query_growth(positions: np.ndarray | jax.Array, config: ModelConfig) -> Any:
-    """Return the factors [B, L, 1, 1] by which queries grow in layers that are not rotated.
+    """Return the factors [B, L, 1, 1] that scale queries up with the position, in layers that are not rotated.
 
         1 + a · ln(1 + ⌊(p + 1) / n⌋),  a = `config.query_growth`,  n = `config.growth_interval`
 
-    Softmax over more keys is flatter; queries that grow with their position keep it as sharp.
+    Softmax over more keys is flatter; queries that grow with their position keep it sharp.
 
     Args:
         positions: integers p, [B, L]; constants give constants.
@@ -164,17 +164,18 @@ def cos_sin(positions: np.ndarray, turns: Turns) -> tuple[np.ndarray, np.ndarray
 
 
 def angles_at(positions: jax.Array, config: ModelConfig, lengths: jax.Array | None = None) -> Angles:
-    """Return cosine and sine [B, L, 1, R/2] of `rotate`'s angles at positions [B, L], each below `LONGEST`.
+    """Return cosine and sine [B, L, 1, R/2] of the angles of `rotate` at positions [B, L], all below `LONGEST`.
 
-    They are the same in every layer. Float32 has few digits after the point for an angle of a hundred thousand radians.
-    So turns are integers in units of 2^-44, whose products with a position wrap around at complete turns: the angle is
-    exact to 2^-24 turns. (Those of dynamic scaling depend on the text, and are computed in float32 first.)
+    The angles are the same in every layer. Float32 has few digits after the point for an angle of a hundred thousand
+    radians. So turns are integers in units of 2^-44, whose products with a position wrap around at complete turns, and
+    an angle is exact to 2^-24 turns. (With dynamic scaling turns depend on the text, and are computed in float32
+    first.)
 
     Args:
         positions: [B, L], integers.
         config: as for `turns`.
-        lengths: [B, L], the tokens of the text of each position, placed as the positions; needed if the scaling depends
-            on it (`RopeScaling.by_length`).
+        lengths: [B, L], the number of tokens of the text at each position, sharded like the positions; needed if the
+            scaling depends on the length (`RopeScaling.by_length`).
     """
     scaling = config.rope_scaling
     at = positions.astype(jnp.uint32)[..., None, None]
@@ -192,13 +193,13 @@ def angles_at(positions: jax.Array, config: ModelConfig, lengths: jax.Array | No
 
 
 def _fixed(turns: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return turns in units of 2^-44 as the upper 32 bits, and the lower 12."""
+    """Return turns in units of 2^-44, as two integers: the upper 32 bits and the lower 12."""
     fixed = np.round(turns * 2**44).astype(np.int64)
     return (fixed >> 12).astype(np.uint32), (fixed & 0xFFF).astype(np.uint32)
 
 
 def _fixed_by_length(config: ModelConfig, scaling: RopeScaling, lengths: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return `_fixed` of the turns [B, L, 1, R/2] in texts of lengths [B, L, 1, 1]."""
+    """Return turns [B, L, 1, R/2] in texts of lengths [B, L, 1, 1], in the form of `_fixed`."""
     original = scaling.original_length
     if scaling.kind == "longrope":
         short, long = (_fixed(turns(config, length).per_position) for length in (original, original + 1))

@@ -1,4 +1,4 @@
-"""A model in the stages of a pipeline: its schedule, its layout there, and checks before anything is traced."""
+"""A model in the stages of a pipeline: its schedule, its layout in a stage, and checks before anything is traced."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def check_lowering_of_stages(config: ModelConfig, layout: Layout, mesh: jax.shar
 
 
 def side_axes(config: ModelConfig, layout: Layout) -> tuple[str, ...]:
-    """Return the mesh axes along which pipelines of a model run side by side: those of all its stacks (`data_axes`).
+    """Return the mesh axes along which pipelines of a model run side by side: the `data_axes` of all its stacks.
 
     A model with experts has no such axis: experts, or their random draws, depend on all tokens.
     """
@@ -146,7 +146,7 @@ def side_axes(config: ModelConfig, layout: Layout) -> tuple[str, ...]:
     if not config.encoder_layers:
         return data
     both = zip(data, data_axes(layout.stack(ENCODER)))
-    return tuple(axis for axis, _ in takewhile(lambda pair: pair[0] == pair[1], both))  # they come first in B
+    return tuple(axis for axis, _ in takewhile(lambda pair: pair[0] == pair[1], both))  # these axes come first in B
 
 
 def for_stages(config: ModelConfig, layout: Layout) -> Any:

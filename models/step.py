@@ -71,7 +71,7 @@ class Language:
         return self.config.sizes(batch, length, self.source_length)
 
     def widths(self, length: int) -> dict[str, int]:
-        """Return the width of each array of a batch: tokens, and source and segments as far as batches have them."""
+        """Return the width of each array of a batch: tokens and, if batches have them, source and segments."""
         found = {"tokens": length + 1}
         if self.packed:
             found["segments"] = length + 1
@@ -105,7 +105,7 @@ class Language:
         return batch_spec(layout)
 
     def cut(self, layout: Layout, microbatches: int) -> int:
-        """Return the number of parts into which the step cuts a batch: one in a pipeline, whose stages cut it."""
+        """Return the number of parts into which the step cuts a batch; 1 in a pipeline, whose stages cut it."""
         return 1 if stages_axes(layout) else microbatches
 
     def for_loss(self, layout: Layout, microbatches: int) -> Any:
@@ -129,7 +129,7 @@ class Language:
         microbatches: int,
         predicted: jax.Array | None = None,
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Return the loss of a training step and its figures; in a pipeline, those of the whole batch."""
+        """Return the loss of a training step and its figures; in a pipeline, for the whole batch."""
         model, how = self._placed(layout, params), self._masked | _beside(tokens)
         if stages_axes(layout):
             how |= {"schedule": self.schedule, **self._rounds(layout, microbatches)}
@@ -146,7 +146,7 @@ class Language:
         parts: int,
         frozen: Sequence[str] = (),
     ) -> tuple[Parameters, Mapping[str, jax.Array]]:
-        """Change the biases of the choice of experts: bias_i + rate · sign(mean load - load_i), in every layer.
+        """Change the biases for choosing experts to bias_i + rate · sign(mean load - load_i), in every layer.
 
         A load is the number of choices of an expert in the whole batch, counted before capacity.
 
@@ -156,7 +156,7 @@ class Language:
         figures = dict(figures)
         if (mean := figures.pop("sent", None)) is None:
             return still, figures
-        sent = jnp.round(mean * parts)  # so that numbers of choices are exact, and equal ones equal
+        sent = jnp.round(mean * parts)  # so that numbers of choices are exact, and equal numbers compare as equal
         assert self.config.moe is not None
         way = jnp.sign(jnp.sum(sent, axis=-1, keepdims=True) - self.config.moe.experts * sent)
         rows, ways = parameters(self.config, layout), self._by_bias(layout, way)
@@ -191,7 +191,7 @@ class Language:
         return Transformer(self.config, layout, nested(params), self.dtype)
 
     def _by_bias(self, layout: Layout, way: jax.Array) -> dict[str, jax.Array]:
-        """Split rows [layers with experts, X], of the encoder and then of the decoder, by paths of biases [N, X]."""
+        """Split rows [expert layers, X] of encoder, then decoder, into arrays [N, X] by the paths of the biases."""
         config, found = self.config, {}
         ahead = sum(map(config.is_sparse, range(config.encoder_layers)))
         for path, row in parameters(config, layout).items():

@@ -24,7 +24,7 @@ SHARED = ("moe.shared_in", "moe.shared_gate", "moe.shared_hidden", "moe.shared_b
 OF_DENSE = ("ffn.w_in", "ffn.w_gate", "ffn.hidden", "ffn.b_in", "ffn.b_gate", "ffn.w_out")
 """The layout's keys of feed-forward layers without experts, whose F may differ from an expert's."""
 
-#: Lines some of whose dimensions have another size than elsewhere: the letter, and the name of its size there.
+#: Lines in which a dimension does not have its usual size: the letter, and the name of its size in that line.
 _OTHER_SIZES = {
     **{key: {"F": "shared"} for key in SHARED},
     **{key: {"F": "dense"} for key in OF_DENSE},
@@ -42,10 +42,10 @@ def line_sizes(sizes: Mapping[str, int], key: str) -> Mapping[str, int]:
 
     F is the width of an expert, of all `shared` experts together, or of `dense` layers. In latent attention, Z is the
     width of the latent with the rotated key; in the norm and the weights that read the latent, it is the `rank` of the
-    latent. D is the width of a query; in weights of `keys` and `values` it is the width of these.
+    latent. D is the width of a query, or in the weights of `keys` and `values` the width of a key or a value.
 
     Args:
-        sizes: of `tensor_sizes`, or padded ones.
+        sizes: the result of `tensor_sizes`, or padded sizes.
         key: the line.
     """
     other = {dim: sizes[name] for dim, name in _OTHER_SIZES.get(key, {}).items() if name in sizes}
@@ -75,7 +75,8 @@ class Tensor:
         key: its line in a layout, such as `ffn.w_in`.
         initialise: a function from a random key and a shape to float32 values.
         layers: layers stacked in a leading N; 0 for a parameter that is not stacked.
-        in_lead: whether it is of a block before those that repeat (`ModelConfig.lead`), which no stages split.
+        in_lead: whether its block comes before the repeating blocks (`ModelConfig.lead`), which alone are split into
+            stages.
     """
 
     path: str
@@ -86,35 +87,35 @@ class Tensor:
 
     @property
     def is_matrix(self) -> bool:
-        """Whether it is an operand of a matrix product, as norms and biases are not."""
+        """Whether the parameter is an operand of a matrix product, unlike norms and biases."""
         name = self.key.rpartition(".")[2]
         matrices = ("table", "router", "router_noise", "shared_in", "shared_gate", "shared_out")
         return name.startswith("w_") or name in matrices
 
     @property
     def in_encoder(self) -> bool:
-        """Whether it belongs to the encoder; the table that both stacks look tokens up in does not."""
+        """Whether the parameter belongs to the encoder; the embedding table, which both stacks use, does not."""
         return self.path.startswith("encoder.")
 
     def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
-        """Return its shape for the sizes of `tensor_sizes`, with N first if layers are stacked."""
+        """Return the parameter's shape for the sizes of `tensor_sizes`, with N first if layers are stacked."""
         of = line_sizes(sizes, self.key)
         return (*((self.layers,) if self.layers else ()), *(of[dim] for dim in dims_of(self.key)))
 
     def size(self, sizes: Mapping[str, int]) -> int:
-        """Return the number of its elements."""
+        """Return the number of the parameter's elements."""
         return math.prod(self.shape(sizes))
 
 
 def tensor_sizes(config: ModelConfig) -> dict[str, int]:
-    """Return the sizes of the dimensions of parameters, without padding, and those of `line_sizes`."""
+    """Return the sizes of the dimensions of parameters, without padding, and the named sizes for `line_sizes`."""
     sizes = config.sizes(batch=1, length=1) | {"V": config.vocabulary, "R": config.relative_buckets}
     dense = config.moe.dense_feed_forward if config.moe else 0
     return sizes | latent_widths(config) | {"shared": width_of_shared(config), "dense": dense or config.feed_forward}
 
 
 def tensors(config: ModelConfig) -> Iterator[Tensor]:
-    """Yield every parameter of a model without adapters and without scales, in the order in which it uses them."""
+    """Yield every parameter of a model without adapters and scales, in the order in which the model uses them."""
     sizes = tensor_sizes(config)
     # Rows of unit length; the look-up multiplies by √E (Vaswani et al. 2017, section 3.4).
     yield Tensor("embedding.table", "embedding.table", scaled("E", sizes))
@@ -145,7 +146,7 @@ def tensors(config: ModelConfig) -> Iterator[Tensor]:
 def _stack(
     config: ModelConfig, prefix: str, layers: int, sizes: Mapping[str, int], *, cross: bool = False
 ) -> Iterator[Tensor]:
-    """Yield the parameters of the encoder's blocks or of the decoder's; `prefix` is that of their paths."""
+    """Yield the parameters of the blocks of the encoder or the decoder; `prefix` begins their paths."""
     if config.positions == "relative":
         yield Tensor(f"{prefix}relative", "attention.relative", scaled("E", sizes))
     for place, numbers in enumerate(config.weight_stacks(layers)):
@@ -237,7 +238,7 @@ def _latent_attention(
 
 
 def _norms(config: ModelConfig, path: str, section: str) -> Iterator[tuple[str, str, Initialiser]]:
-    """Yield the parameters of the norms around a part of a block, both placed by the same line."""
+    """Yield the parameters of the norms before and after a part of a block, both placed by the same line."""
     for name in {"before": ("norm",), "after": ("norm_after",), "both": ("norm", "norm_after")}[config.norms]:
         yield f"{path}{name}", f"{section}.norm", ones
         if config.norm_bias:
@@ -245,7 +246,10 @@ def _norms(config: ModelConfig, path: str, section: str) -> Iterator[tuple[str, 
 
 
 def scaled(summed: str, sizes: Mapping[str, int], variance: float = 1.0, depth: int = 0) -> Normal:
-    """Normal of variance / (fan-in · 2 depth), or variance / fan-in at depth 0; fan-in: size of summed dimensions."""
+    """Return a normal initializer with variance / (fan-in · 2 depth), or variance / fan-in at depth 0.
+
+    The fan-in is the product of the sizes of the summed dimensions.
+    """
     return Normal(math.sqrt(variance / math.prod(sizes[d] for d in summed) / max(1, 2 * depth)))
 
 

@@ -1,4 +1,4 @@
-"""The transformer: embedding, scanned blocks, logits, and perhaps an encoder, with every tensor sharded by a layout."""
+"""The transformer: embedding, scanned blocks, logits and an optional encoder, with every tensor sharded by a layout."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Stack(NamedTuple):
 
     @classmethod
     def of(cls, blocks: Sequence[nnx.Module], lead: int) -> Stack:
-        """Take blocks, of which the first `lead` do not repeat."""
+        """Make a stack of blocks, of which the first `lead` do not repeat."""
         first = (nnx.split(block) for block in blocks[:lead])
         return cls(tuple((graph, one_layer(own)) for graph, own in first), *nnx.split(nnx.List(blocks[lead:])))
 
@@ -65,14 +65,14 @@ class Stack(NamedTuple):
 
 
 def one_layer(weights: Any) -> Any:
-    """Return weights [1, ...] without their N."""
+    """Return the weights [1, ...] of a single layer without the leading dimension."""
     return jax.tree.map(lambda leaf: leaf[0], weights)
 
 
 class BlockStack(nnx.Module):
     """The blocks of a decoder or of an encoder, and their table of relative positions, if they have one.
 
-    Blocks repeat with a period, after `ModelConfig.lead`. Those at the same position of the period are stacked in a
+    Blocks repeat with a period, after `ModelConfig.lead`. Blocks at the same position of the period are stacked in a
     leading N (`ModelConfig.weight_stacks`); each step of a scan over N runs one period.
 
     Attributes:
@@ -118,7 +118,7 @@ class BlockStack(nnx.Module):
 
 
 class Encoder(BlockStack):
-    """An embedded source [B, T, E] to the residual stream [B, T, E] after the last block of the encoder.
+    """The blocks that map an embedded source [B, T, E] to the residual stream [B, T, E] of the encoder.
 
     Every token attends to all others of its segment. The layout is that of `Layout.stack("encoder")`.
     """
@@ -138,7 +138,7 @@ class Encoder(BlockStack):
 
 
 class Transformer(BlockStack):
-    """Tokens [B, L] to logits [B, L, V]; with an encoder, also from a source [B, T] that every block attends to."""
+    """The model from tokens [B, L], and a source [B, T] if there is an encoder, to logits [B, L, V]."""
 
     def __init__(self, config: ModelConfig, layout: Layout, weights: Mapping[str, Any], dtype: Any = jnp.float32):
         super().__init__(config, layout, weights, dtype)
@@ -193,7 +193,7 @@ class Transformer(BlockStack):
             segments: [B, L] integers in the order of the text, placed as `batch_spec`: the text to which each token
                 belongs, 1, 2 and so on, and 0 for padding at the end. Tokens attend only to their own text, whose
                 positions begin at 0. None if every row is one text.
-            source_segments: [B, T], likewise of the source; text s is generated from source s, and from nothing if the
+            source_segments: [B, T], likewise for the source; text s is generated from source s, and from nothing if the
                 row has no such source.
             key: random key of the routers, for training.
             train: whether to use the routers' random draws and capacity of training.
@@ -225,7 +225,7 @@ class Transformer(BlockStack):
         """Return the memory [B, T, E] of a source, placed as `cross.memory`, and the figures of the encoder's experts.
 
         Args:
-            source, segments: as the source and its segments of `hidden`.
+            source, segments: as `source` and `source_segments` of `hidden`.
             key, train: as for `hidden`.
         """
         if not self.config.encoder_layers:
@@ -258,9 +258,9 @@ def run_blocks(
         stack: the blocks.
         x: [B, L, E], the residual stream.
         context: of attention, the same for all blocks.
-        keys: random keys of the routers, for training: of each first block, and then of the N periods.
+        keys: random keys of the routers, for training: one for each first block, and then for the N periods.
         train: whether to use the routers' random draws and capacity of training.
-        in_loop: whether to scan them; otherwise each is traced by itself, and nothing is recomputed.
+        in_loop: whether to scan the blocks; otherwise each is traced by itself, and nothing is recomputed.
 
     Returns:
         The residual stream after the last block, and the experts' figures, stacked over layers.
@@ -291,7 +291,8 @@ def run_blocks(
             x, figures = step(x, jax.tree.map(lambda leaf, at=number: leaf[at], (weights, keys)))
             each.append(figures)
         return x, _of_layers(ahead, jax.tree.map(lambda *rows: jnp.stack(rows), *each), sparse)
-    # With one repeat, recomputation saves no memory: the backward pass would hold all recomputed arrays at once.
+    # With one repeat, recomputation saves no memory: the backward pass would hold all recomputed arrays at the same
+    # time.
     x, figures = jax.lax.scan(recomputed(step, config.remat_name if repeats > 1 else "none"), x, (weights, keys))
     return x, _of_layers(ahead, figures, sparse)
 
@@ -306,7 +307,7 @@ def run_first(
     train: bool,
     in_loop: bool = True,
 ) -> tuple[jax.Array, list[Figures]]:
-    """Run the blocks before those that repeat, each recomputed by itself; the arguments are those of `run_blocks`.
+    """Run the blocks before the repeating ones, each recomputed by itself; the arguments are as for `run_blocks`.
 
     Returns:
         The residual stream, and the figures of each block that has experts.
@@ -361,12 +362,12 @@ class Embedding(Layer):
     def __call__(self, tokens: jax.Array, positions: np.ndarray | jax.Array | None = None) -> jax.Array:
         """Return rows of the table, times √E if the configuration scales them, placed as the residual stream.
 
-        Positions are added to them, and they are normalised, if the model says so.
+        If the model is configured so, positions are added and the result is normalised.
 
         Args:
             tokens: [B, L], placed as `embedding.tokens`.
             positions: [L] or [B, L], placed as `batch_spec`: the positions of the tokens, if the model adds positions;
-                None for their order.
+                None for 0 to L - 1.
         """
         equation, options = self.at.equation(f"tokens, table -> {stream_line(self.config)}"), {}
         if self.parameter("scale") is not None:
@@ -387,7 +388,7 @@ class Embedding(Layer):
         return sinusoids(self.config, positions, batch, spec)
 
     def learned(self, positions: np.ndarray | jax.Array, shape: tuple[int, ...], batch: Spec) -> jax.Array:
-        """Return the vectors [B, L, E] of positions, placed as the residual stream; they are those of `__call__`."""
+        """Return the learned vectors [B, L, E] of positions (see `__call__`), placed as the residual stream."""
         if isinstance(positions, np.ndarray):
             # Elsewhere these are positions in texts of a row, or of a prompt whose length is checked, with padding.
             if shape[1] > (most := self.config.context_length or 0):
@@ -400,7 +401,7 @@ class Embedding(Layer):
 
 
 def in_encoder(layout: Layout, segments: jax.Array | None) -> jax.Array | None:
-    """Move the segments of a source [B, T] from the sharding of a batch to that of a batch of the encoder."""
+    """Move the segments of a source [B, T] from the sharding of a batch to the sharding of the encoder's batch."""
     if segments is None:
         return None
     return moved(segments, batch_spec(layout), batch_spec(layout.stack(ENCODER)))
@@ -418,8 +419,7 @@ def embedded_source(
 
     Args:
         config: the model.
-        layout: the layout of the decoder, with that of the encoder in it.
-        weights: the weights of the embedding.
+        layout: the layout of the decoder, including the encoder's section. weights: the weights of the embedding.
         source: [B, T], as for `Transformer.hidden`.
         segments: the segments of the source, from `in_encoder`.
         dtype: compute dtype.
@@ -432,12 +432,11 @@ def embedded_source(
 
 
 def memory_of(config: ModelConfig, layout: Layout, output: Layer, x: jax.Array) -> jax.Array:
-    """Return the memory [B, T, E] that a decoder attends to, placed as `cross.memory`: the normed output of an encoder.
+    """Return the memory [B, T, E] of a decoder: the normed output of an encoder, placed as `cross.memory`.
 
     Args:
         config: the model.
-        layout: the layout of the decoder, with that of the encoder in it.
-        output: the encoder's last norm.
+        layout: the layout of the decoder, including the encoder's section. output: the encoder's last norm.
         x: [B, T, E], the residual stream after the encoder's last block.
     """
     inner = layout.stack(ENCODER)
@@ -482,7 +481,7 @@ class Output(Layer):
         self.padded = padded_dimensions(config, layout).get("V")
 
     def __call__(self, x: jax.Array, embedding: Embedding) -> jax.Array:
-        """Return float32 logits [B, L, V] of x, by the tied table and its scales, or by an untied one."""
+        """Return float32 logits [B, L, V] of x, by the tied table and its scales, or by an untied table."""
         line, holder = ("embedding.table", embedding) if self.config.tied else ("table", self)
         where, logits = stream_line(self.config), self.at.spec("logits")
         out, y = f"{where}, {line} -> logits", self.normed(where, x)  # [B, L, E] -> [B, L, V]
@@ -510,7 +509,7 @@ def _reordered(order: Callable[[jax.Array, int], jax.Array], x: jax.Array, spec:
 
 
 def blocks(config: ModelConfig, layout: Layout, weights: Mapping[str, Any], dtype: Any) -> nnx.List:
-    """Return the blocks of these weights, by their place, each with the weights of all periods in a leading N."""
+    """Return the blocks of a period, each with the weights of all periods in a leading N."""
     block = ParallelBlock if config.block == "parallel" else Block
     stacks = config.weight_stacks()
     return nnx.List(
@@ -520,7 +519,7 @@ def blocks(config: ModelConfig, layout: Layout, weights: Mapping[str, Any], dtyp
 
 
 def stream_line(config: ModelConfig) -> str:
-    """Return the line of the residual stream between blocks, which is that of the first layer of a block."""
+    """Return the line of the residual stream between blocks: the line of the first layer of a block."""
     return "attention.residual" if config.block == "serial" else "ffn.residual"
 
 

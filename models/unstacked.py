@@ -18,9 +18,9 @@ from .transformer import Transformer, arrays, mesh_of
 def unstack(model: Transformer, *, free: bool = False) -> Transformer:
     """Return the model with separate arrays for every block, in place of one array for all blocks of a kind.
 
-    Logits are the same. A loop over stacked blocks reads each weight when it multiplies by it. The compiler for TPUs
-    loads separate arrays into on-chip memory while earlier blocks run and collectives are waited for, so a decode step
-    of few rows is faster. The program has all blocks one after the other, which takes longer to compile.
+    Logits are the same. A loop over stacked blocks reads each weight when it multiplies by it. The TPU compiler loads
+    separate arrays into on-chip memory while earlier blocks run or wait for collectives, so a decode step of few rows
+    is faster. The program has all blocks one after the other, which takes longer to compile.
 
     Args:
         model: a model of stacked arrays, from `build`, `load` or `quantize`.

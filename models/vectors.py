@@ -82,7 +82,7 @@ def masked(x: jax.Array, padded: Padded | None, dim: str, spec: Spec) -> jax.Arr
 
 
 def along(values: np.ndarray, dim: str, spec: Spec) -> jax.Array:
-    """Return float32 constants along one dimension of a tensor placed at `spec`, with size 1 in the others."""
+    """Return float32 constants along one dimension of a tensor placed at `spec`, with size 1 in all others."""
     whole, x = Spec((dim,), ((),)), jnp.asarray(values, jnp.float32)
     if axes := spec.axes_of(dim):
         x = gspmd.reshard(x, Equation.move(whole, whole.with_axes(dim, axes)))
@@ -102,7 +102,7 @@ def pad(values: jax.Array, padding: tuple[Padded | None, ...]) -> jax.Array:
 
 
 def wide_sizes(config: ModelConfig, layout: Layout, batch: int = 1, length: int = 1) -> dict[str, int]:
-    """Return the sizes of dimensions under a layout, as `line_sizes` takes them: the model's, padded as it asks."""
+    """Return the sizes of dimensions for `line_sizes`: the model's sizes, padded as the layout asks."""
     padded = layout.padded if isinstance(layout, Layout) else dict
     wide = padded(config.sizes(batch, length)) | latent_widths(config)
     if config.moe is None:

@@ -88,7 +88,7 @@ def make_parser() -> Parser:
 def _port(text: str) -> int:
     number = whole_number(text)
     if number is None or not 1 <= number < 2**16:
-        raise argparse.ArgumentTypeError(f"{text!r} is no port: a whole number from 1 to 65535.")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port: a whole number from 1 to 65535.")
     return number
 
 

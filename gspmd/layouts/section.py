@@ -60,7 +60,7 @@ class Section:
         return replace(self, _names={**self._names, **names})
 
     def key_of(self, name: str) -> str:
-        """Return the layout's key for a name: `w_in` is of this section, `attention.query` of another one."""
+        """Return the layout's key for a name: `w_in` is in this section, `attention.query` in another one."""
         if not isinstance(name, str):
             raise LayoutError(f"no line of a layout is called {shown(name)}.\n  A name is a string, such as 'w_in'.")
         if name in self._names:

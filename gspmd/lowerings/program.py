@@ -114,7 +114,7 @@ _numbers = count()
 
 @lru_cache(maxsize=4096)
 def name_of(program: PlannedProgram) -> ProgramName:
-    """Return the name under which a program runs; equal programs share one.
+    """Return the name under which a program runs; equal programs have the same name.
 
     The name is a number because names are compared as strings: the programs of one equation on two meshes must have
     different names.

@@ -302,6 +302,6 @@ def _score_faults(config: MoEConfig, kind: Kind) -> Iterator[str]:
     if config.bias_rate and not config.choice_bias:
         yield f"bias_rate is {config.bias_rate}, and there is no bias to change; set choice_bias."
     if config.gate_inputs and config.choices != 1:
-        yield f"gate_inputs gives the input of a token one gate, and it has {config.choices} choices; set k to 1."
+        yield f"gate_inputs multiplies an input by one gate, but a token has {config.choices} choices; set k to 1."
     elif config.gate_inputs and config.renormalize:
         yield "gate_inputs multiplies by one gate, which divided by itself is always 1; set renormalize to false."

@@ -23,9 +23,9 @@ SPARSE = 4
 def dispatch(x: jax.Array, routing: Routing, experts: int, capacity: int, *, form: str = "sort") -> jax.Array:
     """Copy each token's activations to the slots it was assigned; empty slots are 0.
 
-    "sort" scatters the int32 number of each choice to its slot, and gathers activations of tokens number // k: its time
-    grows with the slots. "onehot" is the papers' einsum GLXC, GLE -> GXCE: its time grows with tokens · slots. Both
-    give the same result: NaN or inf in a token reaches only the slots of that token.
+    "sort" scatters the int32 number of each choice to its slot, and gathers the activations of token number // k; its
+    time grows with the number of slots. "onehot" is the papers' einsum GLXC, GLE -> GXCE; its time grows with tokens ·
+    slots. Both give the same result, and NaN or inf in a token reaches only the slots of that token.
 
     Args:
         x: [G, L, E].

@@ -67,7 +67,7 @@ def _ranked(logits: jax.Array) -> jax.Array:
     """Return the numbers to compare: numbers that cannot be an answer become -inf, whose lowest position wins."""
     if not jnp.issubdtype(logits.dtype, jnp.floating):
         return logits
-    padding = jnp.asarray(PADDING, logits.dtype)  # rounded like a logit of that dtype
+    padding = jnp.asarray(PADDING, logits.dtype)  # rounded to the dtype of the logits, as a padded logit is
     return jnp.where(jnp.isnan(logits) | (logits == padding), -jnp.inf, logits)
 
 

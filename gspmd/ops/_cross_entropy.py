@@ -26,8 +26,8 @@ def cross_entropy(
 ) -> jax.Array:
     """Compute the loss of every token: log Σ exp(logits) − logits[label] + z_loss · (log Σ exp(logits))².
 
-    Three all-reduces of [B, L] float32 over the mesh axes of V (the maximum, the sum, the label's logit), and none in
-    the gradient, softmax(logits) − onehot(label), which is computed shard by shard.
+    It sends three all-reduces of [B, L] float32 over the mesh axes of V: the maximum, the sum and the label's logit.
+    The gradient, softmax(logits) − onehot(label), is computed shard by shard and sends nothing.
 
     Args:
         logits: [B, L, V]; the vocabulary is the last dimension.
@@ -64,7 +64,7 @@ def cross_entropy(
         raise SpecError(f"{doing}: a number has no vocabulary.\n  Pass logits such as 'BLV_x'.")
     form = _Loss(Normaliser(spec, spec.dims[-1]), z_loss)
     _check_shapes(doing, spec, logits, labels, mask)
-    if labels.dtype.itemsize > 4:  # cast without changing any 64-bit label
+    if labels.dtype.itemsize > 4:  # the cast changes no label, not even a 64-bit one
         labels = jnp.clip(labels, -1 if jnp.issubdtype(labels.dtype, jnp.signedinteger) else 0, logits.shape[-1])
     labels = labels.astype(jnp.int32)
     weights = None if mask is None else jax.lax.stop_gradient(float32(mask))
@@ -90,7 +90,7 @@ class _Loss:
         return self.normaliser.statistic
 
     def hits(self, logits: jax.Array, labels: jax.Array) -> jax.Array:
-        """Return the position of each label in this device's part of the vocabulary, as a one-hot row, or zeros."""
+        """Return one-hot rows of the labels in this device's part of the vocabulary; zeros for labels elsewhere."""
         here = labels - shard_index(self.logits.axes[-1]) * logits.shape[-1]
         return here[..., None] == jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
 

@@ -29,10 +29,10 @@ def einsum(
     Args:
         equation: specs of the operands and of the result; see docs/notation.md.
         operands: arrays with the ranks and placements of the specs; a group is a tuple of arrays.
-        lowering: `"xla"`, `"blocking"`, `"looped"`, `"looped:<schedule>"` or `"auto"`; by default that of
-            `gspmd.lowering`, which explains them.
+        lowering: `"xla"`, `"blocking"`, `"looped"`, `"looped:<schedule>"` or `"auto"`, explained at `gspmd.lowering`;
+            by default the lowering that is in force there.
         via: the specs to which the operands are brought before the local einsum.
-        wire_dtype: the dtype in which everything is sent; by default that of the operand or result that is sent. Only
+        wire_dtype: the dtype in which everything is sent; by default the dtype of the operand or result itself. Only
             floating-point numbers may be sent in another dtype, which must be floating-point too. Narrower dtypes
             round: float16 overflows above 65504, and 8-bit dtypes (e4m3fn above 448) keep two or three bits of a
                 number. Not available under lowering `"xla"`.
@@ -41,8 +41,7 @@ def einsum(
             products accumulate in float32 (int32 for integers) either way; partial sums are sent in the dtype of the
             result.
 
-    Returns:
-        The result, placed as the equation says; a tuple of them for a group.
+    Returns: The result, placed as the equation says; a tuple of results for a group.
 
     Raises:
         SpecError: the notation is wrong, an operand is not an array, shapes or sizes do not fit, or an array does not
@@ -122,6 +121,6 @@ def reshard(x: Any, equation: str | Equation, lowering: str | None = None) -> ja
 
 
 def _shapes(equation: Equation, flat: Sequence[jax.Array]) -> list[tuple]:
-    """Return the operands' shapes, a group's as a tuple."""
+    """Return the shapes of the operands; a group has a tuple of shapes."""
     held = iter([x.shape for x in flat])
     return [tuple(islice(held, len(o.specs))) if o.group else next(held) for o in equation.operands]

@@ -114,7 +114,9 @@ def _read(doing: str, equation: Equation, ids: jax.Array, table: jax.Array, ctx:
         raise _not_a_lookup(doing, str(equation), "a lookup has two operands, the ids and the table, and one result.")
     lookup = Lookup(operands[0], operands[1], equation.outputs[0])
     if len(lookup.table.dims) != 2 or lookup.rows.dims != (*lookup.ids.dims, lookup.table.dims[1]):
-        raise _not_a_lookup(doing, str(equation), "the result has the dimensions of the ids, then the table's second.")
+        raise _not_a_lookup(
+            doing, str(equation), "the result needs the dimensions of the ids, then the table's second."
+        )
     rows: Any = jax.ShapeDtypeStruct((*ids.shape, *table.shape[1:]), table.dtype)
     for spec, x in ((lookup.ids, ids), (lookup.table, table), (lookup.rows, rows)):
         read(doing, spec, x, ctx, weight=x is table)
@@ -139,7 +141,7 @@ def _rows(
 
 
 def _wide(ids: jax.Array) -> jax.Array:
-    """Return the ids in a dtype that holds the size of the table too."""
+    """Return the ids in a dtype that can also hold the number of rows of the table."""
     return ids.astype(jnp.int32) if ids.dtype.itemsize < 4 else ids
 
 
@@ -148,7 +150,7 @@ class Route:
     """The route of a lookup: the specs of ids, table and rows during the lookup, and the steps to these specs and back.
 
     In a gradient, `rows` are the steps that bring the cotangent to the placement in which it is added up, and `table`
-    those that bring the table's gradient to the spec of the table.
+    the steps that bring the table's gradient to the spec of the table.
     """
 
     lookup: Lookup
@@ -174,8 +176,7 @@ def route(
         given: the specs of ids, table and rows.
         backward: whether to plan the gradient of the table.
         sizes: the size of every dimension.
-        widths: the bytes of an id, of a number of the table, of a number of the rows, and of a scale, if there are
-            scales.
+        widths: the bytes of one element of ids, table, rows and, if there are any, scales.
         mesh: the size of every mesh axis.
         chip: the chip whose links decide the seconds.
 
@@ -216,7 +217,7 @@ def _backward_route(
 
 
 def _divisions(given: Lookup, sizes: Mapping[str, int], mesh: Mapping[str, int]) -> Iterator[Lookup]:
-    """Yield every lookup in which each mesh axis shards a dimension that it shards in some spec, or none."""
+    """Yield every lookup in which each mesh axis shards nothing, or a dimension that it shards in a given spec."""
     specs = (given.ids, given.table, given.rows)
     axes = [axis for axis in mesh if any(axis in spec.used for spec in specs)]
     homes = [sorted({dim for spec in specs for dim in spec.dims if axis in spec.axes_of(dim)}) for axis in axes]
@@ -228,7 +229,7 @@ def _divisions(given: Lookup, sizes: Mapping[str, int], mesh: Mapping[str, int])
 
 
 def _orders(dim: str, axes: set[str], specs: tuple[Spec, ...]) -> list[tuple[str, ...]]:
-    """Return the axes of a dimension in the order of each spec that has it, so that the cheapest need not permute."""
+    """Return the axes of a dimension in the order of each spec that has it, so that some lookup needs no permute."""
     written = [spec.axes_of(dim) for spec in specs if dim in spec.dims]
     known = [axis for held in written for axis in held if axis in axes]
     return list(dict.fromkeys(tuple(dict.fromkeys((*filter(axes.__contains__, held), *known))) for held in written))
@@ -266,7 +267,7 @@ class _Embed:
         # Moving ids costs almost nothing, but would add a choice to the search.
         if self.given.ids != beside:
             raise PlanError(f"cannot search with ids '{self.given.ids}' sharded otherwise than the rows, '{beside}'.")
-        # How the lookup is divided is not known either, so there is one mark for all steps of a tensor.
+        # The division of the lookup is unknown too, so there is one mark for all steps of a tensor.
         chains = {
             name: (UnknownStep.of(UnknownSteps(routed, (*asked, ctx), name), spec, spec),)
             for name, spec in (("ids", self.given.ids), ("table", self.given.table), ("rows", self.given.rows))
@@ -275,7 +276,7 @@ class _Embed:
 
 
 def routed(given: Lookup, backward: bool, sizes: tuple, widths: tuple[int, ...], ctx: Context):
-    """Return the steps of each tensor of a lookup, once the specs are known; those of the scales follow the table's."""
+    """Return the steps of each tensor of a lookup, once the specs are known; scales move like the table."""
     found = route(given, backward, sizes, widths, tuple(ctx.mesh.items()), ctx.chip)
     return {"ids": found.ids, "table": (*found.table, *found.scales), "rows": found.rows}
 

@@ -21,8 +21,8 @@ _SCALAR = Spec((), ())
 def global_norm(tree: Any, specs: Any) -> jax.Array:
     """Compute the square root of the sum of the squares of every number in a tree of arrays: sqrt(Σ x²).
 
-    One all-reduce of a single float32, over every mesh axis that shards any of the arrays. A tensor that is replicated
-    over one of these axes is counted only by the first device along it.
+    It sends one all-reduce of a single float32, over every mesh axis that shards any of the arrays. A tensor that is
+    replicated over one of these axes is counted only on the first device along that axis.
 
     Args:
         tree: arrays, in any tree.
@@ -73,7 +73,7 @@ class _GlobalNorm:
         return tuple(sorted(set().union(*(spec.used for spec in self.specs))))
 
     def counted(self, spec: Spec) -> jax.Array | bool:
-        """Return whether this device counts its part of a tensor: the first of those that hold the same part."""
+        """Return whether this device counts its part of a tensor: it is the first device with this part."""
         copies = [axis for axis in self.axes if axis not in spec.used]
         return shard_index(copies) == 0
 
@@ -84,7 +84,7 @@ def _squares(leaves: Sequence[jax.Array]) -> list[jax.Array]:
 
 def _plain(*leaves: jax.Array) -> jax.Array:
     total = sum(_squares(leaves))
-    # the root has an infinite slope at zero; the norm of zeros has gradient zero here
+    # the square root has an infinite slope at zero; the gradient of the norm of zeros is defined as zero here
     return jnp.where(total > 0.0, jnp.sqrt(jnp.where(total > 0.0, total, 1.0)), 0.0)
 
 

@@ -29,9 +29,9 @@ def layer_norm(
 ) -> jax.Array:
     """Standardise over the last dimension, times a scale, plus a bias: (x - mean) / sqrt(variance + ε) · scale + bias.
 
-    Two all-reduces of [B, L] float32 over the mesh axes of E (the mean, then the mean square of the difference from
-    it), and one of [2, B, L] in the gradient of `x`. The gradients of `scale` and `bias` are summed over the axes of B
-    and L.
+    It sends two all-reduces of [B, L] float32 over the mesh axes of E (the mean, then the mean square of the difference
+    from it), and one of [2, B, L] in the gradient of `x`. The gradients of `scale` and `bias` are summed over the axes
+    of B and L.
 
     Args:
         x: [B, L, E]; any number of leading dimensions.
@@ -39,7 +39,7 @@ def layer_norm(
         bias: [E], moved in the same way; None for none.
         spec: the spec of `x` and of the result, `"BLE_x"`.
         scale_spec: the spec of `scale`, `"E_x"`.
-        bias_spec: the spec of `bias`; that of `scale` when None.
+        bias_spec: the spec of `bias`; `scale_spec` when None.
         epsilon: the number added to the variance.
 
     Returns:
@@ -148,9 +148,9 @@ def _value(form: _LayerNorm, shape: tuple[int, ...], widths: tuple[int, ...], ct
     sizes = sizes_of(form.x, shape)
     rows = dict(zip(("scale", "bias"), zip(form.ins[1:], widths)))
     moves = {n: move(src, form.used, sizes, ctx.mesh, width, ctx.chip, n) for n, (src, width) in rows.items()}
-    # One all-reduce of sum and sum of squares has the same bytes, but their difference has no digits left if the mean
-    # is some thousand deviations from zero; gathering the mean and variance of each device's part sends more bytes from
-    # three devices on.
+    # One all-reduce of the sum and the sum of squares would send the same bytes, but their difference has no digits
+    # left if the mean is some thousand standard deviations from zero. Gathering the mean and variance of each device's
+    # part sends more bytes on three devices or more.
     mean, squares = (settle(form.statistic, form.x.axes[-1], sizes, ctx, name=name) for name in ("mean", "variance"))
     chains = Chains(ctx.mesh, **moves, mean=mean, variance=squares)
 

@@ -48,7 +48,7 @@ def rms_norm(
         spec: the spec of `x` and of the result, `"BLE_x"`.
         scale_spec: the spec of `scale`, `"E_x"`.
         epsilon: the number added to the mean square.
-        count: the number of elements of the mean, if others are padding that is 0; None for all.
+        count: the number of elements in the mean, if the others are padding with 0; None for all.
 
     Returns:
         [B, L, E] in x's dtype; the arithmetic is float32.
@@ -216,5 +216,5 @@ def _gradient(form: _Norm, shape: tuple[int, ...], ctx: Context):
 
 
 def along_rows(scale: jax.Array, rank: int) -> jax.Array:
-    """Return the same numbers with leading dimensions of size 1, to apply to every row."""
+    """Return an array with leading dimensions of size 1 added, so that it applies to every row."""
     return jnp.expand_dims(scale, tuple(range(rank - scale.ndim)))

@@ -26,10 +26,11 @@ def plan(
 ) -> Plan:
     """Plan an equation: the collectives and local einsums it takes, with bytes and seconds per device.
 
-    For each mesh axis the planner asks which dimension it shards while the einsum runs (a shared, a contracted or a
-    free one, or none); contracted ones leave a partial sum. The plan has the fewest seconds on this chip for all moves
-    and products, if nothing overlaps. Ties go to fewer bytes, then fewer steps, then the order of the specs. `"looped"`
-    and `"auto"` overlap the steps of this plan; they do not search for one that overlaps better.
+    For each mesh axis the planner chooses a dimension that the axis shards while the einsum runs (a shared, a
+    contracted or a free dimension), or none; a contracted dimension leaves a partial sum. The plan has the fewest
+    seconds on this chip for all moves and products, if nothing overlaps. Ties go to fewer bytes, then fewer steps, then
+    the order of the specs. `"looped"` and `"auto"` overlap the steps of this plan; they do not search for one that
+    overlaps better.
 
     Args:
         equation: an einsum, a move, a group or a sum of specs.
@@ -86,7 +87,7 @@ def _read_sizes(
 
 
 def _read_dtypes(equation: Equation, dtype: Any) -> tuple[str, ...]:
-    """Return the name of every operand's dtype, group members one by one; given is one for all, or one for each."""
+    """Return the name of every operand's dtype, group members one by one, from one dtype for all or one for each."""
     count = sum(len(operand.specs) for operand in equation.operands)
     dtypes = tuple(map(dtype_name, dtype)) if isinstance(dtype, (tuple, list)) else (dtype_name(dtype),) * count
     if len(dtypes) != count:

@@ -40,9 +40,9 @@ def sample(
     The token is argmax(logits / temperature + Gumbel noise). The noise depends only on seed, position and token, so a
     sample depends on its row's logits and settings, but not on other rows, the layout, the mesh or the lowering.
 
-    These all-reduces run over the mesh axes of the dimension: two of [B] for the argmax, one for the maximum, eleven of
-    int32 for top-k ([B, 8], nine times [B, 7], and [B, 3]), and eleven for top-p, of three times as many numbers. If a
-    number turns a filter off, its steps are left out.
+    The all-reduces run over the mesh axes of the dimension: two of [B] for the argmax, one for the maximum, eleven of
+    int32 for top-k ([B, 8], nine times [B, 7], and [B, 3]), and eleven for top-p, each with three times as many
+    numbers. The steps of a filter are left out if a number given as a setting turns it off.
 
     Args:
         logits: [B, V], or [B, L, V] for several positions of each row.
@@ -50,9 +50,10 @@ def sample(
         dim: the dimension of the tokens, `"V"`.
         seeds: [B] 32-bit integers, replicated.
         positions: [B] integers, replicated: the position of each row's token, or of its first token along L.
-        temperature: the divisor of the logits; 0 takes the most likely token, the lowest of several. This and the other
-            settings are a number, or a replicated [B] array.
-        top_k: the number k of most likely tokens to keep, with tokens as likely as the last of them; 0 keeps all.
+        temperature: the divisor of the logits; at 0 the most likely token is chosen, the lowest of several. This and
+            the other settings are a number, or a replicated [B] array.
+        top_k: the number k of most likely tokens to keep; tokens as likely as the last of them are kept too; 0 keeps
+            all.
         top_p: the probability that the kept tokens, the most likely ones, must reach in sum; tokens of equal
             probability are all kept or all dropped; 1 keeps all.
         min_p: the least probability of a kept token, relative to the most likely one; 0 keeps all.
@@ -135,7 +136,7 @@ _SETTINGS = {
 
 
 def _check(doing: str, name: str, given: Any, rows: Spec, count: int) -> bool:
-    """Return whether a setting needs its steps; it does not if it is a known number that turns it off."""
+    """Return whether a setting needs its steps: it is traced, or a number that does not turn it off."""
     setting = _SETTINGS[name]
     x = array(doing, name, given, "integers" if setting.dtype == "int32" else "real numbers")
     if x.shape:

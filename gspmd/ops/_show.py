@@ -56,7 +56,7 @@ def show(array: Any, sizes: Mapping[str, int] | Sequence[int] | str | None = Non
         axes, devices = mesh_sizes(mesh), _ids(mesh)
     else:
         if mesh is not None:
-            raise SpecError("cannot show an array on another mesh than its own.\n  Leave the mesh out, or give a spec.")
+            raise SpecError("cannot show an array on a mesh other than its own.\n  Leave the mesh out, or give a spec.")
         spec, axes, devices = _read(array, sizes)
         sizes = tuple(array.shape)
     return blocks_figure(spec, sizes, axes, devices=devices)

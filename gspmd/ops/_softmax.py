@@ -107,7 +107,7 @@ class Normaliser:
         return settle(self.statistic, self.x.axes_of(self.dim), sizes, ctx, name=name, reduce=reduce)
 
     def chains(self, shape: tuple[int, ...], ctx: Context, **more: str) -> Chains:
-        """Return the chains of the maximum and of the sum; `more` are further sums over the dimension, by name."""
+        """Return the chains of the maximum and of the sum, and of further sums over the dimension, named in `more`."""
         sizes = sizes_of(self.x, shape)
         sums = {key: self.over(sizes, ctx, name) for key, name in {"total": "sum", **more}.items()}
         return Chains(ctx.mesh, biggest=self.over(sizes, ctx, "maximum", "max"), **sums)
@@ -206,7 +206,7 @@ def _softmax_value(form: Normaliser, shape: tuple[int, ...], ctx: Context):
 def _softmax_gradient(form: Normaliser, shape: tuple[int, ...], ctx: Context):
     chains = Chains(ctx.mesh, along=form.over(sizes_of(form.x, shape), ctx, "projection"))
 
-    # dx = y · g − y · Σ y · g: one sum is sent, while the value needed a maximum and a sum.
+    # dx = y · g − y · Σ y · g: the gradient sends one sum, where the value sends a maximum and a sum.
     def body(y, g):
         share = float32(y) * float32(g)
         mean = chains.send("along", jnp.sum(share, axis=form.at))

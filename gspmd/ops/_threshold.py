@@ -14,7 +14,8 @@ import jax.numpy as jnp
 
 from gspmd.ops.interface.planned_op import Chains, float32
 
-_PLACES = (32, *range(29, 0, -3), 0)  # first bits of the digits that are found together: three bits each, two at last
+# The lowest bit of each group of bits that are found together: three bits in each group, two in the last.
+_PLACES = (32, *range(29, 0, -3), 0)
 CANDIDATES = tuple((1 << high - low) - (high < 32) for high, low in pairwise(_PLACES))
 """Sums per row and word in each all-reduce: 8, then 7, since the lowest is known from the round before."""
 WORDS = 3
@@ -52,7 +53,7 @@ def _added(one: list[jax.Array], other: list[jax.Array]) -> list[jax.Array]:
 
 
 def words(weights: jax.Array, bits: int) -> list[jax.Array]:
-    """Return weights of at most 1 as fixed-point numbers, in words of `bits` bits; the first has all higher bits."""
+    """Return weights of at most 1 as fixed-point numbers in words of `bits` bits; the first has all higher bits."""
     split = []
     for n in range(WORDS):
         weights = weights * 2.0**bits

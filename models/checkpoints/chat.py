@@ -23,27 +23,27 @@ FOLDER = "additional_chat_templates"
 DEFAULT = "default"
 
 _SECONDS = 10
-"""The most time of a processor that a template may take; those of published models take a few milliseconds."""
+"""The limit on the processor time of a template; the templates of published models take a few milliseconds."""
 _BYTES = 2**30
 _CHARACTERS = 2**24
 
 _WATCHED = sys.platform == "darwin"
-"""Whether the memory of the process is watched, because the system takes a bound of it and does not keep it."""
+"""Whether gspmd watches the memory of the process, because the system accepts a limit but does not enforce it."""
 _PAUSE = 0.05
-"""Seconds between two looks at it; a processor fills some 100 MB meanwhile."""
+"""Seconds between two checks of that memory; a processor can fill about 100 MB in this time."""
 
-#: Names that a message's reasoning is passed under; templates read one of them.
+#: The names under which a message's reasoning is passed; a template reads one of them.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
 def read_templates(folder: Path, settings: Mapping[str, Any], doing: str) -> dict[str, str]:
-    """Return the chat templates of a checkpoint by name; the only one of most checkpoints is called "default".
+    """Return the chat templates of a checkpoint by name; most checkpoints have one, called "default".
 
     They are the files chat_template.jinja and additional_chat_templates/NAME.jinja, or else the entry `chat_template`
     of tokenizer_config.json.
 
     Raises:
-        CheckpointError: a file cannot be read, or the entry is neither a text nor a list of named ones.
+        CheckpointError: a file cannot be read, or the entry is neither a text nor a list of named texts.
     """
     files = {DEFAULT: folder / FILE} if os.path.lexists(folder / FILE) else {}
     files |= {path.stem: path for path in sorted((folder / FOLDER).glob("*.jinja"))}
@@ -77,10 +77,10 @@ def written(templates: Mapping[str, str]) -> dict[str, Any]:
 
 
 def chosen(templates: Mapping[str, str], name: str, doing: str) -> str:
-    """Return the name of the template to take: `name`, or "default".
+    """Return the name of the template to use: `name`, or "default".
 
     Raises:
-        CheckpointError: there is no such template, or none at all; it lists those that there are.
+        CheckpointError: there is no such template; the message lists the existing ones.
     """
     if (name or DEFAULT) in templates:
         return name or DEFAULT
@@ -96,10 +96,10 @@ def chosen(templates: Mapping[str, str], name: str, doing: str) -> str:
 
 
 def _run(command: list[str], request: str) -> subprocess.CompletedProcess[str]:
-    """Run a process within the time, and within the memory if it is watched; return its output.
+    """Run a process with a limit on its time, and on its memory if that is watched; return its output.
 
     Raises:
-        subprocess.TimeoutExpired, MemoryError: it exceeds one of them; it has been ended.
+        subprocess.TimeoutExpired, MemoryError: the process exceeded a limit, and has been ended.
     """
     pipe, last = subprocess.PIPE, time.monotonic() + 6 * _SECONDS
     given: str | None = request
@@ -115,7 +115,7 @@ def _run(command: list[str], request: str) -> subprocess.CompletedProcess[str]:
                         raise
                 if _resident(process.pid) > _BYTES:
                     raise MemoryError
-                given = None  # which has been given already
+                given = None  # the input has been passed already
         finally:
             process.kill()
 
@@ -127,17 +127,16 @@ def _resident(process: int) -> int:
 
 
 def render(source: str, name: str, variables: Mapping[str, Any], doing: str) -> str:
-    """Render a template in a separate process, which has 10 seconds, 1 GiB of memory and 16 million characters.
+    """Render a template in a separate process, limited to 10 seconds, 1 GiB of memory and 16 million characters.
 
-    The limits are the system's, so that no template exceeds them; but macOS bounds no memory, so there the memory of
-    the process is looked at twenty times a second, and the process is ended if it has more. The process may not write
-    files. jinja2's sandbox alone keeps the template from reading some.
+    The operating system enforces the limits. macOS does not limit memory, so there the memory of the process is checked
+    twenty times a second, and the process is ended if it uses more. The process cannot write files. Only jinja2's
+    sandbox keeps the template from reading files.
 
     Args:
         source: the template.
         name: its name, for messages.
-        variables: what it can read.
-        doing: the beginning of messages.
+        variables: the variables that it can read. doing: the beginning of messages.
 
     Raises:
         CheckpointError: the template is faulty, refuses the messages, or exceeds a limit; or a variable is not plain
@@ -154,7 +153,7 @@ def render(source: str, name: str, variables: Mapping[str, Any], doing: str) -> 
     except (TypeError, ValueError) as error:
         raise CheckpointError(doing, [f"messages must be plain data, as in JSON: {error}."]) from None
     # -I and -S: the process ignores code in the caller's folder, PYTHON* variables and .pth files. It gets none of the
-    # caller's environment variables, since some of them are secrets.
+    # caller's environment variables, since some may be secrets.
     command = [sys.executable, "-I", "-S", str(Path(__file__).with_name("rendering.py"))]
     try:
         ended = _run(command, request)
@@ -197,7 +196,7 @@ def checked(messages: Sequence[Mapping[str, Any]], doing: str) -> list[dict[str,
     """Return messages as templates read them: without entries that are None, and with reasoning under all its names.
 
     Raises:
-        CheckpointError: there are none, or one is not a table with a role.
+        CheckpointError: there are no messages, or one is not a table with a role.
     """
     if not messages:
         raise CheckpointError(doing, ["there are no messages; give at least one."])

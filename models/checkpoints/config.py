@@ -64,7 +64,7 @@ class Described:
     Attributes:
         family: the family whose tensor names and shapes it uses.
         config: the model.
-        factors: maps a parameter's path, without "blocks.0.", to the factor that its tensor is multiplied by.
+        factors: maps a parameter's path, without "blocks.0.", to a factor by which its tensor is multiplied.
         modules: number of `Family.modules` behind the last layer.
         remark: how the tensors contradict config.json; empty if they agree.
     """
@@ -98,7 +98,7 @@ def described(directory: str | os.PathLike) -> Described:
     json = read_json(path, doing)
     family = _family(json, doing)
     generation = path.with_name("generation_config.json")
-    if family.has_encoder and generation.exists():  # transformers writes the token that a decoder begins with there
+    if family.has_encoder and generation.exists():  # there transformers writes the first token of a decoder
         json = {key: value for key, value in read_json(generation, doing).items() if key == _START} | json
     if family.text_part is not None:
         json = _text_part(family, json, doing)
@@ -117,7 +117,7 @@ def described(directory: str | os.PathLike) -> Described:
     if files.equal(first, second):
         return found
     remark = f"{second} is not {first}, so the model is not tied, though config.json says it is (tie_word_embeddings)"
-    if family.multipliers:  # only for tied models are some divided out of the last norm
+    if family.multipliers:  # some multipliers are divided out of the last norm, but only in tied models
         found = _described(family, json | {"tie_word_embeddings": False}, doing)
     return replace(found, config=replace(found.config, tied=False), remark=remark)
 
@@ -203,7 +203,7 @@ def _described(family: Family, json: Mapping[str, Any], doing: str) -> Described
 
 
 def _multipliers(family: Family, json: Mapping[str, Any], faults: list[str]) -> dict[str, float]:
-    """Return the values of the entries that are multiplied into parameters."""
+    """Return the entries that are multiplied into parameters, with their values."""
     values = {key: json.get(key, 1.0) for key in family.multipliers}
     wrong = {key: value for key, value in values.items() if not is_number(value) or value <= 0}
     faults += [f"{key} is {in_json(value)}; it must be a positive number." for key, value in wrong.items()]
@@ -229,7 +229,7 @@ def _length(family: Family, json: Mapping[str, Any], faults: list[str]) -> int |
 
 
 def _modules(family: Family, json: Mapping[str, Any], faults: list[str]) -> int:
-    """Return the number of modules behind the last layer."""
+    """Return the number of modules after the last layer."""
     given = {key: json[key] for key in family.modules if key in json}
     for key, value in given.items():
         if not is_whole(value) or value < 0:
@@ -240,7 +240,7 @@ def _modules(family: Family, json: Mapping[str, Any], faults: list[str]) -> int:
 
 
 def _root_scaled(family: Family, json: Mapping[str, Any], faults: list[str]) -> bool:
-    """Whether logits are multiplied by 1/√E."""
+    """Return whether logits are multiplied by 1/√E."""
     given = [key for key in family.root_scaled if key in json]
     if given and not isinstance(json[given[0]], bool):
         faults.append(f"{given[0]} is {in_json(json[given[0]])}; it must be true or false.")
@@ -248,7 +248,7 @@ def _root_scaled(family: Family, json: Mapping[str, Any], faults: list[str]) -> 
 
 
 def _kept(family: Family, json: Mapping[str, Any], faults: list[str]) -> float:
-    """Return the factor of the experts' outputs."""
+    """Return the factor by which training's dropout of experts' outputs scales them in evaluation."""
     if family.output_dropout is None:
         return 1.0
     key, default = family.output_dropout
@@ -260,14 +260,14 @@ def _kept(family: Family, json: Mapping[str, Any], faults: list[str]) -> float:
 
 
 _NEAREST = 6
-"""The most families whose reasons a message gives."""
+"""The largest number of families for which a message gives reasons."""
 
 
 def expressing(config: ModelConfig) -> Family:
     """Return the first family that can express a model.
 
     Raises:
-        CheckpointError: no family can; the message gives the reasons of the nearest ones.
+        CheckpointError: no family can express it; the message gives the reasons for the nearest families.
     """
     reasons = {}
     for family in FAMILIES:
@@ -281,7 +281,7 @@ def expressing(config: ModelConfig) -> Family:
 
 
 def _distance(reasons: list[str]) -> int:
-    """Return the number of a family's reasons; those about a kind of model count most."""
+    """Return the number of reasons against a family; reasons about the kind of model count most."""
     kinds = ("it has experts", "it has no experts", "it has an encoder")
     return sum(5 if reason in kinds else 1 for reason in reasons)
 
@@ -316,7 +316,7 @@ def written(family: Family, config: ModelConfig, length: int, dtype: str) -> dic
         json["logit_scale"] = 1.0
     if family.default_rope and config.rope_scaling is None:
         json["rope_scaling"] = {"rope_type": "default"}
-    if config.positions == "learned" and config.context_length is not None:  # as many as there are vectors
+    if config.positions == "learned" and config.context_length is not None:  # the number of position vectors
         json[family.length[0]] = config.context_length
     if not family.has_encoder:  # the default of some families is a token that a smaller vocabulary does not have
         json["pad_token_id"] = None
@@ -344,7 +344,7 @@ def _family(json: Mapping[str, Any], doing: str) -> Family:
     return family
 
 
-#: The entry with the token that a decoder begins with.
+#: The entry with the first token of a decoder.
 _START = "decoder_start_token_id"
 
 _KINDS = {int: "a whole number", float: "a number", bool: "true or false"}
@@ -361,7 +361,7 @@ def _kind(name: str) -> type:
 
 
 def _is_named(value: Any, names: Mapping[Any, Any]) -> bool:
-    """Whether a value of config.json is one of the names; 0 and 1, which Python takes for booleans, are not."""
+    """Return whether a value of config.json is one of the names; 0 and 1 are not, although they equal booleans."""
     return any(value == name and isinstance(value, bool) == isinstance(name, bool) for name in names)
 
 
@@ -371,7 +371,7 @@ def _fits(name: str, value: Any) -> bool:
 
 
 def known_entries(family: Family) -> frozenset[str]:
-    """Return the entries of config.json that are read, or are known to have no effect, at least for some value."""
+    """Return the entries of config.json that are read, or that have no effect for at least some values."""
     read = {key for option in family.options.values() for key in option.keys}
     read |= {*family.length, *WINDOW, *rope_entries(family), *family.multipliers, *family.modules}
     read |= {*LOCAL_ROPE} if family.local_rope_base is not None else set()
@@ -385,7 +385,7 @@ def known_entries(family: Family) -> frozenset[str]:
 
 
 def _absent_biases(family: Family) -> Mapping[str, tuple]:
-    """Return the entries of biases that a family does not have, with the value that says so."""
+    """Return the entries about biases that a family does not have, with the value for no bias."""
     read = {key for option in family.options.values() for key in option.keys} | {*family.inactive}
     return {key: values for key, values in BIASES.items() if key not in read}
 
@@ -459,12 +459,12 @@ def _reasons(family: Family, config: ModelConfig) -> list[str]:
     ]
 
 
-#: Routers that are equivalent to top-k when they draw nothing at random: whether they divide the gates by their sum.
+#: Routers that are equivalent to top-k when they draw nothing at random, and whether they divide gates by their sum.
 _TOP_K = {"gshard": True, "st-moe": True, "switch": False}
 
 
 def _fixed(family: Family) -> Mapping[str, Any]:
-    """The fixed fields, with a router that is top-k when it draws nothing in the terms of `top-k`."""
+    """Return the fixed fields, with any router that is equivalent to top-k described as `top-k`."""
     router = family.fixed.get("moe.router")
     if router not in _TOP_K:
         return family.fixed
@@ -473,7 +473,7 @@ def _fixed(family: Family) -> Mapping[str, Any]:
 
 
 def _value(config: ModelConfig, name: str) -> Any:
-    """Return the value of a field, with a default resolved to the value that it stands for."""
+    """Return the value of a field; a default that stands for another value is replaced by it."""
     if name == "rotary_size":
         return config.rotary
     if config.moe and name == "moe.k":

@@ -24,7 +24,7 @@ WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 #: The dtypes of weights that are read, as the format names them.
 DTYPES: dict[str, np.dtype] = {"F32": np.dtype("float32"), "F16": np.dtype("float16"), "BF16": np.dtype(jnp.bfloat16)}
 
-#: The dtypes in which tensors are read: their own, or that of the values of packed ones.
+#: The dtypes in which tensors are read: the stored dtype, or for packed tensors the dtype of their values.
 READ_AS: dict[str, np.dtype] = {**DTYPES, **packed.DTYPES}
 
 #: Bits per element of every dtype of the format: the extents of tensors that are not read are checked as well.
@@ -71,11 +71,11 @@ class Files:
 
     Args:
         directory: the checkpoint's folder.
-        renamed: regular expressions of whole names, each with what replaces it in `tensors`.
+        renamed: regular expressions for whole names, each with its replacement in `tensors`.
 
     Raises:
         CheckpointError: files are missing, truncated or malformed (the message lists all of them), or the index names
-            a file outside the folder. (A file may be a symbolic link to one elsewhere, as in a download cache.)
+            a file outside the folder. (A file may be a symbolic link to a file elsewhere, as in a download cache.)
 
     Source: https://github.com/huggingface/safetensors specifies the format: eight bytes with the length of a JSON
         header, the header, and the tensors' bytes without gaps or overlaps up to the end of the file. Whatever that
@@ -137,9 +137,9 @@ class Files:
         """Read a region of a parameter, cast to the dtype of `out`.
 
         Args:
-            out: the destination, of the region's shape, except for dimensions that are merged into one.
-            name: the tensor.
-            form: the place of the parameter in it, such as (heads, head size, embed) of (heads · head size, embed).
+            out: the destination, with the region's shape, except for dimensions that are merged into one. name: the
+                tensor. form: the place of the parameter in the tensor: (heads, head size, embed) in (heads · head size,
+                embed).
             region: one slice for each dimension of `form.split`.
 
         Returns:
@@ -173,7 +173,7 @@ class Files:
         return self._maps[tensor.path]
 
     def _convert_into(self, out: np.ndarray, tensor: packed.Packed, form: Form, region: Sequence[slice]) -> int:
-        """Read a region of a packed tensor as `read_into` does: convert all rows that overlap the region."""
+        """Read a region of a packed tensor like `read_into`, converting all rows that overlap the region."""
 
         def read(part: StoredTensor) -> np.ndarray:
             kind = np.dtype("float32") if part.dtype == "F32" else np.dtype("uint8")
@@ -214,8 +214,8 @@ class Files:
 def all_finite(values: np.ndarray) -> bool:
     """Return whether an array is free of NaN and infinity, in two passes and without a copy.
 
-    In every IEEE format, infinity and NaN have the largest bit patterns of their sign. Read as signed integers, the
-    positive ones are the maximum; read as unsigned integers, the negative ones are.
+    In every IEEE format, infinity and NaN have the largest bit patterns among numbers of their sign. Read as signed
+    integers, positive infinities and NaNs are the largest; read as unsigned integers, negative ones are.
 
     Example:
         >>> all_finite(np.array([1.0, -2.0])), all_finite(np.array([1.0, -np.inf]))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-#: A dimension of a tensor: a letter, merged letters, or parts that follow each other, perhaps behind merged letters.
+#: A dimension of a tensor: a letter, merged letters, or parts that follow each other, possibly after merged letters.
 _GROUP = re.compile(r"\((\w+)\(([\w|]+)\)\)|\((\w+(?:\|\w+)+)\)|\((\w+)\)|(\w)")
 
 
@@ -25,7 +25,7 @@ class Form:
         window: that slice.
 
     Example:
-        >>> form = Form.of("(K(D|D|D))E", 1, {"K": 2, "D": 4, "E": 6})  # the key of every head lies behind its query
+        >>> form = Form.of("(K(D|D|D))E", 1, {"K": 2, "D": 4, "E": 6})  # the key of every head follows its query
         >>> form.shape, form.view(np.arange(24 * 6))[1, 0, :2].tolist()
         ((24, 6), [96, 97])
     """
@@ -75,7 +75,7 @@ class Form:
         return cls((), tuple(sizes), tuple(sizes), tuple(sizes), tuple(slice(0, size) for size in sizes))
 
     def rows(self, region: Sequence[slice]) -> tuple[int, int]:
-        """Return the first index of the tensor's first dimension that a region may have, and the last one plus 1.
+        """Return the range of indices along the tensor's first dimension that contains a region.
 
         >>> Form.of("X(F|F)E", 1, {"X": 8, "F": 4, "E": 2}).rows((slice(2, 5), slice(0, 4), slice(0, 1)))
         (2, 5)
@@ -86,7 +86,7 @@ class Form:
             if size == self.shape[0]:
                 break
             plain = plain and part == slice(0, width) and self.split[place] == width
-            start, stop, _ = (region[place] if plain else part).indices(width)  # behind parts, all rows of the part
+            start, stop, _ = (region[place] if plain else part).indices(width)  # all rows of a part
             first, last, size, place = first * width + start, last * width + stop - 1, size * width, place + 1
         return first, last + 1
 

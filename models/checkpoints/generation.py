@@ -14,7 +14,7 @@ from .special import optional
 
 CONFIG = "generation_config.json"
 
-#: Entries that would change which texts are likely, and that are not supported -> the value at which they do nothing.
+#: Unsupported entries that would change which texts are likely -> the value with which they have no effect.
 _UNSUPPORTED = {
     "repetition_penalty": 1, "encoder_repetition_penalty": 1, "no_repeat_ngram_size": 0,
     "encoder_no_repeat_ngram_size": 0, "typical_p": 1, "top_h": None, "epsilon_cutoff": 0, "eta_cutoff": 0,
@@ -37,9 +37,9 @@ class GenerationConfig:
     """The entries of a generation_config.json that decide how tokens are drawn.
 
     Attributes:
-        settings: fields of `Sampling` that the file sets; only a temperature of 0 if `do_sample` is false.
-        beams: its number of beams; 1 where it asks for none.
-        unsupported: entries that ask for anything else that would change the texts.
+        settings: fields of `Sampling` that the file sets; only a temperature of 0 if `do_sample` is false. beams: the
+            number of beams; 1 if the file asks for none. unsupported: entries that ask for anything else that would
+            change the texts.
     """
 
     settings: Mapping[str, Any]
@@ -48,7 +48,7 @@ class GenerationConfig:
 
     @property
     def sampling(self) -> Sampling:
-        """The settings, with those of plain sampling where the file has none."""
+        """The settings of the file; settings that it lacks are those of plain sampling."""
         return Sampling(**self.settings)
 
     @property
@@ -96,14 +96,14 @@ class GenerationConfig:
 def sampling(directory: str | os.PathLike) -> Sampling:
     """Return the settings of sampling that a checkpoint's generation_config.json asks for.
 
-    `do_sample: false` takes the likeliest token. Entries that the file does not have are those of plain sampling.
+    With `do_sample: false` the likeliest token is chosen. Settings that the file lacks are those of plain sampling.
 
     Args:
         directory: the checkpoint's folder.
 
     Raises:
-        CheckpointError: the file cannot be read; or it asks for more than `Sampling` has, such as a penalty of
-            repetitions. `GenerationConfig.read(directory).sampling` leaves that out.
+        CheckpointError: the file cannot be read, or asks for a setting that `Sampling` lacks, such as a penalty for
+            repetitions. `GenerationConfig.read(directory).sampling` ignores such settings.
 
     Example:
         >>> import json, pathlib, tempfile
@@ -113,8 +113,8 @@ def sampling(directory: str | os.PathLike) -> Sampling:
         ...     sampling(folder)
         Sampling(temperature=0.6, top_k=0, top_p=0.9, min_p=0.0)
 
-    Differs: transformers takes the likeliest token where `do_sample` is missing, and keeps the 50 likeliest tokens
-        where `top_k` is.
+    Differs: transformers chooses the likeliest token if `do_sample` is missing, and keeps the 50 likeliest tokens if
+        `top_k` is missing.
     """
     found = GenerationConfig.read(directory)
     if found.unsupported:

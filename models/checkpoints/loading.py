@@ -73,8 +73,8 @@ def load(
         layout: a `gspmd.Layout`.
         mesh: devices with the layout's axes.
         dtype: dtype of the computation and of the matrices; norms, biases and routers are float32.
-        int8: whether to quantize the matrices one by one as they are read, from the dtype of the files. The result is
-            that of `quantize`, but the whole model is never held in another dtype.
+        int8: whether to quantize the matrices one by one as they are read, from the dtype of the files. The result
+            equals that of `quantize`, but the whole model is never held in another dtype.
 
     Returns:
         The model, as `build` returns it, and a report of the cost.
@@ -151,15 +151,15 @@ def _check(checkpoint: Described, config: ModelConfig, table: dict[str, Paramete
 
 
 def _second_table(checkpoint: Described, config: ModelConfig) -> list[str]:
-    """Return a pattern for the logits' table of a tied model, which its files may contain nevertheless."""
+    """Return a pattern for the logits' table, which the files of a tied model may contain although it is not needed."""
     table = checkpoint.family.tensors.get("output.table")
     return [re.escape(table.name)] if table and config.tied else []
 
 
 def _modules(checkpoint: Described, config: ModelConfig, files: Files) -> Iterator[str]:
-    """Yield the names of the modules behind the last layer, each of which has a matrix that layers do not have.
+    """Yield the names of the modules after the last layer, recognised by a matrix that layers do not have.
 
-    Without that matrix a tensor behind the last layer is of one more layer, and config.json is wrong.
+    Without that matrix, a tensor after the last layer belongs to one more layer, and config.json is wrong.
     """
     for number in range(config.layers, config.layers + checkpoint.modules):
         name = LAYER.format(N=number)

@@ -1,4 +1,4 @@
-"""Weights in four or eight bits, with a scale for each block of them, converted as they are read.
+"""Weights in four or eight bits, with a scale for each block of weights, converted as they are read.
 
 Two formats of public checkpoints are known: MXFP4, for gpt-oss's experts, and eight bits in square blocks, for DeepSeek
 V3.
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from .files import StoredTensor
 
 Read = Callable[["StoredTensor"], np.ndarray]
-"""A function from a stored tensor to its bits, as unsigned integers or float32, in its shape."""
+"""A function that returns the contents of a stored tensor, as unsigned integers or float32, in the tensor's shape."""
 
 MXFP4, FP8_BLOCKS = "MXFP4", "F8_E4M3 in blocks"
 
 DTYPES: dict[str, np.dtype] = {MXFP4: np.dtype(jnp.bfloat16), FP8_BLOCKS: np.dtype("float32")}
-"""The dtypes into which packed weights are converted: bfloat16 holds those of MXFP4 exactly."""
+"""The dtypes into which packed weights are converted; bfloat16 holds the values of MXFP4 exactly."""
 
 #: The values of the sixteen codes of four bits: a sign, two bits of exponent and one of fraction.
 _FP4 = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0], np.float32)
@@ -78,8 +78,8 @@ def unpacked(tensors: Mapping[str, StoredTensor]) -> tuple[dict[str, StoredTenso
     """Find the packed tensors of a checkpoint by the names of their parts.
 
     Returns:
-        The tensors with each packed one under the name of its values, and the packed ones by that name. Parts that do
-        not belong together stay as they are.
+        All tensors, with each packed one under the name of its values; and the packed tensors by that name. Parts that
+        do not belong together stay as they are.
     """
     found = dict(tensors)
     packed: dict[str, Packed] = {}

@@ -1,7 +1,7 @@
 """A chat template, rendered in a separate process: `python rendering.py < REQUEST`, a line of JSON for an answer.
 
-A template is a program that comes with a checkpoint. jinja2's sandbox keeps it from files and from Python's internals,
-but not from running for ever, or from doubling a string forty times; limits of a process do. This file is run by its
+A template is a program that comes with a checkpoint. jinja2's sandbox keeps it from files and from Python's internals;
+limits on the process keep it from running for ever, or from doubling a string forty times. This file is run by its
 path, and imports only the standard library and jinja2, so that the process starts in a tenth of a second.
 """
 
@@ -18,8 +18,8 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
 
     Args:
         request: `template`, its source; `variables`, by name; `characters`, the most that it may write; `seconds` of
-            the processor and `bytes` of memory, which this process then never exceeds, or null where the system bounds
-            none; `path`, where to find jinja2.
+            the processor and `bytes` of memory, the limits of this process, or null where the system has no such limit;
+            `path`, where to find jinja2.
 
     Returns:
         `text`, or else `error` and the `line` of the template, 0 if none is known.
@@ -45,7 +45,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
                 return {"error": f"it writes more than {request['characters']:,} characters", "line": 0}
             written.append(piece)
         text = "".join(written)
-        text.encode()  # half of a surrogate pair is no text
+        text.encode()  # half of a surrogate pair is not a text
         return {"text": text}
     except jinja2.TemplateSyntaxError as error:
         return {"error": _short(error.message), "line": error.lineno}
@@ -55,7 +55,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
         most = request.get("bytes")
         bound = "memory than there is" if most is None else f"than {most:,} bytes of memory"
         return {"error": f"it takes more {bound}", "line": 0}
-    except Exception as error:  # Whatever Python raises for what the template does.
+    except Exception as error:  # A template may make Python raise any exception.
         return {"error": _short(f"{type(error).__name__}: {error}"), "line": _line(error.__traceback__)}
 
 
@@ -65,7 +65,7 @@ def _short(message: Any) -> str:
 
 
 def _limit(seconds: int | None, most: int | None) -> None:
-    """Bound this process, as far as the system does."""
+    """Limit the resources of this process, as far as the system can."""
     import resource
 
     for kind, limit in ((resource.RLIMIT_CPU, seconds), (resource.RLIMIT_AS, most), (resource.RLIMIT_FSIZE, 0)):
@@ -75,13 +75,13 @@ def _limit(seconds: int | None, most: int | None) -> None:
 
 
 def _environment() -> Any:
-    """Return the environment that transformers renders chat templates in."""
+    """Return a jinja2 environment like the one in which transformers renders chat templates."""
     import jinja2
     from jinja2.ext import Extension
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        """The tag `generation`, which marks what a model wrote, for masks of a loss; here it is its body."""
+        """The tag `generation`, which marks the text of the model for masks of a loss; here it renders as its body."""
 
         tags = {"generation"}  # noqa: RUF012
 
@@ -125,7 +125,7 @@ def _environment() -> Any:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
     )
-    environment.filters["tojson"] = tojson  # jinja2's own writes for HTML
+    environment.filters["tojson"] = tojson  # jinja2's own filter escapes HTML
     environment.globals |= {
         "raise_exception": refuse,
         "strftime_now": lambda form: datetime.now().strftime(form),

@@ -44,7 +44,7 @@ def save(
         model: a placed model, entirely on devices of this process.
         directory: a new folder.
         tokenizer: the model's tokenizer, written beside it.
-        dtype: dtype of the tensors: float32, float16 or bfloat16; by default that of the model's embedding table.
+        dtype: dtype of the tensors: float32, float16 or bfloat16; by default the dtype of the model's embedding table.
         length: tokens of the longest sequence, for config.json; by default the model's `context_length`, or else 2048.
             Families of relative positions have no such entry.
         file_bytes: largest size of a file, unless a single tensor is larger.
@@ -104,7 +104,7 @@ def _factors(family: Family, config: ModelConfig) -> dict[str, float]:
     root = math.sqrt(config.embed)
     ratio = (root if config.scale_embedding else 1.0) / (root if family.scale_embedding else 1.0)
     of_norm = ratio
-    if family.root_scaled:  # what is written says that tied logits are multiplied by 1/√E
+    if family.root_scaled:  # in the written checkpoint, tied logits are multiplied by 1/√E
         of_norm /= root
     norms = {"output.norm": of_norm, "output.norm_bias": of_norm} if config.tied else {}
     return {"embedding.table": 1 / ratio, **norms}
@@ -177,7 +177,7 @@ def _write_tensors(
 def _fill(
     tensor: np.ndarray, source: ParameterSource, numbers: tuple[int, ...], shards: list[Any]
 ) -> tuple[float, int]:
-    """Write a parameter into its part of a tensor of the checkpoint, from the shards that hold pieces of it.
+    """Write a parameter into its part of a checkpoint's tensor, from the shards that hold its pieces.
 
     Returns:
         The largest magnitude that overflowed in the tensor's dtype (0 if none did), and the number of values that are

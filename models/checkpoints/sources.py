@@ -24,14 +24,14 @@ Region = tuple[slice, ...]
 
 @dataclass(frozen=True)
 class ParameterSource:
-    """A parameter and its tensors: a single one, one per layer, or one per expert of every layer; or its part of them.
+    """A parameter and the tensors that hold it: a single one, one per layer, or one per expert of every layer.
 
     Attributes:
         row: the parameter, whose shape may be padded.
         stored: the names and dimensions of its tensors.
         factor: the parameter is factor · (tensor + offset).
-        layers: numbers of the layers of the checkpoint that are stacked in it, if it belongs to blocks.
-        sizes: of the dimensions of all parameters, without padding, among them Q, the query heads of a key/value head.
+        layers: numbers of the checkpoint's layers that are stacked in the parameter, if it belongs to blocks.
+        sizes: the sizes of the dimensions of all parameters, without padding; Q is the query heads per key/value head.
     """
 
     row: ParameterRow
@@ -53,7 +53,7 @@ class ParameterSource:
 
     @cached_property
     def order(self) -> tuple[int, ...]:
-        """Return the permutation from the parameter's dimensions, without the counted ones, to those of a tensor."""
+        """Return the permutation from the parameter's dimensions, without counted ones, to the tensor's dimensions."""
         own = [dim for dim in self.row.spec.dims if dim not in self.counted]
         return tuple(own.index("H" if dim == "Q" else dim) for dim in self.form.dims if dim in own or dim == "Q")
 
@@ -67,13 +67,13 @@ class ParameterSource:
         yield from map(self.name, self.counts())
 
     def counts(self, index: tuple[slice, ...] | None = None) -> list[tuple[int, ...]]:
-        """Return the indices of the tensors that a shard has parts of; those of all tensors if no shard is given."""
+        """Return the indices of the tensors of which a shard has parts; of all tensors if no shard is given."""
         parts = dict(zip(self.row.spec.dims, index or [slice(None)] * len(self.row.shape)))
         real = dict(zip(self.row.spec.dims, self.row.real_shape))
         return list(product(*(range(*parts[dim].indices(real[dim])) for dim in self.counted)))
 
     def pieces(self, index: tuple[slice, ...], numbers: tuple[int, ...]) -> Iterator[tuple[Place, Region]]:
-        """Cut a shard's part of a tensor into pieces: one, or several if there is padding or other heads between them.
+        """Cut a shard's part of a tensor into pieces: one, or several if padding or other heads lie between them.
 
         Args:
             index: the shard, one slice for each dimension of the parameter.
@@ -81,7 +81,7 @@ class ParameterSource:
 
         Yields:
             The position of a piece in the shard, in the order of the parameter's dimensions, with integers for the
-            counted ones; and its region of the parameter in the tensor, in the order of `form.dims`.
+            counted dimensions; and the region of the parameter that it covers, in the order of `form.dims`.
         """
         at = dict(zip(self.counted, numbers))
         runs: list[list[tuple[int | slice, dict[str, slice]]]] = []
@@ -99,7 +99,7 @@ class ParameterSource:
 
 
 def _runs(start: int, stop: int, padded: Padded | None) -> Iterator[tuple[slice, slice]]:
-    """Yield the runs of real entries between start and stop: their position after start, and their unpadded indices."""
+    """Yield the runs of real entries between start and stop: their offset from start, and their unpadded indices."""
     if padded is None:
         yield slice(0, stop - start), slice(start, stop)
         return
@@ -112,7 +112,7 @@ def _runs(start: int, stop: int, padded: Padded | None) -> Iterator[tuple[slice,
 
 
 def _groups(place: slice, heads: slice, queries: int) -> Iterator[tuple[slice, dict[str, slice]]]:
-    """Cut a run of query heads where the next key/value head begins, which has so many query heads."""
+    """Cut a run of query heads wherever the query heads of the next key/value head begin."""
     head = heads.start
     while head < heads.stop:
         group, first = divmod(head, queries)
@@ -142,7 +142,7 @@ def sources(checkpoint: Described, config: ModelConfig, layout: Layout) -> dict[
         layout: a `gspmd.Layout`.
     """
     sizes = {**tensor_sizes(config), "Q": config.heads // config.kv_heads}
-    others = {"attention.w_k_up": "values", "attention.w_v_up": "keys"}  # W is the width of the other of these two
+    others = {"attention.w_k_up": "values", "attention.w_v_up": "keys"}  # W is their width
     table = {}
     for path, row in parameters(config, layout).items():
         name, place = unplaced(path)

@@ -1,4 +1,4 @@
-"""The special tokens of a tokenizer that files beside tokenizer.json name, and the class that transformers takes."""
+"""Special tokens that files beside tokenizer.json name, and the class that transformers uses for a tokenizer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_t
 _FLAGS = ("lstrip", "rstrip", "single_word", "normalized", "special")
 
 _GENERIC = "TokenizersBackend"
-"""The class of transformers that takes a tokenizer from tokenizer.json alone."""
+"""The class of transformers that reads a tokenizer from tokenizer.json alone."""
 
 _END = "<|endoftext|>"
 
@@ -40,7 +40,7 @@ _OF_CLASS = {
     "T5Tokenizer": {"eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"},
 }  # fmt: skip
 
-#: model_type of config.json -> the class that transformers has for it. Other families have none of their own.
+#: model_type of config.json -> the class that transformers has for it. Other families have no class of their own.
 _OF_FAMILY = {
     **dict.fromkeys(("cohere", "cohere2"), "CohereTokenizer"),
     **dict.fromkeys(("gemma", "gemma2", "gemma3", "gemma3_text"), "GemmaTokenizer"),
@@ -58,7 +58,7 @@ _MISNAMED = {"qwen2", "phi3", "phimoe", "nemotron"}
 
 
 def read_settings(folder: Path, doing: str) -> dict[str, Any]:
-    """Return the entries of tokenizer_config.json, with those of the files that older versions of transformers wrote.
+    """Return the entries of tokenizer_config.json, and of the other files that older versions of transformers wrote.
 
     special_tokens_map.json and added_tokens.json count only if tokenizer_config.json has no `added_tokens_decoder`.
 
@@ -79,7 +79,7 @@ def optional(path: Path, doing: str) -> dict[str, Any]:
 
 
 def class_of(settings: Mapping[str, Any], config: Mapping[str, Any], tokenizer: str) -> str:
-    """Return the class that transformers' AutoTokenizer takes for a checkpoint.
+    """Return the class that transformers' AutoTokenizer uses for a checkpoint.
 
     Args:
         settings: the entries of tokenizer_config.json.
@@ -90,7 +90,7 @@ def class_of(settings: Mapping[str, Any], config: Mapping[str, Any], tokenizer: 
     family = config.get("model_type")
     registered = _OF_FAMILY.get(family, "") if isinstance(family, str) else ""
     if named == "LlamaTokenizer" and '"ByteLevel"' in tokenizer and family not in _MISNAMED:
-        return _GENERIC  # as Llama 3: the class of Llama 2 has pieces with ▁ for spaces
+        return _GENERIC  # as in Llama 3; the class of Llama 2 has pieces with ▁ for spaces
     if named and registered and named != registered:
         chosen = registered if registered == _GENERIC or family in _MISNAMED else named
         return chosen if chosen in _OF_CLASS else _GENERIC
@@ -98,13 +98,13 @@ def class_of(settings: Mapping[str, Any], config: Mapping[str, Any], tokenizer: 
 
 
 def texts(settings: Mapping[str, Any], made_by: str, doing: str) -> dict[str, str]:
-    """Return the special tokens by name, such as bos_token: those that the settings name, or else those of the class.
+    """Return the special tokens by name, such as bos_token, from the settings or else from the class.
 
     Raises:
         CheckpointError: an entry is neither a token's text nor a table with its `content`.
     """
     given = {name: settings[name] for name in NAMED if name in settings}
-    more = settings.get("extra_special_tokens")  # a list has no names
+    more = settings.get("extra_special_tokens")  # a list names no tokens
     own = {name: token for name, token in settings.items() if name.endswith("_token") and isinstance(token, str)}
     found = _OF_CLASS.get(made_by, {}) | given | own | (more if isinstance(more, dict) else {})
     contents = {name: _content(name, token, doing) for name, token in found.items()}
@@ -121,7 +121,7 @@ def _content(name: str, token: Any, doing: str) -> str | None:
 def add(backend: tokenizers.Tokenizer, settings: Mapping[str, Any], doing: str) -> None:
     """Add the tokens that the settings describe, or name, to a tokenizer that lacks them.
 
-    A token that the vocabulary has keeps its number; it is found in a text as a whole from now on.
+    A token that is in the vocabulary already keeps its number; from now on it is found in a text as a whole.
 
     Raises:
         CheckpointError: a description is faulty.

@@ -1,4 +1,4 @@
-"""The steps of tokenizers whose class in transformers builds them itself, and does not take those of tokenizer.json."""
+"""The steps of tokenizers whose class in transformers builds the steps itself instead of reading tokenizer.json."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _PIECES = ("LlamaTokenizer", "CodeLlamaTokenizer", "GemmaTokenizer")
 
 
 def rebuild(backend: tokenizers.Tokenizer, made_by: str, settings: Mapping[str, Any], named: Mapping[str, str]) -> None:
-    """Give a tokenizer the steps that its class in transformers gives it, in place of those of tokenizer.json.
+    """Replace the steps of tokenizer.json by the steps that the tokenizer's class in transformers builds.
 
-    Since version 5, a separate class takes the vocabulary, the merges, the added tokens and the last step from
-    tokenizer.json. How a text is normalised and split is up to the class. Some files of Llama 2 and its descendants
+    Since version 5, such a class reads the vocabulary, the merges, the added tokens and the last step from
+    tokenizer.json, but decides by itself how a text is normalised and split. Some files of Llama 2 and its descendants
     have other steps: there a space before a text, or after a special token, has another id. GPT-NeoX and T5 also decide
     which tokens begin and end a text.
 
@@ -65,7 +65,7 @@ _NORMALIZERS = {
 
 
 def _bytes(made_by: str, prefix: bool) -> pre_tokenizers.PreTokenizer:
-    """Return the splitter of texts into words of bytes; with `prefix`, a text begins with a space."""
+    """Return a splitter of texts into words of bytes; with `prefix`, a space is put before the text."""
     if made_by == "Qwen2Tokenizer":
         split = pre_tokenizers.Split(Regex(_QWEN), "isolated")
         return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=prefix, use_regex=False)])
@@ -78,7 +78,7 @@ def _bytes(made_by: str, prefix: bool) -> pre_tokenizers.PreTokenizer:
 def _pieces(made_by: str, prefix: bool, legacy: bool) -> pre_tokenizers.PreTokenizer:
     """Return the splitter into pieces with ▁ for spaces.
 
-    With `prefix` the first piece begins with one; in legacy files, so does every piece after a special token.
+    With `prefix` the first piece begins with ▁; in legacy files, every piece after a special token does too.
     """
     if made_by == "GemmaTokenizer":
         return pre_tokenizers.Split(" ", "merged_with_previous")

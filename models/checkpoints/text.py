@@ -37,7 +37,7 @@ class Tokenizer:
         begin: id of the beginning-of-text token.
         settings: the entries of tokenizer_config.json.
         named: the special tokens by name, such as bos_token.
-        templates: the chat templates by name; "default" is taken unless another one is asked for.
+        templates: the chat templates by name; "default" is used unless the caller names another one.
 
     Example:
         >>> of_bytes = byte_tokenizer()
@@ -64,14 +64,14 @@ class Tokenizer:
 
         Args:
             text: any text.
-            special: whether to add the tokens that begin and end a text, where the tokenizer has such a step.
+            special: whether to add the tokens that begin and end a text, if the tokenizer has such a step.
         """
         return self.backend.encode(text, add_special_tokens=special).ids
 
     def chat_text(
         self, messages: Sequence[Mapping[str, Any]], *, template: str = "", prompt: bool = True, **variables: Any
     ) -> str:
-        """Return the text of a chat, by the checkpoint's chat template; arguments and errors are those of `chat`.
+        """Return the text of a chat, by the checkpoint's chat template; arguments and errors are as for `chat`.
 
         Example:
             >>> simple = "{% for each in messages %}<{{ each.role }}>{{ each.content }}{% endfor %}<assistant>"
@@ -100,7 +100,8 @@ class Tokenizer:
             template: the name of the template, if the checkpoint has several; by default "default", or "tool_use" if
                 there is one and `tools` are given.
             prompt: whether the text ends with the opening of an answer.
-            **variables: others that the template reads, such as `tools` (a list of JSON schemas) or `enable_thinking`.
+            **variables: other variables that the template reads, such as `tools` (a list of JSON schemas) or
+                `enable_thinking`.
 
         Raises:
             CheckpointError: a ValueError: there is no template, it is faulty or refuses the messages, or it exceeds a
@@ -137,7 +138,7 @@ class Tokenizer:
         return self.backend.get_vocab_size()
 
     def __contains__(self, token: int) -> bool:
-        """Return whether an id is that of a token; a model's table may have more rows than there are tokens."""
+        """Return whether there is a token with this id; a model's table may have more rows than there are tokens."""
         return self.backend.id_to_token(int(token)) is not None
 
     def save(self, directory: str | os.PathLike) -> None:
@@ -183,9 +184,9 @@ def tokenizer(directory: str | os.PathLike) -> Tokenizer:
     The ids that end a text come from the first of these that has them: generation_config.json, config.json, or the
     `eos_token` of tokenizer_config.json; likewise the id that begins a text. The last step of tokenizer.json decides
     which tokens `encode` adds to a text. As in transformers since version 5, add_bos_token and add_eos_token of
-    tokenizer_config.json are ignored then; the classes of GPT-NeoX (which adds none) and T5 (which adds the end) decide
-    themselves. Some classes also decide how a text is split (`steps.rebuild`). Tokens that tokenizer_config.json names
-    or describes, and tokenizer.json does not have, are added.
+    tokenizer_config.json are ignored; the classes of GPT-NeoX and T5 decide themselves (GPT-NeoX adds no token, and T5
+    adds the end). Some classes also decide how a text is split (`steps.rebuild`). Tokens that tokenizer_config.json
+    names or describes, and tokenizer.json does not have, are added.
 
     Args:
         directory: the checkpoint's folder, with tokenizer.json; or the path of such a file under any name.
@@ -213,7 +214,7 @@ def tokenizer(directory: str | os.PathLike) -> Tokenizer:
 
 
 def _instead(folder: Path) -> str:
-    """Say what to do in a folder without tokenizer.json."""
+    """Return the remedy for a folder without tokenizer.json."""
     known = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json", "vocab.bpe")
     found = [name for name in known if os.path.lexists(folder / name)]
     if not found:
@@ -250,7 +251,7 @@ def _ids(
 
 
 def _backend(path: Path, doing: str) -> tuple[str, tokenizers.Tokenizer]:
-    """Read a file, and parse it with the library, which would wait forever if it were given the path of a FIFO."""
+    """Read a file and parse its text with the library, which would wait forever if it opened a FIFO itself."""
     try:
         text = read_text(path)
         return text, tokenizers.Tokenizer.from_str(text)
@@ -267,9 +268,9 @@ def byte_tokenizer(vocabulary: int = 256) -> Tokenizer:
     """Return the tokenizer of byte-level models: each id is a byte of the text's UTF-8.
 
     Args:
-        vocabulary: number of ids. With more than 256, they are those of an encoder–decoder on bytes: 256 ends every
-            text, 257 begins every text of the decoder, and the sentinels `<extra_id_0>`, `<extra_id_1>` and so on are
-            the last ids, counted down.
+        vocabulary: number of ids. More than 256 are for an encoder–decoder on bytes: 256 ends every text, 257 begins
+            every text of the decoder, and the sentinels `<extra_id_0>`, `<extra_id_1>` and so on are the last ids,
+            counted down.
 
     Example:
         >>> byte_tokenizer().encode("def f"), len(byte_tokenizer())
@@ -295,8 +296,7 @@ def byte_tokenizer(vocabulary: int = 256) -> Tokenizer:
 
 
 def keep_tokenizer(folder: Path, tokenizer: Tokenizer, checkpoint: str) -> None:
-    """Save a tokenizer with a run, and its checkpoint's config.json and settings of generation, for `gspmd generate`
-    and `gspmd export`.
+    """Save a run's tokenizer, with config.json and generation settings, for `gspmd generate` and `gspmd export`.
 
     Args:
         folder: where to save them; created if needed.

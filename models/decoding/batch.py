@@ -33,7 +33,7 @@ from .serving import (
 )
 
 MOST_TEXTS = 2**16
-"""The most texts of one batch: more than fit into the devices' caches, and few enough to count on the host."""
+"""The largest number of texts in a batch: more than fit into caches, and few enough to be counted on the host."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,8 @@ class Batch:
     """Prompts, and the rows in which they are read and continued.
 
     Attributes:
-        prompts: the token ids of each prompt; in an encoder–decoder the decoder's, which begin with the start token.
+        prompts: the token ids of each prompt; in an encoder–decoder the prompts of the decoder, which begin with the
+            start token.
         texts: number of texts; the samples of a prompt are neighbours.
         sizes: the sizes of the programs.
         owners: for each row of text, the number of its prompt; None for a row without a text.
@@ -84,11 +85,11 @@ class Batch:
         return np.array([ids[-1] for ids in of_rows], np.int32), np.array([len(ids) - 1 for ids in of_rows], np.int32)
 
     def totals(self, tokens: int, prompts: Sequence[int | None]) -> np.ndarray:
-        """Return how many tokens are read of the text of each prompt with this many new tokens; 0 for None."""
+        """Return the number of tokens of each prompt's text with this many new tokens; 0 where there is no prompt."""
         return np.array([0 if at is None else len(self.prompts[at]) + tokens - 1 for at in prompts], np.int32)
 
     def chunks(self) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Return tokens [P, chunk] and counts [P] of every prefill step: the prompts without their last tokens."""
+        """Return tokens [P, chunk] and counts [P] for every prefill step: the prompts without their last tokens."""
         size = self.sizes.chunk
         read = [() if number is None else self.prompts[number][:-1] for number in self.shares.prompts]
         steps = []
@@ -132,8 +133,8 @@ def make_batch(
 
     Args:
         config: the configuration of the model.
-        layout: the layout for decoding, as for `phases`; the number of rows decides between its alternatives.
-        prefill: the layout for reading prompts, likewise; None for the same layout.
+        layout: the layout for decoding, as for `phases`; the number of rows selects its alternatives. prefill: the
+            layout for reading prompts, likewise; None for the same layout.
         mesh: devices with the layouts' axes.
         prompts: the token ids of each prompt; at least one prompt. With an encoder they follow the start token of each
             text, and may be empty; None if all are empty.
@@ -164,7 +165,7 @@ def make_batch(
     for each in range(most_prompts(owners, shards), rows // shards):
         try:
             fewer = _layouts(config, layout, prefill, mesh, rows, each * shards, cache_length)
-        except LayoutError:  # the mesh does not divide so few rows
+        except LayoutError:  # the mesh does not divide this number of rows
             continue
         if fewer:
             (reading, decode), found = fewer, shares(owners, shards, each)
@@ -189,7 +190,7 @@ def _fewest_rows(
 ) -> tuple[int, Any, Any]:  # fmt: skip
     """Return the fewest rows for `texts` texts, and the layouts for them; no device has only some beams of a prompt."""
     faults, step = [], max(beams, 1)
-    # Every product of mesh axes divides mesh.size, so one of that many successive multiples is divided by it.
+    # Every product of mesh axes divides mesh.size, so it divides one of mesh.size consecutive numbers.
     for rows in range(texts, texts + step * mesh.size, step):
         try:
             found = _layouts(config, layout, prefill, mesh, rows, rows, cache_length)
@@ -207,7 +208,7 @@ def _layouts(
 ) -> tuple[Any, Any] | None:  # fmt: skip
     """Return the layouts for reading and for decoding these rows; None if the mesh does not divide the rows."""
     given = {} if cache_length is None else {"T": cache_length}
-    # L, and T unless it is given, are chosen so that they divide.
+    # L, and T unless it is given, are chosen so that the mesh divides them.
     wanted = [{d: n for d, n in config.sizes(batch, 1).items() if d not in "LT"} for batch in (prefill_rows, rows)]
     reading, decode = phases(layout, prefill, sizes=(wanted[0] | given, wanted[1] | given), mesh=mesh)
     fit = prefill_rows % least_rows(config, reading, mesh) == 0 == rows % least_rows(config, decode, mesh)
@@ -220,7 +221,7 @@ def read_sources(
     sources: Sequence[Sequence[int]] | None,
     source_length: int | None = None,
 ) -> tuple[Sequence[Sequence[int]], tuple[np.ndarray, ...]]:
-    """Return the tokens that each text begins with (with an encoder, after the start token) and the sources, checked.
+    """Return the prompts (with an encoder, after the start token) and the sources, after checking them.
 
     The arguments are those of `make_batch`.
 
@@ -249,12 +250,11 @@ def token_ids(vocabulary: int, texts: Sequence[Sequence[int]], empty: str, calle
 
     Args:
         vocabulary: number of tokens.
-        texts: the token ids of each.
-        empty: the text of an error for an empty one.
-        called: the name by which an error counts them.
+        texts: the token ids of each text. empty: the error for an empty text. called: the name by which an error counts
+            texts.
 
     Raises:
-        GenerationError: one is empty, or has a token that is not in the vocabulary.
+        GenerationError: a text is empty, or has a token that is not in the vocabulary.
     """
     held = tuple(np.asarray(text, np.int32).reshape(-1) for text in texts)
     for number, ids in enumerate(held):
@@ -318,7 +318,7 @@ def read_prompts(
 
 
 def _check_room(longest: int, tokens: int, texts: int, cache_length: int | None) -> None:
-    """Refuse more positions than the cache or the model has, and more texts than one batch may have."""
+    """Refuse texts that are longer than the cache or the model's limit, and more texts than a batch may have."""
     needed = longest + tokens - 1
     if cache_length is not None and needed > cache_length:
         raise GenerationError(

@@ -1,4 +1,4 @@
-"""Beam search on the devices: the likeliest beginnings of every text are continued together, and the best end wins."""
+"""Beam search on the devices: the likeliest beginnings of every text are continued, and the best complete text wins."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from .serving import GenerationError
 from .steps import decode_step
 
 MOST_BEAMS = 64
-"""The most beams of a text; each has a row of the cache."""
+"""The largest number of beams of a text; each beam has a row of the cache."""
 
 _LOWEST = np.float32(-1e9)
-"""The score of a beam or an end that is not there yet, as in transformers."""
+"""The score of a beam or a complete text that does not exist yet, as in transformers."""
 
 
 @jax.tree_util.register_dataclass
@@ -42,8 +42,8 @@ class BeamSearch:
         texts: [G, b, M] int32, these tokens.
         end_scores: [G, b] float32, the scores of the best texts that have ended, the best first.
         end_texts: [G, b, M] int32, their tokens.
-        end_lengths: [G, b] int32, the number of their tokens, without a stop token; -1 for one that is not there yet.
-        going: [G] bool, whether beams may still improve on what has ended.
+        end_lengths: [G, b] int32, the number of their tokens, without a stop token; -1 for a text that does not exist
+            yet. going: [G] bool, whether a beam may still become better than the texts that have ended.
         undefined: [G] bool, whether some logits have been NaN or infinite.
         step: int32, the number of new tokens of each beam.
     """
@@ -66,7 +66,7 @@ BeamLoop = Callable[[Mapping[str, jax.Array], BeamSearch, jax.Array, jax.Array],
 def check_beams(
     beams: int, length_penalty: float, samples: int, draws: bool, vocabulary: int, stops: int, n_best: int = 1
 ) -> None:
-    """Refuse settings that beam search does not support, and its own settings where there is no beam search.
+    """Refuse settings that beam search does not support, and settings of beam search without beams.
 
     Args:
         beams: the number of beams of each text; 0 for none.
@@ -106,16 +106,16 @@ def check_beams(
 def beam_loop(model: Transformer, beams: int, length_penalty: float, stop: Sequence[int]) -> BeamLoop:
     """Build the loop of beam search: (weights, search, limit, most) -> search.
 
-        score(text) = sum over its new tokens of log p(token | those before it) / |new tokens| ^ length_penalty
+        score(text) = sum over its new tokens of log p(token | earlier tokens) / |new tokens| ^ length_penalty
 
     In each step the b beams of a text are continued by all tokens, and the (1 + stop tokens) · b likeliest
     continuations, at least 2 b, are kept. Those among the b likeliest that end in a stop token are ends; among the
     rest, the b likeliest are the next beams. The b ends with the best scores are kept. A text is complete once it has b
-    ends, and the score of its best beam, at the present length, is not above the worst score of an end. At the most
+    ends, and the score of its best beam, at the present length, is not above the worst score of an end. At the limit on
     tokens, beams end as they are.
 
-    Every device finds the likeliest tokens of its own part of the vocabulary, and these few numbers are gathered: the
-    logits are not. A text's beams lie together on one device, so that each device reorders the rows of its own cache,
+    Every device finds the likeliest tokens of its own part of the vocabulary, and only these few numbers are gathered,
+    not the logits. A text's beams lie together on one device, so that each device reorders the rows of its own cache,
     layer by layer, and nothing is sent for it. Rows of encoded sources are the same for all beams and stay.
 
     Args:
@@ -193,13 +193,12 @@ def likeliest(logits: jax.Array, spec: Spec, count: int) -> tuple[jax.Array, jax
     n · count int32 of each row are gathered.
 
     Args:
-        logits: [B, V] float32.
-        spec: their spec.
-        count: the number of tokens that are found; fewer if the vocabulary has fewer.
+        logits: [B, V] float32. spec: the spec of the logits. count: the number of tokens to find; fewer if the
+            vocabulary has fewer.
 
     Returns:
-        [B, C] float32 log-probabilities, the largest first, and [B, C] int32 tokens; of equal ones the lowest first. A
-        row whose logits are NaN or infinite has a first log-probability that is not finite.
+        [B, C] float32 log-probabilities, the largest first, and [B, C] int32 tokens; among equal ones the lowest token
+        first. A row whose logits are NaN or infinite has a first log-probability that is not finite.
     """
     found = Spec(("B", "C"), spec.axes)
     whole = Spec(("B", "C"), ((), ()))
@@ -229,7 +228,7 @@ def _picked(x: jax.Array, at: jax.Array) -> jax.Array:
 
 
 def _rows_on_a_device(rows: Spec, count: int) -> int:
-    """Return how many of `count` rows a device has."""
+    """Return the number of rows on one device, of `count` rows in all."""
     return rows.local_shape({"B": count}, dict(jax.sharding.get_abstract_mesh().shape))[0]
 
 
@@ -249,9 +248,8 @@ def begin(cache: Cache, tokens: jax.Array, groups: int, texts: int, beams: int, 
     Args:
         cache: the cache of the prompts without their last tokens.
         tokens: [G · b] int32, these last tokens.
-        groups: number of texts with rows, G.
-        texts: how many of them are real.
-        beams: the number of beams of each, b.
+        groups: number of texts with rows, G. texts: how many of these are real. beams: the number of beams of each
+            text, b.
         room: the most tokens of a text, M, or more.
     """
     lowest: Any = np.full((groups, beams), _LOWEST)

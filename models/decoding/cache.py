@@ -19,7 +19,7 @@ from ..config import ModelConfig
 from ..vectors import wide_sizes
 
 SELF, CROSS = "attention.key", "cross.key"
-"""The lines of a layout whose `Layout.cache` places the cache of a text, and that of an encoded source."""
+"""The lines of a layout whose `Layout.cache` places the cache of a text, and the cache of an encoded source."""
 
 
 @jax.tree_util.register_dataclass
@@ -27,20 +27,19 @@ SELF, CROSS = "attention.key", "cross.key"
 class Cache:
     """Keys and values of the tokens that a model has read, for all layers: a pytree, donated from step to step.
 
-    There is one array for each stack of layers (`ModelConfig.stacks`), with its N layers first, also if the weights are
+    There is one array for each stack of layers (`ModelConfig.stacks`), with its N layers first, even if the weights are
     not stacked, so that the step writes to few arrays. B rows have room for T tokens each. Heads come before tokens: in
-    the other order, if a device has several heads, the compiler for TPUs copies every layer before it multiplies.
-
-    A sliding layer keeps the last tokens only, as many as its window, and a chunked one as many as a chunk: T is then
-    the length of a ring, in which a token at position p is at p modulo T.
+    the other order, if a device has several heads, the TPU compiler copies every layer before it multiplies. A sliding
+    layer keeps only one window of tokens, and a chunked layer one chunk: T is then the length of a ring, in which the
+    token at position p is in slot p mod T.
 
     Attributes:
         keys: rotated keys, one [N, B, K, T, D] for each stack of layers.
         values: values, with the same shapes; None for latent attention, whose keys [N, B, 1, T, Z] are the latents and
             rotated keys of all heads.
         key_scales: scales of an int8 cache, one float32 [N, B, K, T] for each stack of layers; otherwise None.
-        value_scales: scales of the values, likewise; in latent attention those of the rotated keys, and `key_scales`
-            are of the latents.
+        value_scales: scales of the values, likewise; in latent attention the scales of the rotated keys, while
+            `key_scales` are for the latents.
         lengths: [B] int32, the number of each row's tokens that are in the cache.
         source: a cache of the keys and values of each row's encoded source, one for each block of the decoder, for its
             cross-attention; None for a decoder-only model.
@@ -63,17 +62,17 @@ class Cache:
 
     @property
     def room(self) -> int:
-        """T of the layers that keep most: the tokens that a row has room for, unless no layer keeps all."""
+        """The largest T of all layers: the number of tokens of a row, unless no layer keeps all of them."""
         return max(keys.shape[3] for keys in self.keys)
 
 
 def cache_spec(layout: Layout, line: str = SELF, *, latent: bool = False) -> Spec:
-    """Return the spec [B, K, T, D] of one layer's keys and values: that of `Layout.cache`, which is written BTKD.
+    """Return the spec [B, K, T, D] of one layer's keys and values, from `Layout.cache`, which is written BTKD.
 
     Args:
         layout: the layout that places the cache.
         line: the line of a text's own tokens, or of its encoded source.
-        latent: whether it holds latents, which all heads share: K is 1 and unsharded.
+        latent: whether the cache holds latents, which all heads share; then K is 1 and unsharded.
     """
     held, dims = Spec.parse(layout.cache(line)), ("B", "K", "T", "D")
     spec = Spec(dims, tuple(map(held.axes_of, dims)))
@@ -110,7 +109,8 @@ def abstract_cache(
 
     Raises:
         SpecError: the mesh axes of B, T or K do not divide their sizes.
-        ValueError: the model has an encoder, and there is no room for sources; or the other way round.
+        ValueError: the model has an encoder and there is no room for sources, or there is room for sources and no
+            encoder.
 
     Example:
         >>> from gspmd.layouts import Layout
@@ -173,7 +173,8 @@ def empty_cache(
         totals: [B], the `Cache.totals`, if the rotary embedding depends on them.
 
     Raises:
-        SpecError, ValueError: as for `abstract_cache`; or totals are missing, or nothing depends on them.
+        SpecError, ValueError: as for `abstract_cache`; or totals are missing, or given although nothing depends on
+        them.
     """
     shapes = abstract_cache(config, layout, mesh, batch, length, dtype, int8=int8, source_length=source_length)
     if (shapes.totals is None) != (totals is None):

@@ -38,7 +38,8 @@ class Burst:
         tokens: the new tokens of each text, in order; empty for a text that has ended.
         ended: whether each text is complete.
         seconds: seconds since the prompts were sent to the devices, without compilation.
-        scores: the score of each text that beams have found, see `beam_loop`; empty before that, and for drawn texts.
+        scores: the score of each text that beam search found, see `beam_loop`; empty before the search ends, and for
+            sampled texts.
     """
 
     tokens: list[list[int]]
@@ -55,7 +56,7 @@ class Generated:
         texts: the tokens of each text, without its prompt and without a stop token.
         first_token: seconds until every text had its first token; with beams, until all texts were complete.
         seconds: seconds until the last token.
-        scores: the score of each text that beams have found, see `beam_loop`; empty for drawn texts.
+        scores: the score of each text that beam search found, see `beam_loop`; empty for sampled texts.
     """
 
     texts: list[list[int]]
@@ -91,8 +92,8 @@ class Generator:
         chunk: the most tokens of a prompt that are read in one step.
         burst: number of tokens of a text that come to the host together.
         int8: whether keys and values are kept as int8, with a float32 scale for each token and head.
-        compiled: called when the programs are compiled, before the first of them runs; with several processes, they
-            wait for one another there.
+        compiled: called when the programs are compiled, before the first one runs; several processes wait for one
+            another in this call.
 
     Raises:
         GenerationError: burst is less than 1, or the router reads later tokens.
@@ -140,9 +141,9 @@ class Generator:
         for_serving(model.config)
         self.model, self.layout, self.prefill = model, model.layout if layout is None else layout, prefill
         self.chunk, self.burst, self.int8, self.compiled = chunk, burst, int8, compiled
-        self._models: dict[Any, Transformer] = {}  # with shapes in place of weights
+        self._models: dict[Any, Transformer] = {}  # a model with shapes in place of weights
         self._compiled: dict[Any, Any] = {}
-        self._formats: dict[Any, Formats] = {}  # of the weights, by their shardings
+        self._formats: dict[Any, Formats] = {}  # formats of the weights, by their shardings
 
     def __call__(self, prompts: Sequence[Sequence[int]] | None, tokens: int, **options: Any) -> Generated:
         """Continue prompts, and return all texts at once; arguments and errors are those of `stream`."""
@@ -292,7 +293,7 @@ class Generator:
     def _read(
         self, batch: Batch, tokens: int, reading: dict[str, Any], weights: dict[str, jax.Array], cache: Cache
     ) -> tuple[Cache, jax.Array]:
-        """Read sources and prompts into an empty cache; return that of all rows, and each row's last prompt token."""
+        """Read sources and prompts into an empty cache; return the cache, and each row's last prompt token."""
         steps, by_length = self.programs(batch.sizes), cache.totals is not None
         if by_length:
             cache = replace(cache, totals=_put(batch.totals(tokens, batch.shares.prompts)))
@@ -392,7 +393,7 @@ class Generator:
         model, weights = self._served(layout), arrays(self.model)
         formats = self._formats[_placements(arrays(model))]
         if any(format_of(x) != formats[path] for path, x in weights.items()):
-            self.model = model  # drops the references to the weights, so that each old copy can be freed
+            self.model = model  # drop the references to the weights, so that each old copy can be freed;
             gc.collect()  # modules of Flax have reference cycles
             try:
                 put(weights, formats)
@@ -443,7 +444,7 @@ def _undefined(text: int, count: int | None, weights: Sequence[str], dtype: Any)
 
     Args:
         text: its number.
-        count: number of its tokens before that; None for a text of beams, of which none is left.
+        count: number of the text's tokens before the NaN; None with beams, since no text of beams is left.
         weights: the paths of the weights that are not finite.
         dtype: the compute dtype.
     """

@@ -45,7 +45,7 @@ class Sampling:
     """
 
     temperature: float = 1.0
-    """Divides the logits; 0 takes the likeliest token."""
+    """Divisor of the logits; at 0 the likeliest token is chosen."""
     top_k: int = 0
     """Draw among the k likeliest tokens; 0 for all."""
     top_p: float = 1.0
@@ -76,7 +76,7 @@ class Sampling:
 
     @property
     def greedy(self) -> bool:
-        """Whether the likeliest token is taken, and nothing is drawn."""
+        """Whether the likeliest token is chosen, and nothing is drawn at random."""
         return self.temperature == 0
 
 
@@ -119,7 +119,7 @@ def decode_loop(model: Transformer, sampling: Sampling, stop: Sequence[int], ste
 
     Returns:
         A pure function, to be compiled with the rows donated, of the weights, the rows, seeds [B] uint32, alive [B]
-        bool (False ends a row), and limit, an int32 scalar, the number of steps to take. It returns the rows
+        bool (False ends a row), and limit, an int32 scalar, the number of steps to run. It returns the rows
         and tokens [B, steps] int32, `UNDEFINED` where logits give no token, and `NOTHING` after a row's end.
         Everything except weights and cache is replicated.
     """

@@ -19,7 +19,7 @@ from .cache import CROSS, SELF, Cache, cache_spec, stacked
 
 @dataclass(frozen=True)
 class Shares:
-    """The prompt that each row of the prefill reads, and the row of the prefill that each row of text continues.
+    """The prompt that each row of the prefill reads, and the prefill row that each row of text continues.
 
     Attributes:
         prompts: for each row of the prefill, the number of its prompt; None for a row without a prompt.
@@ -32,7 +32,7 @@ class Shares:
 
 
 def most_prompts(owners: Sequence[int | None], shards: int) -> int:
-    """Return the most prompts among the rows of one shard; rows without a text count as one more prompt.
+    """Return the largest number of prompts in the rows of one shard; rows without a text count as one more prompt.
 
     >>> most_prompts([0, 0, 0, 1, 1, 1], shards=2), most_prompts([0, 0, 0, 1, 1, 1], shards=3)
     (1, 2)
@@ -81,8 +81,8 @@ def copy_rows(
         cache: a cache of P rows.
         sources: [R] int32, for each new row the row that it copies, counted on its device; placed as B of the cache.
         lengths: [R] int32, the lengths of the new rows.
-        source_lengths: [R] int32, those of their sources, if the model has an encoder.
-        totals: [R] int32, the `Cache.totals` of the new rows, if it has any.
+        source_lengths: [R] int32, the lengths of their sources, if the model has an encoder.
+        totals: [R] int32, the `Cache.totals` of the new rows, if the cache has totals.
         layout: the layout that places the cache.
     """
     source = None
@@ -95,15 +95,15 @@ def copy_rows(
 def on_rows(
     cache: Cache, sources: jax.Array, layout: Layout, name: str, body: Callable[..., jax.Array], line: str = SELF
 ) -> tuple[Any, Any, Any, Any]:
-    """Return the `Cache.layers` of rows that each device makes of its own ones.
+    """Return `Cache.layers` with new rows, which each device computes from its own rows.
 
     Args:
         cache: the cache.
         sources: [R] int32, as for `copy_rows`.
         layout: the layout that places the cache.
-        name: what `body` does, for the plan.
-        body: from the piece of an array [N, B, ...] and of the sources to a new piece; kept, not made for a call.
-        line: the line that places it.
+        name: the action of `body`, for the plan. body: a function from the pieces of an array [N, B, ...] and of the
+            sources to a new piece; the same object in every call, so that programs are reused. line: the line that
+            places the cache.
     """
     held = cache_spec(layout, line, latent=cache.values is None)
     rows = Spec(("B",), (held.axes_of("B"),))

@@ -21,7 +21,7 @@ from .serving import GenerationError, check_lengths, for_serving, phases
 from .steps import decode_step, encode_step, prefill_step
 
 PROGRAMS = ("encode", *PHASES)
-"""The programs of serving: sources are encoded in the layout in which prompts are read."""
+"""The programs of serving, each with its phase of the layout: sources are encoded in the layout for prompts."""
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,8 @@ class Program:
     Attributes:
         layout: the layout of the phase, with one spec for every key.
         step: the pure function.
-        arguments: its abstract arguments: weights, tokens (and their counts, unless it decodes) and, unless it encodes,
-            the cache.
-        donated: index of the argument that the step overwrites: the cache; None if it encodes.
+        arguments: the step's abstract arguments: weights, tokens (with their counts, except in decoding) and, except in
+            encoding, the cache. donated: index of the argument that the step overwrites, the cache; None for encoding.
         stored: index of the argument that is stored once and read in every step: the weights.
         tokens: number of tokens that one execution reads, over all rows.
     """
@@ -70,7 +69,7 @@ def serving_program(
         mesh: devices, possibly of an offline topology.
         phase: `"encode"`, `"prefill"` or `"decode"`.
         batch: number of rows.
-        room: tokens that a row of the cache has room for; encoding takes none.
+        room: number of tokens for which a row of the cache has room; unused by encoding.
         length: tokens of each row that a prefill reads into an empty cache.
         prefill: another layout for the phase `prefill`, as for `phases`.
         dtype: dtype of activations.
@@ -82,8 +81,8 @@ def serving_program(
 
     Raises:
         LayoutError, SpecError: the layout does not fit the model, the mesh or the sizes.
-        GenerationError: the phase does not exist, a size is less than 1, a prefill is longer than the room, or a model
-            has an encoder and no room for sources, or the other way round.
+        GenerationError: the phase does not exist, a size is less than 1, a prefill is longer than the room, or there is
+            an encoder without room for sources or room for sources without an encoder.
 
     Example:
         >>> from gspmd.layouts import Layout
@@ -109,7 +108,7 @@ def serving_program(
         raise GenerationError("cannot build this program:\n" + "\n".join(f"  {fault}" for fault in faults))
     config = for_serving(config)
     read, written = (config.sizes(batch, each) for each in (source_length if encoding else length, 1))
-    lengths = {"T": gcd(room, source_length)}  # both caches' lines choose their alternatives
+    lengths = {"T": gcd(room, source_length)}  # the lines of both caches select alternatives
     used, stored = phases(layout, prefill, sizes=(read | lengths, written | lengths), mesh=mesh)
     used = stored.one_position() if phase == "decode" else used
     # To encode, no block of the decoder runs, so its lines need not divide the length of a source.

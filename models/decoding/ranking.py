@@ -41,9 +41,9 @@ class Served:
         lowering: lowering of its equations.
         seconds: seconds of the step, `collectives` + `products` + `attention`; only a looped lowering overlaps them.
         collectives: seconds of the planned collectives.
-        products: seconds of the planned matrix products, each the larger of its compute time and its memory time.
-        attention: seconds of the attention to cached and new tokens, counted in the same way; a decode step reads its
-            whole cache.
+        products: seconds of the planned matrix products; a product takes the larger of its compute time and its memory
+            time. attention: seconds of the attention to cached and new tokens, counted in the same way; a decode step
+            reads its whole cache.
         wire_bytes: bytes that one device sends.
         held_bytes: bytes of weights and cache.
         reason: why the layout does not fit; empty if it does.
@@ -95,11 +95,12 @@ def rank_serving(
     where one device has b rows, l new tokens, h query heads, t cached tokens and k key/value heads, and s is 4 bytes
     for the scale of each token and head of an int8 cache, else 0. Bandwidth is that of main memory. Products take the
     seconds that a plan gives them: by their operations, or by the bytes of their weights and activations. So a decode
-    step with few rows is bound by reading its weights, and one with many rows and a long context by reading its cache.
+    step with few rows is limited by reading its weights, and a step with many rows and a long context by reading its
+    cache.
 
     Args:
         config, mesh, phase, batch, room, length, dtype, weights, cache: as for `serving_program`.
-        layouts: the layouts to rank, for example those of `serving_layouts`.
+        layouts: the layouts to rank, for example from `serving_layouts`.
         chip: the hardware.
         lowerings: lowerings of equations, all of which are tried with every layout.
 
@@ -183,12 +184,12 @@ def _attention(
     for number in range(config.layers):
         reach = config.reach_of(config.layer_kind(number)) or room
         seen = min(cached, reach / over(cache.axes_of("T")))
-        each = 2 * config.head_size  # of a key and a value
-        if config.latent is not None and length == 1:  # a prompt's keys and values are those of all heads
+        each = 2 * config.head_size  # FLOPs for a key and a value
+        if config.latent is not None and length == 1:  # in a prompt, keys and values are computed for all heads
             each = 2 * sizes["Z"]
         arrays, size = (2 * kept, config.head_size) if config.latent is None else (1, sizes["Z"])
         operations = 2 * rows * read * heads * (seen + min(length, reach)) * each
-        scales = 4 if config.latent is None else 8  # a latent and its rotated key have one each
+        scales = 4 if config.latent is None else 8  # a latent and its rotated key have one scale each
         moved = arrays * rows * seen * (size * kind.itemsize + scales * (kind == jax.numpy.int8))
         seconds += max(operations / chip.flops(str(dtype)), moved / chip.hbm_bandwidth)
     return seconds
@@ -197,11 +198,11 @@ def _attention(
 def serving_layouts(
     presets: Sequence[str] = FEED_FORWARD, *, several_keys: bool = False, long: bool = True
 ) -> Iterator[Layout]:
-    """Yield whole-model layouts for serving: every feed-forward preset with every attention that goes with it.
+    """Yield whole-model layouts for serving: every feed-forward preset with every attention that fits it.
 
-    Attention is sharded over the heads; or over the batch on one, two or all axes, with the heads on the others; or
-    over a prompt's positions, on axes that would otherwise have to divide the heads; and the cache also over the length
-    of the context. A layout's name has the preset, the spec of the queries and the spec of the cache.
+    Attention is sharded over the heads; or over the batch on one, two or all axes, with the heads on the other axes; or
+    over a prompt's positions, on axes that would otherwise have to divide the heads. The cache may also be sharded over
+    the length of the context. A layout's name has the preset, the spec of the queries and the spec of the cache.
 
     Args:
         presets: names of layouts over x, y and z.

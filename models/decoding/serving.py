@@ -59,7 +59,7 @@ def phases(
 
 
 def check_seeds(seed: int, texts: int) -> None:
-    """Check that the seeds of all texts fit into 32 bits; otherwise they would wrap around to those of other texts.
+    """Check that the seeds of all texts fit into 32 bits; otherwise they would wrap around to seeds of other texts.
 
     Args:
         seed: seed of the first text; each further text has the next seed.
@@ -76,7 +76,7 @@ def check_seeds(seed: int, texts: int) -> None:
 
 
 def check_rows(layout: Layout, mesh: Mapping[str, int]) -> None:
-    """Refuse layouts that shard B of a text's cache and of its source's differently: rows could not be copied locally.
+    """Refuse layouts that shard B differently in the two caches, of texts and of sources: rows are copied locally.
 
     Args:
         layout: the layout of decoding.
@@ -95,7 +95,7 @@ def check_rows(layout: Layout, mesh: Mapping[str, int]) -> None:
 
 
 def check_lengths(layout: Layout, sizes: Mapping[str, int], mesh: Any, room: int, source: int = 0) -> None:
-    """Check a layout of serving, with the length T of each cache in the lines of that cache.
+    """Check a layout for serving; each cache has its own length T.
 
     Args:
         layout: the layout of a phase.
@@ -119,7 +119,7 @@ def check_lengths(layout: Layout, sizes: Mapping[str, int], mesh: Any, room: int
 
 
 def check_source(config: ModelConfig, source: int, room: int | None) -> None:
-    """Refuse sources that are longer than the cache has room for, or than the model was made for.
+    """Refuse sources that are longer than the cache or than the model's limit.
 
     Args:
         config: the config of the model.
@@ -161,13 +161,14 @@ def check_length(config: ModelConfig, prompt: int, tokens: int) -> None:
 
 
 def for_serving(config: ModelConfig) -> ModelConfig:
-    """Return the config with which a model reads prompts and decodes: every token gets all of its experts.
+    """Return the config with which a model reads prompts and decodes: no token is dropped by its experts.
 
     Experts with a capacity serve the tokens of a group in some order until their slots are full, so a token's output
-    depends on the other tokens of the group. It may depend on later ones, if their first choices are served before its
-    second (gshard, st-moe) or confident tokens come first, and it always depends on how many are read at a time. Text
-    that is read in chunks or token by token has no such group. Hence no token is dropped here (`dispatch` "dropless"),
-    and each row is a group. The logits are those of a full forward pass wherever that pass drops no token.
+    depends on the other tokens of the group. It may depend on later tokens, if their first choices are served before
+    its second choice (gshard, st-moe) or if confident tokens are served first, and it always depends on the number of
+    tokens that are read at a time. Text that is read in chunks or token by token has no such group. Hence no token is
+    dropped here (`dispatch` "dropless"), and each row is a group. The logits equal those of a full forward pass
+    wherever that pass drops no token.
 
     Raises:
         GenerationError: the router lets experts choose among all tokens of a group.
@@ -184,7 +185,7 @@ def for_serving(config: ModelConfig) -> ModelConfig:
 
 
 def served(model: Transformer, layout: Layout) -> Transformer:
-    """Return the model for serving in another layout; parameters that the layout places differently are moved.
+    """Return the model for serving in another layout, after moving the parameters that the layout places differently.
 
     Raises:
         LayoutError: the layout pads the model's dimensions to other sizes.
@@ -231,13 +232,13 @@ def least_length(layout: Layout, mesh: jax.sharding.Mesh) -> int:
 
 
 def least_source(layout: Layout, mesh: jax.sharding.Mesh) -> int:
-    """Return the smallest number of tokens of a source that the mesh axes of its length divide wherever it lies."""
+    """Return the smallest number of tokens of a source that the mesh axes of its length divide in every tensor."""
     inner = [spec.axes_of("L") for spec in _activations(layout.stack(ENCODER))]
     return _least(mesh, [*inner, *(spec.axes_of("T") for spec in _of_sources(layout))])
 
 
 def _of_sources(layout: Layout) -> list[Spec]:
-    """Return the encoder's output, and its keys and values as they are computed and as they are kept."""
+    """Return the specs of the encoder's output, and of its keys and values when computed and in the cache."""
     return [layout.spec("cross.memory"), layout.spec(CROSS), cache_spec(layout, CROSS)]
 
 

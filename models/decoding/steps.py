@@ -1,4 +1,4 @@
-"""Single steps with a cache: encode sources, read a chunk of prompts (prefill), or one token of every row (decode)."""
+"""Single steps with a cache: encode sources, read a chunk of prompts (prefill), or read one token per row (decode)."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ Weights = Mapping[str, jax.Array]
 def encode_step(
     model: Transformer, *, dtype: Any = None, int8: bool = False
 ) -> Callable[[Weights, jax.Array, jax.Array], Cache]:
-    """Build a step that encodes the sources of an encoder–decoder: (weights, tokens, counts) -> their cache.
+    """Build a step that encodes the sources of an encoder–decoder: (weights, tokens, counts) -> cache.
 
     A source is encoded once. The keys and values that each block of the decoder computes from it do not change later.
 
     Args:
-        model: a model with the config of `for_serving`, possibly abstract. Its layout places weights and activations,
-            those of the encoder by `Layout.stack("encoder")`; `Layout.cache("cross.key")` places keys and values.
+        model: a model with the config of `for_serving`, possibly abstract. Its layout places weights and activations
+            (`Layout.stack("encoder")` in the encoder); `Layout.cache("cross.key")` places keys and values.
         dtype: dtype in which keys and values are kept; None for the compute dtype.
         int8: whether to keep them as int8 instead, with a float32 scale for each token and head.
 
     Returns:
         A pure function of the weights (`arrays`), tokens [B, T] placed as `batch_spec` and counts [B] int32, how many
         of a row's tokens are real (the rest is padding on the right, to which nothing attends). It returns a `Cache`
-        for the `source` of another one.
+        for `Cache.source`.
 
     Raises:
         ValueError: the model has no encoder.
@@ -76,7 +76,7 @@ def encode_step(
 
 
 def _kept(x: jax.Array, key: Spec, held: Spec, dtype: Any, int8: bool) -> tuple[jax.Array, jax.Array | None]:
-    """Return keys or values [N, B, T, K, D] as the cache keeps them, [N, B, K, T, D], and the scales of int8."""
+    """Return keys or values [N, B, T, K, D] in the order of the cache, [N, B, K, T, D], and scales for int8."""
     if not int8:
         return moved(x.astype(dtype), stacked(key), stacked(held)), None
     numbers, scales = ops.quantize_heads(x)
@@ -124,7 +124,7 @@ def decode_step(model: Transformer) -> Callable[[Weights, jax.Array, Cache], tup
     """Build a step that reads one token of every row: (weights, tokens, cache) -> (logits, cache).
 
     Args:
-        model: as for `prefill_step`. A single position cannot be sharded, so L is whole, whatever the layout says.
+        model: as for `prefill_step`. A single position cannot be sharded, so L is unsharded, whatever the layout says.
 
     Returns:
         A pure function, to be compiled with the cache donated. It takes the weights, tokens [B] that are whole on every
@@ -143,9 +143,9 @@ def decode_step(model: Transformer) -> Callable[[Weights, jax.Array, Cache], tup
 
 
 def _logits(model: Transformer, weights: Weights, x: jax.Array) -> jax.Array:
-    """Return logits [B, V] of the residual stream [B, 1, E] of one position."""
+    """Return logits [B, V] for the residual stream [B, 1, E] of one position."""
     # The barrier makes the weights wait for x. Otherwise libtpu 0.0.42 loads the table into a v4's fast memory before
-    # the first layer, where layers then lack room: reading one prompt takes PaLM 8B on 8 chips 42.8 ms, not 38.2.
+    # the first layer, and the layers lack that room: PaLM 8B on 8 chips then reads a prompt in 42.8 ms instead of 38.2.
     weights, x = jax.lax.optimization_barrier((weights, x))
     return with_arrays(model, weights).logits(x)[:, 0]
 
@@ -153,11 +153,11 @@ def _logits(model: Transformer, weights: Weights, x: jax.Array) -> jax.Array:
 def _read(
     model: Transformer, tokens: jax.Array, counts: jax.Array | None, cache: Cache, fresh: bool = False
 ) -> tuple[jax.Array, Cache]:
-    """Return the residual stream [B, L, E] after the last block, and the cache with `counts` (None: all L) more tokens.
+    """Return the residual stream [B, L, E] after the last block, and the cache with `counts` new tokens (None: all L).
 
-    The layers only read the cache, and return their new keys and values; all of them are written at once after the last
-    layer. So no loop over layers carries the cache, and none can copy it. Stacked layers are a scan. Others are traced
-    one by one, since only a weight that is an array by itself is loaded while other layers run.
+    The layers only read the cache, and return their new keys and values, which are all written at once after the last
+    layer. So no loop over layers carries the cache, and none can copy it. Stacked layers are a scan. Layers that are
+    not stacked are traced one by one, since only a weight that is a separate array is loaded while other layers run.
     """
     layout, length = model.layout, tokens.shape[1]
     whole = Spec(("B", "L"), ((), ()))
@@ -174,11 +174,11 @@ def _read(
     chunk = replace(Chunk.at(cache, length, model), counts=counts, fresh=fresh)
     first, definition, weights = model.stacked()
     read, lead = cache.source, model.config.lead
-    # The arrays of the blocks before those that repeat, and of those.
+    # The arrays of the first blocks, and of the blocks that repeat.
     alone, repeating = ([each and each[part] for each in cache.layers] for part in (slice(lead), slice(lead, None)))
 
     def run(x: jax.Array, blocks: Sequence[Any], held: Any, of_source: Any) -> tuple[jax.Array, list[Any]]:
-        """Run blocks, such as those of one pattern; return the stream, and what they add to the cache."""
+        """Run blocks, such as one pattern of them; return the stream, and their new keys and values."""
 
         def at(place: int, arrays: Any) -> list[Any]:
             return [each and each[place] for each in arrays]
@@ -229,8 +229,8 @@ def _read(
 def _written(array: jax.Array, new: jax.Array, chunk: Chunk, key: Spec, ring: bool) -> jax.Array:
     """Return keys, values or scales of all layers with the new ones appended to each row.
 
-    Entries beyond a row's real tokens are overwritten by the next ones. In a ring they would replace tokens that are
-    still attended to, so there they are not written.
+    Entries beyond a row's real tokens are overwritten by the next tokens. In a ring such entries would replace tokens
+    that are still attended to, so there they are not written.
     """
     narrow = array.ndim == 4  # scales, which lack dimension D
     specs = (spec.without(spec.dims[3]) if narrow else spec for spec in (chunk.spec, key))
@@ -246,10 +246,10 @@ class Chunk:
         lengths: [B] int32, number of tokens of each row that are already in the cache.
         spec: spec of the cache of one layer.
         source_spec: spec of the cache of one layer of encoded sources.
-        angles: `angles_at` the positions of the chunk's tokens, by the kind of a layer and the mesh axes that shard
-            their B and L; empty unless queries and keys are rotated.
-        growth: the factors of queries at these positions, in layers whose queries grow; None if there are none.
-        rings: for each stack of layers, whether its cache is a ring, as that of a sliding or chunked layer is.
+        angles: the result of `angles_at` for the positions of the chunk's tokens, by the kind of a layer and the mesh
+            axes that shard B and L; empty unless queries and keys are rotated.
+        growth: the factors of queries at these positions, in layers whose queries grow; None if there are no such
+            layers. rings: for each stack of layers, whether its cache is a ring, as in sliding and chunked layers.
         counts: [B] int32, number of real tokens of each row; None for all.
         fresh: whether the cache holds no tokens yet.
     """
@@ -293,7 +293,7 @@ class Chunk:
 
 
 class LayerCache:
-    """The cached keys and values of one layer, which its attention reads, and the `new` ones, which it adds.
+    """The cached keys and values of one layer, which its attention reads, and the `new` keys and values that it adds.
 
     `new` holds keys, values and their scales (None unless the cache is int8), as `Cache.layers` does. For a narrower
     cache dtype, they are rounded before the chunk attends to itself, so that results do not depend on chunk borders.
@@ -301,7 +301,8 @@ class LayerCache:
     Args:
         chunk: the chunk of the step.
         held: the cached keys and values, and their scales.
-        source: likewise those of a source, and the number of its tokens in each row [B]; None for a decoder-only model.
+        source: the same for an encoded source, with the number of its tokens in each row [B]; None for a decoder-only
+            model.
     """
 
     def __init__(self, chunk: Chunk, held: Sequence[Any], source: Sequence[Any] | None):
@@ -310,11 +311,11 @@ class LayerCache:
         self.source, self.new = source, tuple[Any, ...]()
 
     def angles(self, spec: Spec, kind: str) -> Angles:
-        """Return the angles of a layer of this kind at the chunk's positions, placed as B and L of `spec`."""
+        """Return the rotary angles at the chunk's positions, for a kind of layer, placed as B and L of `spec`."""
         return self.chunk.angles[kind, spec.axes[:2]]
 
     def growth(self) -> jax.Array:
-        """Return the factors [B, L, 1, 1] of queries at the chunk's positions, placed as B and L of queries."""
+        """Return the factors [B, L, 1, 1] that scale queries up at the chunk's positions, placed like the queries."""
         assert self.chunk.growth is not None, "queries of this model do not grow"
         return self.chunk.growth
 
@@ -347,7 +348,7 @@ class LayerCache:
         room = cached_k.shape[self.chunk.spec.dims.index("T")]
         if "window" in options:  # a cache with room for a whole text may be shorter than a window
             options["window"] = min(options["window"], room + 1)
-        if options.get("chunk", 0) > room:  # or than a chunk, which then hides nothing
+        if options.get("chunk", 0) > room:  # or than a chunk, which then hides no token
             del options["chunk"]
         return ops.cached_attention(
             q, k, v, cached_k, cached_v, query_spec, key_spec, self.chunk.spec, lengths=self.chunk.lengths,
@@ -362,8 +363,8 @@ class LayerCache:
     def keep(self, latent: jax.Array, rank: int) -> jax.Array:
         """Store the latents [B, L, Z] of the new tokens, and return them as they are kept, in their own dtype.
 
-        In an int8 cache the latent, of `rank` numbers, and the rotated key have a scale each: the latent is normalised,
-        the key is not, and numbers much smaller than the largest of their scale would be rounded to 0.
+        In an int8 cache the latent, of `rank` numbers, and the rotated key have separate scales: only the latent is
+        normalised, and with one scale for both, the smaller numbers would be rounded to 0.
         """
         each = latent[:, :, None]  # [B, L, 1, Z]
         if self.scales[0] is None:
@@ -377,7 +378,7 @@ class LayerCache:
     def attend_latents(
         self, q: jax.Array, latent: jax.Array, rank: int, query_spec: Spec, key_spec: Spec, **options: Any
     ) -> jax.Array:
-        """Attend with queries [B, L, H, Z] to the cached latents and, causally, to those of the chunk [B, L, Z]."""
+        """Attend with queries [B, L, H, Z] to the cached latents and, causally, to the chunk's latents [B, L, Z]."""
         if self.scales[0] is not None:
             options |= {"key_scales": self.scales[0], "value_scales": self.scales[0], "rest_scales": self.scales[1]}
         each, held = latent[:, :, None], self.held[0]
@@ -388,7 +389,7 @@ class LayerCache:
         )  # fmt: skip
 
     def attend_source(self, q: jax.Array, query_spec: Spec, key_spec: Spec, **options: Any) -> jax.Array:
-        """Attend with queries to the keys and values of each row's source, except those of padding."""
+        """Attend with queries to the keys and values of each row's source, except padding."""
         assert self.source is not None, "a decoder with cross-attention needs a cache with an encoded source"
         keys, values, key_scales, value_scales, lengths = self.source
         scales = {} if key_scales is None else {"key_scales": key_scales, "value_scales": value_scales}

@@ -1,4 +1,4 @@
-"""Text generation with a custom model: all rows advance together, one token per step, first of the prompt."""
+"""Text generation with a custom model: all rows advance together, one token per step, through prompts and texts."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def fewest_rows(model: Own, layout: Layout, mesh: Any, texts: int, room: int) ->
         LayoutError: the mesh does not divide the model's sizes.
     """
     faults = []
-    # Every product of mesh axes divides the number of devices, so one of that many consecutive numbers will do.
+    # Every product of mesh axes divides the number of devices, so it divides one of that many consecutive numbers.
     for rows in range(texts, texts + mesh.size):
         sizes = {**model.sizes(rows, 1), "T": room}
         try:

@@ -10,13 +10,13 @@ class Text:
     """A text that is shown while it is generated.
 
     Args:
-        tokenizer: a tokenizer whose `stream` decodes one token at a time, and which has ("in") the tokens of a text
-            (`gspmd_models.checkpoints.Tokenizer`).
+        tokenizer: a tokenizer (`gspmd_models.checkpoints.Tokenizer`): `stream` decodes one token at a time, and `in`
+            tells whether there is a token with an id.
         prompt: the tokens before the text, which decide whether it begins with a space.
         stop: strings that end the text; they are not shown.
 
     Attributes:
-        ended: whether a stop string was found, a token came that the tokenizer does not have, or `end` was called.
+        ended: whether the text is complete: at a stop string, at an id without a token, or because `end` was called.
         unknown: the token that ended the text because the tokenizer does not have it; None if there was none. A model's
             table may have more rows than its tokenizer has tokens, and the model may draw one of them.
 

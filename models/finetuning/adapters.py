@@ -1,4 +1,4 @@
-"""The product with a weight that has a low-rank adapter, and the weight that they merge into."""
+"""The product of a low-rank adapter, and the specs of its two matrices."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def adapter_specs(key: str, weight: Spec) -> tuple[Spec, Spec]:
 def adapter(key: str, product: Equation, x: jax.Array, down: jax.Array, up: jax.Array) -> jax.Array:
     """Multiply x by a low-rank adapter: (x·A)·B, placed as the product of x and the weight.
 
-    If the product sums over dimensions of the weight's outputs, as that of queries and w_k_up does in decoding, x is
+    If the product sums over the weight's output dimensions, as does the product of queries and w_k_up in decoding, x is
     multiplied by B first: (x·Bᵀ)·Aᵀ.
 
     The two products cost R/E + R/F of the weight's product. Merging A and B into the weight at every step would instead

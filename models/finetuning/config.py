@@ -33,7 +33,7 @@ class LoraConfig:
     """
 
     rank: int = 0
-    """Columns of A, and rows of B; 0 for no adapters, so that all parameters are trained."""
+    """Number of columns of A and rows of B; 0 for no adapters, so that all parameters are trained."""
     alpha: float = 16.0
     """The adapters' product is multiplied by alpha / rank."""
     targets: tuple[str, ...] = ("attention.w_q", "attention.w_v")

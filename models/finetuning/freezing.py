@@ -1,6 +1,6 @@
 """The parameters that are trained: all that no pattern freezes, or only the adapters if there are any.
 
-Biases of the choice of experts are not trained: no loss depends on them. Steps change them by the experts' loads.
+The biases for choosing experts are not trained, since no loss depends on them; steps change them by the experts' loads.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ..config import ModelConfig
 from ..parameters import ParameterRow, parameters, stages_axes
 
 CHOICE_BIAS = "moe.choice_bias"
-"""The line of the biases of the choice of experts."""
+"""The line of the biases for choosing experts."""
 
 
 def trained_paths(config: ModelConfig, layout: Layout, frozen: Sequence[str] = ()) -> tuple[str, ...]:
@@ -27,7 +27,7 @@ def trained_paths(config: ModelConfig, layout: Layout, frozen: Sequence[str] = (
 
     Raises:
         ConfigError: a pattern matches no parameter, nothing is left to train, or the layout splits the layers into
-            stages, which train all parameters except biases of the choice of experts.
+            stages, which train all parameters except biases for choosing experts.
 
     Example:
         >>> from gspmd.layouts import Layout
@@ -43,7 +43,7 @@ def trained_paths(config: ModelConfig, layout: Layout, frozen: Sequence[str] = (
 
 
 def balanced_paths(config: ModelConfig, layout: Layout, frozen: Sequence[str] = ()) -> tuple[str, ...]:
-    """Return the paths of the biases of the choice that training steps change, in the order of `parameters`.
+    """Return the paths of the biases for choosing experts that training steps change, in the order of `parameters`.
 
     Frozen biases do not change, and none change without `moe.bias_rate` or with adapters.
 
@@ -57,5 +57,5 @@ def balanced_paths(config: ModelConfig, layout: Layout, frozen: Sequence[str] = 
 
 
 def _keys(rows: Mapping[str, ParameterRow]) -> dict[str, str]:
-    """Return the line of every parameter; that of an adapter ends in `_a` or `_b`."""
+    """Return the line of every parameter; the line of an adapter's matrix ends in `_a` or `_b`."""
     return {path: f"{row.key}{path[-2:]}" if path.endswith(("_a", "_b")) else row.key for path, row in rows.items()}

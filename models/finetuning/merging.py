@@ -18,7 +18,7 @@ from .config import LoraConfig
 
 
 def merge(model: Transformer) -> Transformer:
-    """Return a model without adapters, with weights W + (alpha / rank) · A·B; a model that has none is returned as is.
+    """Return a model without adapters, with weights W + (alpha / rank) · A·B; a model without adapters is unchanged.
 
     The sum is computed in float32, with the weight's placement. Call it without a mesh, or under the model's mesh.
 

@@ -33,12 +33,11 @@ PRODUCTS = (
 )  # fmt: skip
 """Names that dots keeps: products with weights, and the statistics of norms, which are small."""
 WIDEST = ("attention.expanded", "ffn.hidden", "moe.hidden")
-"""Those that dots-except-hidden computes again."""
+"""Names that dots-except-hidden computes again."""
 OPERANDS = (
     "norm", "attention.rotated", MIXED, "cross.residual", "ffn.residual", "ffn.active", "moe.slots", "moe.active",
 )  # fmt: skip
-"""Names that selective keeps too: operands of products, norms and attention. JAX keeps only those that a gradient
-reads."""
+"""Names that selective keeps too: operands of products, norms and attention, if a gradient reads them."""
 
 
 def recomputed(body: Callable, remat: str) -> Callable:

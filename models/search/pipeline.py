@@ -47,7 +47,7 @@ class Slots:
     Attributes:
         first, last: seconds per slot of the embedding, and of output and loss.
         sent: seconds per slot of the permutes to neighbouring stages.
-        layers: seconds per slot of everything else: the layers of a stage.
+        layers: seconds per slot of all other work: the layers of a stage.
         once: seconds of the work outside the slots.
         ends_bytes: bytes of embedding and output.
         input_bytes: bytes of a stage's input for one microbatch, which is kept for the backward pass.

@@ -35,7 +35,7 @@ from .pipeline import STAGES, StageProblem
 from .workload import Workload
 
 MOST = 2
-"""The most mesh axes of a stage; with the axis of the stages these are the three of a torus."""
+"""The largest number of mesh axes of a stage; with the axis of the stages, a torus has three."""
 
 
 @dataclass(frozen=True)
@@ -69,11 +69,11 @@ class StagePrices:
         )  # fmt: skip
 
     def alike(self, layers: int) -> np.ndarray:
-        """Return seconds [layers, layers, 1] by first and last layer, for stages that all have embedding and output."""
+        """Return seconds [layers, layers, 1] by a stage's first and last layer, if all stages have both ends."""
         return self._table(layers, lambda first, last: self.first + self.last)
 
     def apart(self, layers: int) -> np.ndarray:
-        """Return seconds [layers, layers, 1], with embedding on the first stage and output on the last only."""
+        """Return seconds [layers, layers, 1]; only the first stage has the embedding, and only the last the output."""
         return self._table(layers, lambda first, last: (first == 0) * self.first + (last == layers - 1) * self.last)
 
     def _table(self, layers: int, ends: Callable[[int, int], float]) -> np.ndarray:
@@ -84,7 +84,7 @@ class StagePrices:
         return table
 
     def held(self, stage: LayerRange, layers: int, waiting: int) -> float:
-        """Return the bytes of a stage that keeps `waiting` inputs; the first and last stages have the ends as well."""
+        """Return the bytes of a stage that keeps `waiting` inputs; first and last stages hold embedding and output too."""
         ends = self.ends_bytes * (stage.first == 0 or stage.last == layers - 1)
         return (stage.last - stage.first + 1) * self.layer_bytes + ends + waiting * self.input_bytes
 
@@ -95,8 +95,8 @@ class PipelineRow:
 
     Attributes:
         stages, microbatches: S and M.
-        along: number of devices along the torus axis of the stages; the stages take the whole axis only if it is S.
-            GPUs have no torus, and it is S.
+        along: number of devices along the torus axis of the stages, which take the whole axis only if `along` is S. For
+            GPUs, which have no torus, it is S.
         problem: the search problem on the best mesh, given by `problem.case.mesh` and `problem.case.side`.
         answer: its answer, with the seconds of a step and the bytes of a device; None if nothing fits.
         prices: the prices of its parts; None if nothing fits.
@@ -179,7 +179,7 @@ def table(
         'N_p'
     """
     rows, periods = [], workload.config.repeats
-    whole = [prod(torus)] if workload.chip.is_switch else torus  # what stages may divide
+    whole = [prod(torus)] if workload.chip.is_switch else torus  # the sizes that stages may divide
     for stages in range(2, max(whole) + 1):
         if periods % stages or not any(size % stages == 0 for size in whole):
             continue
@@ -199,7 +199,7 @@ def _problems(workload: Workload, stages: int, torus: Sequence[int]) -> Iterator
         axes = [axis for axis, devices in mesh.items() if devices > 1]
         for number in range(len(axes) + 1 if not workload.config.moe else 1):
             for side in combinations(axes, number):
-                # The mesh of one pipeline is priced as devices next to each other, which matters between nodes.
+                # One pipeline's mesh is priced as if its devices were next to each other, which matters between nodes.
                 if nodes > 1 and side != tuple(axes[:number]):
                     continue
                 if workload.batch // workload.microbatches % prod(mesh[axis] for axis in side) == 0:
@@ -208,7 +208,7 @@ def _problems(workload: Workload, stages: int, torus: Sequence[int]) -> Iterator
 
 def _meshes_of_stages(chip: Chip, stages: int, torus: Sequence[int]) -> Iterator[tuple[int, dict[str, int]]]:
     """Yield every mesh of the devices of a stage, with the size of the torus axis that the stages split."""
-    if chip.is_switch:  # A stage is devices next to each other, behind switches.
+    if chip.is_switch:  # Behind switches, a stage consists of devices next to each other.
         yield from ((stages, mesh) for mesh in factorings(prod(torus) // stages, chip) if len(mesh) <= MOST)
         return
     seen = set()

@@ -69,7 +69,7 @@ class TrainingProblem(PhaseProblem):
     def question(self) -> MeshProblem:
         """The search on this mesh."""
         case = self.case
-        # Memory is counted at the moment of the program with two microbatches, so that more of them never hold more.
+        # Memory is counted as in the program with two microbatches, so that more microbatches never hold more.
         like = self._read(2)[2] if case.microbatches > 2 else None
         built, lines, program = self._read(case.microbatches)
         return MeshProblem(built, program, lines, self.axes, case.chip, case.microbatches, case.sizes, like)
@@ -88,7 +88,7 @@ class RelaxedTraining(TrainingProblem, RelaxedProblem):
         seconds ≥ once + M/2 · weights + activations in two,    bytes ≥ arguments + weights + 2/M · activations in two
 
     Hence the seconds for the fewest microbatches with the bytes for the most bound all numbers between them. The
-    options are those for two microbatches, which include the options for any larger number. The global norm of the
+    choices are as for two microbatches; they include the choices for any larger number. The global norm of the
     gradients is left out, which only lowers the bound.
 
     Args:
@@ -106,7 +106,7 @@ class RelaxedTraining(TrainingProblem, RelaxedProblem):
         others = {array: count if array in weights else 2 / most * count for array, count in question.others.items()}
         moe = self._step[0].moe
         if moe and moe.groups:
-            # Groups that span sequences shrink with the microbatch, and so do the masks, of tokens times slots.
+            # Groups that span sequences shrink with the microbatch, and so do their masks of tokens times slots.
             once, others = [(of, 2 / most * table) for of, table in once], {}
         seconds = [*once, *((of, fewest / 2 * table) for of, table in each)]
         held = [*question.arguments, *question.spread(others)]
@@ -128,7 +128,7 @@ class RelaxedTraining(TrainingProblem, RelaxedProblem):
         before = in_one.times
 
         def repeats(use: Use) -> bool:
-            # With one microbatch there is no loop over them, behind which a reduction could move.
+            # With one microbatch there is no loop over microbatches, after which a reduction could be moved.
             none = 0 if isinstance(use.what, UnknownReduction) else use.times
             return use.times > before.get(use.what, none)
 

@@ -11,7 +11,7 @@ class Unsearched(PlanError):
     """A model has a part that the search cannot price. Commands replace the message's last line by their own flags.
 
     Attributes:
-        fact: the question, and the reasons why it has no answer.
+        fact: the question, and the reasons why it cannot be answered.
     """
 
     def __init__(self, asked: str, faults: Iterable[str]):

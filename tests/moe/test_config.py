@@ -117,7 +117,7 @@ def test_settings_that_would_do_nothing_are_refused():
             "1 groups of 2 experts have fewer than the 3 that a token is sent to.",
         ),
         ({"bias_rate": 0.1}, "bias_rate is 0.1, and there is no bias to change; set choice_bias."),
-        ({"gate_inputs": True}, "gate_inputs gives the input of a token one gate, and it has 2 choices; set k to 1."),
+        ({"gate_inputs": True}, "gate_inputs multiplies an input by one gate, but a token has 2 choices; set k to 1."),
     ],
 )
 def test_settings_of_scores_that_do_not_fit(settings, fault):

@@ -120,7 +120,7 @@ def test_repeated_ids_add_up_in_float32(make_mesh):
     ("equation", "fact"),
     [
         ("BL -> LB", "a lookup has two operands, the ids and the table, and one result."),
-        ("BL, VE -> BEL", "the result has the dimensions of the ids, then the table's second."),
+        ("BL, VE -> BEL", "the result needs the dimensions of the ids, then the table's second."),
     ],
 )
 def test_refuses_what_is_no_lookup(make_mesh, equation, fact):

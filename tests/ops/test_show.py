@@ -67,7 +67,7 @@ def test_arrays_on_one_device_and_specs_are_shown():
         (("B_?E", (4, 2), {"x": 2}), "leaves a dimension to the compiler"),
         ((jnp.zeros((2, 2)), "B"), "cannot show an array of 2 dimensions as 'B'"),
         ((jnp.zeros((2, 2)), "BB"), "Write one letter for each: 'AB'"),
-        ((jnp.zeros(2), None, {"x": 1}), "on another mesh than its own"),
+        ((jnp.zeros(2), None, {"x": 1}), "on a mesh other than its own"),
     ],
 )
 def test_what_cannot_be_shown_is_refused(given, message):

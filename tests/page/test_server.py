@@ -320,7 +320,7 @@ def test_bad_flags_have_one_message(capsys):
     from gspmd.commands import page
 
     for flags, message in (
-        (["--port", "x"], "'x' is no port"),
+        (["--port", "x"], "'x' is not a port"),
         (["--port", "70000"], "a whole number from 1 to 65535"),
         (["--layouts", "/nowhere/at/all"], "there is no such folder"),
     ):

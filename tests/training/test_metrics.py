@@ -151,7 +151,7 @@ def test_a_last_line_cut_short_is_left_out_and_any_other_is_named(tmp_path):
     assert read(tmp_path) == [{"step": 1, "loss": 2.0}]
     for damaged in ('{"step": 2, "lo', "[2]", '{"loss": 3.0}', "\x00\x00"):
         path.write_text(f'{{"step": 1, "loss": 2.0}}\n{damaged}\n{{"step": 3, "loss": 2.0}}\n')
-        with pytest.raises(ConfigError, match="line 2 is no JSON object with a step"):
+        with pytest.raises(ConfigError, match="line 2 is not a JSON object with a step"):
             read(tmp_path)
         before = path.read_text()
         with pytest.raises(ConfigError):

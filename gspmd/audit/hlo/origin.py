@@ -76,11 +76,12 @@ def _producers(computation: Computation, instruction: Instruction) -> list[Instr
 def by_origin(
     module: Module, computation: Computation, scheduled: Instruction, collective: Collective
 ) -> Iterator[tuple[Origin, Collective]]:
-    """Split a collective into parts, each with the arrays of one origin: compilers combine several collectives.
+    """Split a combined collective into parts, each with the arrays of one origin.
 
-    XLA gives the instruction that takes an array out of the combined result (`get-tuple-element`) the metadata of the
-    array's own collective. XLA:GPU may give it to the instruction after that, which reshapes the array, or only to the
-    combined collective, as a list. It concatenates the arrays of all-reduces, and takes slices out of the result.
+    XLA combines collectives. The instruction that takes one array out of the combined result (`get-tuple-element`) has
+    the metadata of the array's own collective. In XLA:GPU the metadata may instead be on the next instruction, which
+    reshapes the array, or only on the combined collective, as a list. XLA:GPU also concatenates the arrays of
+    all-reduces, and slices the result.
 
     Args:
         module, computation: the program and the computation that contain it.

@@ -171,7 +171,7 @@ def _impossible(chip: Chip, shape: tuple[int, ...]) -> str:
     if len(shape) != chip.torus:
         return f"{chip.name} is a {chip.torus}D torus, and {sizes} has {len(shape)} dimension{'s' * (len(shape) > 1)}"
     if chip.torus == 2 and max(shape) > side:
-        return f"a {chip.name} pod is {side}x{side}, and {sizes} is no part of it"
+        return f"a {chip.name} pod is {side}x{side}, and {sizes} is not a part of it"
     return f"a {chip.name} pod has {pod} chips, and {sizes} takes {prod(shape)}" if prod(shape) > pod else ""
 
 

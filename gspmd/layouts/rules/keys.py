@@ -33,14 +33,15 @@ PIPELINE = "pipeline"
 #: Sections whose quoted keys override those of the parts: the purpose of each, and the function that reads it.
 OVERRIDES = {
     "optimizer": (
-        "the optimizer state of a parameter; as the parameter if absent. Training stores the state in this spec, moves "
-        "gradients to it before it clips and updates, and moves new parameters back (`gspmd_models.optimizer_specs`)."
+        "the optimizer state of a parameter. Without a line, it is sharded like the parameter. Training stores the "
+        "state in this spec, moves gradients to it before it clips and updates, and moves new parameters back "
+        "(`gspmd_models.optimizer_specs`)."
     ),
     "gradients": (
-        "the gradient of a parameter, on its way to the optimizer; as the parameter if absent. The training step moves "
-        "a gradient from its parameter's spec to this one, and from here to that of [optimizer] "
-        "(`gspmd_models.gradient_specs`). A gradient with `partialsum-` in this spec is reduced only by the last move; "
-        "see below."
+        "the gradient of a parameter, on its way to the optimizer. Without a line, it is sharded like the parameter. "
+        "The training step moves a gradient from its parameter's spec to this spec, and then to that of [optimizer] "
+        "(`gspmd_models.gradient_specs`). A gradient with `partialsum-` in this spec is reduced only by the second "
+        "move; see below."
     ),
     "encoder": (
         "any tensor of the encoder of an encoder–decoder, except the tables, which both stacks share: "
@@ -51,8 +52,8 @@ OVERRIDES = {
         "Parameters and cache are stored as [decode] says. Training ignores it."
     ),
     "decode": (
-        "any tensor, while `gspmd_models.Generator` generates tokens one by one, and its stored parameters and cache: "
-        '`Layout.phase("decode")`. Training ignores it.'
+        "any tensor, while `gspmd_models.Generator` generates tokens one by one; also the stored parameters and the "
+        'cache: `Layout.phase("decode")`. Training ignores it.'
     ),
     "cache": (
         "the key/value cache, sharded over any mix of batch, length and heads, however queries and keys are sharded: "
@@ -118,7 +119,7 @@ _ALL = (
         "pipeline.layers",
         "N",
         "stack",
-        "The stacked layers, split into stages along one mesh axis; whole if absent.",
+        "The stacked layers, split into stages along one mesh axis; without this line they are not split.",
         optional=True,
     ),
     _parameter("embedding.table", "VE", "The embedding table."),
@@ -149,7 +150,7 @@ _ALL = (
     _parameter("attention.w_q_down", "EU", "Projection to the latent of queries.", default="attention.w_q"),
     _activation("attention.latent_query", "BLU", "The latent of queries.", default="attention.query", local="U"),
     _parameter("attention.b_q_down", "U", "Scales of an int8 w_q_down.", default="attention.latent_query"),
-    _parameter("attention.q_latent_norm", "U", "Scale of its norm.", default="attention.latent_query"),
+    _parameter("attention.q_latent_norm", "U", "Scale of the norm of this latent.", default="attention.latent_query"),
     _parameter("attention.w_q_up", "UHD", "Query projection of this latent.", default="attention.w_q"),
     _parameter("attention.b_q_up", "HD", "Scales of an int8 w_q_up.", default="attention.query"),
     _parameter("attention.w_k_down", "EZ", "Projection to latent and rotated key.", default="attention.w_k"),
@@ -185,8 +186,8 @@ _ALL = (
         "attention.key_via",
         "attention.residual",
         "attention.w_k",
-        "Where residual and w_k (and w_v) meet; the residual must be as in in_via. "
-        "If only in_via is given: E is sharded as in its w_q, K as in attention.key.",
+        "Where residual and w_k (and w_v) meet; the residual must be sharded as in in_via. "
+        "If only in_via is given, E is sharded as in its w_q, and K as in attention.key.",
     ),
     _via("attention.out_via", "attention.query", "attention.w_o", "Where the core's result and w_o meet."),
     _parameter(
@@ -326,10 +327,10 @@ KEYS = {key.name: key for key in _ALL}
 #: The keys of [cache]; their length is T.
 CACHE = {
     "attention.key": Key(
-        "attention.key", "BTKD", "activation", "The key/value cache; as attention.key if absent.", local="D"
+        "attention.key", "BTKD", "activation", "The key/value cache; by default as attention.key.", local="D"
     ),
     "cross.key": Key(
-        "cross.key", "BTKD", "activation", "Keys and values of the source; as cross.key if absent.", local="D"
+        "cross.key", "BTKD", "activation", "Keys and values of the source; by default as cross.key.", local="D"
     ),
 }
 

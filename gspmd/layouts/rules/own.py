@@ -154,7 +154,7 @@ def _key(name: str, dims: Dims) -> Key:
 def _dims(text: Any, *, via: bool) -> Dims:
     """Return the dimensions of a spec, or of the first spec of each operand of a via; empty if the text is unreadable.
 
-    For alternatives, those of the first.
+    If the text is a tuple of alternatives, the first alternative is read.
     """
     text = text[0] if isinstance(text, tuple) else text
     try:

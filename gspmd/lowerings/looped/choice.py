@@ -45,7 +45,7 @@ second product: 10% predicted, nothing gained).
 
 @dataclass(frozen=True)
 class OverlapChoice:
-    """The collectives to overlap, and the seconds of everything with them."""
+    """The collectives to overlap, and the seconds of the whole equation if these are overlapped."""
 
     overlap: Overlap
     seconds: float

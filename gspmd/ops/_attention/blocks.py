@@ -52,13 +52,14 @@ class Blocks:
         limits: Limits = UNLIMITED,
         ahead: jax.Array | None = None,
     ) -> np.ndarray | jax.Array:
-        """Return [n, 4] starts of blocks: row, query, key, and the first key that no earlier block has.
+        """Return [n, 4] starts of blocks: row, query, key, and the first key that is not in an earlier block.
 
-        Keys come innermost. `causal` leaves out blocks whose keys all come after their queries. `limits` also leaves
-        out those before the window or the chunk of all their queries. Queries that see nothing still have a block.
+        The start of the keys varies fastest. With `causal`, blocks whose keys all come after their queries are left
+        out. With `limits`, blocks before the window or the chunk of all their queries are left out too. Queries that
+        see nothing still have a block.
 
-        With `limits` and `ahead`, which is that of `Terms`, the places of the blocks are known when the program runs.
-        Their number is the most that a window touches.
+        With `limits` and `ahead` (`Terms.ahead`), the starts of the blocks are known only when the program runs; then
+        there are as many blocks as a window can touch.
         """
         if ahead is not None and limits.reach is not None:
             each = [
@@ -85,25 +86,25 @@ class Blocks:
         ).reshape(-1, 4)
 
     def in_reach(self, reach: int) -> int:
-        """Return the most blocks of keys that the queries of a block see, wherever these are."""
+        """Return the largest number of blocks of keys that a block of queries sees, at any position."""
         return (self.queries + reach - 1 + self.keys - 2) // self.keys + 1
 
     def first_key(self, query: Any, keys: int, limits: Limits, ahead: jax.Array | None = None) -> Any:
-        """Return the start of the first block of keys of the block of queries that begins at `query`."""
+        """Return the start of the first block of keys that the block of queries at `query` sees."""
         if limits.reach is None:
             return 0
         last = (keys - 1) // self.keys
         if ahead is None:
             first = limits.first_place(query)
         else:
-            # Chunks begin at positions, which `ahead` does not give: a query sees at most the last keys in its reach.
-            # All blocks in reach are computed, so the last of them is at most the last there is.
+            # A chunk begins at a position, which `ahead` does not give. So all blocks are computed that a query may
+            # reach, and the last start is limited to the last block that exists.
             first, last = query + ahead - limits.reach + 1, last + 1 - self.in_reach(limits.reach)
         return (first // self.keys).clip(0, last) * self.keys
 
 
 def _even(size: int, most: int, multiple: int) -> int:
-    """Return the length of equal blocks of at most about `most`, a multiple of `multiple` unless there is one block."""
+    """Return the length of equal blocks, at most about `most`, and a multiple of `multiple` if there are several."""
     count = ceil(size / most)
     return size if count == 1 else ceil(size / count / multiple) * multiple
 
@@ -122,10 +123,10 @@ class Form:
         return self.blocks.starts(q.shape[0], q.shape[3], k.shape[1], causal, limits, ahead)
 
     def reach(self, keys: int, terms: Terms) -> tuple[Limits, jax.Array | None]:
-        """Return the limits by which blocks are left out, and `ahead` if it moves them; no limits for all blocks."""
+        """Return the limits by which blocks are left out, and `ahead` if the blocks depend on it."""
         limits = terms.limits if self.causal else UNLIMITED
-        # Positions of causal attention differ by at least as much as places in the array, in zigzag order too. With
-        # `ahead` they differ by just as much.
+        # With causal attention, two positions differ at least as much as their places in the array, in zigzag order
+        # too. With `ahead` they differ by exactly as much.
         if limits.reach is None or terms.ahead is None:
             return limits, None
         few = self.blocks.in_reach(limits.reach) < ceil(keys / self.blocks.keys)
@@ -138,11 +139,11 @@ def attended(form: Form, q, k, v, terms: Terms, dtype, scales=(), sinks=None) ->
     Args:
         form: sizes of blocks, scale of the logits, and whether query i attends only to keys j ≤ i + terms.ahead.
         q: [B, K, Q, L, D]; L is a multiple of the blocks' length.
-        k, v: [B, T, K, D] of any dtype; the values' D, and that of the output, may differ.
+        k, v: [B, T, K, D] of any dtype; values and output may have another D than queries and keys.
         terms: which keys are seen, and biases.
         dtype: the dtype of the output.
-        scales: the scales of keys and of values, and perhaps of the keys' rest, [B, T, K], as of `attend`; or empty.
-        sinks: [H], a logit more for each head, which has no value; None for none.
+        scales: the scales [B, T, K] of keys and of values, and optionally `rest_scales`, as for `attend`; or empty.
+        sinks: [H], one more logit for each head, without a value; None for none.
     """
     blocks, shape, reach = form.blocks, q.shape, form.reach(k.shape[1], terms)
     block = (blocks.rows, *shape[1:3], blocks.queries)
@@ -174,7 +175,7 @@ def _sinks(sinks: jax.Array, shape: tuple[int, ...]) -> tuple[jax.Array, jax.Arr
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
 def attention_in_blocks(form: Form, q, k, v, terms: Terms, sinks: jax.Array | None) -> jax.Array:
-    """Return softmax attention [B, K, Q, L, D]. Neither it nor its gradient has all logits in memory at once."""
+    """Return softmax attention [B, K, Q, L, D]; value and gradient never hold all logits in memory at once."""
     return attended(form, q, k, v, terms, q.dtype, sinks=sinks)[0]
 
 
@@ -188,7 +189,7 @@ def _linearised(form: Form, primals, tangents):
 
 
 def _forward(form: Form, kept, d_q, d_k, d_v, *learned):
-    """Return the tangent of the output; the probabilities of each block are computed again from its logits."""
+    """Return the tangent of the output, computing the probabilities of each block again from its logits."""
     q, k, v, terms, sinks, out, top, total = kept
     d_table, d_sinks = learned[: len(terms.table)], learned[len(terms.table) :]
 
@@ -215,10 +216,10 @@ def _forward(form: Form, kept, d_q, d_k, d_v, *learned):
 
 
 def gradients(form: Form, kept, g) -> tuple[jax.Array, ...]:
-    """Return the gradients of queries, keys and values in float32, block by block; then that of a bias [R, H].
+    """Return the gradients of queries, keys and values in float32, then of a bias [R, H], computed block by block.
 
-    The probabilities of a block are computed again from its logits. So the keys may be a part of those that the queries
-    attended to; the gradients are then the contributions of these keys.
+    The probabilities of a block are computed again from its logits. So `kept` may have only a part of the keys to which
+    the queries attended; the gradients are then the contributions of these keys.
 
     Args:
         form: the form of `attended`.
@@ -303,7 +304,7 @@ def _batch(operands, dims, *, tree, batches, **form):
 
 
 def _abstract(*operands, tree, **_):
-    """Return the type of the output's tangent: that of the queries' tangent, as wide as the values'."""
+    """Return the type of the output's tangent: like the queries' tangent, but as wide as the values' tangent."""
     of_queries, _, of_values, *_ = operands[tree.num_leaves :]
     return of_queries.update(shape=(*of_queries.shape[:-1], of_values.shape[-1]))
 
@@ -317,7 +318,7 @@ batching.primitive_batchers[_tangent] = _batch
 
 
 def _weights(form: Form, at, q_block, k_block, keys: int, terms: Terms, top, total):
-    """Compute the probabilities of a block again; unseen keys drop out before exp, which is infinite for some.
+    """Compute the probabilities of a block again; unseen keys are masked before exp, which could overflow for them.
 
     Returns:
         The probabilities; the scaled and capped products; and the chosen buckets of the bias, or None without one.
@@ -340,7 +341,7 @@ _product = partial(jnp.einsum, preferred_element_type=jnp.float32)
 
 
 def _cut(form: Form, at, q, *keys):
-    """Return the block of the queries [B, K, Q, L, D], and that of keys [B, T, K, ...]."""
+    """Return one block of the queries [B, K, Q, L, D] and one of the keys [B, T, K, ...]."""
     sizes = form.blocks.rows, form.blocks.keys
     begins = ((at[0], at[2], *(0,) * (x.ndim - 2)) for x in keys)
     return (
@@ -350,7 +351,7 @@ def _cut(form: Form, at, q, *keys):
 
 
 def _queries(form: Form, at, x):
-    """Return the block of [B, K, Q, L, ...]."""
+    """Return one block of an array [B, K, Q, L, ...] of the queries."""
     rest = (0,) * (x.ndim - 4)
     size = (form.blocks.rows, *x.shape[1:3], form.blocks.queries, *x.shape[4:])
     return jax.lax.dynamic_slice(x, (at[0], 0, 0, at[1], *rest), size)
@@ -362,7 +363,7 @@ def _add(whole, part, begin):
 
 
 def _terms(form: Form, at, terms: Terms) -> Terms:
-    """Return the terms of the block."""
+    """Return the terms of one block of queries and keys."""
 
     def cut(x, begin, size):
         rows, first = (1, 0) if x.shape[0] == 1 else (form.blocks.rows, at[0])
@@ -372,7 +373,7 @@ def _terms(form: Form, at, terms: Terms) -> Terms:
 
 
 def _seen(form: Form, at, part: Terms):
-    """Return which keys of the block its queries attend to, broadcasting to [B, K, Q, L, T]; None for all."""
+    """Return booleans that broadcast to [B, K, Q, L, T]: the keys of a block that its queries see; None for all."""
     blocks, ahead, visible = form.blocks, part.ahead, part.visible()
     visible = None if visible is None else visible[:, None, None]
     if form.causal:
@@ -384,7 +385,7 @@ def _seen(form: Form, at, part: Terms):
 
 
 def _again(form: Form, at, keys: int):
-    """Return which keys of the block were in the block before; None if blocks divide the keys, so that none were."""
+    """Return which keys of a block are also in the block before it; None if blocks do not overlap."""
     if keys % form.blocks.keys == 0:
         return None
     shape = (1, 1, 1, 1, form.blocks.keys)

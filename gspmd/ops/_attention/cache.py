@@ -30,7 +30,7 @@ def write_cache(
     counts: jax.Array | None = None,
     ring: bool = False,
 ) -> jax.Array:
-    """Write the keys or values of new tokens into a cache, of all layers at once, each row at its own position.
+    """Write the keys or values of new tokens into a cache, for all layers at once, each row at its own position.
 
     Row b gets `new` at positions lengths[b] ... lengths[b] + L - 1; positions below 0 and from T on are dropped. With
     `ring` position p is in slot p mod T, so that a new key replaces the one T positions before it; if there are more
@@ -210,7 +210,7 @@ _NUMBERS = "lengths", "counts"
 def _first_slots(
     form: _CacheWrite, slots: int, length: int, lengths: jax.Array, counts: jax.Array | None = None
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    """Return the slot of the first new token of each row, and the first and the end of the tokens to be written.
+    """Return the slot of each row's first new token, and the range of the new tokens that are written.
 
     In a ring the tokens to be written, at most as many as slots, begin in [0, slots) and may end beyond; tokens before
     them have no slot.
@@ -229,8 +229,8 @@ def _written(
 
     Args:
         cache, new: arrays with the same dimensions in the same order.
-        first: [B], the slot in this part of the first new key of each row; of any sign and size.
-        real: [B] and [B], the first and the end of the new keys of each row that are written.
+        first: [B], the slot of each row's first new key, counted from the start of this part; it may lie outside of it.
+        real: [B] and [B], the first new key of each row that is written, and the one after the last.
         batch, along: the numbers of the dimensions of rows and of length.
     """
     begins, ends = real
@@ -242,7 +242,8 @@ def _written(
         return tuple({batch: row, along: position}.get(at, 0) for at in range(cache.ndim))
 
     if length == 1 and cache.dtype.itemsize == 1:
-        # libtpu 0.0.42 copies an int8 cache that is read where it is written, so rows of other parts are left out
+        # libtpu 0.0.42 copies an int8 cache that is read where it is written. So rows that belong to other parts are
+        # skipped, instead of writing back what is there.
         inside = (first >= 0) & (first < room) & (begins < ends)
         rows = jnp.argsort(~inside).astype(jnp.int32)
 
@@ -256,7 +257,7 @@ def _written(
 
     def write(row, cache):
         start = jnp.clip(first[row], 0, room - window)
-        # the window may have to begin before or after the new keys: its other positions keep their values
+        # the written window may have to begin before or after the new keys; its other positions keep their values
         at = start - first[row] + jnp.arange(window)
         old = jax.lax.dynamic_slice(cache, begin(row, start), size)
         mine = jax.lax.dynamic_slice_in_dim(new, row, 1, axis=batch)
@@ -279,6 +280,6 @@ def _scattered(form: _CacheWrite, cache: jax.Array, new: jax.Array, *numbers: ja
     at = jnp.where((at < 0) | (token < begin) | (token >= end), slots, at)
     indices = dict(zip(order, (layers, rows, at)))
     where = tuple(indices.get(dim, slice(None)) for dim in range(cache.ndim))
-    # indexed dimensions come first, then the others as the cache has them
+    # indexed dimensions come first, then the others in the order of the cache
     new = new.transpose(0, 1, 2, *(3 + at for at in np.argsort(order[3:])))
     return cache.at[where].set(new, mode="drop")

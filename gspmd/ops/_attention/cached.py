@@ -87,8 +87,9 @@ def cached_attention(
         scale: the factor of the logits; 1/sqrt(D) when None.
         key_scales, value_scales: [B, K, T] float32 scales of an int8 cache, ordered and placed like the cache; they
             scale logits and probabilities, and the cache is never widened in memory.
-        rest_scales: [B, K, T] likewise, of the keys' last numbers, beyond the width of the values, which `key_scales`
-            are then not of. So a latent, which is a key and a value, and a rotated key behind it have a scale each.
+        rest_scales: [B, K, T] scales of the last numbers of each key, beyond the width of the values; `key_scales` are
+            then for the numbers before. So a latent, which is both key and value, and the rotated key behind it have
+            separate scales.
         bias, bias_spec, buckets: T5's relative position bias, as in `attention`. Query i and new key i of row b are at
             position lengths[b] + i, cached key t is at t.
         window: the number of keys that a query sees, itself included, as in `attention`. The cache is then a ring: the
@@ -98,7 +99,7 @@ def cached_attention(
             ring, as with a window, of chunk - 1 slots or more.
         softcap: a cap of the logits, as in `attention`.
         sinks, sinks_spec: one more logit for each head, without a value, as in `attention`.
-        slopes, slopes_spec: those of ALiBi, as in `attention`, with the positions of `bias`, also in a ring.
+        slopes, slopes_spec: ALiBi's slopes, as in `attention`, with the same positions as for `bias`, also in a ring.
 
     Returns:
         [B, L, H, D] in q's dtype, with D of the values; logits and softmax are float32. A query of a row without any
@@ -156,7 +157,7 @@ def cached_attention(
         remedy = f"Give it {limits.reach - 1} slots or more."
         raise report(SpecError, doing, [fault(held, held.dims[order[1]], fact, remedy)]) from None
     scales_order = [held.without(held.dims[order[3]]).dims.index(held.dims[at]) for at in order[:3]]
-    # Nothing is copied in memory: products read their operands in any order.
+    # Transposing copies nothing in memory: products read their operands in any order.
     cache = [x.transpose(order if x.ndim == 4 else scales_order) for x in cache]
     ordered = Spec(tuple(held.dims[at] for at in order), tuple(held.axes[at] for at in order))
     name = f"cached attention {query}, {held}"
@@ -222,12 +223,12 @@ class _CachedAttention:
     def attend_cached(
         self, q, cache: Sequence[jax.Array], given: Given, lengths, queries, first, total: int, shards: Shards = ALONE
     ) -> Attended:
-        """Attend with queries [B, L, H, D] to cached keys, and return [B, L, H] and [B, L, H, D].
+        """Attend with queries [B, L, H, D] to cached keys; return the result with statistics [B, L, H].
 
         Args:
             q: the queries.
             cache: keys and values [B, T, K, D], and their scales if there are any.
-            given: the operands of each head.
+            given: the operands with numbers for each head.
             lengths: [B], the number of tokens of each row before the first query.
             queries: [B, L], the positions of the queries.
             first: the slot of the first of these cached keys.
@@ -236,7 +237,7 @@ class _CachedAttention:
         """
         near = None if self.extras.limits.window is None else max(self.extras.limits.window - 1, 1)
         if near is not None and near < q.shape[1] and shards[2] == 1:
-            # Queries that begin a window after the cached keys see none of them.
+            # Queries that come at least a window after the last cached key see none of them.
             found = self.attend_cached(q[:, :near], cache, given, lengths, queries[:, :near], first, total, shards)
             rest = ((0, 0), (0, q.shape[1] - near), (0, 0))
             top = jnp.pad(found.top, rest, constant_values=LOW)
@@ -245,7 +246,7 @@ class _CachedAttention:
         slots, limits, ended = positions(k.shape[1], first), self.extras.limits, lengths[:, None]
         if limits.reach is None:
             keys, held = slots, slots < ended
-        else:  # a slot of a ring has the last token that was written there, of this round or of the one before
+        else:  # a slot of a ring has the last token that was written there, in this round or in the previous one
             next_slot = ended % max(total, 1)
             keys = ended - next_slot + slots - jnp.where(slots < next_slot, 0, total)
             held = keys >= 0
@@ -259,7 +260,7 @@ class _CachedAttention:
         """Return the terms of the new tokens' keys.
 
         Args:
-            given: which new keys count, and the operands of each head.
+            given: which new keys count, and the operands with numbers for each head.
             lengths: [B], the number of tokens of each row before the new ones.
             queries, keys: [1, L], the places of queries and keys among the new tokens.
             ahead: the place of the first query minus that of the first key; None for 0.
@@ -275,13 +276,14 @@ class _CachedAttention:
 
         Args:
             q, k, v: [B, L, H, D] and [B, L, K, D].
-            terms: which new keys count, the position of the first query minus that of the first new key, and a bias.
+            terms: which new keys count, the position of the first query minus the position of the first new key, and a
+                bias.
             shards: the shards of the new keys, for arrays of all devices; None for the pieces of one device.
         """
         in_place = terms.ahead is None and not terms.limits.displaced
         if shards is None and terms.is_plain and in_place and splash.fits(q, k, v):
             form = splash.Form(self.scale_of(q), self.extras.limits)
-            wide = jnp.pad(v, (*((0, 0),) * 3, (0, k.shape[3] - v.shape[3])))  # the kernel takes values as wide as keys
+            wide = jnp.pad(v, (*((0, 0),) * 3, (0, k.shape[3] - v.shape[3])))  # the kernel needs equal widths
             out, normaliser = splash.attended(form, q, k, wide, None, None)
             return Attended(normaliser, jnp.ones_like(normaliser), out[..., : v.shape[3]].astype(jnp.float32))
         return local_attended(q, k, v, terms, True, self.scale_of(q), shards=shards or ALONE)
@@ -392,7 +394,7 @@ def _value(form: _CachedAttention, shapes: _Shapes, ctx: Context):
         found = form.attend_cached(q, cache, of_heads, lengths, lengths[:, None] + queries, first_cached, total)
         if new:
             first_new = shard_index(at.key.axes[1]) * new[0].shape[1]
-            # if neither queries nor new keys are sharded, later keys can be left out
+            # if neither queries nor new keys are sharded along the sequence, blocks of later keys can be skipped
             ahead = first - first_new if at.query.axes[1] or at.key.axes[1] else None
             # replicated on every part, each new key counts once
             counted = jnp.broadcast_to(part == 0, new[0].shape[:2]) if parts and not at.key.axes[1] else None
@@ -412,7 +414,7 @@ def _chains_of(form: _CachedAttention, shapes: _Shapes, ctx: Context) -> dict[st
     """Return the steps of everything that moves, by name."""
     if not is_unknown(ctx.mesh):
         return {name: steps_of(each, ctx, _CALLED.get(name, name)) for name, each in _moves(form, shapes, ctx).items()}
-    # The moves to the cache are not known either. They do not depend on the sources of new keys and operands of heads.
+    # The moves to the cache are unknown too. They do not depend on the placement of new keys and operands of heads.
     of_heads = form.extras.of_heads
     bare: dict[str, Any] = {
         name: replace(each, spec=Spec(each.spec.dims, ((),) * len(each.spec.dims))) for name, each in of_heads.items()

@@ -48,7 +48,7 @@ class Gathered:
         return lax.fori_loop(1, self.devices, step, state)
 
     def visit_and_return(self, f: Visit, state, chunks, own, back: Sequence[str]):
-        """Visit, and return for each operand `own` plus all other devices' contributions for this device's chunk.
+        """Fold like `visit`, and add to `own` the contributions of all other devices to this device's chunk.
 
         Args:
             f, state, chunks: the arguments of `visit`.
@@ -163,7 +163,7 @@ def is_looped(
     rate, latency = min(rate for rate, _ in links) / (1 if closes else 2), max(latency for _, latency in links)
     sent = sum(step.wire_bytes for step in steps) / (devices - 1) / rate  # for one hop of both passes
     forward, backward = logits + values, 3 * logits + 2 * values
-    # keys and values twice, gradients once: a third of the bytes of both passes is sent in the value
+    # keys and values are sent in both passes, gradients in one: a third of all bytes is sent in the value
     looped = max(forward, sent / 3 + latency) + max(backward, sent * 2 / 3 + latency)
     blocking = forward + backward + sum(step.seconds for step in steps) / (devices - 1)
     return looped < blocking

@@ -27,12 +27,12 @@ def local_attention(
     shards: Shards = ALONE,
     sinks: jax.Array | None = None,
 ) -> jax.Array:
-    """Softmax attention of queries [B, L, H, D] to keys [B, T, K, D].
+    """Compute softmax attention of queries [B, L, H, D] to keys [B, T, K, D].
 
     If a device has more than 2**25 logits, they are never in memory at once. A GPU then runs cuDNN's fused attention,
-    if it takes the arrays: float16 or bfloat16, a head size that 8 divides, up to 128, no mask except `causal`, no
-    window, chunk, soft cap, bias or sinks. Everything else attends in blocks, including TPUs if their own kernels,
-    which are tried first, do not fit.
+    if that supports the arrays: float16 or bfloat16, a head size up to 128 that is a multiple of 8, no mask except
+    `causal`, and no window, chunk, soft cap, bias or sinks. In all other cases attention runs in blocks, also on a TPU
+    whose own kernel, which is tried first, does not fit.
 
     Args:
         q, k, v: arrays of one device, or of all devices for the compiler to partition.
@@ -58,7 +58,7 @@ def _plain(q, k, v, terms: Terms, causal, scale, sinks) -> jax.Array:
     dtype = q.dtype
     if in_force.is_host() and dtype == jnp.float16:  # XLA has no such product for CPUs
         q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
-    if sinks is not None or terms.limits.softcap is not None:  # which JAX's function has not
+    if sinks is not None or terms.limits.softcap is not None:  # which JAX's function does not support
         found = _attended(q, k, v, terms, causal, q.shape[3] ** -0.5 if scale is None else scale)
         return found.with_sinks(sinks).output(dtype)
     visible, ahead = terms.visible(), terms.ahead
@@ -68,7 +68,7 @@ def _plain(q, k, v, terms: Terms, causal, scale, sinks) -> jax.Array:
         rows = (0 if ahead is None else ahead) + jax.lax.broadcasted_iota(jnp.int32, (1, 1, q.shape[1], k.shape[1]), 2)
         past = rows >= jax.lax.broadcasted_iota(jnp.int32, rows.shape, 3)
         mask, causal = past if mask is None else mask & past, False
-    if v.shape[3] != k.shape[3]:  # which JAX's function has not either
+    if v.shape[3] != k.shape[3]:  # which JAX's function does not support either
         if causal:
             mask = jnp.tril(jnp.ones((1, 1, q.shape[1], k.shape[1]), bool))
         found = _softmaxed(q, k, v, terms, mask, scale).astype(dtype)
@@ -78,13 +78,14 @@ def _plain(q, k, v, terms: Terms, causal, scale, sinks) -> jax.Array:
         found = jax.nn.dot_product_attention(q, k, v, added, mask, scale=scale, is_causal=causal).astype(dtype)
     if mask is None:
         return found
-    return jnp.where(jnp.any(mask, axis=3)[:, 0, :, None, None], found, 0)  # JAX: the mean, if no key is seen
+    return jnp.where(jnp.any(mask, axis=3)[:, 0, :, None, None], found, 0)  # JAX's is the mean there
 
 
 def _softmaxed(q, k, v, terms: Terms, mask: jax.Array | None, scale: float | None) -> jax.Array:
-    """Return attention as JAX's function computes it, for values of another width; the mean if no key is seen.
+    """Return attention as JAX's function computes it, but for values of any width; the mean if no key is seen.
 
-    `_attended` would do, but its gradient keeps half as much again: the statistics, and weights before division.
+    `_attended` gives the same result, but its gradient keeps 1.5 times as much: also the statistics, and the weights
+    before they are divided.
     """
     scale = q.shape[3] ** -0.5 if scale is None else scale
     logits = jnp.einsum("bkqld,btkd->bkqlt", group(q, k.shape[2]), k, preferred_element_type=jnp.float32) * scale
@@ -106,11 +107,11 @@ def local_attended(
     *scales: jax.Array,
     shards: Shards = ALONE,
 ) -> Attended:
-    """Attend to some of the keys, and return the statistics too, as [B, L, H]; in blocks if the logits are many.
+    """Attend to some of the keys, in blocks if there are many logits; return the statistics [B, L, H] too.
 
     Args:
         q, k, v, terms, causal, scale: as in `local_attention`.
-        scales: the scales of int8 keys and values, and perhaps of the keys' rest, [B, T, K], as of `attend`; or empty.
+        scales: the scales [B, T, K] of int8 keys and values, and optionally `rest_scales`, as for `attend`; or empty.
         shards: the shards of arrays of all devices.
     """
     blocks = _blocks(q, k.shape[1], shards, terms)
@@ -134,7 +135,7 @@ def local_attended(
 
 
 def _attended(q, k, v, terms: Terms, causal: bool, scale: float, *scales: jax.Array) -> Attended:
-    """`local_attended` with all logits in memory at once."""
+    """Compute `local_attended` with all logits in memory at once."""
     visible = terms.visible()
     visible = None if visible is None else visible[:, None, None]
     if causal:
@@ -158,9 +159,9 @@ def local_gradients(
     normaliser: jax.Array,
     g: jax.Array,
 ) -> tuple[jax.Array, ...]:
-    """Return, in float32, the contributions of some keys to the queries' gradients, and those keys' own gradients.
+    """Return the float32 gradients for a part of the keys: their contribution to the queries' gradient, and their own.
 
-    With a bias, the contributions to its gradient [R, H] come last.
+    With a bias, their contribution to its gradient [R, H] comes last.
 
     Args:
         q, k, v, terms, causal, scale: as in `local_attention`.
@@ -181,10 +182,10 @@ def local_gradients(
 
 
 def _blocks(q: jax.Array, keys: int, shards: Shards, terms: Terms) -> Blocks | None:
-    """Return blocks for one device's share, which do not cut dimensions that the compiler cuts already."""
+    """Return blocks for the part of one device; they do not cut a dimension that the compiler shards already."""
     rows, queries, heads, _ = q.shape
     numbers = heads // shards[1]
-    if terms.bias is not None:  # each pair of a query and a key has a number for every bucket, too
+    if terms.bias is not None:  # with a bias, each pair of a query and a key also has one number for every bucket
         numbers = max(numbers, terms.bias.buckets.count)
     blocks = Blocks.of(rows // shards[0], numbers, queries // shards[2], keys // shards[3])
     if blocks is None or shards == ALONE:
@@ -199,6 +200,6 @@ def _padded(q: jax.Array, blocks: Blocks) -> jax.Array:
 
 
 def _fits_cudnn(q: jax.Array, k: jax.Array, v: jax.Array) -> bool:
-    """Return whether the devices are GPUs whose cuDNN attention takes such arrays. Untested on a GPU."""
+    """Return whether the devices are GPUs whose cuDNN attention supports these arrays. Untested on a GPU."""
     narrow = q.dtype == k.dtype and q.dtype in (jnp.float16, jnp.bfloat16) and v.shape[3] == k.shape[3]
     return in_force.device_kind().startswith("NVIDIA") and narrow and q.shape[3] % 8 == 0 and q.shape[3] <= 128

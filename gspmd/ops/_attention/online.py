@@ -22,22 +22,22 @@ class Attended(NamedTuple):
     """[B, K, Q, L, D] Σ exp(logit - top) · v."""
 
     def relative_to(self, top: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return denominator and weighted values for a larger maximum."""
+        """Return the denominator and the weighted values relative to a larger maximum than `top`."""
         factor = jnp.exp(self.top - top)
         return self.total * factor, self.values * factor[..., None]
 
     def merge(self, other: "Attended") -> "Attended":
-        """Return the result for the keys of this and of `other` together."""
+        """Return the result for the keys of both results together."""
         top = jnp.maximum(self.top, other.top)
         mine, theirs = self.relative_to(top), other.relative_to(top)
         return Attended(top, mine[0] + theirs[0], mine[1] + theirs[1])
 
     def with_sinks(self, sinks: jax.Array | None, counted: jax.Array | bool = True) -> "Attended":
-        """Return the result, as [B, L, H], with one more logit [H] for each head, which has no value.
+        """Return the statistics as [B, L, H], with the sinks [H] added: one more logit for each head, without a value.
 
         Args:
             sinks: the logits; None for none.
-            counted: whether they count here. Where keys come in parts, they count in one.
+            counted: whether they count here. If keys come in parts, sinks count in one part only.
         """
         if sinks is None:
             return self
@@ -45,7 +45,7 @@ class Attended(NamedTuple):
         return self.merge(Attended(*sink_statistics(sinks, shape, counted), jnp.zeros((*shape, 1))))
 
     def by_query(self) -> "Attended":
-        """Return the same as [B, L, H] and [B, L, H, D]."""
+        """Return the result with statistics [B, L, H] and values [B, L, H, D]."""
         return Attended(*(ungroup(x) for x in self))
 
     def output(self, dtype: jax.typing.DTypeLike) -> jax.Array:
@@ -57,18 +57,18 @@ class Attended(NamedTuple):
 def sink_statistics(
     sinks: jax.Array, shape: tuple[int, ...], counted: jax.Array | bool = True
 ) -> tuple[jax.Array, jax.Array]:
-    """Return largest logit and denominator of sinks alone, broadcast from sinks [..., H] to `shape`."""
+    """Return the largest logit and the denominator of the sinks [..., H] alone, broadcast to `shape`."""
     sinks = jnp.broadcast_to(sinks.astype(jnp.float32), shape)
     top = jax.lax.stop_gradient(jnp.maximum(sinks, LOW))  # finite, whatever a sink is
     return top, jnp.exp(sinks - top) * counted
 
 
 def sink_gradient(sinks: jax.Array, normaliser: jax.Array, out: jax.Array, g: jax.Array) -> jax.Array:
-    """Return the gradient [H] of sinks: minus the sum over queries of the sink's probability times g · out.
+    """Return the gradient [H] of sinks: minus the sum over queries of (probability of the sink) · (g · out).
 
     Args:
         sinks: [H].
-        normaliser: [B, L, H] the logarithm of the sum of exponentials of all logits, with that of the sink.
+        normaliser: [B, L, H] the logarithm of the sum of exponentials of all logits, the sink included.
         out, g: [B, L, H, D] the output, and its cotangent.
     """
     mean = jnp.sum(g.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
@@ -93,13 +93,13 @@ def attend(
 
     Args:
         q: [B, K, Q, L, D], query heads in groups that share a key head.
-        k, v: [B, T, K, D] of any dtype, which is cast to that of `q` inside the products. The values' D may differ.
+        k, v: [B, T, K, D] of any dtype, cast to the dtype of `q` inside the products. Values may have another D.
         seen: booleans that broadcast to [B, K, Q, L, T]: the keys to which a query attends; None for all.
         scale: the factor of the logits.
         key_scales, value_scales: [B, T, K] float32 of quantized keys and values: they scale logits and probabilities,
             which are fewer than the keys.
-        rest_scales: likewise of the keys' last numbers, beyond the width of the values; `key_scales` are then of those
-            before.
+        rest_scales: [B, T, K] float32 scales of the last numbers of each key, beyond the width of the values;
+            `key_scales` are then for the numbers before.
         again: booleans like `seen`: the keys that another part has counted already, some but not all.
         bias: float32 that broadcasts to [B, K, Q, L, T] and is added to the scaled and capped logits.
         limits: the soft cap of the scaled logits; windows are among `seen`.
@@ -133,10 +133,10 @@ def scaled_logits(
     """Return the products of queries and keys along D, the last dimension of both, times the scales of int8 keys.
 
     Args:
-        product: the equation, as of `jax.numpy.einsum`.
+        product: an equation as for `jax.numpy.einsum`.
         q, k: queries and keys.
-        width: the numbers of a key before those of `rest_scales`.
-        key_scales, rest_scales: as of `attend`, in a shape that multiplies the products.
+        width: the number of elements of a key to which `key_scales` apply; `rest_scales` apply to the others.
+        key_scales, rest_scales: as for `attend`, in a shape that multiplies the products.
     """
 
     def of(q: jax.Array, k: jax.Array, scales: jax.Array | None) -> jax.Array:
@@ -149,16 +149,16 @@ def scaled_logits(
 
 
 def group(q: jax.Array, key_heads: int) -> jax.Array:
-    """[B, L, H, ...] as [B, K, Q, L, ...]: query heads in groups that share a key head."""
+    """Return [B, L, H, ...] as [B, K, Q, L, ...]: query heads in groups that share a key head."""
     return jnp.moveaxis(q.reshape(*q.shape[:2], key_heads, q.shape[2] // max(key_heads, 1), *q.shape[3:]), 1, 3)
 
 
 def ungroup(x: jax.Array) -> jax.Array:
-    """[B, K, Q, L, ...] as [B, L, H, ...]."""
+    """Return [B, K, Q, L, ...] as [B, L, H, ...]: the inverse of `group`."""
     x = jnp.moveaxis(x, 3, 1)
     return x.reshape(*x.shape[:2], x.shape[2] * x.shape[3], *x.shape[4:])
 
 
 def _along_keys(scales: jax.Array) -> jax.Array:
-    """Return [B, T, K] in a shape that multiplies [B, K, Q, L, T]."""
+    """Return scales [B, T, K] in a shape that multiplies logits [B, K, Q, L, T]."""
     return scales.transpose(0, 2, 1)[:, :, None, None, :]

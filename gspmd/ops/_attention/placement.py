@@ -9,7 +9,7 @@ from gspmd.annotate.spec import Spec
 from gspmd.ops._shared_heads import Share, share
 
 _OPEN = ("?",)
-"""The axes of a dimension that is left to the compiler. It stays so unless the cache decides its placement."""
+"""The axes of a dimension that is left to the compiler, unless the cache decides the dimension's placement."""
 
 
 def by_position(doing: str, cache: Spec, key: Spec) -> tuple[int, ...]:
@@ -49,7 +49,7 @@ class CachePlacement:
 def placement(
     query: Spec, key: Spec, cache: Spec, shape: tuple[int, ...], key_heads: int, mesh: Mapping[str, int]
 ) -> CachePlacement:
-    """Bring the queries to the cache; keep their sharding over mesh axes that the cache does not use, if possible.
+    """Return the placement with queries at the cache, still sharded over axes that the cache does not use, if possible.
 
     Args:
         query, key, cache: their specs.
@@ -70,7 +70,7 @@ def placement(
         if rows % many(*batch, axis) == 0:
             batch += (axis,)
     finer: tuple[str, ...] = ()
-    shared = Share()  # for heads that no further axis shards
+    shared = Share()  # the heads of keys and cache if no further axis shards them
     for axis in free[2]:
         found = share((*finer, axis), key_heads // many(*held), mesh)
         if heads % many(*held, *finer, axis) == 0 and found is not None:

@@ -58,12 +58,12 @@ class _Cut:
 
     @property
     def used(self) -> Spec:
-        """The spec of the keys that a device uses: K is also sharded over the axes `sliced` of the share."""
+        """The spec of the keys that a device uses: K is also sharded over the axes `Share.sliced`."""
         head = self.key.dims[2]
         return self.key.with_axes(head, (*self.key.axes_of(head), *self.share.sliced))
 
     def without_trivial(self, mesh: Mapping[str, int]) -> "_Cut":
-        """Return the same with only the axes of size above 1: types have the others too, but steps do not."""
+        """Return a copy without mesh axes of size 1, which types have and steps do not."""
         return replace(self, query=self.query.without_trivial(mesh), key=self.key.without_trivial(mesh))
 
 
@@ -108,7 +108,7 @@ def _whole(cut: _Cut, parts: tuple[int, ...], q, k, v, *more) -> jax.Array:
     order = (lambda x: in_order(x, length)) if cut.causal else (lambda x: x)
     given = cut.extras.named(more)
     terms = cut.extras.terms(given, positions(q.shape[1]), positions(k.shape[1]), None)
-    # positions are those of the text already
+    # the terms have positions in the text already
     terms = terms._replace(positions=None).on(order, order)._replace(positions=terms.positions)
     q, k, v = terms.cleared(*map(order, (q, k, v)))
     y = terms.real(local_attention(q, k, v, terms, cut.causal, cut.scale, (rows, heads, length, 1), given.sinks))
@@ -118,7 +118,7 @@ def _whole(cut: _Cut, parts: tuple[int, ...], q, k, v, *more) -> jax.Array:
 def _forward(cut: _Cut, ctx: Context, q, k, v, *more):
     steps, body = _value(cut.without_trivial(ctx.mesh), q.shape, k.shape, k.dtype.name, ctx)
     found = run(ctx, cut.name, steps, body, cut.inputs, (cut.query, cut.statistic), q, k, v, *more)
-    y, normaliser = checkpoint_name(found, MIXED)  # named, so that remat keeps them: else keys go round again
+    y, normaliser = checkpoint_name(found, MIXED)  # if kept, keys need not go round again
     return y, (q, k, v, more, y, normaliser)
 
 
@@ -243,9 +243,9 @@ def _gradient(cut: _Cut, q_shape: tuple[int, ...], shape: tuple[int, ...], dtype
 
 
 def _is_near(cut: _Cut, here: jax.Array | int, there: jax.Array | int, keys: int, devices: int) -> jax.Array | None:
-    """Return whether some query of one device may have a key of the other in its reach; None if all keys are.
+    """Return whether some query of one device may see a key of the other device; None if queries see all keys.
 
-    The nearest parts of two devices are their early ones, and their late ones; those between are nearer to both.
+    The nearest parts of two devices are their two early chunks and their two late chunks.
     """
     limits, part = cut.extras.limits, keys // 2
     if limits.reach is None:
@@ -271,9 +271,10 @@ def _sum(state: tuple[jax.Array, ...], more: tuple[jax.Array, ...]) -> tuple[jax
 def _terms(
     cut: _Cut, chains: Chains, circulation: Gathered, queries: int, keys: int, more: Sequence[jax.Array]
 ) -> tuple[jax.Array | None, Callable[[jax.Array | int], Terms]]:
-    """Return the sinks, and a function from a device to the terms of this device's queries and that device's chunk.
+    """Return the sinks, and a function from a device to the terms of this device's queries with that device's keys.
 
-    Mask and segments of all keys are gathered at once, since they are small. `queries` and `keys` are one device's.
+    Mask and segments of all keys are gathered at once, since they are small. `queries` and `keys` are the arrays of one
+    device.
     """
     given = cut.extras.sent(chains, more)
     if given.mask is not None:

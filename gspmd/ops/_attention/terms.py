@@ -1,5 +1,4 @@
-"""The terms of attention besides its products: padding, segments, causality, windows, chunks, soft caps, biases and
-sinks."""
+"""The parts of attention besides products: padding, segments, causality, windows, chunks, soft caps, biases, sinks."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -31,7 +30,7 @@ class Bias(NamedTuple):
     buckets: Buckets
 
     def chosen(self, relative: jax.Array) -> jax.Array:
-        """Return float32 [B, L, T, R], or with one row for all: 1 at the bucket of each query and key, else 0.
+        """Return the buckets as one-hot float32 [B, L, T, R], or [1, L, T, R] if all rows have the same positions.
 
         Products with it replace a lookup and, in the gradient, a scatter, which matrix units do much faster.
         """
@@ -45,7 +44,7 @@ def biases(chosen: jax.Array, table: jax.Array, key_heads: int) -> jax.Array:
 
 
 def table_gradient(chosen: jax.Array, slope: jax.Array) -> jax.Array:
-    """Return the gradient [R, H] of the table from that of the logits [B, K, Q, L, T]."""
+    """Return the gradient [R, H] of the table from the gradient [B, K, Q, L, T] of the logits."""
     if chosen.shape[0] == 1:
         slope = jnp.sum(slope, axis=0, keepdims=True)
     found = jnp.einsum("bltr,bkqlt->rkq", chosen, slope, precision=jax.lax.Precision.HIGHEST)
@@ -55,7 +54,7 @@ def table_gradient(chosen: jax.Array, slope: jax.Array) -> jax.Array:
 @jax.tree_util.register_static
 @dataclass(frozen=True)
 class Limits:
-    """The window or the chunk of keys that a query sees, and the soft cap of its logits, as far as they have any."""
+    """The window or the chunk of keys that a query sees, and the soft cap of the logits; all optional."""
 
     window: int | None = None
     """A query at position p attends only to keys at positions above p - window."""
@@ -64,28 +63,28 @@ class Limits:
     chunk: int | None = None
     """A query at position p attends only to keys at positions from p - p mod chunk on."""
     displaced: bool = False
-    """Whether the places of tokens in arrays are not their positions, as in zigzag order, though later places of keys
-    up to a query's own are nearer. Places then do not say where chunks begin, so fewer blocks are left out."""
+    """Whether a token's place in the array is not its position in the text, as in zigzag order. (Among the keys before
+    a query, later places are still nearer.) Places then do not say where chunks begin, so fewer blocks are left out."""
 
     @property
     def reach(self) -> int | None:
-        """The most keys that a query sees, itself included; None for all."""
+        """The largest number of keys that a query sees, itself included; None for all."""
         return self.window if self.chunk is None else self.chunk
 
     def first(self, position: Any) -> Any:
-        """Return the position of the first key that the query at a position sees; there is a window or a chunk."""
+        """Return the position of the first key that a query at a position sees; requires a window or a chunk."""
         if self.chunk is not None:
             return position - position % self.chunk
         assert self.window is not None, "the first key is asked for where keys are limited"
         return position - self.window + 1
 
     def first_place(self, place: Any) -> Any:
-        """Return a place in the array before which the query at a place, and all later ones, see no key."""
+        """Return a place in the array before which a query, and all queries after it, see no key."""
         return place - self.reach + 1 if self.displaced and self.reach is not None else self.first(place)
 
     @property
     def without_reach(self) -> "Limits":
-        """The soft cap alone."""
+        """The limits with only the soft cap."""
         return Limits(softcap=self.softcap)
 
     def capped(self, logits: jax.Array) -> jax.Array:
@@ -93,7 +92,7 @@ class Limits:
         return logits if self.softcap is None else self.softcap * jnp.tanh(logits / self.softcap)
 
     def uncapped_gradient(self, slope: jax.Array, capped: jax.Array) -> jax.Array:
-        """Return the gradient, or the tangent, across the soft cap, whose result is `capped`."""
+        """Return the gradient or tangent before the soft cap, from the one after it and the capped products."""
         return slope if self.softcap is None else slope * (1 - jnp.square(capped / self.softcap))
 
 
@@ -101,7 +100,7 @@ UNLIMITED = Limits()
 
 
 class Terms(NamedTuple):
-    """The mask of the logits of some queries and keys, their soft cap, and what is added to them."""
+    """The terms of the logits of some queries and keys: their mask, their soft cap, and the biases added to them."""
 
     seen: jax.Array | None = None
     """[B, T] booleans: the keys that are not padding."""
@@ -117,7 +116,7 @@ class Terms(NamedTuple):
     limits: Limits = UNLIMITED
 
     def on(self, queries: Callable[[jax.Array], jax.Array], keys: Callable[[jax.Array], jax.Array]) -> "Terms":
-        """Return the terms of other queries and keys, by a function of [B, L] and one of [B, T]."""
+        """Return the terms with one function applied to arrays [B, L] of queries, and one to arrays [B, T] of keys."""
         segments, places = self.segments, self.positions
         return self._replace(
             seen=None if self.seen is None else keys(self.seen),
@@ -131,13 +130,13 @@ class Terms(NamedTuple):
 
     @property
     def relative(self) -> jax.Array:
-        """The position of each key minus that of each query, [B, L, T], or with one row for all."""
+        """Position of each key minus position of each query, [B, L, T], or [1, L, T] if the same in all rows."""
         assert self.positions is not None, "positions are given with everything that depends on them"
         queries, keys = self.positions
         return keys[:, None, :] - queries[:, :, None]
 
     def visible(self) -> jax.Array | None:
-        """Return which keys are no padding, in the segment of a query and in its window or chunk, causality aside.
+        """Return which keys a query may see by padding, segments, window and chunk, not considering causality.
 
         Returns:
             Booleans that broadcast to [B, L, T]; None for all.
@@ -159,7 +158,7 @@ class Terms(NamedTuple):
         return None if self.bias is None else self.bias.chosen(self.relative)
 
     def added(self, chosen: jax.Array | None, key_heads: int) -> jax.Array | None:
-        """Return what is added to the capped logits [B, K, Q, L, T], or with one row for all; None for nothing."""
+        """Return the sum of the biases of the capped logits, [B, K, Q, L, T] or [1, K, Q, L, T]; None without any."""
         found = None
         if chosen is not None and self.bias is not None:
             found = biases(chosen, self.bias.table, key_heads)
@@ -170,12 +169,12 @@ class Terms(NamedTuple):
 
     @property
     def adds(self) -> bool:
-        """Whether anything is added to the logits."""
+        """Whether a bias is added to the logits."""
         return self.bias is not None or self.slopes is not None
 
     @property
     def is_plain(self) -> bool:
-        """Whether only causality, a window and chunks decide which keys are seen, and logits have nothing added."""
+        """Whether only causality, a window and chunks restrict the keys, and no bias is added to the logits."""
         return self.seen is None and self.segments is None and not self.adds
 
     @property
@@ -184,9 +183,9 @@ class Terms(NamedTuple):
         return () if self.bias is None else (self.bias.table,)
 
     def cleared(self, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Return queries [B, L, H, D], keys and values [B, T, K, D] with 0 for padding, whatever stands there.
+        """Return queries [B, L, H, D], keys and values [B, T, K, D] with 0 in place of padding.
 
-        A probability of 0 hides only finite numbers. Gradients of padding are 0, too.
+        A probability of 0 hides only finite numbers, and padding may be NaN. Gradients of padding are 0, too.
         """
         if self.segments is not None:
             q = self.real(q)
@@ -196,7 +195,7 @@ class Terms(NamedTuple):
         return q, k, v
 
     def real(self, x: jax.Array) -> jax.Array:
-        """Return results or cotangents [B, L, H, D] of the queries with 0 for padding."""
+        """Return results or cotangents [B, L, H, D] of the queries with 0 in place of padding."""
         if self.segments is None:
             return x
         return jnp.where(self.segments[0][:, :, None, None] != 0, x, jnp.zeros((), x.dtype))
@@ -223,11 +222,11 @@ class Given(NamedTuple):
 
     @property
     def learned(self) -> tuple[jax.Array, ...]:
-        """The bias and the sinks, which have gradients, as far as they are given."""
+        """The bias and the sinks, if given: the operands that have gradients."""
         return tuple(x for x in (self.bias, self.sinks) if x is not None)
 
     def with_learned(self, arrays: Sequence[jax.Array]) -> "Given":
-        """Return the same with other `learned` arrays."""
+        """Return a copy with other arrays for `learned`."""
         rest = iter(arrays)
         return self._replace(**{name: next(rest) for name in _LEARNED if getattr(self, name) is not None})
 
@@ -282,7 +281,7 @@ class Extras:
         return any(each.spec.reduced for each in self.learned.values())
 
     def named(self, operands: Sequence[jax.Array]) -> Given:
-        """Return `Given.operands` by name; what is not given is None."""
+        """Return `Given.operands` by name; operands that are not given are None."""
         rest = iter(operands)
         return Given(*(next(rest) if each else None for each in self._given))
 
@@ -295,7 +294,7 @@ class Extras:
 
     @property
     def gradients(self) -> tuple[Spec, ...]:
-        """The specs of the gradients of bias and sinks, as far as they are given."""
+        """The specs of the gradients of bias and sinks, if given."""
         return tuple(each.spec.cotangent for each in self.learned.values())
 
     def bring(self, query: Spec, heads: int, ctx: Context) -> dict[str, tuple[Step, ...]]:
@@ -317,22 +316,22 @@ class Extras:
         return found
 
     def sent(self, chains: Chains, operands: Sequence[jax.Array]) -> Given:
-        """Return the operands by name after the chains of `bring`, inside a shard_map."""
+        """Run the chains of `bring` inside a shard_map, and return the operands by name."""
         given = self.named(operands)
         return given._replace(**{name: chains.send(name, getattr(given, name)) for name in self.of_heads})
 
     def send_back(self, chains: Chains, gradients: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
-        """Return the gradients of bias and sinks after the chains of `back`, inside a shard_map."""
+        """Run the chains of `back` inside a shard_map, and return the gradients of bias and sinks."""
         return tuple(chains.send(f"d_{name}", x) for name, x in zip(self.learned, gradients, strict=True))
 
     def cotangents(self, operands: Sequence[jax.Array], *gradients: jax.Array) -> tuple[jax.Array | None, ...]:
-        """Return the cotangent of each operand, None for all except bias and sinks."""
+        """Return the cotangent of each operand; it is None for all except bias and sinks."""
         given = self.named(operands)
         found = dict(zip(self.learned, (d.astype(x.dtype) for d, x in zip(gradients, given.learned, strict=True))))
         return tuple(found.get(name) for name, x in given._asdict().items() if x is not None)
 
     def terms(self, given: Given, queries: jax.Array, keys: jax.Array, ahead: jax.Array | None) -> Terms:
-        """Return the terms of queries and keys at the positions [1, L] and [1, T], or with a row for each of B."""
+        """Return the terms of queries and keys at positions [1, L] and [1, T], or [B, L] and [B, T]."""
         segments = None if given.of_queries is None or given.of_keys is None else (given.of_queries, given.of_keys)
         bias = None if given.bias is None or self.buckets is None else Bias(float32(given.bias), self.buckets)
         slopes, limits = None if given.slopes is None else float32(given.slopes), self.limits
@@ -346,7 +345,7 @@ class Extras:
 
 
 def by_heads(spec: Spec, query: Spec) -> Spec:
-    """Return the spec of numbers for each query head, H last, with the mesh axes of the query heads."""
+    """Return the spec of an array with numbers for each query head, H last, sharded like the query heads."""
     return Spec(spec.dims, (*((),) * (len(spec.dims) - 1), query.axes[2]))
 
 
@@ -354,8 +353,8 @@ def read_limits(doing: str, causal: bool, window: Any, softcap: Any, chunk: Any)
     """Return the window or the chunk, and the soft cap.
 
     Raises:
-        SpecError: window or chunk is no whole number above 0, both are given, or attention is not causal; or the soft
-            cap is no positive number.
+        SpecError: window or chunk is not a whole number above 0, both are given, or attention is not causal; or the
+            soft cap is not a positive number.
     """
     window = _read_reach(doing, causal, "window", window, "the number of keys that a query sees, itself included")
     chunk = _read_reach(doing, causal, "chunk", chunk, "the number of tokens of a chunk, in which queries see keys")
@@ -417,7 +416,7 @@ def read_segments(doing: str, segments: Any, query: Spec, key: Spec, q: jax.Arra
     """Return the segments of queries and of keys as int32.
 
     Raises:
-        SpecError: they are not a pair, not integers, or have another shape than queries and keys.
+        SpecError: they are not a pair, are not integers, or their shapes do not fit queries and keys.
     """
     if not isinstance(segments, (tuple, list)) or len(segments) != 2 or any(each is None for each in segments):
         raise SpecError(

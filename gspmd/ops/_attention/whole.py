@@ -62,7 +62,7 @@ def attention(
     slopes: jax.Array | Sequence[float] | None = None,
     slopes_spec: str | Spec | None = None,
 ) -> jax.Array:
-    """Scaled dot-product attention: softmax(scale · q·kᵀ + bias + mask) · v, heads in groups that share a key head.
+    """Compute scaled dot-product attention: softmax(scale · q·kᵀ + bias + mask) · v; groups of heads share a key head.
 
     Batch and heads stay where they are, so the value sends nothing. Mesh axes that shard H but not K pick their key
     heads by a slice. The gradients of `k` and `v` are summed over the axes that only the queries are sharded over.
@@ -79,8 +79,8 @@ def attention(
     Args:
         q: [B, L, H, D].
         k: [B, T, K, D]; K divides H, and query head h attends to key head h // (H/K). May be written `"BLKD"` too.
-        v: the same shape as `k`, but for D, which may differ. A ring and the TPU's kernel take all arrays of one width,
-            so there the narrower ones are padded.
+        v: the shape of `k`, except that D may differ. A ring and the TPU's kernel need the same D for all arrays, so
+            there the narrower arrays are padded.
         query_spec: the spec of `q` and of the result, `"B_xLH_yzD"`. D is unsharded.
         key_spec: the spec of `k` and `v`, `"B_xTK_yD"`: B as in `query_spec`, the axes of K the first of those of H, T
             unsharded or over those of L, D unsharded.
@@ -117,8 +117,8 @@ def attention(
         to nothing, such as one of padding on the left or of segment 0, gets 0.
 
     Raises:
-        SpecError: a spec does not fit its array or the mesh, the shapes do not agree, or there is a window or a
-            chunk and attention is not causal, or a chunk and a window or segments.
+        SpecError: a spec does not fit its array or the mesh, the shapes do not agree, a window or a chunk is given
+            without `causal`, or a chunk together with a window or segments.
         PlanError: by the specs of batch or heads a device lacks keys that it needs; or keys are sharded along the
             sequence, and `offset` is given or zigzag order does not divide the length.
 
@@ -157,7 +157,7 @@ def attention(
             f"{doing}: chunks are counted from the start of a row, and segments are texts that begin within it.\n"
             f"  Give segments that begin anew with every chunk, and window={limits.chunk} in place of chunk."
         )
-    if limits.chunk is not None and not shifted and k.shape[1] <= limits.chunk:  # one chunk, which hides nothing
+    if limits.chunk is not None and not shifted and k.shape[1] <= limits.chunk:  # a single chunk hides no key
         limits = limits.without_reach
     extras = Extras(
         masked=mask is not None,
@@ -199,7 +199,7 @@ def attention(
 
 
 def _equally_wide(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-    """Return queries, keys and values, the narrower ones padded with zeros along D."""
+    """Return queries, keys and values, with zeros added along D to those that are narrower."""
     width = max(x.shape[3] for x in arrays)
     return tuple(x if x.shape[3] == width else jnp.pad(x, (*((0, 0),) * 3, (0, width - x.shape[3]))) for x in arrays)
 
@@ -240,7 +240,7 @@ class _Core:
         return self.used.with_partial((*self.share.common, *self.spread))
 
     def attend(self, q: jax.Array, k: jax.Array, v: jax.Array, *more: jax.Array) -> jax.Array:
-        """Attention of one device's heads, inside a shard_map, without a collective."""
+        """Attend with one device's heads, inside a shard_map, without a collective."""
         k, v = self.share.pick(k, v)
         first = shard_index(self.spread) * q.shape[1] if self.spread else None
         return _attend(self.extras, self.causal, self.scale, ALONE, q, k, v, *more, first=first)
@@ -251,12 +251,12 @@ class _Core:
 
 
 def _kernel_terms(given: Given) -> Terms:
-    """Return the terms by which the kernel's arrays are cleared."""
+    """Return the terms by which padded entries of the kernel's arrays are set to zero."""
     return Terms(segments=None if given.of_queries is None else (given.of_queries, given.of_queries))
 
 
 def _fits_kernel(core: _Core, mesh: Mapping[str, int], q: jax.Array, k: jax.Array, v: jax.Array) -> bool:
-    """Return whether the TPU's kernel runs: causal attention from the sequences' start, to arrays that it takes."""
+    """Return whether the TPU's kernel can run: the attention is causal from the first token, and the shapes fit."""
     taken = replace(core.extras, sinks=None, limits=UNLIMITED)
     if not core.causal or core.spread or taken not in (Extras(), Extras(segmented=True, alike=True)):
         return False
@@ -268,7 +268,7 @@ def _fits_kernel(core: _Core, mesh: Mapping[str, int], q: jax.Array, k: jax.Arra
 
 
 def _attend(extras: Extras, causal: bool, scale: float | None, shards: Shards, q, k, v, *more, first=None) -> jax.Array:
-    """Attend with arrays of all devices, or with a device's part whose queries begin at `first`."""
+    """Attend with the arrays of all devices, or with the arrays of one device, whose queries begin at `first`."""
     given = extras.named(more)
     starts = [start for start in (first, given.offset) if start is not None]
     ahead = jnp.asarray(sum(starts), jnp.int32) if starts else None
@@ -356,8 +356,8 @@ def _gradient(core: _Core, heads: int, shapes: _Shapes, width: int, ctx: Context
     chains = Chains(ctx.mesh, **bring, **back)
 
     def body(g, q, k, v, *more):
-        # the logits are computed again, as they are larger than everything that is kept; if those of the value are
-        # still held, the compiler uses them
+        # the logits are computed again, since they are larger than everything that is kept; if the logits of the
+        # forward pass are still held, the compiler reuses them
         k, v = chains.send("key", k), chains.send("value", v)
         kept, more = more[: 2 * core.kernel], more[2 * core.kernel :]
         given = core.extras.sent(chains, more)
@@ -380,7 +380,7 @@ def _gradient(core: _Core, heads: int, shapes: _Shapes, width: int, ctx: Context
 
 def _planned(core: _Core, heads: int, shapes: _Shapes, width: int, ctx: Context) -> dict[str, tuple[Step, ...]]:
     """Return the chains of both passes: keys and values to the queries, and their gradients back."""
-    if is_unknown(ctx.mesh):  # the heads that a device needs are not known either
+    if is_unknown(ctx.mesh):  # the heads that a device needs are unknown too
         asked = core.query, core.key, heads, shapes, width, ctx
         return {name: (UnknownStep.of(UnknownSteps(_chains, asked, name), core.key, core.key),) for name in _CHAINS}
     found = {}

@@ -20,8 +20,8 @@ from gspmd.ops._attention.online import Attended
 def zigzag_positions(length: int, devices: int) -> np.ndarray:
     """Return the position of each token in a sequence in zigzag order.
 
-    The sequence is cut into 2n chunks for n devices, and device i has chunks i and 2n - 1 - i: one that attends to few
-    keys, and one that attends to many.
+    The sequence is cut into 2n chunks for n devices, and device i has chunks i and 2n - 1 - i: one whose tokens attend
+    to few keys, and one whose tokens attend to many.
 
     Args:
         length: the length of the sequence; 2n divides it unless n is 1.
@@ -85,7 +85,7 @@ def in_order(x: jax.Array, devices: int) -> jax.Array:
 
 
 class ZigzagPairs:
-    """The two products of halves of a device's queries with chunks of another device, without a mask.
+    """Two products, each of half of a device's queries with one chunk of another device's keys, without a mask.
 
     The late queries attend to the other device's early keys. If the other device is before this one, the early queries
     attend to them too; if it is after this one, the late queries attend to its late keys too. Both products are
@@ -106,7 +106,7 @@ class ZigzagPairs:
         return jnp.concatenate([early, jnp.where(self.earlier, early, late)])
 
     def found(self, found: Attended) -> Attended:
-        """Return the results of the queries [2B, L/2, ...], by query [B, L, ...]."""
+        """Return the results [2B, L/2, ...] of `queries`, merged for every query: [B, L, ...]."""
         both, other = (Attended(*half) for half in zip(*(jnp.split(x, 2) for x in found)))
         nothing = Attended(*(jnp.full_like(x, fill) for x, fill in zip(other, (-jnp.inf, 0.0, 0.0))))
         early = Attended(*(jnp.where(self.earlier, x, none) for x, none in zip(other, nothing)))
@@ -114,11 +114,11 @@ class ZigzagPairs:
         return Attended(*(jnp.concatenate(halves, axis=1) for halves in zip(early, late)))
 
     def query_gradient(self, g: jax.Array) -> jax.Array:
-        """Return the transpose of `queries`."""
+        """Return the gradient of this device's queries [B, L, ...]: the transpose of `queries`."""
         late, other = jnp.split(g, 2)
         return jnp.concatenate([jnp.where(self.earlier, other, 0), late + jnp.where(self.earlier, 0, other)], axis=1)
 
     def key_gradient(self, g: jax.Array) -> jax.Array:
-        """Return the transpose of `keys`."""
+        """Return the gradient of the other device's keys [B, L, ...]: the transpose of `keys`."""
         early, other = jnp.split(g, 2)
         return jnp.concatenate([early + jnp.where(self.earlier, other, 0), jnp.where(self.earlier, 0, other)], axis=1)

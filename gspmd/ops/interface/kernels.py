@@ -1,4 +1,4 @@
-"""The work of a Pallas kernel, written in its named scope, since compilers see no product in it and estimate no cycles.
+"""The work of a Pallas kernel, written in its named scope: compilers cannot see its products or estimate its cycles.
 
 kernel[flops=1099511627776 bytes=402653184 steps=4096 blocks=2560 rows=1024]
 """

@@ -52,7 +52,7 @@ def array(doing: str, name: str, given: Any, holds: str = "numbers") -> jax.Arra
         holds: "numbers"; "real numbers", if the arithmetic is float32; or "integers".
 
     Raises:
-        SpecError: the operand is not an array, or has other numbers than `holds`.
+        SpecError: the operand is not an array, or its numbers are not of the kind `holds`.
     """
     known = isinstance(given, (jax.Array, np.ndarray, np.generic, bool, int, float, complex))
     remedy = "Pass a jax.Array, a numpy array of numbers, or a number."
@@ -85,8 +85,7 @@ def _kind(given: Any) -> str:
 
 
 def of_one_kind(equation: Equation, arrays: Sequence[jax.Array]) -> tuple[list[jax.Array], str]:
-    """Return the arrays, with Python numbers in the dtype that they take beside other operands, and the product's
-    dtype.
+    """Return the arrays, with Python numbers converted by JAX's rules of promotion, and the dtype of the product.
 
     Raises:
         PlanError: JAX's rules of promotion have no dtype for them together, or XLA has no product of it.

@@ -54,7 +54,7 @@ def result_dtype(equation: Equation, joint: str, preferred: Any) -> str:
     name = _available(doing, "preferred_element_type", preferred)
     if _RANK.index(_numbers(name)) < _RANK.index(_numbers(joint)):
         raise PlanError(
-            f"{doing} as {name}: products of {joint} are {_numbers(joint)} numbers, which it cannot hold.\n"
+            f"{doing} as {name}: products of {joint} are {_numbers(joint)} numbers, which {name} cannot hold.\n"
             "  Leave preferred_element_type out and cast the result, if that is meant."
         )
     return name
@@ -83,7 +83,7 @@ def _try_precision(precision: Any) -> None:
 
 
 def wire_name(equation: Equation, dtypes: Sequence[str], result: str, wire_dtype: Any) -> str | None:
-    """Return the name of the wire's dtype, which must hold every operand and result: the same dtype, or both floating.
+    """Return the name of the wire's dtype, which must hold all operands and results: the same dtype, or both floating.
 
     Raises:
         PlanError: the wire's dtype holds another kind of number than an operand or a result.

@@ -121,7 +121,7 @@ def settle(
     name: str = "",
     reduce: str = "sum",
 ) -> tuple[Step, ...]:
-    """Return the steps that reduce a statistic with spec `spec`, whose summands are on `axes`, for every device."""
+    """Return the steps that reduce a statistic with spec `spec`, a partial sum over `axes`, to all devices."""
     return move(replace(spec, partial=tuple(axes)), spec, sizes, ctx.mesh, itemsize, ctx.chip, name, reduce)
 
 
@@ -185,5 +185,5 @@ def shard_index(axes: Sequence[str]) -> jax.Array | int:
 
 
 def float32(x: jax.Array) -> jax.Array:
-    """Return the same numbers in float32."""
+    """Return an array in float32."""
     return x.astype(jnp.float32)

@@ -132,7 +132,7 @@ class ShortestPaths:
     # -- paths ---------------------------------------------------------------------------------------------------------
 
     def path(self, rest: np.ndarray, number: int) -> Iterator[tuple[int, int, int]]:
-        """Yield the arcs (code, tail, head) of a shortest path from a placement, given the remaining cost at each.
+        """Yield the arcs (code, tail, head) of a shortest path, given the remaining cost from every placement.
 
         Among equal costs, steps that send nothing come first, then those that send less, then the order of
         KINDS, of the tensor's dimensions and of the mesh's axes.

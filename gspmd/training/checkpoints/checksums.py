@@ -71,7 +71,7 @@ def fault_of(folder: Path, process: int = 0, processes: int = 1) -> str | None:
             changed = [row[2] for row, found in zip(share, sums, strict=True) if found != f"{row[0]} {row[1]}"]
     except OSError as error:
         return f"{error.filename} cannot be read: {error.strerror}"
-    return f"{changed[0]} has other bytes than were saved" if changed else None
+    return f"{changed[0]} differs from the bytes that were saved" if changed else None
 
 
 def checksum(path: Path) -> str:

@@ -48,7 +48,7 @@ def load_settings(out: str | Path) -> dict[str, Any]:
         raise ConfigError("cannot resume:", [f"{str(path)!r} holds no settings.", remedy])
     checksum = settings.pop(_CHECKSUM, None)  # runs of earlier versions have none
     if checksum is not None and checksum != _checksum(settings):
-        fault = f"{str(path)!r} is damaged: it has other settings than the run wrote."
+        fault = f"{str(path)!r} is damaged: it does not have the settings that the run wrote."
         raise ConfigError("cannot resume:", [fault, remedy])
     return settings
 

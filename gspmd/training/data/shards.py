@@ -142,7 +142,7 @@ def read_index(
     if not isinstance(index, dict) or "checksum" not in index:
         raise ValueError(f"{_INDEX} is not an index of this version")
     if index.pop("checksum") != _checksum(index):
-        raise ValueError(f"{_INDEX} has other contents than were written")
+        raise ValueError(f"{_INDEX} does not have the contents that were written")
     if index["key"] != key:
         raise ValueError(f"{_INDEX} is that of another text or tokenizer")
     sizes = {

@@ -193,7 +193,7 @@ class Watch(threading.Thread):
             ready.register(caller, selectors.EVENT_READ)
 
     def _greet(self, caller: Any, ready: selectors.BaseSelector) -> None:
-        """Accept a caller as the process that it says it is; any other caller has come to the wrong port."""
+        """Accept a caller that greets as a process of a run; disconnect any other caller."""
         words = _received(caller)
         before, since = self._callers[caller]
         greeting, over, rest = (before + words).partition(b"\0")

@@ -130,7 +130,7 @@ def read(out: str | Path) -> list[dict[str, Any]]:
     if rows and rows[-1] is None:
         rows.pop()
     if None in rows:
-        fault = f"line {rows.index(None) + 1} is no JSON object with a step. Correct or delete that line."
+        fault = f"line {rows.index(None) + 1} is not a JSON object with a step. Correct or delete that line."
         raise ConfigError(f"cannot read the figures in {str(path)!r}:", [fault])
     return [row for row in rows if row is not None]
 

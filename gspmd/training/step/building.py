@@ -33,15 +33,17 @@ Parameters = Mapping[str, Any]
 def abstract_program(
     model: Trainable, update: Update, batch: int, length: int
 ) -> Callable[[Layout, jax.sharding.Mesh], tuple[Step, TrainState, Any, Any]]:
-    """Return (layout, mesh) -> one update, not compiled, and its three abstract arguments; nothing is allocated.
+    """Return a function of (layout, mesh) that returns one update, uncompiled, and its three abstract arguments.
 
-    The layout has to be resolved, and fit (`Trainable.check`). Trace, lower or compile the update under
-    `jax.set_mesh(mesh)`; a mesh of an offline topology will do, and `gspmd.trace` plans it on a mesh of no devices.
+    Nothing is allocated. The layout must be resolved and must fit the model (`Trainable.check`). Trace, lower or
+    compile the update under `jax.set_mesh(mesh)`. The mesh may be of an offline topology; for `gspmd.trace` an abstract
+    mesh without devices is enough.
 
     Args:
         model: a custom model (`gspmd.training.model.Own`), or a `gspmd_models.step.Language`.
-        update: the update. batch: sequences, over all devices.
-        length: tokens that each predicts.
+        update: the update.
+        batch: number of sequences, over all devices.
+        length: number of tokens that each sequence predicts.
     """
 
     def of(layout: Layout, mesh: jax.sharding.Mesh) -> tuple[Step, TrainState, Any, Any]:

@@ -63,7 +63,7 @@ BLOOM = Family(
     ),
     rope_base=None,
     length=("seq_length",),
-    renamed=((r"(?!transformer\.|lm_head\.)(.*)", r"transformer.\1"),),  # published files are without logits
+    renamed=((r"(?!transformer\.|lm_head\.)(.*)", r"transformer.\1"),),  # files of models without logits
 )
 """Source: BigScience Workshop 2022, *BLOOM: A 176B-Parameter Open-Access Multilingual Language Model* (arXiv
 2211.05100), section 3.2."""
@@ -78,7 +78,7 @@ _OF_ATTENTION = {
     "qk_ln": False,
 }
 
-#: Those that are read, with the field that each sets and its default.
+#: Entries that are read, with the field that each sets and its default.
 _READ_OF_ATTENTION = {
     "alibi_bias_max": ("alibi_max", 8),
     "clip_qkv": ("qkv_clip", None),
@@ -117,7 +117,7 @@ def _read_attention(json: Mapping[str, Any], fields: Mapping[str, Any], faults: 
 
 
 def _written_attention(config: ModelConfig) -> dict[str, Any]:
-    most = round(config.alibi_max)  # transformers takes no other
+    most = round(config.alibi_max)  # transformers accepts no other value
     read = {"alibi_bias_max": most, "clip_qkv": config.qkv_clip, "softmax_scale": config.attention_scale}
     return {"attn_config": {**_OF_ATTENTION, **read}}
 
@@ -164,7 +164,7 @@ MPT = Family(
         "norm_type": ("low_precision_layernorm", "layernorm"),
     },
     ignored_entries=(
-        "learned_pos_emb",  # ALiBi takes their place
+        "learned_pos_emb",  # ALiBi replaces position vectors
         *("emb_pdrop", "embedding_fraction", "init_config", "init_device"),
         *("tokenizer_name", "verbose"),
     ),

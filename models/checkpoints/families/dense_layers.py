@@ -22,8 +22,9 @@ class DenseLayers:
 
     Attributes:
         width: default of intermediate_size, the width of dense layers; None if it must be given.
-        first: default of first_k_dense_replace, the number of first layers, which alone are dense. None if every layer
-            whose number from 1 is no multiple of decoder_sparse_step is dense, and those of mlp_only_layers are.
+        first: default of first_k_dense_replace, the number of first layers, if only these are dense. None if a layer is
+            dense because its number, from 1, is not a multiple of decoder_sparse_step, or because mlp_only_layers lists
+            it.
     """
 
     width: int | None
@@ -62,7 +63,7 @@ class DenseLayers:
         return pattern(sparse) | {"moe.dense_feed_forward": 0 if all(sparse) else width}
 
     def _sparse(self, json: Mapping[str, Any], layers: int, faults: list[str]) -> list[bool]:
-        """Return whether each layer has experts; nothing if the entries are wrong."""
+        """Return for each layer whether it has experts; empty if the entries are wrong."""
         if self.first is not None:
             first = json.get(_FIRST, self.first)
             if is_whole(first):
@@ -103,7 +104,7 @@ def pattern(sparse: Sequence[bool]) -> dict[str, Any]:
     """Return the fields that say which layers have experts, with the fewest `moe.dense_layers`.
 
     Args:
-        sparse: whether each layer has experts; some has.
+        sparse: for each layer, whether it has experts; at least one has.
 
     >>> pattern([False, True] * 4)
     {'moe.every': 2, 'moe.offset': 1, 'moe.dense_layers': ()}

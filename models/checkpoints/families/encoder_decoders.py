@@ -14,7 +14,7 @@ from .family import Agreement, Family, Option, Stored
 from .parallel import GELU
 from .serial import FIXED, ROUTED, without
 
-#: Attention of as many key/value heads as query heads.
+#: Attention with as many key/value heads as query heads.
 _ALL_HEADS = lambda fields: fields["heads"]  # noqa: E731
 
 _FIXED = without(FIXED, "positions", "encoder_layers", "start_token")
@@ -52,13 +52,13 @@ def _m2m_stack(path: str, stack: str) -> dict[str, Stored]:
 
 
 def _m2m_dense(path: str, stack: str) -> dict[str, Stored]:
-    """Rows of the feed-forward layers of a stack of M2M-100."""
+    """Return the rows of the feed-forward layers of a stack of M2M-100."""
     layer = f"model.{stack}.layers.{{N}}"
     return _m2m_norm(f"{path}ffn", f"{layer}.final_layer_norm") | _m2m_feed_forward(f"{path}ffn", f"{layer}.")
 
 
 def _nllb_mixed(path: str, stack: str) -> dict[str, Stored]:
-    """Rows of the feed-forward layers of a stack of NLLB-MoE, some of which have experts."""
+    """Return the rows of the feed-forward layers of a stack of NLLB-MoE, some of which have experts."""
     layer = f"model.{stack}.layers.{{N}}"
     return {
         **_m2m_norm(f"{path}ffn", f"{layer}.ff_layer_norm"),
@@ -210,7 +210,7 @@ def _t5_attention(path: str, at: str) -> dict[str, Stored]:
 
 
 def _t5_stack(path: str, stack: str, dense: str, last: int) -> dict[str, Stored]:
-    """Rows of the encoder or the decoder, but for cross-attention and experts.
+    """Return the rows of the encoder or the decoder, without cross-attention and experts.
 
     Args:
         path: the beginning of its parameters' paths.
@@ -266,10 +266,10 @@ _T5_FIXED = without(_FIXED, "relative_buckets", "relative_distance") | {
     "attention_scale": 1.0,
 }
 
-#: Attention by relative positions has no longest text.
+#: Attention with relative positions does not limit the length of a text.
 _T5_IGNORED = ("pad_token_id", "n_positions", "output_past")
 
-#: Names of activations in `feed_forward_proj`; that of T5 1.1, the first with a gate, is the tanh form of gelu.
+#: Names of activations in `feed_forward_proj`; `gated-gelu`, of T5 1.1, means the tanh form of gelu.
 _PROJECTIONS = {
     **GELU,
     "gated-gelu": "geglu",
@@ -277,7 +277,7 @@ _PROJECTIONS = {
     "gated-silu": "swiglu",
 }
 
-#: The first block of a decoder has had a table for cross-attention too, which no release of transformers reads.
+#: In old files the first block of a decoder has a table for cross-attention too, which transformers does not read.
 _UNREAD = (r"decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight",)
 
 _COPIES = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
@@ -315,8 +315,8 @@ T5 = Family(
 
 Source: Raffel et al. 2020, *Exploring the Limits of Transfer Learning with a Unified Text-to-Text Transformer*
     (arXiv 1910.10683), section 2.1.
-Differs: tied logits are those of table / √E in T5; here the factor is multiplied into the last norm, and divided out of
-    it in a checkpoint that is written.
+Differs: T5 divides tied logits by √E; here this factor is multiplied into the last norm, and divided out again when a
+    checkpoint is written.
 """
 
 
@@ -331,7 +331,7 @@ def _experts(path: str, stack: str, last: int) -> dict[str, Stored]:
 
 
 def _sparse_step(json: Mapping[str, Any], stack: str, layers: int, faults: list[str]) -> int:
-    """Return n where every nth block of a stack has experts, as transformers computes it; 0 with a fault."""
+    """Return the n for which every nth block of a stack has experts, as transformers computes it; 0 with a fault."""
     key = f"num_sparse_{stack}_layers"
     sparse = json.get(key, 3)
     if not is_whole(sparse) or not 0 <= sparse <= layers:

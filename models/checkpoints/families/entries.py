@@ -42,8 +42,8 @@ _OUTPUTS = frozenset({
     "cross_attention_hidden_size", "encoder_no_repeat_ngram_size",
 })  # fmt: skip
 
-#: Fields of `transformers.GenerationConfig`. The caller says how to sample; bos_token_id and eos_token_id are read with
-#: the tokenizer.
+#: Fields of `transformers.GenerationConfig`. The caller decides how to sample; bos_token_id and eos_token_id are read
+#: with the tokenizer.
 _GENERATION = frozenset({
     "bos_token_id", "eos_token_id", "sep_token_id", "unk_token_id",
     "forced_bos_token_id", "forced_eos_token_id", "max_length",
@@ -59,7 +59,7 @@ IGNORED = _ABOUT_THE_FILE | _PRECISION | _TRAINING | _OUTPUTS | _GENERATION
 """Entries that do not change the logits of any family."""
 
 IGNORED_BY_DECODERS = frozenset({"pad_token_id", "decoder_start_token_id"})
-"""Entries that change no logits of a decoder alone."""
+"""Entries that do not change the logits of a decoder-only model."""
 
 INACTIVE: Mapping[str, tuple[Any, ...]] = {
     "is_causal": (True,),  # transformers reads null as false, and then lets every token attend to later ones
@@ -85,7 +85,7 @@ STACKS: Mapping[bool, Mapping[str, tuple[Any, ...]]] = {
     False: {"is_encoder_decoder": (False,)},
     True: {"is_encoder_decoder": (True,)},
 }
-"""Maps an entry to its only values in families whose models have an encoder (True), or none (False)."""
+"""Maps an entry to its only value in families with an encoder (True) and without one (False)."""
 
 REMEDIES = {
     "quantization_config": "its weights are quantized in a form that is not read (mxfp4 and fp8 in blocks of 128 by "
@@ -104,7 +104,7 @@ def is_read_packed(value: Any) -> bool:
 
 
 def is_number(value: Any) -> bool:
-    """Return whether a JSON value is a number in the range of a float; booleans, which Python counts, are not."""
+    """Return whether a JSON value is a number in the range of a float, and not a boolean."""
     return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 

@@ -19,10 +19,10 @@ class Option:
     """An entry of config.json that sets fields of `ModelConfig`.
 
     Attributes:
-        key: the entry's name, or several alternative names, of which the first is written.
-        default: its value if it is absent: a constant, a function of the fields of other entries, or REQUIRED.
+        key: the entry's name, or several alternative names; the first is used for writing.
+        default: the value of an absent entry: a constant, a function of the fields of other entries, or REQUIRED.
         names: maps values in the file to values of the field; None if both are the same.
-        null: its value if it is null, given like `default`; WRONG if null is not allowed.
+        null: the value that null stands for, given like `default`; WRONG if null is not allowed.
     """
 
     key: str | tuple[str, ...]
@@ -46,14 +46,14 @@ class Stored:
     """The stored form of a parameter.
 
     Attributes:
-        name: the tensor's name; {N} is the number of the layer and {X} that of the expert.
-        dims: its dimensions, in the parameter's letters; those in parentheses are merged into one, as in "(HD)E", and
-            1 is a dimension of size 1. If the tensor holds several parameters, bars separate them where they follow
-            each other: "(HD|KD|KD)E" has all queries, then all keys, then all values; "(K(QD|D|D))E" for each key head
-            its Q queries, the key and the value; "E(F(1|1))" two matrices whose columns alternate.
-        part: the number of the parameter among these.
-        paired: its name in a parallel block with two norms, if that differs.
-        offset: the constant that the model adds to it: 1 for norms that scale by 1 + w.
+        name: the tensor's name; {N} is the number of the layer and {X} the number of the expert.
+        dims: the tensor's dimensions, in the parameter's letters; dimensions in parentheses are merged into one, as in
+            "(HD)E", and 1 is a dimension of size 1. If the tensor holds several parameters, bars separate them where
+            they follow each other: "(HD|KD|KD)E" has all queries, then all keys, then all values; "(K(QD|D|D))E" for
+            each key head its Q queries, the key and the value; "E(F(1|1))" two matrices whose columns alternate.
+        part: the number of the parameter among these. paired: the tensor's name in a parallel block with two norms, if
+            that differs.
+        offset: the constant that the model adds to the stored numbers: 1 for norms that scale by 1 + w.
         gated: its name in a feed-forward layer with a gate, if that differs.
     """
 
@@ -77,11 +77,12 @@ def fused(name: str, dims: str, *paths: str) -> dict[str, Stored]:
 
 @dataclass(frozen=True)
 class Agreement:
-    """Entries of config.json that no `Option` reads, because they must agree with others or be read together with them.
+    """Entries of config.json that no `Option` reads, because they must be read, or must agree, with other entries.
 
     Attributes:
         keys: their names.
-        read: a function from config.json, the fields of the options, and a list of faults to which it adds, to fields.
+        read: a function of config.json, the fields of the options, and a list to which it appends faults; returns
+            fields.
         write: a function from a model to the entries.
         fields: the names of the fields that `read` returns.
         write_scaling: a function from a model to entries of the table of its rotary scaling.
@@ -98,11 +99,11 @@ class Agreement:
 
 @dataclass(frozen=True)
 class Multiplier:
-    """An entry of config.json by which a model multiplies or divides something. Here parameters are multiplied by it.
+    """An entry of config.json by which a model multiplies or divides activations, and which goes into parameters here.
 
     Attributes:
         multiplied: paths of the parameters that are multiplied by its value.
-        divided: paths of those that are divided by it.
+        divided: paths of the parameters that are divided by it.
         divided_if_tied: likewise, if the logits reuse the embedding table.
     """
 
@@ -140,17 +141,18 @@ class Family:
             and wins over the one in it; None if there is no default.
         partial_rotary: default of partial_rotary_factor; None if it cannot be set.
         default_rope: the table of the scaling of a file that has none; None for no scaling.
-        local_rope_base: default base of the rotary embedding of sliding layers; None if it is that of all layers.
+        local_rope_base: default base of the rotary embedding of sliding layers; None if all layers have the same base.
         window: the entries that describe a sliding window; None if the family has no such layers.
         logit_scale: default of the factor of the logits; None if the family has no such factor.
         scale_embedding: whether its models multiply embedded tokens by √E.
-        length: names of the entry with the longest sequence, of which the first is written; none if there is none.
+        length: names of the entry with the longest sequence; the first is used for writing; empty if there is no such
+            entry.
         agreement: entries that are read together with others; None if there are none.
-        root_scaled: entries of which the first that is given, true by default, says whether logits are multiplied by
-            1/√E; none if they never are. Models that are written have this factor if they are tied.
+        root_scaled: entries that say whether logits are multiplied by 1/√E, true by default; the first entry that is
+            given counts; empty if logits never are. Models that are written have this factor if they are tied.
         output_dropout: the entry with the share of the experts' outputs that training drops, and its default. In
-            evaluation outputs are multiplied by 1 - share; here their last matrix and bias are. Models that are written
-            have a share of 0. None if the family has no such entry.
+            evaluation outputs are multiplied by 1 - share; here this factor is part of the experts' last matrix and
+            bias. Models that are written have a share of 0. None if the family has no such entry.
         rope_names: names of the entries rope_theta and partial_rotary_factor beside the table of the scaling.
         multipliers: maps an entry, a number that is 1 by default, to the parameters that it is multiplied into. It is 1
             in what is written.
@@ -210,5 +212,5 @@ class Family:
 
     @property
     def has_encoder(self) -> bool:
-        """Whether its models are encoder–decoders."""
+        """Whether the family's models are encoder–decoders."""
         return "encoder_layers" in self.options

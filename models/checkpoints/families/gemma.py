@@ -74,7 +74,7 @@ def _scalar(config: ModelConfig) -> float:
 
 
 def _no_whole_scale(config: ModelConfig) -> list[str]:
-    """Return the reason why a model cannot be written whose scale has no whole number; transformers takes no other."""
+    """Return the reason why a model cannot be written whose query_pre_attn_scalar would not be a whole number."""
     scalar = _scalar(config)
     if abs(scalar - round(scalar)) < 1e-9 * scalar:
         return []
@@ -112,7 +112,7 @@ GEMMA_3 = Family(
         "logit_softcap": Option("final_logit_softcapping", None, null=None),
     },
     fixed=without(GEMMA_2.fixed, "qk_norm", "local_rope_base") | {"qk_norm": "head", "score_softcap": None},
-    inactive={"attn_logit_softcapping": (None,)},  # which transformers reads, and does not apply
+    inactive={"attn_logit_softcapping": (None,)},  # transformers reads these entries, but does not apply them
     tensors=_around_one(SANDWICH),
     ignored_entries=("hidden_act",),
     agreement=GEMMA_2.agreement,
@@ -134,7 +134,7 @@ GEMMA_3_IMAGES = replace(
     ignored=(*GEMMA_3.ignored, OF_IMAGES),
     renamed=OF_TEXT,
     text_type="gemma3_text",
-    # Published files leave out what is as in the model of 2 billion parameters that transformers' class describes.
+    # Published files leave out entries with the value of the model of 2 billion parameters, transformers' default.
     text_part={
         "vocab_size": 262208,
         "hidden_size": 2304,
@@ -143,4 +143,4 @@ GEMMA_3_IMAGES = replace(
         "num_attention_heads": 8,
     },
 )
-"""Gemma 3 of 4 billion parameters and more, whose files hold a part for images too: its text model."""
+"""The text model of Gemma 3 with 4 billion parameters and more, whose files also hold a part for images."""

@@ -1,4 +1,4 @@
-"""GLM 4: half of each head rotated, in neighbouring pairs, and in its second release norms on both sides."""
+"""GLM 4: half of each head is rotated, in neighbouring pairs; the second release has norms on both sides of a part."""
 
 from __future__ import annotations
 

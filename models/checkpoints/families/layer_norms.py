@@ -162,7 +162,7 @@ def _read_heads(json: Mapping[str, Any], fields: Mapping[str, Any], faults: list
 
 
 def _written_heads(config: ModelConfig) -> dict[str, Any]:
-    """Return the entries of the newer form, which has every number of heads and of norms, but no serial block."""
+    """Return the entries of the newer form, which allows any number of heads and of norms, but no serial block."""
     serial = config.block == "serial"
     heads = {"num_kv_heads": config.kv_heads, "num_ln_in_parallel_attn": None if serial else config.parallel_norms}
     multi_query = serial and config.kv_heads == 1
@@ -170,7 +170,7 @@ def _written_heads(config: ModelConfig) -> dict[str, Any]:
 
 
 def _no_groups(config: ModelConfig) -> list[str]:
-    """Return the reason why a model cannot be written that has serial blocks and groups of heads."""
+    """Return the reason why a model with serial blocks and groups of heads cannot be written."""
     if config.block == "parallel" or config.kv_heads in (1, config.heads):
         return []
     return [f"kv_heads is {config.kv_heads}, and a serial block has 1 or {config.heads} of them"]

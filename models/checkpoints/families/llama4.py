@@ -1,4 +1,4 @@
-"""Llama 4: attention in chunks, unrotated layers whose queries grow, one expert for each token and a shared one."""
+"""Llama 4: attention in chunks, unrotated layers whose queries are scaled up, one expert per token and a shared one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _INTERVAL = 8192
 
 
 def _read(json: Mapping[str, Any], fields: Mapping[str, Any], faults: list[str]) -> dict[str, Any]:
-    """Read the kinds of layers, the growth of queries, and which layers have experts."""
+    """Read the kinds of layers, the factors that scale queries up, and which layers have experts."""
     found = _kinds(json, fields, faults) | _experts(json, fields, faults)
     if faults:
         return {}
@@ -40,7 +40,7 @@ def _kinds(json: Mapping[str, Any], fields: Mapping[str, Any], faults: list[str]
     if chunk is not None and not (is_whole(chunk) and chunk >= 1):
         faults.append(f"attention_chunk_size is {in_json(chunk)}; it must be a whole number of tokens, or null.")
         return {}
-    # An empty list, as of the first published files, is none for transformers.
+    # An empty list, as in the first published files, counts as absent in transformers.
     given = {key: value for key, value in json.items() if key != "no_rope_layers" or value not in ([], None)}
     rotated = read_rotated(given, layers, faults)
     if rotated is None:
@@ -199,4 +199,4 @@ LLAMA_4_IMAGES = replace(
     text_part={},
     text_type="llama4_text",
 )
-"""Llama 4 as it is published, with a part for images too: its text model."""
+"""The text model of Llama 4 as it is published, in files that also hold a part for images."""

@@ -1,4 +1,4 @@
-"""The entries of config.json about a rotary embedding of sliding layers that differs from that of the others."""
+"""The entries of config.json about the rotary embedding of sliding layers, if other layers have another one."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ ENTRIES = ("rope_local_base_freq",)
 def read_local_rope(
     family: Family, json: Mapping[str, Any], faults: list[str]
 ) -> tuple[Mapping[str, Any], float | None]:
-    """Separate the rotary embedding of sliding layers from that of the others.
+    """Separate the rotary embedding of sliding layers from the rotary embedding of all other layers.
 
-    In files of transformers 5, `rope_parameters` has a table for each kind of layer; in older ones
-    `rope_local_base_freq` is the base of the sliding layers, and `rope_theta` and `rope_scaling` are of the others.
+    In files of transformers 5, `rope_parameters` has a table for each kind of layer; in older files
+    `rope_local_base_freq` is the base of the sliding layers, and `rope_theta` and `rope_scaling` are for the other
+    layers.
 
     Returns:
-        The entries with those of the other layers in the places where `read_rope` finds them, and the base of the
-        sliding layers; None if the family makes no difference, or on a fault.
+        The entries, with the rotary embedding of the other layers where `read_rope` finds it, and the base of the
+        sliding layers; None if all layers of the family have one base, or on a fault.
     """
     if family.local_rope_base is None:
         return json, None
@@ -63,7 +64,7 @@ def local_fields(base: float | None, fields: Mapping[str, Any]) -> dict[str, Any
     """Return the field `local_rope_base`: None where no layer slides, or where all are rotated alike.
 
     Args:
-        base: of the sliding layers.
+        base: the base of the sliding layers.
         fields: the others of the model, `rope_base`, `rope_scaling` and `sliding_window` among them.
     """
     if base is None:
@@ -77,7 +78,7 @@ def write_local_rope(family: Family, config: ModelConfig) -> dict[str, Any]:
     if family.local_rope_base is None:
         return {}
     base = config.rope_base if config.local_rope_base is None else config.local_rope_base
-    if family.local_rope_base == family.rope_base:  # OLMo 3 has no name of its own for it
+    if family.local_rope_base == family.rope_base:  # OLMo 3 has no separate entry for it
         bases = {FULL: config.rope_base, SLIDING: base}
         return {"rope_parameters": {kind: {"rope_type": "default", "rope_theta": each} for kind, each in bases.items()}}
     return {"rope_local_base_freq": base}

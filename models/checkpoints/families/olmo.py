@@ -7,7 +7,7 @@ from .mixtures import EXPERTS, QWEN3_MOE
 from .serial import ATTENTION, ENDS, FIXED, LAYER, OPTIONS, TENSORS, without
 from .window import Window
 
-#: One norm over all heads; its scale has an entry for each element of each.
+#: One norm over all heads; its scale has one number for each element of each head.
 _OVER_HEADS = {
     "attention.q_norm": Stored(f"{LAYER}.self_attn.q_norm.weight", "(HD)"),
     "attention.k_norm": Stored(f"{LAYER}.self_attn.k_norm.weight", "(KD)"),
@@ -45,7 +45,7 @@ OLMO_3 = Family(
     local_rope_base=500000.0,
     window=Window(4096, layered=True, pattern=4),
 )
-"""OLMo 2 with sliding windows in three of four layers; only the others stretch their wavelengths."""
+"""OLMo 2 with sliding windows in three of four layers; only the other layers stretch their wavelengths."""
 
 OLMOE = Family(
     title="OLMoE",

@@ -58,9 +58,9 @@ def read_rope(family: Family, json: Mapping[str, Any], head_size: int, faults: l
     """Return the fields rope_base, rope_scaling and rotary_size; append unsupported entries to `faults`.
 
     They are read from `rope_parameters`, or, in files older than transformers 5, from `rope_theta`, `rope_scaling` and
-    `partial_rotary_factor`. Where several entries say the same thing, precedence is that of transformers:
-    `rope_scaling` wins over `rope_parameters`, and an entry inside that table over one beside it, except that
-    `original_max_position_embeddings` wins if it stands beside the table.
+    `partial_rotary_factor`. If several entries say the same thing, precedence is as in transformers: `rope_scaling`
+    wins over `rope_parameters`, and an entry inside the table wins over the same entry beside it, except that
+    `original_max_position_embeddings` beside the table wins over the one inside.
     """
     if family.rope_base is None:
         return {"rope_base": 10000.0, "rope_scaling": None}
@@ -87,7 +87,7 @@ def read_rope(family: Family, json: Mapping[str, Any], head_size: int, faults: l
     if len(faults) > before:
         return {}
     found = {"rope_base": float(base), "rope_scaling": scaling, "rotary_size": 0 if size == head_size else size}
-    if scaling is not None and scaling.kind == "dynamic":  # the entry with the length is that of the original texts
+    if scaling is not None and scaling.kind == "dynamic":  # the entry with the length gives the original length
         found["context_length"] = round(scaling.factor * scaling.original_length)
     return found
 
@@ -130,14 +130,14 @@ def _scaling(
 
 
 def _given(family: Family, json: Mapping[str, Any], kind: str, entries: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries of a scaling, with those that stand beside it or follow from others."""
+    """Return the entries of a scaling, including those that stand beside the table or follow from other entries."""
     longest = json.get(family.length[0])
     given = {_ORIGINAL: longest, **entries}
     if _ORIGINAL in json or family.original_length is not None:
         given[_ORIGINAL] = json.get(_ORIGINAL, family.original_length)
     if kind == "dynamic":
         given[_ORIGINAL] = longest
-    # A null factor, and an absent one of longrope, is the ratio of both lengths.
+    # A factor that is null, or absent for longrope, is the ratio of both lengths.
     by_ratio = kind == "longrope" or (kind == "yarn" and "factor" in given)
     if by_ratio and given.get("factor") is None and is_number(longest) and is_number(given[_ORIGINAL]):
         given["factor"] = longest / given[_ORIGINAL] if given[_ORIGINAL] else None
@@ -145,7 +145,7 @@ def _given(family: Family, json: Mapping[str, Any], kind: str, entries: Mapping[
 
 
 def _wrong(key: str, value: Any) -> str:
-    """Return what the value of an entry must be; empty if it is that."""
+    """Return what the value of an entry must be; empty if the value is right."""
     if key == "truncate":
         return "" if isinstance(value, bool) else "true or false"
     if key in ("short_factor", "long_factor"):

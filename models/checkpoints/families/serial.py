@@ -11,7 +11,7 @@ from .window import Window
 
 LAYER = "model.layers.{N}"
 
-#: As many key/value heads as query heads: the value of an absent or null entry in most families, and of a null entry
+#: As many key/value heads as query heads: the meaning of an absent or null entry in most families, and of a null entry
 #: in families with another default.
 _HEADS = lambda fields: fields["heads"]  # noqa: E731
 _HEAD_SIZE = lambda fields: fields["embed"] // fields["heads"]  # noqa: E731
@@ -76,7 +76,7 @@ FIXED = {
     "moe": None,
 }
 
-#: Fields of experts that are the same in all families, except where a family says otherwise.
+#: Fields of experts that are the same in all families, except where a family below says otherwise.
 ROUTED = {
     "moe.shared": 0,
     "moe.shared_width": 0,
@@ -177,7 +177,7 @@ LLAVA = replace(
     model_type="llava",
     ignored=(*LLAMA.ignored, OF_IMAGES),
     renamed=OF_TEXT,
-    # Published files leave out what is as in Llama 7B.
+    # Published files leave out entries with the value of Llama 7B.
     text_part={
         "vocab_size": 32000,
         "hidden_size": 4096,
@@ -187,7 +187,8 @@ LLAVA = replace(
     },
     text_type="llama",
 )
-"""Liu et al. 2023, *Improved Baselines with Visual Instruction Tuning* (arXiv 2310.03744): its text model."""
+"""The text model of LLaVA 1.5. Source: Liu et al. 2023, *Improved Baselines with Visual Instruction Tuning* (arXiv
+2310.03744)."""
 
 MISTRAL_3 = replace(
     MISTRAL,
@@ -199,7 +200,7 @@ MISTRAL_3 = replace(
     text_part={},
     text_type="mistral",
 )
-"""Mistral Small 3.1 and 3.2, whose files hold a part for images too: their text model."""
+"""The text model of Mistral Small 3.1 and 3.2, whose files also hold a part for images."""
 
 QWEN2 = Family(
     title="Qwen2",

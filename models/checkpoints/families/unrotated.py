@@ -38,7 +38,7 @@ COHERE_2 = Family(
 
 
 def read_rotated(json: Mapping[str, Any], layers: int, faults: list[str]) -> list[int] | None:
-    """Return 1 for each layer that is rotated: where `no_rope_layers` is 1, by default all but every fourth.
+    """Return 1 for each rotated layer and 0 for the others, as in `no_rope_layers`; by default every fourth is 0.
 
     Args:
         json: the entries of config.json.

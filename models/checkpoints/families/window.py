@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 ENTRIES = (
     "sliding_window", "use_sliding_window", "max_window_layers", "layer_types", "sliding_window_pattern",
-    "_sliding_window_pattern",  # which transformers writes, and does not read
+    "_sliding_window_pattern",  # transformers writes this entry, but does not read it
 )  # fmt: skip
 """The entries that `read_window` reads."""
 
@@ -27,10 +27,10 @@ class Window:
     Attributes:
         size: the default of `sliding_window`.
         switched: whether `use_sliding_window`, false by default, turns the window on.
-        layered: whether only the layers that `layer_types` names have a window; by default those after
-            `max_window_layers`, or those of the family's `pattern`. In other families all layers have it, and these
-            entries are ignored.
-        pattern: every layer of this number has full attention, and those between have a window; 0 for families whose
+        layered: whether only the layers that `layer_types` names have a window; by default the layers after
+            `max_window_layers`, or those of the family's `pattern`. In other families all layers have the window, and
+            these entries are ignored.
+        pattern: n, if every nth layer has full attention and the layers between have a window; 0 for families whose
             layers are split by `max_window_layers`.
         patterned: whether the entry `sliding_window_pattern` sets another pattern, in files older than transformers 5.
         bounded: whether layers from `max_window_layers` on have full attention, whatever the pattern.
@@ -159,7 +159,7 @@ def write_window(window: Window | None, config: ModelConfig) -> dict[str, Any]:
         kinds = (config.layer_kind(number) for number in range(config.layers))
         entries["layer_types"] = [SLIDING if kind == "sliding" else FULL for kind in kinds]
         if not (window.pattern or window.sliding):
-            entries["max_window_layers"] = config.layers  # which layer_types overrule; old readers know this one alone
+            entries["max_window_layers"] = config.layers  # for old readers; layer_types wins
     return entries
 
 
@@ -169,7 +169,7 @@ def window_reasons(window: Window | None, config: ModelConfig, *, named: bool = 
     Args:
         window: the family's entries.
         config: the model.
-        named: whether other entries of the family name the layers that are not rotated.
+        named: whether another entry of the family lists the layers that are not rotated.
     """
     found = []
     kinds = {config.layer_kind(number) for number in range(config.layers)}

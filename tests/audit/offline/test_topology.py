@@ -161,7 +161,7 @@ ERRORS = {
     "v4:4x4": ("tpu-v4 is a 3D torus, and 4x4 has 2 dimensions", "Did you mean 'tpu-v4:4x4x4'? "),
     "v5p:64": ("tpu-v5p is a 3D torus, and 64 has 1 dimension", "Did you mean 'tpu-v5p:4x4x4'? "),
     "tpu-v6e:4x4x4": ("tpu-v6e is a 2D torus, and 4x4x4 has 3 dimensions", "Did you mean 'tpu-v6e:4x4'? "),
-    "v5e:8x32": ("a tpu-v5e pod is 16x16, and 8x32 is no part of it", "Did you mean 'tpu-v5e:4x4'? "),
+    "v5e:8x32": ("a tpu-v5e pod is 16x16, and 8x32 is not a part of it", "Did you mean 'tpu-v5e:4x4'? "),
     "v4:16x16x20": ("a tpu-v4 pod has 4096 chips, and 16x16x20 takes 5120", "Did you mean 'tpu-v4:4x4x4'? "),
 }
 

@@ -81,7 +81,7 @@ def test_the_checkpoint_before_a_damaged_one_is_used(saved, make_program):
     np.testing.assert_array_equal(found.params["table"], np.full((8, 8), 3.0))
     assert len(said) == 1
     assert said[0].startswith(f"'{saved}/checkpoints/7' is damaged: state/")
-    assert said[0].endswith(" has other bytes than were saved; the checkpoint of step 3 is used instead.")
+    assert said[0].endswith(" differs from the bytes that were saved; the checkpoint of step 3 is used instead.")
 
 
 def test_none_that_is_intact_is_bad_input(saved, make_program, capsys):

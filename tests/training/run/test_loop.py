@@ -174,7 +174,7 @@ def test_a_damaged_line_is_told_before_the_model_is_built(make_program, corpus, 
     fit(replace(CONFIG, steps=2), make_program()[0], corpus, tmp_path, console)
     path = tmp_path / "metrics.jsonl"
     path.write_text(path.read_text().replace('{"step": 1', '"step": 1', 1))
-    with pytest.raises(ConfigError, match="line 1 is no JSON object with a step"):
+    with pytest.raises(ConfigError, match="line 1 is not a JSON object with a step"):
         fit(replace(CONFIG, resume=True), {0: lambda: pytest.fail("it was built")}, corpus, tmp_path, console)
 
 

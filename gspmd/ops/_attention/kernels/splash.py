@@ -1,11 +1,12 @@
 """Causal self-attention on TPUs by splash attention, the Pallas kernels that come with JAX.
 
 The backward pass reads the kept output of the forward pass and the logarithms of its denominators, and runs two
-kernels: one for the gradient of the queries, one for those of keys and values. JAX offers these only behind its own
-`jax.custom_vjp`, which would run the forward kernel again. So this file, and no other, calls them by their private
-names. The kernel for all three at once has five products instead of seven, but leaves the gradients of the queries in
-as many parts as there are blocks of keys, whose sum costs more than it saves (libtpu 0.0.42, v5p: 4.9 ms of 12.5 for 4
-rows of 64 heads and 4,096 tokens, against 11.6).
+kernels: one for the gradient of the queries, and one for the gradients of keys and values. JAX offers these kernels
+only behind its own `jax.custom_vjp`, which would run the forward kernel again. So this file, and no other, calls them
+by their private names. JAX's kernel for all three gradients at once has five products instead of seven, but it returns
+one part of the queries' gradient for every block of keys, and summing these parts costs more than the kernel saves. For
+4 rows of 64 heads and 4,096 tokens it takes 12.5 ms, of which 4.9 are the sum; the two kernels take 11.6 (libtpu
+0.0.42, v5p).
 """
 
 from dataclasses import dataclass
@@ -41,8 +42,8 @@ _MOST = 64
 def fits(q: jax.ShapeDtypeStruct, k: jax.ShapeDtypeStruct, v: jax.ShapeDtypeStruct) -> bool:
     """Return whether the devices are TPUs whose kernels take queries [B, L, H, D], keys and values [B, L, K, D].
 
-    They take causal self-attention of a device in bfloat16 or float32, in JAX's default precision of products, with any
-    window, chunk, soft cap and sinks, and are used for more logits than fit in memory.
+    The kernels compute causal self-attention on one device in bfloat16 or float32, in JAX's default precision of
+    products, with any window, chunk, soft cap and sinks. They are used if the logits do not fit in memory.
     """
     if not in_force.is_tpu() or in_force.device_kind() in _WITHOUT:
         return False
@@ -69,9 +70,8 @@ class Form:
 class _Schedule:
     """The blocks of the kernels: as many queries as keys, padded at the end to a whole number of blocks.
 
-    With a window or a chunk blocks may be shorter than the longest, since each has keys that no query sees.
-
-    Padding at the end is after every query, so causality hides it.
+    With a window or a chunk, shorter blocks may be faster, since they contain fewer keys that no query sees. The
+    padding comes after every query, so causality hides it.
     """
 
     count: int
@@ -94,12 +94,12 @@ class _Schedule:
 
     @property
     def _cost(self) -> int:
-        """The time of the kernels for a head, in logits."""
+        """The time of the kernels for one head, in units of the time of one logit."""
         return sum(self.seen) * (self.block**2 + _STEP)
 
     @property
     def _first(self) -> list[int]:
-        """The first block of keys that each block of queries sees; the last is its own."""
+        """The first block of keys that each block of queries sees; the last is the block with the same number."""
         if self.limits.reach is None:
             return [0] * self.count
         return [max(self.limits.first(at * self.block) // self.block, 0) for at in range(self.count)]
@@ -148,13 +148,14 @@ class _Schedule:
     def work(self, q: jax.Array, k: jax.Array, products: int) -> KernelWork:
         """Return the work of a kernel.
 
-        A block has 2 products in the forward kernel, 3 in that of queries, 4 in that of keys.
+        A block has 2 products in the forward kernel, 3 in the kernel for queries, and 4 in the kernel for keys.
         """
         rows, _, heads, size = q.shape
         of_head, width = rows * heads, size * q.dtype.itemsize
         seen = sum(self.seen)
-        # two arrays of the queries' length and two of the keys' are read or written for every block or once; statistics
-        # of 32 bits have 128 copies in the forward kernel, 1 in the second and 8 in the third
+        # two arrays with the length of the queries and two with the length of the keys are read or written, either for
+        # every block or once; statistics of 32 bits have 128 copies in the forward kernel, 1 in the second and 8 in the
+        # third
         blocks, once = 2 * of_head * seen * self.block * width, 2 * of_head * self.length * width
         keys, statistics = 2 * rows * k.shape[2] * self.length * width, 4 * of_head * self.length
         moved = {
@@ -172,13 +173,13 @@ class _Schedule:
         )
 
     def by_key_head(self, x: jax.Array, key_heads: int) -> jax.Array:
-        """[B, L, H, ...] as [B·K, Q, L, ...], padded: the two cores of a chip share what `jax.vmap` goes over."""
+        """Return [B, L, H, ...] as [B·K, Q, L, ...], padded; the two cores of a chip share the work along B·K."""
         x = jnp.pad(x, ((0, 0), (0, self.length - x.shape[1])) + ((0, 0),) * (x.ndim - 2))
         x = group(x, key_heads)
         return x.reshape(-1, *x.shape[2:])
 
     def segments(self, x: jax.Array | None, key_heads: int) -> Any:
-        """[B, L] as those of the queries and keys of every key head, [B·K, L]; None without segments."""
+        """Return segments [B, L] for the queries and keys of every key head, [B·K, L]; None without segments."""
         from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 
         if x is None:
@@ -187,7 +188,7 @@ class _Schedule:
         return splash.SegmentIds(x, x)
 
     def by_query(self, x: jax.Array, q: jax.Array) -> jax.Array:
-        """[B·K, Q, L, ...] as [B, L, H, ...], without padding."""
+        """Return [B·K, Q, L, ...] as [B, L, H, ...], without padding."""
         x = ungroup(x.reshape(q.shape[0], -1, *x.shape[1:]))
         return x[:, : q.shape[1]]
 
@@ -196,10 +197,10 @@ class _Schedule:
 def attended(
     form: Form, q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None, sinks: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
-    """Causal attention [B, L, H, D] of one device, and the normaliser [B, L, H] of each query, in float32.
+    """Compute causal attention [B, L, H, D] on one device, and the normaliser [B, L, H] of each query, in float32.
 
-    The normaliser is the logarithm of the sum of exponentials of a query's logits and its sink. Derivatives are those
-    of attention in blocks.
+    The normaliser is the logarithm of the sum of exponentials of a query's logits and its sink. Derivatives are
+    computed as for attention in blocks.
 
     Args:
         form: the factor of the logits, window or chunk, and the soft cap.
