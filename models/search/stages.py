@@ -84,7 +84,7 @@ class StagePrices:
         return table
 
     def held(self, stage: LayerRange, layers: int, waiting: int) -> float:
-        """Return the bytes of a stage that keeps `waiting` inputs, with embedding and output if it is the first or last."""
+        """Return the bytes of a stage that keeps `waiting` inputs, with embedding and output at both ends."""
         ends = self.ends_bytes * (stage.first == 0 or stage.last == layers - 1)
         return (stage.last - stage.first + 1) * self.layer_bytes + ends + waiting * self.input_bytes
 
