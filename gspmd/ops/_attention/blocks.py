@@ -115,6 +115,8 @@ class Form:
     blocks: Blocks
     scale: float
     causal: bool
+    width: int | None = None
+    """How many numbers of a key are before its rest, as of `attend`."""
 
     def starts(self, q: jax.Array, k: jax.Array, terms: Terms) -> np.ndarray | jax.Array:
         """Return the starts of the blocks of queries [B, K, Q, L, D] and keys [B, T, K, D] that some query sees."""
@@ -155,7 +157,8 @@ def attended(form: Form, q, k, v, terms: Terms, dtype, scales=(), sinks=None) ->
         part = _terms(form, at, terms)
         visible, again = _seen(form, at, part), _again(form, at, k.shape[1])
         more = {"again": again, "bias": part.added(part.chosen(), k.shape[2]), "limits": part.limits}
-        state = state.merge(attend(q_block, k_block, v_block, visible, form.scale, *of_scales, **more))
+        found = attend(q_block, k_block, v_block, visible, form.scale, *of_scales, width=form.width, **more)
+        state = state.merge(found)
         begin = (at[0], 0, 0, at[1])
         out = jax.lax.dynamic_update_slice(out, state.output(dtype), (*begin, 0))
         top, total = (jax.lax.dynamic_update_slice(x, y, begin) for x, y in ((top, state.top), (total, state.total)))
