@@ -16,7 +16,7 @@ from gspmd.lowerings.program import Context, context, run
 from gspmd.lowerings.xla.constrained import left_to_compiler
 from gspmd.ops._attention.buckets import Buckets
 from gspmd.ops._attention.kernels import splash
-from gspmd.ops._attention.local import ALONE, Shards, local_attended
+from gspmd.ops._attention.local import ALONE, Shards, at_one_width, local_attended
 from gspmd.ops._attention.online import LOW, Attended
 from gspmd.ops._attention.placement import CachePlacement, by_position, placement
 from gspmd.ops._attention.terms import (
@@ -251,9 +251,10 @@ class _CachedAttention:
             total: the number of slots of the whole cache.
             shards: the shards of the cached keys, for arrays of all devices.
         """
-        near = None if self.extras.limits.window is None else max(self.extras.limits.window - 1, 1)
+        near = None if self.extras.limits.reach is None else max(self.extras.limits.reach - 1, 1)
         if near is not None and near < q.shape[1] and shards[2] == 1:
-            # Queries that begin a window after the cached keys see none of them.
+            # A query with reach - 1 new tokens or more before it sees no cached key: its window, or its chunk, begins
+            # at a new one.
             found = self.attend_cached(q[:, :near], cache, given, lengths, queries[:, :near], first, total, shards)
             rest = ((0, 0), (0, q.shape[1] - near), (0, 0))
             top = jnp.pad(found.top, rest, constant_values=LOW)
@@ -305,9 +306,9 @@ class _CachedAttention:
         in_place = terms.ahead is None and not terms.limits.displaced
         if shards is None and terms.is_plain and in_place and splash.fits(q, k, v):
             form = splash.Form(self.scale_of(q), self.extras.limits)
-            wide = jnp.pad(v, (*((0, 0),) * 3, (0, k.shape[3] - v.shape[3])))  # the kernel takes values as wide as keys
-            out, normaliser = splash.attended(form, q, k, wide, None, None)
-            found = Attended(normaliser, jnp.ones_like(normaliser), out[..., : v.shape[3]].astype(jnp.float32))
+            kernel = partial(splash.attended, form, segments=None, sinks=None)
+            out, normaliser = at_one_width(kernel, q, k, v)
+            found = Attended(normaliser, jnp.ones_like(normaliser), out.astype(jnp.float32))
         else:
             found = local_attended(q, k, v, terms, True, self.scale_of(q), shards=shards or ALONE)
         return self.cut(found)

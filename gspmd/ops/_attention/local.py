@@ -1,5 +1,7 @@
 """Attention to keys that are all on the device: by JAX if logits are few, otherwise by a kernel or in blocks."""
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 
@@ -52,6 +54,21 @@ def local_attention(
     terms = terms.with_more_queries(-q.shape[1] % blocks.queries)
     found = attention_in_blocks(form, _padded(group(q, k.shape[2]), blocks), k, v, terms, sinks)
     return ungroup(found[:, :, :, : q.shape[1]])
+
+
+def at_one_width(
+    attend: Callable[..., tuple[jax.Array, ...]], q: jax.Array, k: jax.Array, v: jax.Array
+) -> tuple[jax.Array, ...]:
+    """Return what `attend` does, which takes one width: the narrower arrays are padded along D, and its result is cut.
+
+    Args:
+        attend: a function of queries, keys and values that returns the result [B, L, H, D] and perhaps more.
+        q, k, v: [B, L, H, D] and [B, T, K, D], with D of any width.
+    """
+    width = max(x.shape[3] for x in (q, k, v))
+    padding = (((0, 0),) * 3 + ((0, width - x.shape[3]),) for x in (q, k, v))
+    out, *others = attend(*(jnp.pad(x, each) if any(each[3]) else x for x, each in zip((q, k, v), padding)))
+    return out[..., : v.shape[3]], *others
 
 
 def _plain(q, k, v, terms: Terms, causal, scale, sinks) -> jax.Array:
