@@ -142,13 +142,15 @@ def scaled_logits(
         rows: a dimension of queries, the same of the products, in which there are twice as many for `rest_scales`.
     """
     if rest_scales is not None:
-        assert width is not None and key_scales is not None, "the rest's scales come with the others, and a width"
+        assert width is not None, "the rest's scales come with the width before it"
         # Each half of the queries has zeros for the other's part of a key. The TPU compiler would copy parts of keys.
         before = jax.lax.broadcasted_iota(jnp.int32, (1,) * (q.ndim - 1) + q.shape[-1:], q.ndim - 1) < width
         q = jnp.concatenate([jnp.where(before, q, 0), jnp.where(before, 0, q)], axis=rows)
     logits = jnp.einsum(product, q, k, preferred_element_type=jnp.float32)
-    if key_scales is None or rest_scales is None:
-        return logits if key_scales is None else logits * key_scales
+    if key_scales is None:
+        return logits
+    if rest_scales is None:
+        return logits * key_scales
     of_first, of_rest = jnp.split(logits, 2, axis=rows)
     return of_first * key_scales + of_rest * rest_scales
 
