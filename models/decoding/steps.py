@@ -380,12 +380,11 @@ class LayerCache:
     ) -> jax.Array:
         """Attend with queries [B, L, H, Z] to the cached latents and, causally, to the chunk's latents [B, L, Z]."""
         if self.scales[0] is not None:
-            options |= {"key_scales": self.scales[0], "value_scales": self.scales[0], "rest_scales": self.scales[1]}
-        each, held = latent[:, :, None], self.held[0]
+            options |= {"key_scales": self.scales[0], "rest_scales": self.scales[1]}
         # A latent with its rotated key is the key of all heads, and its first numbers are the value.
         return ops.cached_attention(
-            q, each, each[..., :rank], held, held[..., :rank], query_spec, key_spec, self.chunk.spec,
-            lengths=self.chunk.lengths, **options,
+            q, latent[:, :, None], None, self.held[0], None, query_spec, key_spec, self.chunk.spec,
+            lengths=self.chunk.lengths, value_width=rank, **options,
         )  # fmt: skip
 
     def attend_source(self, q: jax.Array, query_spec: Spec, key_spec: Spec, **options: Any) -> jax.Array:

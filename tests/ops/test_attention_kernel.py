@@ -105,10 +105,14 @@ def test_blocks_are_shorter_with_a_short_window():
     assert sizes == {None: 1024, 4096: 1024, 1024: 1024, 512: 512, 128: 512}
     assert blocks_of(65536, 128).block == 1024  # the most blocks that there may be
     assert blocks_of(8192, None, 1024).block == 512  # of wide heads
-    for length, window in ((8192, 128), (1300, 1), (4000, 700), (2048, 2048)):
-        found = blocks_of(length, window)
-        relative = np.arange(found.length)[None] - np.arange(found.length)[:, None]
-        seen = ((relative <= 0) & (relative > -window)).reshape(found.count, found.block, found.count, found.block)
+    in_chunks = {chunk: splash._Schedule.of(8192, 256, Limits(chunk=chunk)).block for chunk in (4096, 1024, 512, 100)}
+    assert in_chunks == {4096: 1024, 1024: 1024, 512: 512, 100: 512}
+    of_chunks = (splash._Schedule.of(length, 256, Limits(chunk=chunk)) for length, chunk in ((8192, 512), (1300, 400)))
+    of_windows = (blocks_of(*each) for each in ((8192, 128), (1300, 1), (4000, 700), (2048, 2048)))
+    for found in (*of_windows, *of_chunks):
+        at, limits = np.arange(found.length), found.limits
+        seen = (at[None] <= at[:, None]) & (at[None] >= limits.first(at)[:, None])
+        seen = seen.reshape(found.count, found.block, found.count, found.block)
         assert found.seen == seen.any(axis=(1, 3)).sum(axis=1).tolist()
 
 
@@ -118,8 +122,10 @@ def test_a_short_window_in_shorter_blocks(on_tpu, monkeypatch, make_mesh):
     given = _arrays(600, 2, 1, 40, rows=1)
     assert splash._Schedule.of(600, 160, Limits(window=40)).block == 256
     with jax.set_mesh(make_mesh({"x": 1})), gspmd.lowering("blocking"):
-        got = jax.jit(lambda *a: attention(*a, "BLHD", "BTKD", window=40))(*given)
-    np.testing.assert_allclose(got, written_out(*given, window=40), atol=1e-5)
+        attend = lambda *a: jnp.sin(attention(*a, "BLHD", "BTKD", window=40)).sum()  # noqa: E731
+        got = jax.jit(jax.value_and_grad(attend, argnums=(0, 1, 2)))(*given)
+    want = jax.value_and_grad(lambda *a: jnp.sin(written_out(*a, window=40)).sum(), argnums=(0, 1, 2))(*given)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-5, atol=2e-5), got, want)
 
 
 OPTIONS = [

@@ -39,17 +39,20 @@ def test_value_and_plan(case, make_mesh, place):
 @pytest.mark.parametrize("length", [1, 3])
 @pytest.mark.parametrize("specs", [("BLH_xyzD", "BLKD", "B_xT_yKD"), ("B_xLH_yzD", "B_xLKD", "BT_yKD")])
 @pytest.mark.parametrize("lowering", ["blocking", pytest.param("xla", marks=pytest.mark.slow)])
-def test_values_narrower_than_keys_whose_rest_has_its_own_scales(int8, length, specs, lowering, make_mesh, place):
-    """As a latent and the rotated key behind it, which is thirty times as large."""
+@pytest.mark.parametrize("within", [False, True])
+def test_values_narrower_than_keys(within, int8, length, specs, lowering, make_mesh, place):
+    """Values of their own; or within the keys, as a latent with a rotated key behind it, thirty times as large."""
     sizes = {"B": 4, "L": length, "T": 8, "H": 8, "K": 1, "D": 6}
-    case = Case(np.random.default_rng(0), sizes, specs, int8=int8, width=4)
+    case = Case(np.random.default_rng(0), sizes, specs, int8=int8, width=4, within=within)
     case.check(make_mesh(MESHES[1]), place, lowering)
 
 
 def test_the_rest_of_keys_is_rounded_by_its_own_scale():
     """One scale for both would round a latent thirty times as small to a few steps."""
     sizes, specs = {"B": 4, "L": 2, "T": 64, "H": 8, "K": 1, "D": 96}, ("BLHD", "BLKD", "BTKD")
-    exact, apart = (Case(np.random.default_rng(0), sizes, specs, int8=int8, width=64) for int8 in (False, True))
+    exact, apart = (
+        Case(np.random.default_rng(0), sizes, specs, int8=int8, width=64, within=True) for int8 in (False, True)
+    )
     whole, scales = map(np.asarray, quantize_heads(exact.cache[0]))
     near = whole * scales[..., None]
     found = [plain(*exact.new, *cache, exact.lengths) for cache in (exact.cache, apart.cache, (near, near[..., :64]))]
@@ -201,6 +204,19 @@ def test_refuses_what_does_not_agree(make_mesh):
     assert "there are rest_scales, and no key_scales" in message(
         q, k, v, cached_k, cached_v, rest_scales=cached_k[..., 0]
     )
+    both = {"key_scales": cached_k[..., 0], "rest_scales": cached_k[..., 0]}
+    assert "there are rest_scales, and no value_width" in message(
+        q, k, v, cached_k, cached_v, value_scales=cached_k[..., 0], **both
+    )
+    assert "values are as wide as keys, whose rest has no number." in message(
+        q, k, None, int8[0], None, value_width=4, **both
+    )
+    assert "(value_width), so v has no use" in message(q, k, v, cached_k, None, value_width=2)
+    assert "value_width is 0." in message(q, k, None, cached_k, None, value_width=0)
+    assert "the values' head size is 5, the keys' 4." in message(q, k, None, cached_k, None, value_width=5)
+    wide = [jnp.concatenate([x, x], axis=-1) for x in (v, cached_v)]
+    assert "the values' head size is 8, the keys' 4." in message(q, k, wide[0], cached_k, wide[1])
+    assert "cached_v is missing" in message(q, k, v, cached_k, None)
     scales = {"key_scales": cached_k[..., 0], "value_scales": cached_v[..., 0]}
     assert "the cache is int8, and has no scales: give key_scales and value_scales" in message(q, k, v, *int8)
     assert "the cache is int8, and has no scales" in message(q, k, v, cached_k, int8[1])

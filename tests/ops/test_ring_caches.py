@@ -167,6 +167,21 @@ def test_chunks_of_new_tokens_begin_at_another_place_of_each_row(lowering, tiny_
     np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.parametrize("reach", ["window", "chunk"])
+def test_new_tokens_past_the_reach_are_not_multiplied_with_cached_keys(reach, make_mesh):
+    """Of 16 new tokens 4 see cached keys, with 5 tokens in reach: 4 · 8 products of a head with those, and 16 · 16."""
+    q, held, lengths = jnp.ones((1, 16, 2, 4)), jnp.ones((1, 8, 2, 4)), jnp.array([6])
+
+    def attend(q, **options):
+        return cached_attention(q, q, q, held, held, "BLHD", "BLKD", "BTKD", lengths=lengths, **options)
+
+    with jax.set_mesh(make_mesh({"x": 1}, "auto")):
+        text = str(jax.make_jaxpr(lambda q: attend(q, **{reach: 5}))(q))
+        assert "f32[1,2,1,4,8]" in text
+        assert "f32[1,2,1,16,8]" not in text
+        assert "f32[1,2,1,16,8]" in str(jax.make_jaxpr(attend)(q))
+
+
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
 @pytest.mark.parametrize("lowering", ["blocking", "xla"])
 def test_rows_without_real_tokens_keep_their_ring(lowering, dtype, make_mesh):

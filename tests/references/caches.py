@@ -42,15 +42,18 @@ def stored(x, held):
 class Case:
     """Arrays and specs; the cache is [B, T, K, D] for numpy, and among the operands in the order of its spec.
 
-    With a `width`, values are the first numbers of the keys, and the keys' rest, which is larger, has its own scales.
+    With a `width`, values are narrower than keys. If `within`, they are the first numbers of the keys, whose rest is
+    larger and, in int8, has its own scales.
     """
 
-    def __init__(self, rng, sizes, specs, int8=False, width=None):
+    def __init__(self, rng, sizes, specs, int8=False, width=None, within=False):
         b, n, t, h, k, d = (sizes[dim] for dim in "BLTHKD")
         draw = lambda *shape: rng.normal(size=shape).astype(np.float32)  # noqa: E731
         self.new = draw(b, n, h, d), draw(b, n, k, d), draw(b, n, k, d)
         self.cache = 3 * draw(b, t, k, d), draw(b, t, k, d)
-        if width:
+        if width and not within:
+            self.new, self.cache = ((*keys, values[..., :width]) for *keys, values in (self.new, self.cache))
+        if within:
             larger = np.where(np.arange(d) < width, 1, 30).astype(np.float32)
             self.new = self.new[0] / larger, self.new[1] * larger, (self.new[1] * larger)[..., :width]
             self.cache = self.cache[0] * larger, (self.cache[0] * larger)[..., :width]
@@ -60,7 +63,7 @@ class Case:
         self.specs, self.scales, cache = [self.query, *[self.key] * 2], {}, self.cache
         if int8:
             spec, parts = gspmd.Spec.parse(self.held).without("D"), [*self.cache]
-            if width:
+            if within:
                 parts = [self.cache[0][..., :width], self.cache[1], self.cache[0][..., width:]]
             found = [[*map(np.asarray, quantize_heads(x))] for x in parts]
             self.scales = {
@@ -71,17 +74,23 @@ class Case:
             cache, self.cache = ((np.concatenate([k, *rest], axis=-1), v) for k, v, *rest in (whole, near))
         self.operands = *self.new, *(stored(x, self.held) for x in cache)
         self.specs += [self.held] * 2
+        self.options = {}
+        if within:
+            self.options["value_width"] = width
+            self.operands = *self.operands[:2], None, self.operands[3], None
+            self.scales.pop("value_scales", None)
 
     def check(self, mesh, place, lowering="blocking"):
         """Compare the value with numpy's, and the compiled program with the plan. Return the plan."""
         scale_spec = str(gspmd.Spec.parse(self.held).without("D"))
         with jax.set_mesh(mesh), gspmd.lowering(lowering):
-            operands = [place(mesh, x, spec) for x, spec in zip(self.operands, self.specs)]
+            operands = [x if x is None else place(mesh, x, spec) for x, spec in zip(self.operands, self.specs)]
             scales = {name: place(mesh, x, scale_spec) for name, x in self.scales.items()}
 
             @jax.jit
             def attend(operands, lengths, scales):
-                return cached_attention(*operands, self.query, self.key, self.held, lengths=lengths, **scales)
+                more = scales | self.options
+                return cached_attention(*operands, self.query, self.key, self.held, lengths=lengths, **more)
 
             compiled = attend.lower(operands, self.lengths, scales).compile()
             planned = gspmd.trace(attend, operands, self.lengths, scales)

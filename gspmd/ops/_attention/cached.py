@@ -9,13 +9,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from gspmd.annotate.errors import Fault, PlanError, SpecError, report
+from gspmd.annotate.errors import Fault, PlanError, SpecError, report, shown
 from gspmd.annotate.spec import Spec
+from gspmd.annotate.validation import whole
 from gspmd.lowerings.program import Context, context, run
 from gspmd.lowerings.xla.constrained import left_to_compiler
 from gspmd.ops._attention.buckets import Buckets
 from gspmd.ops._attention.kernels import splash
-from gspmd.ops._attention.local import ALONE, Shards, local_attended
+from gspmd.ops._attention.local import ALONE, Shards, at_one_width, local_attended
 from gspmd.ops._attention.online import LOW, Attended
 from gspmd.ops._attention.placement import CachePlacement, by_position, placement
 from gspmd.ops._attention.terms import (
@@ -41,7 +42,7 @@ def cached_attention(
     k: jax.Array | None,
     v: jax.Array | None,
     cached_k: jax.Array,
-    cached_v: jax.Array,
+    cached_v: jax.Array | None,
     query_spec: str | Spec,
     key_spec: str | Spec,
     cache_spec: str | Spec,
@@ -51,6 +52,7 @@ def cached_attention(
     key_scales: jax.Array | None = None,
     value_scales: jax.Array | None = None,
     rest_scales: jax.Array | None = None,
+    value_width: int | None = None,
     bias: jax.Array | None = None,
     bias_spec: str | Spec | None = None,
     buckets: Buckets | None = None,
@@ -75,7 +77,7 @@ def cached_attention(
     Args:
         q: [B, L, H, D] the new tokens' queries.
         k, v: [B, L, K, D] the new tokens' own keys and values; K divides H, and query head h attends to key head
-            h // (H/K). Both None for attention to the cache alone. Values may have another D than keys.
+            h // (H/K). Both None for attention to the cache alone. Values may be narrower than keys.
         cached_k, cached_v: [B, K, T, D] finite numbers, in any order of dimensions; int8 if scales are given.
         query_spec: the spec of `q` and of the result, `"BLH_xyzD"`.
         key_spec: the spec of `k` and `v`, `"BLKD"`, in the order of `k`; without them only its letters count. D is
@@ -87,9 +89,10 @@ def cached_attention(
         scale: the factor of the logits; 1/sqrt(D) when None.
         key_scales, value_scales: [B, K, T] float32 scales of an int8 cache, ordered and placed like the cache; they
             scale logits and probabilities, and the cache is never widened in memory.
-        rest_scales: [B, K, T] scales of the last numbers of each key, beyond the width of the values; `key_scales` are
-            then for the numbers before. So a latent, which is both key and value, and the rotated key behind it have
-            separate scales.
+        rest_scales: [B, K, T] likewise, of the keys' last numbers, beyond `value_width`, which `key_scales` are then
+            not of. So a latent, which is a key and a value, and a rotated key behind it have a scale each.
+        value_width: how many of a key's first numbers are also its value, as of a latent; `v`, `cached_v` and
+            `value_scales` are then None. The cache is read as it is: to cut values out of it would copy them.
         bias, bias_spec, buckets: T5's relative position bias, as in `attention`. Query i and new key i of row b are at
             position lengths[b] + i, cached key t is at t.
         window: the number of keys that a query sees, itself included, as in `attention`. The cache is then a ring: the
@@ -106,8 +109,9 @@ def cached_attention(
         key gets 0.
 
     Raises:
-        SpecError: a spec does not fit its array or the mesh, the shapes do not agree, the cache is shorter than window
-            or chunk need, both are given, or there is one of them and no new key.
+        SpecError: a spec does not fit its array or the mesh, the shapes do not agree, values are wider than keys, the
+            cache is shorter than window or chunk need, both are given, or there is one of them and no new key; or there
+            are values or their scales and a `value_width`, or one of them is missing without it.
         PlanError: D is sharded; or the result is differentiated, which only lowering "xla" can do.
 
     Example:
@@ -124,48 +128,57 @@ def cached_attention(
     """
     ctx = context()
     doing = f"cannot attend from '{query_spec}' to the cache '{cache_spec}'"
-    if (k is None) != (v is None):
-        raise SpecError(f"{doing}: k or v is missing.\n  Give both, or None for both to attend to the cache alone.")
+    if value_width is None:
+        if (k is None) != (v is None):
+            raise SpecError(f"{doing}: k or v is missing.\n  Give both, or None for both to attend to the cache alone.")
+        if cached_v is None:
+            raise SpecError(f"{doing}: cached_v is missing.\n  Give it, or value_width for values within the keys.")
+        if (key_scales is None) != (value_scales is None):
+            raise SpecError(f"{doing}: an int8 cache has key_scales and value_scales; one is missing.\n  Give both.")
+    else:
+        values = {"v": v, "cached_v": cached_v, "value_scales": value_scales}
+        if given := [name for name, x in values.items() if x is not None]:
+            fact = f"values are within the keys (value_width), so {given[0]} has no use."
+            raise SpecError(f"{doing}: {fact}\n  Leave it out.")
+        value_width = _read_width(doing, value_width)
+    if rest_scales is not None and (key_scales is None or value_width is None):
+        lacking = "key_scales" if key_scales is None else "value_width"
+        raise SpecError(f"{doing}: there are rest_scales, and no {lacking}.\n  Give all, or none.")
     new = [array(doing, name, x, "real numbers") for name, x in (("k", k), ("v", v)) if x is not None]
-    names = "q", "cached_k", "cached_v"
-    q, *cache = (array(doing, name, x, "real numbers") for name, x in zip(names, (q, cached_k, cached_v)))
+    q = array(doing, "q", q, "real numbers")
+    arrays = {"cached_k": cached_k, "cached_v": cached_v}
+    arrays |= {"key_scales": key_scales, "value_scales": value_scales, "rest_scales": rest_scales}
+    named = {called: (name, x) for called, (name, x) in zip(_CACHED, arrays.items()) if x is not None}
+    cache = {called: array(doing, name, x, "real numbers") for called, (name, x) in named.items()}
     lengths = array(doing, "lengths", lengths, "integers").astype(jnp.int32)
     scale = None if scale is None else number(doing, "scale", scale)
-    if (key_scales is None) != (value_scales is None):
-        raise SpecError(f"{doing}: an int8 cache has key_scales and value_scales; one is missing.\n  Give both.")
-    if key_scales is not None:
-        scales = (("key_scales", key_scales), ("value_scales", value_scales), ("rest_scales", rest_scales))
-        cache += [array(doing, name, x, "real numbers") for name, x in scales if x is not None]
-    elif rest_scales is not None:
-        raise SpecError(f"{doing}: there are rest_scales, and no key_scales.\n  Give all, or none.")
     query = read(doing, query_spec, q, ctx)
     if new:
         key = read(doing, key_spec, new[0], ctx)
     else:
         key = Spec.parse(key_spec)
         key = Spec(key.dims, ((),) * len(key.dims))
-    held = read(doing, cache_spec, cache[0], ctx)
-    order = _check(doing, (query, key, held), q, new, *cache, lengths=lengths)
+    held = read(doing, cache_spec, cache["cached keys"], ctx)
+    order = _check(doing, (query, key, held), value_width, q, new, cache, lengths)
+    room, key_heads = (cache["cached keys"].shape[at] for at in order[1:3])
     table, of_table, buckets = read_bias(doing, bias, bias_spec, buckets, query, q.shape[2], ctx) or (None, None, None)
     sinks, of_sinks = read_of_heads(doing, "sinks", sinks, sinks_spec, query, q.shape[2], ctx) or (None, None)
     slopes, of_slopes = read_slopes(doing, slopes, slopes_spec, query, q.shape[2], ctx) or (None, None)
     limits = read_limits(doing, bool(new), window, softcap, chunk)
-    if limits.reach is not None and cache[0].shape[order[1]] < limits.reach - 1:
-        fact = (
-            f"the cache has room for {cache[0].shape[order[1]]} keys, and queries see {limits.reach - 1} before them."
-        )
+    if limits.reach is not None and room < limits.reach - 1:
+        fact = f"the cache has room for {room} keys, and queries see {limits.reach - 1} before them."
         remedy = f"Give it {limits.reach - 1} slots or more."
         raise report(SpecError, doing, [fault(held, held.dims[order[1]], fact, remedy)]) from None
     scales_order = [held.without(held.dims[order[3]]).dims.index(held.dims[at]) for at in order[:3]]
-    # Transposing copies nothing in memory: products read their operands in any order.
-    cache = [x.transpose(order if x.ndim == 4 else scales_order) for x in cache]
+    # Nothing is copied in memory: products read their operands in any order.
+    ordered_cache = [x.transpose(order if x.ndim == 4 else scales_order) for x in cache.values()]
     ordered = Spec(tuple(held.dims[at] for at in order), tuple(held.axes[at] for at in order))
     name = f"cached attention {query}, {held}"
     extras = Extras(bias=of_table, sinks=of_sinks, slopes=of_slopes, buckets=buckets, limits=limits)
-    form = _CachedAttention(query, key, ordered, scale, len(cache) - 2, name, bool(new), extras)
-    operands = q, *new, *cache, *Given(bias=table, sinks=sinks, slopes=slopes).operands, lengths
+    form = _CachedAttention(query, key, ordered, scale, tuple(cache), value_width, name, bool(new), extras)
+    operands = q, *new, *ordered_cache, *Given(bias=table, sinks=sinks, slopes=slopes).operands, lengths
     if ctx.compiler_chooses and not extras.keeps_partial_sums:
-        at = placement(form.query, form.key, form.cache, q.shape, cache[0].shape[2], ctx.mesh)
+        at = placement(form.query, form.key, form.cache, q.shape, key_heads, ctx.mesh)
         f = partial(_whole, form, at, ctx.mesh)
         return left_to_compiler(ctx, f, form.inputs, form.query, *operands, name=form.name)
     return _planned(form, ctx, *operands)
@@ -175,6 +188,7 @@ _Shapes = tuple[tuple[tuple[int, ...], int], ...]
 """The shape of every operand, and the bytes of an element."""
 
 _CACHED = ("cached keys", "cached values", "key scales", "value scales", "scales of the keys' rest")
+_NEW = ("key", "value")
 _COMBINED = ("maximum", "total", "result")
 _CALLED = {"key": "new keys", "value": "new values", "total": "denominator"}
 """The names that plans use for tensors with other names here."""
@@ -186,8 +200,10 @@ class _CachedAttention:
     key: Spec
     cache: Spec
     scale: float | None
-    scales_given: int
-    """The number of arrays of scales: 0, 2 for int8, or 3 with those of the keys' rest."""
+    cached: tuple[str, ...]
+    """The names of the cache's arrays, some of `_CACHED`."""
+    width: int | None
+    """How many of a key's first numbers are its value; None for values of their own."""
     name: str
     has_new: bool
     """Whether the new tokens have keys of their own."""
@@ -200,8 +216,8 @@ class _CachedAttention:
     @property
     def names(self) -> tuple[str, ...]:
         """The names of the operands, in order."""
-        new = ("key", "value") * self.has_new
-        return ("query", *new, *_CACHED[: 2 + self.scales_given], *self.extras.of_heads, "lengths")
+        new = _NEW[: 2 if self.width is None else 1] if self.has_new else ()
+        return ("query", *new, *self.cached, *self.extras.of_heads, "lengths")
 
     @property
     def inputs(self) -> tuple[Spec, ...]:
@@ -227,22 +243,23 @@ class _CachedAttention:
 
         Args:
             q: the queries.
-            cache: keys and values [B, T, K, D], and their scales if there are any.
-            given: the operands with numbers for each head.
+            cache: keys and values [B, T, K, D], if these are arrays of their own, and their scales if there are any.
+            given: the operands of each head.
             lengths: [B], the number of tokens of each row before the first query.
             queries: [B, L], the positions of the queries.
             first: the slot of the first of these cached keys.
             total: the number of slots of the whole cache.
             shards: the shards of the cached keys, for arrays of all devices.
         """
-        near = None if self.extras.limits.window is None else max(self.extras.limits.window - 1, 1)
+        near = None if self.extras.limits.reach is None else max(self.extras.limits.reach - 1, 1)
         if near is not None and near < q.shape[1] and shards[2] == 1:
-            # Queries that come at least a window after the last cached key see none of them.
+            # A query with reach - 1 new tokens or more before it sees no cached key: its window, or its chunk, begins
+            # at a new one.
             found = self.attend_cached(q[:, :near], cache, given, lengths, queries[:, :near], first, total, shards)
             rest = ((0, 0), (0, q.shape[1] - near), (0, 0))
             top = jnp.pad(found.top, rest, constant_values=LOW)
             return Attended(top, jnp.pad(found.total, rest), jnp.pad(found.values, (*rest, (0, 0))))
-        k, v, *scales = cache
+        k, v, *scales = cache if self.width is None else (cache[0], *cache[:2], *cache[1:])
         slots, limits, ended = positions(k.shape[1], first), self.extras.limits, lengths[:, None]
         if limits.reach is None:
             keys, held = slots, slots < ended
@@ -254,7 +271,12 @@ class _CachedAttention:
         if q.shape[1] == 1 and limits.reach is not None:  # then the window is as simple as a mask of keys
             held, extras = held & (keys >= limits.first(queries)), replace(extras, limits=limits.without_reach)
         terms = extras.terms(given._replace(mask=held), queries, keys, None)
-        return local_attended(q, k, v, terms, False, self.scale_of(q), *scales, shards=shards)
+        found = local_attended(q, k, v, terms, False, self.scale_of(q), *scales, width=self.width, shards=shards)
+        return self.cut(found)
+
+    def cut(self, found: Attended) -> Attended:
+        """Cut the weighted keys to those numbers that are values, if keys stand for values."""
+        return found if self.width is None else found._replace(values=found.values[..., : self.width])
 
     def terms_of_new(self, given: Given, lengths, queries, keys, ahead: jax.Array | None) -> Terms:
         """Return the terms of the new tokens' keys.
@@ -271,26 +293,39 @@ class _CachedAttention:
             extras = replace(extras, limits=replace(extras.limits, displaced=True))
         return extras.terms(given, queries, keys, ahead)
 
-    def attend_new(self, q, k, v, terms: Terms, shards: Shards | None = None) -> Attended:
+    def attend_new(self, q, new, terms: Terms, shards: Shards | None = None) -> Attended:
         """Attend to the new tokens' keys, or a part of them, up to each query.
 
         Args:
-            q, k, v: [B, L, H, D] and [B, L, K, D].
-            terms: which new keys count, the position of the first query minus the position of the first new key, and a
-                bias.
+            q: [B, L, H, D].
+            new: keys and values [B, L, K, D], if these are arrays of their own.
+            terms: which new keys count, the position of the first query minus that of the first new key, and a bias.
             shards: the shards of the new keys, for arrays of all devices; None for the pieces of one device.
         """
+        k, v = new[0], new[-1]
         in_place = terms.ahead is None and not terms.limits.displaced
         if shards is None and terms.is_plain and in_place and splash.fits(q, k, v):
             form = splash.Form(self.scale_of(q), self.extras.limits)
-            wide = jnp.pad(v, (*((0, 0),) * 3, (0, k.shape[3] - v.shape[3])))  # the kernel needs equal widths
-            out, normaliser = splash.attended(form, q, k, wide, None, None)
-            return Attended(normaliser, jnp.ones_like(normaliser), out[..., : v.shape[3]].astype(jnp.float32))
-        return local_attended(q, k, v, terms, True, self.scale_of(q), shards=shards or ALONE)
+            kernel = partial(splash.attended, form, segments=None, sinks=None)
+            out, normaliser = at_one_width(kernel, q, k, v)
+            found = Attended(normaliser, jnp.ones_like(normaliser), out.astype(jnp.float32))
+        else:
+            found = local_attended(q, k, v, terms, True, self.scale_of(q), shards=shards or ALONE)
+        return self.cut(found)
 
     def scale_of(self, q: jax.Array) -> float:
         """Return the scale of the logits."""
         return q.shape[3] ** -0.5 if self.scale is None else self.scale
+
+
+def _read_width(doing: str, width: Any) -> int:
+    size = whole(width)
+    if size is None or size < 1:
+        raise SpecError(
+            f"{doing}: value_width is {shown(width)}.\n"
+            "  It is how many of a key's first numbers are its value: pass a whole number, 1 or more."
+        )
+    return size
 
 
 _SCALED = "the cache is {}, and scales are those of int8: give none."
@@ -301,7 +336,15 @@ def _is_int(x: jax.Array) -> bool:
     return jnp.issubdtype(x.dtype, jnp.integer)
 
 
-def _check(doing: str, specs: tuple[Spec, ...], q, new, *cache, lengths) -> tuple[int, ...]:
+def _check(
+    doing: str,
+    specs: tuple[Spec, ...],
+    width: int | None,
+    q: jax.Array,
+    new: Sequence[jax.Array],
+    cache: Mapping[str, jax.Array],
+    lengths: jax.Array,
+) -> tuple[int, ...]:
     """Check that specs and shapes agree; return the dimensions of the cache with batch, length, heads and head size."""
     faults = [
         Fault(str(spec), 0, len(str(spec)), f"the {name} have four dimensions: batch, length, heads, head size.")
@@ -310,15 +353,18 @@ def _check(doing: str, specs: tuple[Spec, ...], q, new, *cache, lengths) -> tupl
     ]
     if faults:
         raise report(SpecError, doing, faults) from None
-    (query, key, held), (cached_k, cached_v, *scales) = specs, cache
-    quantized = bool(scales)
+    query, key, held = specs
+    numbers, scales = ([cache[name] for name in names if name in cache] for names in (_CACHED[:2], _CACHED[2:]))
+    cached_k, cached_v, quantized = numbers[0], numbers[-1], bool(scales)
     fact = _SCALED if quantized else _UNSCALED
     batch, along, heads, size = order = by_position(doing, held, key)
     as_cached = jax.ShapeDtypeStruct((*q.shape[:2], cached_k.shape[heads], cached_k.shape[size]), q.dtype)
-    k, v = new or (as_cached, as_cached)
-    widths = k.shape[3], v.shape[3] if new else cached_v.shape[size]
-    as_values = (*cached_k.shape[:size], widths[1], *cached_k.shape[size + 1 :])
+    k, v = (new[0], new[-1]) if new else (as_cached, as_cached)
+    values = v.shape[3] if new else cached_v.shape[size]
+    as_values = (*cached_k.shape[:size], values, *cached_k.shape[size + 1 :])
+    values = values if width is None else width
     cached_heads = cached_k.shape[heads], cached_k.shape[size]
+    rest = _CACHED[4] in cache
     there = (*cached_k.shape[:size], *cached_k.shape[size + 1 :])
     checks = (
         *((key, at, not k.shape[at], f"{key.dims[at]} has size 0: there is nothing to attend to.") for at in (2, 3)),
@@ -330,15 +376,15 @@ def _check(doing: str, specs: tuple[Spec, ...], q, new, *cache, lengths) -> tupl
         (
             key,
             3,
-            not widths[1] or widths[1] > widths[0],
-            f"the values' head size is {widths[1]}, the keys' {widths[0]}.",
+            not values or values > k.shape[3],
+            f"the values' head size is {values}, the keys' {k.shape[3]}.",
         ),
-        (key, 3, len(scales) == 3 and widths[0] == widths[1], "values are as wide as keys, whose rest has no number."),
+        (key, 3, rest and values == k.shape[3], "values are as wide as keys, whose rest has no number."),
         (held, batch, (rows := cached_k.shape[batch]) != q.shape[0], f"batch {q.shape[0]} has a cache of {rows} rows."),
         (held, heads, cached_heads != k.shape[2:], f"cached heads are {cached_heads}, new {k.shape[2:]}."),
         (held, along, cached_v.shape != as_values, f"values have shape {cached_v.shape}, keys {cached_k.shape}."),
         *((held, along, x.shape != there, f"scales have shape {x.shape}, not {there}.") for x in scales),
-        *((held, size, _is_int(x) != quantized, fact.format(x.dtype)) for x in (cached_k, cached_v)),
+        *((held, size, _is_int(x) != quantized, fact.format(x.dtype)) for x in numbers),
         (held, batch, lengths.shape != q.shape[:1], f"lengths have shape {lengths.shape}, not one number per row."),
     )
     if faults := [fault(spec, spec.dims[at], fact) for spec, at, wrong, fact in checks if wrong]:
@@ -385,7 +431,7 @@ def _value(form: _CachedAttention, shapes: _Shapes, ctx: Context):
         given = {name: chains.send(name, x) for name, x in zip(form.names, operands)}
         q, lengths = given["query"], given["lengths"]
         of_heads = Given(**{name: given[name] for name in form.extras.of_heads})
-        new, cache = ([given[name] for name in names if name in given] for names in (("key", "value"), _CACHED))
+        new, cache = ([given[name] for name in names if name in given] for names in (_NEW, form.cached))
         new, cache = at.share.pick(*new), at.share.pick(*cache)
         part = shard_index(parts)
         first, first_cached = shard_index(at.query.axes[1]) * q.shape[1], part * cache[0].shape[1]
@@ -400,7 +446,7 @@ def _value(form: _CachedAttention, shapes: _Shapes, ctx: Context):
             counted = jnp.broadcast_to(part == 0, new[0].shape[:2]) if parts and not at.key.axes[1] else None
             keys, counting = positions(new[0].shape[1], first_new), of_heads._replace(mask=counted)
             terms = form.terms_of_new(counting, lengths, queries, keys, ahead)
-            found = found.merge(form.attend_new(q, *new, terms))
+            found = found.merge(form.attend_new(q, new, terms))
         found = found.with_sinks(of_heads.sinks, part == 0)
         if in_parts:
             total, values = found.relative_to(chains.send("maximum", found.top, reduce="max"))
@@ -436,7 +482,7 @@ def _moves(form: _CachedAttention, shapes: _Shapes, ctx: Context) -> dict[str, U
     there |= dict(zip(_CACHED, (at.cache, at.cache, *(scales,) * 3)))
     there |= {name: by_heads(each.spec, at.query) for name, each in form.extras.of_heads.items()}
     queries, width = shapes[0]
-    values = *queries[:3], shapes[form.names.index("cached values")][0][3]
+    values = *queries[:3], form.width or shapes[form.names.index("cached values")][0][3]
     rows, split = queries[:3], per_query.with_partial(parts)
     return {
         **{name: UnknownMove((src,), there[name], *of) for name, src, of in zip(form.names, form.inputs, shapes)},
@@ -459,14 +505,14 @@ def _whole(form: _CachedAttention, at: CachePlacement, mesh: Mapping[str, int], 
     given = dict(zip(form.names, operands))
     q, lengths = placed(given["query"], at.query), given["lengths"]
     of_heads = Given(**{name: given[name] for name in form.extras.of_heads})
-    cache = [given[name] for name in _CACHED if name in given]
+    cache = [given[name] for name in form.cached]
     queries = positions(q.shape[1])
     total = cache[0].shape[1]
     found = form.attend_cached(q, cache, of_heads, lengths, lengths[:, None] + queries, 0, total, shards(at.cache))
     if form.has_new:
-        k, v = (placed(given[name], at.key) for name in ("key", "value"))
-        terms = form.terms_of_new(of_heads, lengths, queries, positions(k.shape[1]), None)
-        found = found.merge(form.attend_new(q, k, v, terms, shards(at.key)))
+        new = [placed(given[name], at.key) for name in _NEW if name in given]
+        terms = form.terms_of_new(of_heads, lengths, queries, positions(new[0].shape[1]), None)
+        found = found.merge(form.attend_new(q, new, terms, shards(at.key)))
     found = found.with_sinks(of_heads.sinks)
     # the result is constrained too: jax 0.10.2 miscompiles it if it is moved right after the product
     return placed(found.output(q.dtype), at.query)

@@ -1,5 +1,7 @@
 """Attention to keys that are all on the device: by JAX if logits are few, otherwise by a kernel or in blocks."""
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 
@@ -54,6 +56,21 @@ def local_attention(
     return ungroup(found[:, :, :, : q.shape[1]])
 
 
+def at_one_width(
+    attend: Callable[..., tuple[jax.Array, ...]], q: jax.Array, k: jax.Array, v: jax.Array
+) -> tuple[jax.Array, ...]:
+    """Return what `attend` does, which takes one width: the narrower arrays are padded along D, and its result is cut.
+
+    Args:
+        attend: a function of queries, keys and values that returns the result [B, L, H, D] and perhaps more.
+        q, k, v: [B, L, H, D] and [B, T, K, D], with D of any width.
+    """
+    width = max(x.shape[3] for x in (q, k, v))
+    padding = (((0, 0),) * 3 + ((0, width - x.shape[3]),) for x in (q, k, v))
+    out, *others = attend(*(jnp.pad(x, each) if any(each[3]) else x for x, each in zip((q, k, v), padding)))
+    return out[..., : v.shape[3]], *others
+
+
 def _plain(q, k, v, terms: Terms, causal, scale, sinks) -> jax.Array:
     dtype = q.dtype
     if in_force.is_host() and dtype == jnp.float16:  # XLA has no such product for CPUs
@@ -105,37 +122,42 @@ def local_attended(
     causal: bool,
     scale: float,
     *scales: jax.Array,
+    width: int | None = None,
     shards: Shards = ALONE,
 ) -> Attended:
     """Attend to some of the keys, in blocks if there are many logits; return the statistics [B, L, H] too.
 
     Args:
         q, k, v, terms, causal, scale: as in `local_attention`.
-        scales: the scales [B, T, K] of int8 keys and values, and optionally `rest_scales`, as for `attend`; or empty.
+        scales: the scales of int8 keys and values, and perhaps of the keys' rest, [B, T, K], as of `attend`; or empty.
+        width: how many numbers of a key are before its rest, as of `attend`.
         shards: the shards of arrays of all devices.
     """
     blocks = _blocks(q, k.shape[1], shards, terms)
     if q.shape[1] == 1 < k.shape[1] and not causal and in_force.is_tpu():
         simple = terms.segments is None and terms.limits.reach is None and not terms.adds
         if shards == ALONE and blocks is None and simple and suits(q.shape[2], k.shape[2], bool(scales)):
-            return attend_together(q, k, v, terms.seen, scale, *scales, limits=terms.limits)
+            return attend_together(q, k, v, terms.seen, scale, *scales, width=width, limits=terms.limits)
         if q.shape[2] == k.shape[2]:
             # The TPU compiler computes a product with one row by elementwise code, which takes twice as long as reading
             # the cache: 232 µs a layer instead of 104 with two rows (libtpu 0.0.42, v4: 64 rows, 2048 keys of 128).
             two = jnp.pad(q, ((0, 0), (0, 1), (0, 0), (0, 0)))
-            found = local_attended(two, k, v, terms.with_more_queries(1), causal, scale, *scales, shards=shards)
+            terms = terms.with_more_queries(1)
+            found = local_attended(two, k, v, terms, causal, scale, *scales, width=width, shards=shards)
             return Attended(*(x[:, :1] for x in found))
     if blocks is None:
-        return _attended(q, k, v, terms, causal, scale, *scales)
-    form = Form(blocks, scale, causal)
+        return _attended(q, k, v, terms, causal, scale, *scales, width=width)
+    form = Form(blocks, scale, causal, width)
     terms = terms.with_more_queries(-q.shape[1] % blocks.queries)
     found = attended(form, _padded(group(q, k.shape[2]), blocks), k, v, terms, jnp.float32, scales)
     output, top, total = (x[:, :, :, : q.shape[1]] for x in found)
     return Attended(top, total, output * total[..., None]).by_query()
 
 
-def _attended(q, k, v, terms: Terms, causal: bool, scale: float, *scales: jax.Array) -> Attended:
-    """Compute `local_attended` with all logits in memory at once."""
+def _attended(
+    q, k, v, terms: Terms, causal: bool, scale: float, *scales: jax.Array, width: int | None = None
+) -> Attended:
+    """`local_attended` with all logits in memory at once."""
     visible = terms.visible()
     visible = None if visible is None else visible[:, None, None]
     if causal:
@@ -145,7 +167,7 @@ def _attended(q, k, v, terms: Terms, causal: bool, scale: float, *scales: jax.Ar
     bias, limits = terms.added(terms.chosen(), k.shape[2]), terms.limits
     grouped = group(q, k.shape[2])
     of_scales = dict(zip(("key_scales", "value_scales", "rest_scales"), scales))
-    return attend(grouped, k, v, visible, scale, bias=bias, limits=limits, **of_scales).by_query()
+    return attend(grouped, k, v, visible, scale, width=width, bias=bias, limits=limits, **of_scales).by_query()
 
 
 def local_gradients(

@@ -85,6 +85,7 @@ def attend(
     value_scales: jax.Array | None = None,
     rest_scales: jax.Array | None = None,
     *,
+    width: int | None = None,
     again: jax.Array | None = None,
     bias: jax.Array | None = None,
     limits: Limits = UNLIMITED,
@@ -98,14 +99,14 @@ def attend(
         scale: the factor of the logits.
         key_scales, value_scales: [B, T, K] float32 of quantized keys and values: they scale logits and probabilities,
             which are fewer than the keys.
-        rest_scales: [B, T, K] float32 scales of the last numbers of each key, beyond the width of the values;
-            `key_scales` are then for the numbers before.
+        rest_scales: likewise of the keys' last numbers; `key_scales` are then of those before.
+        width: how many numbers of a key are before those of `rest_scales`; given with them.
         again: booleans like `seen`: the keys that another part has counted already, some but not all.
         bias: float32 that broadcasts to [B, K, Q, L, T] and is added to the scaled and capped logits.
         limits: the soft cap of the scaled logits; windows are among `seen`.
     """
     scales = (None if x is None else _along_keys(x) for x in (key_scales, rest_scales))
-    logits = scaled_logits("bkqld,btkd->bkqlt", q, k.astype(q.dtype), v.shape[3], *scales) * scale
+    logits = scaled_logits("bkqld,btkd->bkqlt", q, k.astype(q.dtype), *scales, width=width, rows=2) * scale
     logits = limits.capped(logits)
     if bias is not None:
         logits += bias
@@ -126,26 +127,32 @@ def scaled_logits(
     product: str,
     q: jax.Array,
     k: jax.Array,
-    width: int,
     key_scales: jax.Array | None,
     rest_scales: jax.Array | None,
+    *,
+    width: int | None,
+    rows: int,
 ) -> jax.Array:
     """Return the products of queries and keys along D, the last dimension of both, times the scales of int8 keys.
 
     Args:
         product: an equation as for `jax.numpy.einsum`.
         q, k: queries and keys.
-        width: the number of elements of a key to which `key_scales` apply; `rest_scales` apply to the others.
-        key_scales, rest_scales: as for `attend`, in a shape that multiplies the products.
+        key_scales, rest_scales, width: as of `attend`; scales have a shape that multiplies the products.
+        rows: a dimension of queries, the same of the products, in which there are twice as many for `rest_scales`.
     """
-
-    def of(q: jax.Array, k: jax.Array, scales: jax.Array | None) -> jax.Array:
-        logits = jnp.einsum(product, q, k, preferred_element_type=jnp.float32)
-        return logits if scales is None else logits * scales
-
+    if rest_scales is not None:
+        assert width is not None, "the rest's scales come with the width before it"
+        # Each half of the queries has zeros for the other's part of a key. The TPU compiler would copy parts of keys.
+        before = jax.lax.broadcasted_iota(jnp.int32, (1,) * (q.ndim - 1) + q.shape[-1:], q.ndim - 1) < width
+        q = jnp.concatenate([jnp.where(before, q, 0), jnp.where(before, 0, q)], axis=rows)
+    logits = jnp.einsum(product, q, k, preferred_element_type=jnp.float32)
+    if key_scales is None:
+        return logits
     if rest_scales is None:
-        return of(q, k, key_scales)
-    return of(q[..., :width], k[..., :width], key_scales) + of(q[..., width:], k[..., width:], rest_scales)
+        return logits * key_scales
+    of_first, of_rest = jnp.split(logits, 2, axis=rows)
+    return of_first * key_scales + of_rest * rest_scales
 
 
 def group(q: jax.Array, key_heads: int) -> jax.Array:

@@ -245,11 +245,13 @@ def _gradient(cut: _Cut, q_shape: tuple[int, ...], shape: tuple[int, ...], dtype
 def _is_near(cut: _Cut, here: jax.Array | int, there: jax.Array | int, keys: int, devices: int) -> jax.Array | None:
     """Return whether some query of one device may see a key of the other device; None if queries see all keys.
 
-    The nearest parts of two devices are their two early chunks and their two late chunks.
+    If any query and key of two devices see each other, so do the last key of `before` and the first query of `after`,
+    for their two early or their two late parts.
     """
-    limits, part = cut.extras.limits, keys // 2
+    limits = cut.extras.limits
     if limits.reach is None:
         return None
+    part = keys // 2
     first, second = jnp.minimum(here, there), jnp.maximum(here, there)
     pairs = (first, second), (2 * devices - 1 - second, 2 * devices - 1 - first)
     early, late = ((before + 1) * part > limits.first(after * part) for before, after in pairs)

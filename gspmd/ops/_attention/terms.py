@@ -1,4 +1,4 @@
-"""The parts of attention besides products: padding, segments, causality, windows, chunks, soft caps, biases, sinks."""
+"""The terms of attention besides its products: which keys a query sees, and what caps its logits or adds to them."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -63,8 +63,8 @@ class Limits:
     chunk: int | None = None
     """A query at position p attends only to keys at positions from p - p mod chunk on."""
     displaced: bool = False
-    """Whether a token's place in the array is not its position in the text, as in zigzag order. (Among the keys before
-    a query, later places are still nearer.) Places then do not say where chunks begin, so fewer blocks are left out."""
+    """Whether tokens stand elsewhere in the array than in the text, in the same order (zigzag, or behind a cache). Then
+    a chunk may begin anywhere, and blocks are left out as for a window of its length."""
 
     @property
     def reach(self) -> int | None:

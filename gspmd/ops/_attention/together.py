@@ -29,6 +29,7 @@ def attend_together(
     value_scales: jax.Array | None = None,
     rest_scales: jax.Array | None = None,
     *,
+    width: int | None = None,
     limits: Limits = UNLIMITED,
 ) -> Attended:
     """Attend with one query of each head, as [B, 1, H].
@@ -43,7 +44,7 @@ def attend_together(
 
     Args:
         q: [B, 1, H, D].
-        k, v, scale, key_scales, value_scales, rest_scales: the arguments of `attend`.
+        k, v, scale, key_scales, value_scales, rest_scales, width: the arguments of `attend`.
         seen: [B, T] booleans; None for all.
         limits: the soft cap of the scaled logits.
     """
@@ -53,7 +54,7 @@ def attend_together(
     used, own = (jax.lax.broadcasted_iota(jnp.int32, (1, q.shape[1], key_heads, 1), at) for at in (1, 2))
     apart = jnp.where(used * key_heads // heads == own, q[:, :, None], 0)
     scales = (None if x is None else x.transpose(0, 2, 1) for x in (key_scales, rest_scales))
-    logits = scaled_logits("bhkd,btkd->bht", apart, k.astype(q.dtype), v.shape[3], *scales) * scale
+    logits = scaled_logits("bhkd,btkd->bht", apart, k.astype(q.dtype), *scales, width=width, rows=1) * scale
     logits = limits.capped(logits)
     if seen is not None:
         logits = jnp.where(seen[:, None], logits, LOW)

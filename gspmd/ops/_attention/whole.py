@@ -16,7 +16,7 @@ from gspmd.lowerings.xla.constrained import left_to_compiler
 from gspmd.ops._attention.buckets import Buckets
 from gspmd.ops._attention.heads import placed
 from gspmd.ops._attention.kernels import splash
-from gspmd.ops._attention.local import ALONE, MIXED, Shards, local_attention
+from gspmd.ops._attention.local import ALONE, MIXED, Shards, at_one_width, local_attention
 from gspmd.ops._attention.online import sink_gradient
 from gspmd.ops._attention.terms import (
     UNLIMITED,
@@ -134,9 +134,8 @@ def attention(
         2023 (arXiv 2305.13245) for shared key heads; Pope et al. 2022 (arXiv 2211.05102), section 3.3, for the layouts;
         Liu et al. 2023 (arXiv 2310.01889) for the ring; Raffel et al. 2020 (arXiv 1910.10683), section 2.1, for the
         bias; Beltagy et al. 2020 (arXiv 2004.05150), section 3.1, for the window; Meta 2025, *The Llama 4 herd*,
-        for chunks; Gemma Team 2024 (arXiv 2408.00118),
-        section 2, for the soft cap; OpenAI 2025 (arXiv 2508.10925), section 2.2, for the sinks; Press et al. 2022
-        (arXiv 2108.12409), section 3, for the slopes.
+        for chunks; Gemma Team 2024 (arXiv 2408.00118), section 2, for the soft cap; OpenAI 2025 (arXiv 2508.10925),
+        section 2.2, for the sinks; Press et al. 2022 (arXiv 2108.12409), section 3, for the slopes.
     Differs: forward-mode differentiation works under lowering "xla" only.
     """
     ctx = context()
@@ -179,11 +178,9 @@ def attention(
 
         found, _ = placed(doing, query, key, q.shape[2], k.shape[2], ctx.mesh)
         ring.check(doing, key, ctx.mesh, causal, extras.shifted, q.shape[1], k.shape[1])
-        scale, values = q.shape[3] ** -0.5 if scale is None else scale, v.shape[3]
-        q, k, v = _equally_wide(q, k, v)
-        return ring.attend(query, key, causal, scale, found, extras, compiler_chooses, ctx, q, k, v, *more)[
-            ..., :values
-        ]
+        scale = q.shape[3] ** -0.5 if scale is None else scale
+        attend = partial(ring.attend, query, key, causal, scale, found, extras, compiler_chooses, ctx)
+        return at_one_width(lambda *arrays: (attend(*arrays, *more),), q, k, v)[0]
     if compiler_chooses:
         rows, length, heads, _ = (prod(ctx.mesh.get(axis, 1) for axis in axes) for axes in query.axes)
         f = partial(_attend, extras, causal, scale, (rows, heads, length, 1))
@@ -193,15 +190,8 @@ def attention(
     core = _Core(query, key, causal, scale, extras, found, spread)
     if not _fits_kernel(core, ctx.mesh, q, k, v):
         return _core(core, ctx, q, k, v, *more)
-    scale, values = q.shape[3] ** -0.5 if scale is None else scale, v.shape[3]
-    q, k, v = _equally_wide(q, k, v)
-    return _core(replace(core, kernel=True, scale=scale), ctx, q, k, v, *more)[..., :values]
-
-
-def _equally_wide(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-    """Return queries, keys and values, with zeros added along D to those that are narrower."""
-    width = max(x.shape[3] for x in arrays)
-    return tuple(x if x.shape[3] == width else jnp.pad(x, (*((0, 0),) * 3, (0, width - x.shape[3]))) for x in arrays)
+    core = replace(core, kernel=True, scale=q.shape[3] ** -0.5 if scale is None else scale)
+    return at_one_width(lambda *arrays: (_core(core, ctx, *arrays, *more),), q, k, v)[0]
 
 
 def _position(doing: str, offset: jax.Array | int) -> jax.Array:

@@ -1,5 +1,6 @@
 """Programs that read and write a cache, by the compiler for TPUs: it copies none of it."""
 
+import re
 from importlib.util import find_spec
 from math import prod
 
@@ -11,7 +12,8 @@ import gspmd
 import gspmd_models as models
 from gspmd.audit import compile_offline, topology
 from gspmd.layouts import Layout
-from gspmd_models.decoding import Sampling, decode_loop, phases, prefill_step
+from gspmd_models.config import LatentConfig
+from gspmd_models.decoding import Sampling, decode_loop, phases, prefill_step, serving_program
 from gspmd_models.decoding.cache import abstract_cache, abstract_whole
 from gspmd_models.decoding.loop import WrittenTexts
 from gspmd_models.shapes import abstract_tokens
@@ -71,6 +73,28 @@ def test_the_decode_loop_copies_nothing_of_the_cache(machine, cache, kv_heads, r
     """With tokens before heads, [N, B, T, K, D], it would copy the whole cache where a chip has 2 heads."""
     taken, layer = temporaries("loop", machine, cache, kv_heads, room, int8=int8)
     assert taken < layer / 16
+
+
+@pytest.mark.parametrize(("machine", "heads"), [("tpu-v5p:2x2x1", 16), ("tpu-v5p:2x2x1", 64), ("tpu-v4:2x2x1", 16)])
+@pytest.mark.parametrize("cache", [None, "int8"])
+def test_a_step_over_latents_cuts_no_values_out_of_the_cache(machine, heads, cache):
+    """Values are the first numbers of the latents; an array of them alone would be a copy of most of the cache."""
+    target, layout, rank, room = topology(machine), Layout.load("megatron-1d"), 384, 2048
+    latent = LatentConfig(rank=rank, rotary=64, values=128)
+    sizes = {"embed": 256, "heads": heads, "kv_heads": heads, "head_size": 192, "feed_forward": 512, "vocabulary": 512}
+    config = models.ModelConfig(layers=4, latent=latent, **sizes)
+    mesh = target.mesh(layout.mesh_for(len(target.devices)))
+    program = serving_program(config, layout, mesh, "decode", batch=32, room=room, cache=cache)
+    with gspmd.lowering("blocking"):
+        report = compile_offline(
+            program.step, *program.arguments, topology=target, donate_argnums=(program.donated,),
+            auto_layout_argnums=(program.stored,),
+        )  # fmt: skip
+    of_layer = 32 * room * (rank + 64) * (1 if cache else 2)
+    assert report.temporary_bytes < of_layer / 2
+    shapes = {tuple(map(int, dims.split(","))) for dims in re.findall(r"[a-z0-9]+\[([0-9,]+)\]", report.hlo)}
+    assert any({room, rank + 64} <= {*shape} for shape in shapes)
+    assert not [shape for shape in shapes if {room, rank} <= {*shape}]
 
 
 @pytest.mark.parametrize(("program", "int8"), [("first chunk", False), ("next chunk", True)])
