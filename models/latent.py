@@ -96,7 +96,7 @@ class LatentAttention(Attention):
         Args:
             q: [B, L, H, D], rotated.
             latent: [B, L, Z].
-            context: of the step.
+            context: the context of the step.
             in_order: whether tokens are in the order of the text, as in a prompt, and not in that of a ring: then the
                 keys of a sequence that is sharded along L are gathered.
         """

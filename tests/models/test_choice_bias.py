@@ -45,7 +45,10 @@ def run(
     mesh=None,
     **stages,
 ):
-    """Biases [steps, layers with experts, X], and figures of every step; with a folder, each is saved and resumed from."""
+    """Biases [steps, layers with experts, X], and figures of every step.
+
+    With a folder, each step is saved and resumed from.
+    """
     layout = Layout.load(name).override(moved or {})
     sizes = mesh or layout.mesh_for(1 if name == "replicated" else 8)
     devices, types = jax.devices()[: np.prod([*sizes.values()])], (AXIS_TYPES[kind],) * len(sizes)
