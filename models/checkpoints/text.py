@@ -296,7 +296,9 @@ def byte_tokenizer(vocabulary: int = 256) -> Tokenizer:
 
 
 def keep_tokenizer(folder: Path, tokenizer: Tokenizer, checkpoint: str) -> None:
-    """Save a run's tokenizer, with config.json and generation settings, for `gspmd generate` and `gspmd export`.
+    """Save a tokenizer with a run, and the checkpoint's config.json and settings of generation.
+
+    `gspmd generate` and `gspmd export` read them.
 
     Args:
         folder: where to save them; created if needed.

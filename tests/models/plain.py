@@ -1,4 +1,4 @@
-"""The dense transformer in plain jax.numpy, on one device: the reference for every layout."""
+"""The transformer in plain jax.numpy, on one device: the reference for every layout."""
 
 import dataclasses
 
@@ -45,8 +45,9 @@ def _block(config, w, x, heads, kind):
     y = _norm(config, x, w, "attention.norm") if config.norms != "after" else x
     y = _attention(config, w, y, heads, kind)
     x = x + (_norm(config, y, w, "attention.norm_after") if config.norms != "before" else y)
-    y = _norm(config, x, w, "ffn.norm") if config.norms != "after" else x
-    y = _feed_forward(config, w, y)
+    part, layer = ("moe", _experts) if "moe.router" in w else ("ffn", _feed_forward)
+    y = _norm(config, x, w, f"{part}.norm") if config.norms != "after" else x
+    y = layer(config, w, y)
     return x + (_norm(config, y, w, "ffn.norm_after") if config.norms != "before" else y)
 
 
@@ -139,7 +140,10 @@ def _attention(config, w, y, heads, kind):
 
 
 def alibi_slopes(heads, most):
-    """The slopes of ALiBi as its paper defines them, those of half as many heads and of twice as many in between."""
+    """Return the slopes of ALiBi as its paper defines them.
+
+    For a number of heads that is no power of two, those of the next lower one, and then every second of its double.
+    """
     if heads & (heads - 1) == 0:
         return [2.0 ** (-most * (head + 1) / heads) for head in range(heads)]
     lower = 2 ** (len(bin(heads)) - 3)
@@ -160,6 +164,17 @@ def _rotate(config, x, kind):
         z = (whole[..., :half] + 1j * whole[..., half:]) * turn
         turned = jnp.concatenate([z.real, z.imag], axis=-1)
     return jnp.concatenate([turned, rest], axis=-1)
+
+
+def _experts(config, w, y):
+    """Llama 4's: the likeliest expert, whose input the gate multiplies, beside one that every token uses."""
+    scores = y @ w["moe.router"]
+    chosen = jax.nn.one_hot(jnp.argmax(scores, axis=-1), scores.shape[-1])
+    given = y * jnp.sum(jax.nn.sigmoid(scores) * chosen, axis=-1, keepdims=True)
+    h = jnp.einsum("BLE,XEF->BLXF", given, w["moe.w_in"])
+    h = h * jax.nn.silu(jnp.einsum("BLE,XEF->BLXF", given, w["moe.w_gate"]))
+    shared = (y @ w["moe.shared.w_in"] * jax.nn.silu(y @ w["moe.shared.w_gate"])) @ w["moe.shared.w_out"]
+    return jnp.einsum("BLXF,XFE,BLX->BLE", h, w["moe.w_out"], chosen) + shared
 
 
 def _feed_forward(config, w, y):

@@ -45,7 +45,7 @@ def run(
     mesh=None,
     **stages,
 ):
-    """Return biases [steps, layers with experts, X] and figures of every step.
+    """Biases [steps, layers with experts, X], and figures of every step.
 
     With a folder, each step is saved and resumed from.
     """

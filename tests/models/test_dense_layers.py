@@ -20,7 +20,7 @@ FIRST = MoEConfig(experts=8, router="top-k", every=1, dense_layers=(0,), dense_f
 
 
 def losses(model, mesh, tokens):
-    """Loss, figures and gradients of a model."""
+    """Return the loss, figures and gradients of a model."""
     with jax.set_mesh(mesh):
         ids = put(tokens, model.layout, mesh)
         run = lambda values: models.loss(models.with_arrays(model, values), ids, key=jax.random.key(3))  # noqa: E731

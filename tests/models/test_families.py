@@ -9,6 +9,7 @@ import gspmd
 import gspmd_models as models
 from gspmd.layouts import Layout
 from gspmd.layouts.rules.alternatives import singles
+from gspmd.moe import MoEConfig
 from gspmd_models.config import LatentConfig, RopeScaling
 from gspmd_models.rotary import angles_at, rotate
 from tests.models import plain
@@ -45,6 +46,10 @@ FAMILIES = {
     "llama4": {
         "layers": 4, "layer_kinds": ("chunked", "chunked", "unrotated", "chunked"), "attention_chunk": 5, "kv_heads": 2,
         "qk_norm": "rotated", "rotary_pairs": "neighbours", "query_growth": 0.6, "growth_interval": 3, "tied": False,
+        "moe": MoEConfig(
+            experts=8, router="top-k", k=1, scores="sigmoid", renormalize=False, gate_inputs=True, every=2, shared=1,
+            dense_feed_forward=96, dispatch="dropless", aux_weight=0.0,
+        ),
     },
     "latent": {"head_size": 10, "latent": LatentConfig(rank=6, query_rank=5, rotary=4, values=7), "tied": False},
     "latent of keys": {"head_size": 8, "latent": LatentConfig(rank=12, rotary=2, values=9), "attention_scale": 0.5},

@@ -22,9 +22,13 @@ from gspmd_models.finetuning.freezing import trained_paths
 from gspmd_models.finetuning.merging import merge, with_adapters
 from tests.models.conftest import put
 
+OF_FFN = ("ffn.w_in", "ffn.w_gate", "ffn.w_out")
 OF_LATENTS = tuple(key for key in TARGETS if key.endswith(("_down", "_up")))
 DENSE = tuple(key for key in TARGETS if not key.startswith(("moe", "cross")) and key not in OF_LATENTS)
 SHARED = tuple(key for key in TARGETS if not key.startswith(("ffn", "cross")) and key not in OF_LATENTS)
+FIRST_DENSE = MoEConfig(
+    experts=8, router="top-k", k=2, every=1, dense_layers=(0,), dense_feed_forward=96, dispatch="dropless", shared=1
+)
 LATENT = {"head_size": 20, "latent": LatentConfig(rank=12, query_rank=8, rotary=8, values=16)}
 EQUATIONS = {"w_q": "ner,nrhd->nehd", "w_out": "nfr,nre->nfe"}
 OPTIMIZER = OptimizerConfig(learning_rate=1e-2, warmup=0)
@@ -108,22 +112,28 @@ def test_adapters_add_partial_gradients_over_microbatches(config, make_mesh, tok
 
 
 @pytest.mark.parametrize(
-    ("preset", "lowering"),
+    ("preset", "lowering", "more", "changes"),
     [
-        ("megatron-1d", "blocking"),
-        pytest.param("weight-stationary-2d", "xla", marks=pytest.mark.slow),
-        pytest.param("zero-3", "looped", marks=pytest.mark.slow),
+        ("megatron-1d", "blocking", ("attention.w_o",), {}),
+        pytest.param("weight-stationary-2d", "xla", ("attention.w_o",), {}, marks=pytest.mark.slow),
+        pytest.param("zero-3", "looped", ("attention.w_o",), {}, marks=pytest.mark.slow),
+        pytest.param("gshard", "blocking", OF_FFN, {"layers": 3, "moe": FIRST_DENSE}, marks=pytest.mark.slow),
     ],
 )
-def test_adapters_of_latents_train_alone_as_on_one_device(config, make_mesh, tokens, preset, lowering):
-    """And merge: decoding multiplies queries by the merged w_k_up, and by the adapter's B and A, which is the same."""
-    targets = (*OF_LATENTS, "attention.w_o")
-    model, state = adapters_train(config, make_mesh, tokens, preset, lowering, 10, targets, **LATENT)
+def test_adapters_of_latents_train_alone_as_on_one_device(config, make_mesh, tokens, preset, lowering, more, changes):
+    """And merge: decoding multiplies queries by the merged w_k_up, and by the adapter's B and A, which is the same.
+
+    A DeepSeek has adapters in its first layer, which alone is dense, and in those with experts.
+    """
+    targets = (*OF_LATENTS, *more)
+    model, state = adapters_train(config, make_mesh, tokens, preset, lowering, 10, targets, **LATENT, **changes)
     adapted = models.with_arrays(model, state.params)
     merged = merge(adapted)
     values, wanted = models.arrays(merged), {path: np.asarray(x) for path, x in models.arrays(adapted).items()}
-    for name, equation in {"w_k_up": "nzr,nrhd->nzhd", "w_v_up": "nzr,nrhd->nzhd", "w_q_down": "ner,nru->neu"}.items():
-        path = f"blocks.0.attention.{name}"
+    equations = {"w_k_up": "nzr,nrhd->nzhd", "w_v_up": "nzr,nrhd->nzhd", "w_q_down": "ner,nru->neu"}
+    equations |= dict.fromkeys(("w_in", "w_gate", "w_out"), "nar,nrb->nab")
+    for path in [path for path in values if f"{path}_a" in wanted and path.rpartition(".")[2] in equations]:
+        equation = equations[path.rpartition(".")[2]]
         added = np.einsum(equation, wanted[f"{path}_a"], wanted[f"{path}_b"])
         assert np.abs(added).max() > 1e-4
         np.testing.assert_allclose(values[path], wanted[path] + 8 / 4 * added, rtol=1e-5, atol=1e-6)
@@ -158,7 +168,8 @@ def adapters_train(config, make_mesh, tokens, preset, lowering, steps, targets, 
     assert losses[-1] < losses[0] - 0.01
     moved = {path for path, value in before.items() if not np.array_equal(value, state.params[path])}
     assert moved == {path for path in before if path.endswith(("_a", "_b"))}
-    assert len(moved) == 2 * len(targets)
+    keys = {".".join(path.split(".")[-2:]) for path in moved}
+    assert keys == {f"{key}_{side}" for key in targets for side in "ab"}
     moments = [leaf for leaf in jax.tree.leaves(state.optimizer) if leaf.ndim]
     assert len(moments) == 2 * len(moved)
     return model, state

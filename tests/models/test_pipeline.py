@@ -63,11 +63,18 @@ def test_layers_before_those_that_repeat_run_on_the_first_stage(config, make_mes
     settings = config(layers=3, layer_kinds=("full", "sliding", "sliding"), sliding_window=4)
     tokens = np.random.default_rng(0).integers(0, 64, (3, 8, 17)).astype(np.int32)
     wanted, *_ = losses(settings, "replicated", make_mesh({"x": 1, "y": 1, "z": 1}), tokens)
-    found, ledger, plan = losses(settings, "pipeline", make_mesh({"p": 2, "x": 2, "y": 1, "z": 1}), tokens, 2)
+    mesh = make_mesh({"p": 2, "x": 2, "y": 1, "z": 1})
+    found, ledger, plan = losses(settings, "pipeline", mesh, tokens, 2)
     np.testing.assert_allclose(found, wanted, atol=1e-4)
     assert ledger.compare(plan).agrees
-    over_stages = {count for (kind, axes), (count, _) in ledger.by_kind_and_axes().items() if axes == ("p",)}
-    assert over_stages, "nothing went from stage to stage"
+    specs = models.parameter_specs(settings, Layout.load("pipeline"))
+    axes = {path: spec.axes_of("N") for path, (spec, _) in specs.items() if path.startswith("blocks.")}
+    assert {axes[path] for path in axes if path.startswith("blocks.0.")} == {()}
+    assert {axes[path] for path in axes if path.startswith("blocks.1.")} == {("p",)}
+    # The first layer sends nothing from stage to stage: as much goes there as without it.
+    _, without, _ = losses(config(layers=2, sliding_window=4), "pipeline", mesh, tokens[:1], 2)
+    sent, of_two = (each.by_kind_and_axes()["collective-permute", ("p",)] for each in (ledger, without))
+    assert sent == of_two
 
 
 def test_what_does_not_go_through_stages(config, make_mesh, tokens):

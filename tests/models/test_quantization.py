@@ -21,6 +21,7 @@ SWITCH = MoEConfig(experts=8, router="top-k", k=2, shared=1, every=2)
 DROPLESS = replace(SWITCH, dispatch="dropless", every=1, shared=0)
 LATENT = {"kv_heads": 8, "head_size": 20, "latent": LatentConfig(rank=12, query_rank=8, rotary=8, values=16)}
 STRAIGHT = LATENT | {"latent": LatentConfig(rank=12, rotary=8, values=16)}
+LED = LATENT | {"layers": 3, "moe": replace(DROPLESS, shared=1, dense_layers=(0,), dense_feed_forward=96)}
 BIASES = {"qkv_bias": True, "out_bias": True, "ffn_bias": True, "output_bias": True}
 TOKENS = np.random.default_rng(0).integers(0, 64, (ROWS, LENGTH)).astype(np.int32)
 
@@ -176,6 +177,7 @@ def test_weights_cross_the_wire_as_int8(config, make_mesh):
 READS = [
     ("weight-stationary-2d", "weight-gathered-xyz", {"block": "parallel", "kv_heads": 1}),
     ("weight-stationary-2d", "weight-gathered-xyz", LATENT),
+    pytest.param("weight-stationary-2d", "weight-gathered-xyz", LED, marks=SLOW),
     pytest.param("megatron-1d", "megatron-1d", STRAIGHT, marks=SLOW),
     pytest.param("weight-stationary-1d", "weight-gathered-x", LATENT | {"tied": False}, marks=SLOW),
 ]

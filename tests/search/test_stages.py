@@ -350,12 +350,21 @@ def test_the_table_says_what_fits(pipelines):
     assert all(name in text for name in ("microbatches", "bubble", "20%", "yes", "no"))
 
 
+GEMMA_3 = (*["sliding"] * 5, "full")
+
+
 @pytest.mark.parametrize(
     ("config", "stages", "side", "told"),
     [
         (DENSE, 3, (), "cannot split 4 stacked layers into 3 stages"),
         (ROUTED, 2, ("x",), "cannot search stages of this model: it has experts and pipelines side by side"),
         (replace(ROUTED, moe=replace(ROUTED.moe, groups=4)), 2, (), "model: it has experts and 4 groups of tokens"),
+        (
+            replace(DENSE, layers=14, layer_kinds=(*GEMMA_3, *GEMMA_3, "sliding", "sliding"), sliding_window=4),
+            2,
+            (),
+            "model: its first layers are not among those that repeat",
+        ),
         (replace(DENSE, lora=LoraConfig(4)), 2, (), "model: some of its parameters are frozen"),
     ],
 )

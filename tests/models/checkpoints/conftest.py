@@ -47,8 +47,10 @@ def _correct(library: ModuleType) -> None:
 
 
 def mpt_biases(self: Any, heads: int, length: int, device: Any = None) -> Any:
-    """Return the biases of an MPT by its own `alibi_bias_max`, instead of which transformers 5 takes 8 (see
-    `test_transformers_has_one_exponent_for_all_mpts`)."""
+    """Return the biases of an MPT by its own `alibi_bias_max`.
+
+    Instead of it, transformers 5 takes 8 (`test_transformers_has_one_exponent_for_all_mpts`).
+    """
     module = importlib.import_module("transformers.models.mpt.modeling_mpt")
     return module.build_mpt_alibi_tensor(heads, length, self.config.attn_config.alibi_bias_max, device)
 

@@ -13,7 +13,7 @@ COUNTED = "num_nextn_predict_layers"
 
 
 def published(folder, into, modules, *, left_out="", **entries):
-    """A file of a small model with modules as DeepSeek and Z.ai publish them: a layer each, with tensors of its own."""
+    """Write a small model with modules as DeepSeek and Z.ai publish them: a layer each, with tensors of its own."""
     shutil.copytree(folder, into)
     tensors, config = load_file(into / "model.safetensors"), json.loads((into / "config.json").read_text())
     layers = config["num_hidden_layers"]

@@ -52,13 +52,13 @@ def off(got, wanted):
 
 #: Cases whose logits lose more, by weights and by the cache: three layers, and scores that the yarn scaling multiplies.
 #: The same errors with random signs take 2.7 to 3.1%, and 1.2 to 1.4%.
-SENSITIVE = {"deepseek-v3": (0.04, 0.02)}
+SENSITIVE = {"deepseek-v3": (0.035, 0.016)}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_int8_weights_are_near_float32_and_an_int8_cache_is_near_those(name, reference, placing, chosen):
-    """Weights within 2.5%, the cache within 1% more, at the one size of weights that `reference` draws.
+    """Weights within 2.5%, the cache within 1% more, or as `SENSITIVE` says, at the size of weights of `reference`.
 
     Of experts those tokens count that go where they went, as do all before them: another expert is another token.
     """
@@ -82,9 +82,6 @@ def test_int8_weights_are_near_float32_and_an_int8_cache_is_near_those(name, ref
     assert off(logits[2][cache], logits[1][cache]) < of_cache
 
 
-ROWS, LENGTH = 16, 16  # with longer rows few tokens would be compared: one that goes elsewhere takes the rest along
-
-
 def drawn(shapes, std, seed):
     """Normal weights by path, those of norms around 1."""
     draw = np.random.default_rng(seed).standard_normal
@@ -104,14 +101,16 @@ def test_int8_weights_do_to_logits_what_errors_of_their_size_do(name, placing, c
     layout, mesh = placing("replicated")
     config = model_config(tmp_path)
     model = models.build(config, layout, mesh, jax.random.key(0))
-    ids = np.random.default_rng(1).integers(0, config.vocabulary, (ROWS, LENGTH)).astype(np.int32)
+    # With longer rows few tokens would be compared: one that goes to another expert takes the rest along.
+    rows, length = (16, 16) if config.moe else (8, 32)
+    ids = np.random.default_rng(1).integers(0, config.vocabulary, (rows, length)).astype(np.int32)
     program, put = jax.jit(lambda weights: models.with_arrays(model, weights)(ids)[0]), models.arrays(model)
 
     def run(weights):
         """Logits [B, L, V], and whether every token up to each goes where it goes in `exact`."""
         logits = np.asarray(program({path: jax.device_put(x, put[path].sharding) for path, x in weights.items()}))
         jax.effects_barrier()
-        routes = np.stack(chosen).reshape(-1, ROWS, LENGTH, config.moe.choices) if chosen else np.zeros((1, ROWS, 1, 1))
+        routes = np.stack(chosen).reshape(-1, rows, length, config.moe.choices) if chosen else np.zeros((1, rows, 1, 1))
         chosen.clear()
         return logits, np.sort(routes)
 

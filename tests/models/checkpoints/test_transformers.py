@@ -108,7 +108,7 @@ def test_logits_and_greedy_text_are_those_of_transformers_in_any_layout(name, re
 
 
 def _with_images(transformers, name: str):
-    """A small model of texts and images by transformers, and the sizes of its text part."""
+    """Return a small model of texts and images by transformers."""
     seen = {"hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 2, "num_attention_heads": 2}
     sizes = {key: value for key, value in CASES["mistral"][1].items() if key != "sliding_window"}
     if name == "Llava":

@@ -107,7 +107,7 @@ def test_latent_attention_takes_every_scaling_of_its_rotated_part():
 
 
 def read_one_by_one(model, mesh, tokens, *, int8):
-    """Logits [L, B, V] of tokens that are read one by one, and the cache after them."""
+    """Return logits [L, B, V] of tokens that are read one by one, and the cache after them."""
     rows, length = tokens.shape
     empty = empty_cache(model.config, model.layout, mesh, rows, length, "float32", int8=int8)
     decode = decode_step(model)
