@@ -5,7 +5,7 @@ from html import escape
 from itertools import pairwise
 from typing import Any
 
-from gspmd.display.theme import FONT, themed
+from gspmd.display.theme import FONT, TERMINAL, themed
 
 _ROOT = ".gspmd-printed"
 
@@ -18,12 +18,7 @@ _COLORED: tuple[tuple[str, str, str], ...] = (
     ("th,td", "border-color", "faint"),
     ("tr.total td", "border-top-color", "rule"),
     (".dim", "color", "soft"),
-    (".cyan", "color", "all-gather"),
-    (".magenta", "color", "reduce-scatter"),
-    (".red", "color", "all-reduce"),
-    (".yellow", "color", "all-to-all"),
-    (".blue", "color", "collective-permute"),
-    (".green", "color", "slice"),
+    *((f".{name}", "color", kind) for kind, name in TERMINAL.items()),
 )
 _NAMES = {selector[1:] for selector, *_ in _COLORED if selector.startswith(".")} | {"bold"}
 _SHAPES = """\

@@ -27,6 +27,13 @@ SIZES = {"title": 13.5, "small": 10.5, "tiny": 8.5}
 """Font sizes of texts in other classes."""
 
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute", "slice", "einsum")
+TERMINAL = {
+    "all-gather": "cyan", "reduce-scatter": "magenta", "all-reduce": "red", "all-to-all": "yellow",
+    "collective-permute": "blue", "slice": "green", "einsum": "white",
+}  # fmt: skip
+"""The color of each kind of step on a terminal."""
+WORK = {"other": "rule", "copy": "slice"}
+"""Other work of a device, and the color of a theme that it takes."""
 FONT = "system-ui,-apple-system,'Segoe UI',Roboto,'Helvetica Neue',Arial,sans-serif"
 
 BLOCKS = ("#0072b2", "#f0e442", "#d55e00", "#229c6f", "#41b7ee", "#cd79a9", "#f2b154", "#5a1547")
@@ -67,7 +74,7 @@ _COLORED: tuple[tuple[str, str, str], ...] = (
     (".ink", "fill", "ink"),
     (".soft", "fill", "soft"),
     (".inverse", "fill", "ground"),
-    (".other", "fill", "rule"),
+    *((f".{name}", "fill", color) for name, color in WORK.items()),
     *((f".{kind}", "fill", kind) for kind in KINDS),
 )
 _SHAPES = """\

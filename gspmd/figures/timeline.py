@@ -76,7 +76,6 @@ _WIDE, _ROW, _GAP, _APART, _MOST = 460.0, 22.0, 6.0, 12.0, 8
 """Width of the time axis, height of a row, space between rows and between columns, and the most parts in the list."""
 _FINEST = 0.5
 """Bars closer than this are drawn as one, so that a program of ten thousand instructions is a small picture."""
-_CLASSES = {"other": "other", "copy": "slice"}
 
 
 def timeline_figure(timeline: TimelineLike, plain: Text = "") -> Figure:
@@ -109,9 +108,8 @@ def timeline_figure(timeline: TimelineLike, plain: Text = "") -> Figure:
     shown = [(part, f"{part.category} {axes_text(part.axes)}".strip()) for part in timeline.parts[:_MOST]]
     amounts = 16 + max((width_in("", named) for _, named in shown), default=0.0) + _APART
     for part, named in shown:
-        kind = _CLASSES.get(part.category, part.category)
         exposed = f", {amount_of_seconds(part.exposed)} of it exposed" if part.axes else ""
-        canvas.rect(0, y - 8, 10, 10, kind, rx=2)
+        canvas.rect(0, y - 8, 10, 10, part.category, rx=2)
         canvas.text(16, y + 1, named, "ink")
         canvas.text(amounts, y + 1, f"{amount_of_seconds(part.seconds)}{exposed}", "soft")
         y += 17
@@ -134,10 +132,9 @@ def _draw_row(canvas: Canvas, left: float, y: float, placed: Sequence[tuple[Span
         on_chip = span.rows in (("compute",), ("memory",))
         waits = span.seconds if on_chip else min(span.exposed, span.seconds)
         middle = span.start + span.seconds - waits  # The device waits last.
-        kind = _CLASSES.get(span.category, span.category)
         for start, stop, hidden in ((span.start, middle, True), (middle, span.start + span.seconds, False)):
             if stop > start:
-                parts.setdefault((lane, kind, hidden), []).append((start * scale, stop * scale))
+                parts.setdefault((lane, span.category, hidden), []).append((start * scale, stop * scale))
     high = (_ROW - 4) / lanes
     for (lane, kind, hidden), pieces in parts.items():
         top, thick = y + 2 + lane * high, max(0.5, high - (1 if high > 3 else 0))

@@ -9,6 +9,7 @@ from rich.text import Text
 
 from gspmd.annotate.equation import Equation
 from gspmd.display.console import columns, printable
+from gspmd.display.theme import TERMINAL
 from gspmd.display.units import amount_of_bytes, amount_of_seconds, axes_text
 from gspmd.figures.plan import plan_figure, setting, totals
 from gspmd.hardware.chips import Chip
@@ -19,15 +20,6 @@ from gspmd.planner.steps import Routine, Step, Tensor
 if TYPE_CHECKING:
     from gspmd.figures.figure import Figure
 
-COLORS = {
-    "all-gather": "cyan",
-    "reduce-scatter": "magenta",
-    "all-reduce": "red",
-    "all-to-all": "yellow",
-    "collective-permute": "blue",
-    "slice": "green",
-    "einsum": "white",
-}
 _INDENT = "  "
 _BREAKS = ((), (1,), (1, 3), (1, 2, 3))  # the cells of a step before which a line is broken, the fewest first
 
@@ -109,7 +101,7 @@ def as_html(plan: PlanFigures) -> str:
     rows = [
         (
             " · ".join(map(spec_html, step.sources)),
-            f'<span class="{COLORS[step.kind]}">{escape(step.name)}</span>',
+            f'<span class="{TERMINAL[step.kind]}">{escape(step.name)}</span>',
             spec_html(step.after),
             step.amount,
             amount_of_seconds(step.seconds),
@@ -169,7 +161,7 @@ def _steps(steps: tuple[Step, ...], width: int | None) -> list[Text]:
     source, name, after, amount, time = (max(map(len, column)) for column in zip(*rows))
     cells = []
     for step, row in zip(steps, rows):
-        arrow = Text(f"── {row[1]} {'─' * (name - len(row[1]))}─▶", style=COLORS[step.kind])
+        arrow = Text(f"── {row[1]} {'─' * (name - len(row[1]))}─▶", style=TERMINAL[step.kind])
         figures = Text(f"{row[3].rjust(amount)}  {row[4].rjust(time)}")
         cells.append((Text(row[0].ljust(source)), arrow, Text(row[2].ljust(after)), figures))
     drawn = ([part for row in cells for part in _broken(row, breaks)] for breaks in _BREAKS)

@@ -12,10 +12,10 @@ from rich.text import Text
 from gspmd.display.plain import printable
 from gspmd.display.printed import Printed
 from gspmd.display.tables import Column, Sheet, counted
+from gspmd.display.theme import TERMINAL
 from gspmd.display.units import amount_of_bytes, amount_of_flops, amount_of_seconds, axes_text
 from gspmd.hardware.chips import Chip
 from gspmd.hardware.links import network_bytes, sharing_node
-from gspmd.planner.drawing import COLORS
 from gspmd.planner.plan import Plan
 from gspmd.planner.spans import ring_gather, ring_scatter
 from gspmd.planner.steps import Step
@@ -141,7 +141,7 @@ class ProgramPlan(Printed):
         sheet = Sheet("planned collectives, per device", _COLUMNS)
         rows = sorted(self.by_kind_and_axes().items(), key=lambda row: -row[1][1])
         for (kind, axes), (count, sent) in rows:
-            sheet.add(f"[{COLORS[kind]}]{kind}[/]", axes_text(axes), str(count), amount_of_bytes(sent))
+            sheet.add(f"[{TERMINAL[kind]}]{kind}[/]", axes_text(axes), str(count), amount_of_bytes(sent))
         total = sum(count for _, (count, _) in rows)
         sheet.add("all", "", str(total), amount_of_bytes(self.wire_bytes), total=True)
         return sheet

@@ -10,8 +10,8 @@ from gspmd.audit.ledgers.entries import Entry
 from gspmd.display.plain import printable
 from gspmd.display.printed import Printed
 from gspmd.display.tables import Column, Sheet, counted
+from gspmd.display.theme import TERMINAL
 from gspmd.display.units import amount_of_bytes, amount_of_flops, axes_text
-from gspmd.planner.drawing import COLORS
 
 _Key = tuple[str, tuple[str, ...], str]
 
@@ -58,7 +58,7 @@ class Difference(Printed):
         for row in self.rows:
             amounts = [f"{n} × {amount_of_bytes(sent / n)}" if n else "none" for n, sent in (row.before, row.after)]
             told = _change(row.before[1], row.after[1])
-            sheet.add(f"[{COLORS[row.kind]}]{row.kind}[/]", axes_text(row.axes), row.dtype, *amounts, told)
+            sheet.add(f"[{TERMINAL[row.kind]}]{row.kind}[/]", axes_text(row.axes), row.dtype, *amounts, told)
         for what, (before, after), amount in (
             ("all sent", self.wire_bytes, amount_of_bytes),
             ("matrix products", self.flops, amount_of_flops),

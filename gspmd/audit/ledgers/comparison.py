@@ -15,8 +15,8 @@ from gspmd.audit.ledgers.verdicts import VERDICTS, ComparedStep, rows
 from gspmd.display.plain import printable
 from gspmd.display.printed import Printed
 from gspmd.display.tables import Column, Sheet, counted
+from gspmd.display.theme import TERMINAL
 from gspmd.display.units import amount_of_bytes, axes_text
-from gspmd.planner.drawing import COLORS
 from gspmd.tracing.program_plan import ProgramPlan
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class Comparison(Printed):
         sheet = Sheet("planned and compiled, bytes sent per device", _TOTALS)
         for (kind, axes), (planned, compiled) in sorted(self.totals.items(), key=lambda row: -max(row[1])):
             figures = amount_of_bytes(planned), amount_of_bytes(compiled)
-            sheet.add(f"[{COLORS[kind]}]{kind}[/]", axes_text(axes), *figures, _ratio(planned, compiled))
+            sheet.add(f"[{TERMINAL[kind]}]{kind}[/]", axes_text(axes), *figures, _ratio(planned, compiled))
         sheet.add("all", "", *map(amount_of_bytes, self._sums), _ratio(*self._sums), total=True)
         return sheet
 
@@ -75,7 +75,7 @@ class Comparison(Printed):
             told = f"{row.verdict}: {row.how}" if row.how else row.verdict
             amounts = [f"{n} × {amount_of_bytes(sent / n)}" if n else "none" for n, sent in (row.planned, row.compiled)]
             by = escape(asked_for_by(row.equation, row.step, row.source))
-            sheet.add(told, f"[{COLORS[row.kind]}]{row.kind}[/]", axes_text(row.axes), *amounts, by)
+            sheet.add(told, f"[{TERMINAL[row.kind]}]{row.kind}[/]", axes_text(row.axes), *amounts, by)
         return sheet
 
     def figure(self) -> "Figure":

@@ -18,8 +18,8 @@ from gspmd.audit.ledgers.slices import by_bytes
 from gspmd.display.plain import printable
 from gspmd.display.printed import Printed
 from gspmd.display.tables import Column, Sheet, counted
+from gspmd.display.theme import TERMINAL
 from gspmd.display.units import amount_of_bytes, amount_of_flops, axes_text
-from gspmd.planner.drawing import COLORS
 from gspmd.planner.plan import Plan
 from gspmd.tracing.program_plan import ProgramPlan, of_equation
 
@@ -82,7 +82,7 @@ class Ledger(Printed):
         """Return the collectives as a rich table, equal ones in one row, most bytes first."""
         sheet = Sheet(f"ledger of {self._named}: what one of {prod(self.mesh.values())} devices sends", _COLUMNS)
         for entry, count, sent in self._rows():
-            kind = f"[{COLORS[entry.kind]}]{entry.kind}[/]"
+            kind = f"[{TERMINAL[entry.kind]}]{entry.kind}[/]"
             how = "async" if entry.asynchronous else ""
             figures = (axes_text(entry.axes), entry.dtype, how, str(count), amount_of_bytes(sent))
             sheet.add(kind, *figures, escape(asked_for_by(entry.equation, entry.step, entry.source)))

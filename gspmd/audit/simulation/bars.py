@@ -5,22 +5,14 @@ from functools import lru_cache
 from typing import Any
 
 from gspmd.audit.simulation.machine import Span
+from gspmd.display.theme import KINDS, LIGHT, WORK
 from gspmd.display.units import axes_text
 
-PALETTE = {
-    "einsum": "#5b6b7f",
-    "other": "#b4bfcc",
-    "all-gather": "#56b4e9",
-    "reduce-scatter": "#cc79a7",
-    "all-reduce": "#d55e00",
-    "all-to-all": "#e69f00",
-    "collective-permute": "#0072b2",
-    "copy": "#009e73",
-}
-"""The hues of a printed plan (`gspmd.planner.drawing.COLORS`), in the tones of Okabe and Ito (*Color Universal Design*,
-2008), which color-blind readers can tell apart."""
+_CATEGORIES = dict.fromkeys(("einsum", "other", *KINDS, "copy"))
+PALETTE = {name: LIGHT[WORK.get(name, name)] for name in _CATEGORIES if name != "slice"}
+"""The colors of figures (`gspmd.display.theme`), in the order of a legend. Compiled slices are copies."""
 
-INK, FAINT = "#27313d", "#8b96a3"
+INK, FAINT = LIGHT["ink"], LIGHT["rule"]
 WIDTH, LANE = 12.0, 0.13
 """Inches of the figure, and of a lane of a row with many lanes."""
 HEIGHT, ROW = 0.66, 0.55

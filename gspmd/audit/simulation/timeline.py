@@ -13,9 +13,9 @@ from gspmd.audit.simulation.machine import Span
 from gspmd.display.plain import printable
 from gspmd.display.printed import Printed
 from gspmd.display.tables import Column, Sheet
+from gspmd.display.theme import TERMINAL
 from gspmd.display.units import amount_of_seconds, axes_text
 from gspmd.hardware.chips import Chip
-from gspmd.planner.drawing import COLORS
 
 if TYPE_CHECKING:
     from gspmd.figures.figure import Figure
@@ -123,7 +123,7 @@ class Timeline(Printed):
         title = f"timeline of {self.name or 'a program'}: one of {chips}, {mesh}"
         sheet = Sheet(title, _COLUMNS)
         for part in self.parts:
-            sheet.add(f"[{COLORS.get(part.category, 'default')}]{part.category}[/]", *_figures(part))
+            sheet.add(f"[{TERMINAL.get(part.category, 'default')}]{part.category}[/]", *_figures(part))
         if self.launch_seconds:
             sheet.add("waiting for the host to launch", "", "", "", amount(self.launch_seconds), "")
         sheet.add("step", "", "", "", *_amounts(self.step_seconds, self.exposed_seconds), total=True)

@@ -322,7 +322,7 @@ class BestFirstSearch:
         if first is None:
             return None
         best = every[first[-1]]
-        best.answer = best.so_far
+        best.answer, best.outcome = best.so_far, "solved"
         assert best.answer is not None
         bound = min(max(each.free.seconds, each.answer.bound if each.answer else 0.0) for each in every)
         return SearchResult(best, best.answer, tuple(every), bound, 0.0, tuple(self.ranges), complete=False)

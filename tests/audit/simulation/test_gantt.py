@@ -10,8 +10,8 @@ from matplotlib.colors import to_hex
 from gspmd.audit import gantt, hlo, timeline
 from gspmd.audit.simulation.bars import ink_on, pale_of
 from gspmd.audit.simulation.machine import Span
+from gspmd.display.theme import TERMINAL
 from gspmd.hardware.chips import CHIPS
-from gspmd.planner.drawing import COLORS
 from tests.audit.simulation.drawn import drawn
 
 
@@ -95,7 +95,7 @@ def test_the_legend_names_what_is_drawn_and_no_more(axes):
 
 def test_every_kind_of_collective_has_a_color_of_its_own():
     assert len(set(gantt.PALETTE.values())) == len(gantt.PALETTE)
-    assert set(COLORS) - {"slice"} <= set(gantt.PALETTE)
+    assert set(TERMINAL) - {"slice"} <= set(gantt.PALETTE)
 
 
 def test_loops_in_loops_are_marked_above_one_another():
