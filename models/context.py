@@ -218,7 +218,7 @@ def token_positions(layout: Layout, length: int, segments: jax.Array | None) -> 
 
 
 def in_both(layout: Layout, x: jax.Array, query: Spec, key: Spec) -> Pair:
-    """Return `along_text` for queries and for keys: one and the same array if they are placed alike, for TPU kernels."""
+    """Return `along_text` for queries and for keys: the same array twice if both are placed alike."""
     of_query = along_text(layout, x, query)
     return of_query, of_query if query.axes[:2] == key.axes[:2] else along_text(layout, x, key)
 

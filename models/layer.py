@@ -81,7 +81,7 @@ class Layer(nnx.Module):
         return x if self.config.norms == "after" else self.normed(where, x)
 
     def normed_after(self, where: str, x: jax.Array) -> jax.Array:
-        """Return what a part of a block adds to the stream: its output, normalised unless norms come only before parts."""
+        """Return the output of a part of a block for the stream, normalised unless norms come only before parts."""
         return x if self.config.norms == "before" else self.normed(where, x, "norm_after")
 
     def adapted(self, names: str, product: jax.Array, x: jax.Array) -> jax.Array:

@@ -84,7 +84,7 @@ class StagePrices:
         return table
 
     def held(self, stage: LayerRange, layers: int, waiting: int) -> float:
-        """Return the bytes of a stage that keeps `waiting` inputs; first and last stages hold embedding and output too."""
+        """Return the bytes of a stage that keeps `waiting` inputs; first and last stage also hold the ends."""
         ends = self.ends_bytes * (stage.first == 0 or stage.last == layers - 1)
         return (stage.last - stage.first + 1) * self.layer_bytes + ends + waiting * self.input_bytes
 
