@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 from gspmd.annotate import Spec
 
 Initialiser = Callable[[jax.Array, tuple[int, ...]], jax.Array]
-"""A function from a random key and a shape to float32 values, such as those of `jax.nn.initializers`."""
+"""A function from a random key and a shape to float32 values, such as the functions of `jax.nn.initializers`."""
 
 
 @dataclass(frozen=True)

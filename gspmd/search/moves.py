@@ -137,7 +137,7 @@ class MoveCosts:
         return seconds, leaving
 
     def _first_steps(self, sources: np.ndarray, places: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return [placement, place]: target of the first step to a place, or -1; its seconds; if it may leave a loop."""
+        """Return [placement, place] arrays: the first step's target, or -1; its seconds; if it may leave a loop."""
         onward = np.full((len(self.paths.nodes), len(places)), -1)
         took, leaves = np.zeros(onward.shape), np.zeros(onward.shape, bool)
         meaning = self.paths.graph.meaning

@@ -44,7 +44,7 @@ class Comparison(Printed):
 
     @property
     def differing(self) -> tuple[ComparedStep, ...]:
-        """The rows that are not as planned."""
+        """The rows whose verdict is not `"as planned"`."""
         return tuple(row for row in self.rows if row.verdict != "as planned")
 
     def __getitem__(self, verdict: str) -> tuple[ComparedStep, ...]:
@@ -63,7 +63,7 @@ class Comparison(Printed):
         return sheet
 
     def steps_table(self, verdicts: Sequence[str] = VERDICTS[1:]) -> Sheet:
-        """Return the steps with some verdicts, by default all that differ from the plan; equal steps in one row."""
+        """Return a table of the steps with some verdicts, by default all that differ; equal steps share a row."""
         sheet = Sheet("step by step, where they differ", _STEPS)
         for row in _added_up(row for verdict in verdicts for row in self[verdict]):
             told = f"{row.verdict}: {row.how}" if row.how else row.verdict
@@ -127,7 +127,7 @@ _STEPS = (
 
 
 def _added_up(rows: Iterable[ComparedStep]) -> Iterator[ComparedStep]:
-    """Yield rows, with the figures of those that are otherwise equal added up."""
+    """Yield rows, adding up the figures of rows that are otherwise equal."""
     alike: dict[ComparedStep, list[ComparedStep]] = defaultdict(list)
     for row in rows:
         alike[replace(row, planned=(0, 0), compiled=(0, 0))].append(row)

@@ -152,7 +152,7 @@ class ReceivedRows:
         return _gathered(y, jnp.where(at[None] < ends[:, -1:], place, len(self.counts) * self.capacity).reshape(-1))
 
     def origin(self) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-        """Return for each sorted row its local group, its expert, its position in their queue, and whether it is used."""
+        """Return for each sorted row its local group, its expert, its position in their queue, and if it is used."""
         groups, experts = self.counts.shape
         runs = self.counts.T.reshape(-1)
         at = jnp.arange(groups * self.capacity, dtype=jnp.int32)
