@@ -28,12 +28,8 @@ COLORS = {
     "einsum": "white",
 }
 _INDENT = "  "
-_BREAKS = (
-    (),
-    (1,),
-    (1, 3),
-    (1, 2, 3),
-)  # the cells of a step before which a line may be broken, beginning with the fewest breaks
+# The cells of a step before which a line may be broken, beginning with the fewest breaks.
+_BREAKS = ((), (1,), (1, 3), (1, 2, 3))
 
 
 class PlanFigures(Protocol):

@@ -82,7 +82,7 @@ def _common_operand(routine: Routine) -> int | None:
 
 
 def _sides(routine: Routine, output: int) -> list[tuple[int, int | None]]:
-    """Return, for each product with an output's cotangent, the move that it differentiates and the other, which it reads."""
+    """Return, for each product with an output's cotangent, the move that it differentiates and the other one."""
     sides = []
     for p in routine.outputs[output].products:
         product = routine.products[p]

@@ -99,7 +99,7 @@ class _Pool:
                 self._alike[entry.kind, frozenset(entry.axes), each].append(number)
 
     def take(self, ways: Iterator[Sequence[Part]], count: int, name: tuple[str, str]) -> list[Entry]:
-        """Take `count` executions of each part of the first way whose parts are all there; none if there is no such way."""
+        """Take `count` executions of each part of the first way whose parts are all there; none if there is no way."""
         for parts in ways:
             found = [(number, runs) for part in parts for number, runs in self._find(part, count, name)]
             if sum(runs for _, runs in found) == count * len(parts):

@@ -24,10 +24,8 @@ _SMALLER = "a smaller batch or length, or a layout that shards it; in training, 
 KEPT = 64
 """Number of buffers that a report keeps; it prints the largest five, if the program does not fit."""
 
-_STARTS = (
-    "-start",
-    "-update",
-)  # The results of these starts include the operands; the matching -done has only the result.
+# The results of these include the operands; the matching -done has only the result.
+_STARTS = ("-start", "-update")
 _LAYOUT = re.compile(r"([a-z]\w*)\[([\d,<=]*)\](?:\{([\d,]*)(?::((?:T\([\d,]+\)(?:\([\d,]+\))*)?)([^}]*))?\})?")
 
 
