@@ -34,7 +34,7 @@ class Layout(LayoutTable):
 
     Attributes:
       name: the preset's name, or the path of the file.
-      axes: the mesh axes that it uses.
+      axes: the mesh axes that the layout uses.
       factor: the mesh axes over which devices are factored (see `mesh_for`).
       table: a mapping from key to spec, `"ffn.w_in"` to `"E_xF_yz"`, or to alternatives, a tuple of specs.
       overrides: a mapping from section (`gradients`, `optimizer`, `cache`, `prefill`, `decode`) to such a table.
@@ -115,7 +115,7 @@ class Layout(LayoutTable):
     def phase(self, name: str) -> "Layout":
         """Return the layout of a phase: reading a prompt (`"prefill"`) or generating tokens (`"decode"`).
 
-        Without a section of that name, it is the same layout.
+        Without a section of that name, the layout itself is returned.
 
         >>> Layout.load("zero-3").override({"decode.ffn.hidden": "BLF"}).phase("decode")["ffn.hidden"]
         'BLF'
@@ -125,9 +125,9 @@ class Layout(LayoutTable):
         return replace(self, table={**self.table, **self.overrides.get(name, {})}, serves=name)
 
     def stack(self, name: str) -> "Layout":
-        """Return the layout of a stack of blocks beside the decoder's: that of the encoder (`"encoder"`).
+        """Return the layout of a stack of blocks other than the decoder: of the encoder (`"encoder"`).
 
-        Without a section of that name, it has the same lines.
+        Without a section of that name, both stacks have the same lines.
 
         >>> Layout.load("megatron-1d").override({"encoder.ffn.w_in": "EF"}).stack("encoder")["ffn.w_in"]
         'EF'
@@ -150,7 +150,7 @@ class Layout(LayoutTable):
     def stored_as(self, other: "Layout") -> "Layout":
         """Return this layout with parameters and cache sharded and padded as in `other`.
 
-        So one set of stored weights serves both layouts: this layout's equations move the weights as they need.
+        So one set of stored weights serves both layouts: this layout's equations move the weights when they use them.
 
         Raises:
           LayoutError: the two layouts have different mesh axes.
@@ -163,7 +163,7 @@ class Layout(LayoutTable):
         return replace(self.override(stored_specs(self, other)), padding=other.padding)
 
     def one_position(self) -> "Layout":
-        """Return this layout for one position of every sequence: L has size 1 and is whole in every activation.
+        """Return this layout for one position of every sequence: L has size 1 and is unsharded in every activation.
 
         >>> Layout.load("megatron-1d").override({"ffn.residual": "B_xL_yzE"}).one_position()["ffn.residual"]
         'B_xLE'
@@ -318,8 +318,8 @@ class Layout(LayoutTable):
 
         Args:
           sizes: size of each dimension by letter; dimensions without a size are assumed to divide. The number of token
-            groups G is that of sequences B unless given. The [moe] section is required only if X is given. M is the
-            number of microbatches of a training step: the mesh has to divide the batch of each.
+              groups G is the number of sequences B unless given. The [moe] section is required only if X is given. M is
+              the number of microbatches of a training step: the mesh has to divide the batch of each microbatch.
           mesh: mesh axis sizes by name, or a `jax.sharding.Mesh`; None checks only the table.
           dropless: whether the model's experts have no capacity (`MoEConfig.dispatch`): no line may move their rows.
           trained: keys of parameters that have a gradient. For biases, norms and tables among them, which a model may

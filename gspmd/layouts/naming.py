@@ -17,7 +17,7 @@ LookUp = Callable[[str], str | None]
 _NAME = re.compile(r"[A-Za-z_]\w*(?:\.\w+)?")
 _REST = re.compile(r"(?:[\s,()+]|->)*")
 
-#: The via of each weight, by their keys; a tied table has the via of the output.
+#: The key of the via for the key of each weight; a tied table has the via of the output.
 _VIAS = {key.dims[1]: key.name for key in KEYS.values() if key.kind == "via"}
 _VIAS["embedding.table"] = _VIAS["output.table"]
 
@@ -83,8 +83,8 @@ def named_equation(text: str, key_of: Callable[[str], str], look_up: LookUp) -> 
 def pinned(equation: Equation, keys: Sequence[str], look_up: LookUp) -> Via | None:
     """Return the via that a layout has for an equation of its lines; None leaves the choice to the planner.
 
-    A layout has vias for weights: `in_via` of [ffn] is for `w_in`, and for `w_gate`, whose default spec is that of
-    `w_in`. In a custom section, `taps_via` is for `taps` or `w_taps`. In a group, a weight without a via follows the
+    A layout has vias for weights: `in_via` of [ffn] is for `w_in`, and for `w_gate`, which has the spec of `w_in` by
+    default. In a custom section, `taps_via` is for `taps` or `w_taps`. In a group, a weight without a via follows the
     first weight: its contracted dimensions are sharded as in the first, and its other dimensions as in the result, by
     mesh axes that are still free. The result is None unless every product has a via for its weight, and all products
     that share an operand bring it to one spec.
@@ -143,7 +143,7 @@ def _via(key: str, look_up: LookUp) -> Via | None:
             text = look_up(via_of(each))
         except UnresolvedError:
             raise
-        except LayoutError:  # a custom section does not write it
+        except LayoutError:  # a custom section without this via
             continue
         if text is not None:
             return parse_via(text)
@@ -151,7 +151,7 @@ def _via(key: str, look_up: LookUp) -> Via | None:
 
 
 def _beside(left: Spec, first: Spec, weight: Spec, result: Spec) -> Spec:
-    """Return the spec of a weight in its product with `left`, from that of the first weight of its group."""
+    """Return the spec of a weight in its product with `left`, from the spec of the first weight of its group."""
     axes = {dim: first.axes_of(dim) for dim in weight.dims if dim in left.dims}
     taken = left.used.union(*axes.values())
     for dim in weight.dims:

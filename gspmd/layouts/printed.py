@@ -61,7 +61,7 @@ def figure(layout: LayoutTable) -> Figure:
 
 
 def notation(text: str) -> list[Run]:
-    """Return a line's text in runs with subscripts; as it stands if it is no notation, which `Layout.check` says."""
+    """Return a line's text in runs with subscripts; unchanged if it is not a spec, which `Layout.check` reports."""
     try:
         return joined((spec_runs(spec) for spec in parse_via(text).specs), " · ")
     except SpecError:

@@ -50,7 +50,7 @@ class Ranked:
 
     @property
     def says(self) -> str:
-        """Bytes sent and seconds, or why the layout does not fit."""
+        """The bytes sent and the seconds, or the reason why the layout does not fit."""
         if self.reason:
             return f"does not fit: {self.reason.splitlines()[0]}"
         return f"{amount_of_bytes(self.wire_bytes):>8} sent  {amount_of_seconds(self.seconds):>8}"

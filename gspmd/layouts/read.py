@@ -111,7 +111,7 @@ def _mesh(mesh: Any, name: str | PathLike) -> dict[str, tuple[str, ...]]:
 
 def _merged(inherited: dict[str, Any], document: dict[str, Any]) -> dict[str, Any]:
     tables = [*document.items()]
-    if isinstance(document.get(SERVING), dict):  # first, so that the file's lines for one phase override them
+    if isinstance(document.get(SERVING), dict):  # first: the file's lines for one phase win
         both = document.pop(SERVING)
         tables = [*((phase, both) for phase in PHASES), *document.items()]
     written = {*document, *sections(inherited["table"])}

@@ -1,4 +1,4 @@
-"""A resolved call of `gspmd.einsum`: its plan under a lowering, and the passes that a lowering makes of it."""
+"""A resolved call of `gspmd.einsum`, its plan, and its forward and backward pass under a lowering."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ class Call:
         context: mesh, chip, type of mesh axes, lowering.
         dtypes: the dtypes of the operands, group members one by one.
         via: the `via` of `gspmd.einsum`.
-        wire_dtype: the dtype in which every tensor is sent; None for each tensor's own.
+        wire_dtype: the dtype in which every tensor is sent; None to send each tensor in its own dtype.
         precision: the precision of the local products.
         result_dtype: the dtype of the results.
     """
@@ -77,7 +77,7 @@ def make_plan(
 ) -> Plan:
     """Return the plan of an equation as `gspmd.plan` makes it, with everything resolved and hashable.
 
-    `wire_dtype` and `result_dtype` are those of `gspmd.einsum`, and by default the dtypes of the operands.
+    `wire_dtype` and `result_dtype` are as for `gspmd.einsum`; by default they are the dtypes of the operands.
     """
     return plan_equation(
         equation, sizes, mesh, dtypes, chip, lowering, overlapping(lowering), via, wire_dtype, result_dtype

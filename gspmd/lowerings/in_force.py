@@ -98,7 +98,7 @@ def on_slices(count: int) -> AbstractContextManager:
 
 
 def slices() -> int:
-    """Return the number of TPU slices of the mesh in force, as `on_slices` or else its devices give it."""
+    """Return the number of TPU slices of the mesh in force, from `on_slices` or else from its devices."""
     return _slices.value or slices_of(concrete_mesh())
 
 
@@ -108,7 +108,7 @@ def on_slice_shape(shape: tuple[int, ...]) -> AbstractContextManager:
 
 
 def slice_shape() -> tuple[int, ...]:
-    """Return the chips along each torus axis of the TPU slice that the mesh in force fills; empty if it fills none.
+    """Return the chips along each torus axis of the TPU slice that the mesh in force fills; empty if there is none.
 
     They come from `on_slice_shape`, or else from the coordinates of the devices.
     """
@@ -119,7 +119,8 @@ def slice_shape() -> tuple[int, ...]:
 def on_these_devices() -> Iterator[None]:
     """Keep what JAX traces inside a `with` block apart from what it traces for other slices.
 
-    JAX keeps it by the shape of the mesh and the kind of the devices. Neither says where the devices lie.
+    JAX's cache has the shape of the mesh and the kind of the devices as keys, which do not tell the positions of the
+    devices.
     """
     with ExitStack() as stack:
         if (count := slices()) > 1:
@@ -130,7 +131,7 @@ def on_these_devices() -> Iterator[None]:
 
 
 def chip_of_devices() -> Chip | None:
-    """Return the chip for which a program is traced, with the shape of its slice; None if chips.toml has none."""
+    """Return the chip for which a program is traced, with the shape of its slice; None if chips.toml lacks the chip."""
     return _chip_in_slice(device_kind(), slice_shape())
 
 
@@ -169,7 +170,7 @@ def across_slices() -> Mapping[str, int]:
 
 
 def slices_of(mesh: Any) -> int:
-    """Return the number of TPU slices that a mesh lies over; 1 for anything except a `jax.sharding.Mesh`.
+    """Return the number of TPU slices of a mesh; 1 for anything except a `jax.sharding.Mesh`.
 
     Raises:
         PlanError: the slices do not fill the mesh one after the other.

@@ -34,7 +34,7 @@ def local_einsum(letters: str, *operands: jax.Array, precision: Any = None, into
     """
     wide, on_cpu = accumulator(*(x.dtype for x in operands)), in_force.is_host()
     floating = [x.dtype for x in operands if jnp.issubdtype(x.dtype, jnp.floating)]
-    if len(floating) == 1 and floating[0].itemsize > 1:  # 8-bit operands, such as quantized weights, are exact in it
+    if len(floating) == 1 and floating[0].itemsize > 1:  # 8-bit operands are exact in this dtype
         operands = tuple(x.astype(floating[0]) if x.dtype.itemsize == 1 else x for x in operands)
     einsum: Callable[..., jax.Array] = jnp.einsum
     if len(operands) == 1 or on_cpu or len({x.dtype for x in operands}) > 1:
@@ -79,8 +79,8 @@ def _einsum_on_tpu(
 ) -> jax.Array:
     """Compute an einsum; add a row of zeros to a single row that is multiplied by a matrix, and drop it later.
 
-    libtpu 0.0.42 multiplies a single row elementwise, on the vector unit, and adds up. On a v4 two products
-    with [4096, 2048] of int8 take 58 µs, and with two rows 14 each. A single token is such a row in every product.
+    libtpu 0.0.42 multiplies a single row elementwise, on the vector unit, and adds up. On a v4 two products of one row
+    with int8 [4096, 2048] take 58 µs each, and with two rows 14 µs each. A single token is one row in every product.
     """
     options = {"precision": precision, "preferred_element_type": preferred_element_type}
     found = _row(letters, *operands) if len(operands) == 2 else None
@@ -127,9 +127,9 @@ def as_compiled() -> Iterator[None]:
 def einsum_in_tiles(
     letters: str, *operands: jax.Array, precision: Any = None, preferred_element_type: Any = None
 ) -> jax.Array:
-    """Compute an einsum; with one batch dimension as a product of matrices, if every row stays in its tile.
+    """Compute an einsum; with one batch dimension, as a product of matrices if every row stays in its tile.
 
-    This is for layers of experts, X. For `[G, X, C, F]` libtpu 0.0.42 chooses an order in memory for each
+    This form is for layers of experts, X. For `[G, X, C, F]` libtpu 0.0.42 chooses an order in memory for each
     product, and copies tensors between two products that chose differently. With 8 slots of a group for each expert a
     layer took 6.3 ms, of which 0.9 to copy hidden layers; as products of matrices it takes 5.2 ms. A product alone
     gains nothing. If the dimensions do not fill tiles, merging them is a copy itself: with 4 slots the layer took 2.5
@@ -178,7 +178,7 @@ class Batched:
         return y.reshape([sizes[dim] for dim in dims]).transpose([dims.index(dim) for dim in result])
 
     def fills_tiles(self, *shapes: tuple[int, ...]) -> bool:
-        """Return whether it is one matrix a batch, whose merged rows fill tiles of 8 on a TPU; lanes are not merged."""
+        """Return whether each batch is one matrix whose merged rows fill tiles of 8 on a TPU; lanes are not merged."""
         if len(self.batch) > 1 or not self.left or not self.right:
             return False
         sizes = {dim: size for dims, shape in zip(self.letters, shapes) for dim, size in zip(dims, shape)}
@@ -187,8 +187,8 @@ class Batched:
         return all(sizes[dim] % 8 == 0 and dim not in lanes for dim in rows)
 
     def _matrices(self, x: jax.Array, dims: str, free: Sequence[str], sizes: dict) -> tuple[jax.Array, int]:
-        """Return an operand as [batch, rows, columns], and which of the two is contracted."""
-        # XLA:CPU multiplies either order of the two, so only operands whose rows or columns are scattered must be
+        """Return an operand as [batch, rows, columns], and whether rows or columns are contracted."""
+        # XLA:CPU multiplies rows and columns in either order, so only operands whose rows or columns are scattered are
         # copied.
         first = next(dim for dim in dims if dim not in self.batch)
         parts = (self.contracted, free) if first in self.contracted else (free, self.contracted)
@@ -199,7 +199,7 @@ class Batched:
 
 @lru_cache(maxsize=1024)
 def batched(letters: str) -> Batched | None:
-    """Return how to multiply two operands batch by batch; None for an einsum that is no such product.
+    """Return an einsum of two operands as a product of batches of matrices; None if it is not such a product.
 
     `jnp.einsum` puts the batch in front, and leaves the order of the other dimensions to the compiler. On CPUs it
     copies operands, results and gradients into other orders: a mixture of experts took 1.6 times as long.

@@ -17,12 +17,12 @@ class Kind:
     """The properties of a router that a config depends on.
 
     Attributes:
-        choices: number of experts that each token is sent to; None if `MoEConfig.k` says it.
-        jitter: its paper's half-width of the random factor on the router's input.
-        z_weight: its paper's weight of the z-loss.
+        choices: number of experts to which each token is sent; None if it is `MoEConfig.k`.
+        jitter: half-width of the random factor on the router's input, by the router's paper. z_weight: weight of the
+            z-loss, by the router's paper.
         by_experts: whether experts choose tokens, instead of tokens choosing experts.
         noisy: whether a second matrix gives the width of the noise on the logits.
-        scored: whether scores, groups of experts, the bias of the choice and the gates' factor can be set.
+        scored: whether scores, groups of experts, a bias for choosing experts and a factor of the gates can be set.
     """
 
     choices: int | None
@@ -58,21 +58,23 @@ class MoEConfig:
     Attributes:
         experts: number of experts X in each block.
         every: every n-th layer of the model is a mixture-of-experts block.
-        offset: which of n layers it is, counted from 0; None for the last.
-        dense_layers: numbers of further layers that are dense, from 0, whatever `every` says: the first ones in
-            DeepSeek and GLM, any in Qwen.
+        offset: position of that layer among n layers, counted from 0; None for the last.
+        dense_layers: numbers, from 0, of further layers that are dense, whatever `every` says: the first layers in
+            DeepSeek and GLM, any layers in Qwen.
         dense_feed_forward: width of dense layers; 0 for the width of an expert.
         router: "noisy-top-k" (Shazeer et al. 2017), "gshard" (Lepikhin et al. 2020), "switch" (Fedus et al. 2021),
             "st-moe" (Zoph et al. 2022), "top-k" (as Mixtral's), or "expert-choice" (Zhou et al. 2022).
-        k: choices per token for noisy-top-k and top-k; None means 2. In other routers it is fixed.
-        renormalize: whether top-k's gates are divided by their sum, as in Mixtral; False keeps probabilities.
-        scores: "softmax" of all logits, or "sigmoid" of each (DeepSeek-V3), from which top-k chooses and takes gates.
+        k: choices per token for noisy-top-k and top-k; None means 2. In other routers k is fixed. renormalize: whether
+            top-k's gates are divided by their sum, as in Mixtral; False keeps probabilities.
+        scores: "softmax" of all logits, or "sigmoid" of each (DeepSeek-V3): the scores by which top-k chooses experts,
+            and which are the gates.
         expert_groups: number of groups of consecutive experts; top-k chooses a token's experts from the best few.
-        kept_groups: number of groups that each token chooses from; None for all.
-        group_best: number of a group's best experts whose scores, added, are the group's: 2 in DeepSeek-V3, 1 in V2.
-        choice_bias: whether top-k chooses by score plus a bias of each expert, which no gate has and no loss trains.
+        kept_groups: number of groups from which each token chooses; None for all. group_best: number of a group's best
+            experts whose scores are added to give the group's score: 2 in DeepSeek-V3, 1 in V2.
+        choice_bias: whether top-k chooses by score plus a bias of each expert, which does not enter the gates and is
+            not trained by a loss.
         bias_rate: change of that bias after every training step: up for experts with fewer choices than the mean, and
-            down for those with more (Wang et al. 2024); 0 leaves it.
+            down for experts with more (Wang et al. 2024); 0 leaves it unchanged.
         gate_factor: factor of top-k's gates.
         gate_inputs: whether the gate multiplies the expert's input, instead of its output (Llama 4); for k = 1.
         router_bias: whether the router's logits have a bias, which is trained (gpt-oss).
@@ -92,12 +94,12 @@ class MoEConfig:
         jitter: half-width of the random factor on the router's input in training; None takes the value of the router's
             paper: 1e-2 for switch, 0 for the others.
         dropout: share of the experts' hidden activations that training drops.
-        shared: number of experts that every token uses in addition to those it is sent to.
+        shared: number of experts that every token uses in addition to the experts to which it is sent.
         shared_width: width of all shared experts together; 0 for their number times the width of an expert.
         shared_mix: whether the shared experts' output is multiplied by sigmoid(x · w), with a learned w (Qwen2-MoE).
 
     Raises:
-        PlanError: a setting is invalid; the message names all that are.
+        PlanError: a setting is invalid; the message names all invalid settings.
 
     Example:
         >>> MoEConfig(experts=8, capacity_factor=1.25).capacity(tokens=128)
@@ -169,7 +171,7 @@ class MoEConfig:
 
     @property
     def chosen_groups(self) -> int:
-        """Number of groups of experts that a token chooses from."""
+        """Number of groups of experts from which a token chooses."""
         return self.expert_groups if self.kept_groups is None else self.kept_groups
 
     @property
@@ -194,7 +196,7 @@ class MoEConfig:
             )
         if self.dispatch == "dropless":
             return tokens
-        # Exact in decimal: 1.1 · 100 / 10 is 11 slots, not the 12 of binary floating point.
+        # Computed in decimal, exactly: 1.1 · 100 / 10 is 11 slots, and would be 12 in binary floating point.
         slots = math.ceil(Fraction(str(self.capacity_factor)) * self._per_token * tokens / self.experts)
         return min(slots, tokens)
 

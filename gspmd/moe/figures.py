@@ -37,7 +37,7 @@ def figures(
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Reduce the summaries of all groups to the mean loss and the statistics, by one sum over the axes of G.
 
-    If training changes the bias of the choice, the statistics also have "sent" [X], the choices of each expert.
+    If training changes the bias for choosing experts, the statistics also have "sent" [X], the choices of each expert.
     """
     spec = places.per_group("S")
     # The via makes each device sum its groups first, so that the all-reduce does not grow with the number of groups.
@@ -66,7 +66,7 @@ def _sent(routing: Routing, config: MoEConfig) -> jax.Array:
 
 
 def _dropped(routing: Routing, config: MoEConfig) -> jax.Array:
-    """Return the share of each token's choices without a slot; in expert choice, whether none took it: [G, L]."""
+    """Return the share of each token's choices without a slot; in expert choice, whether no expert took it: [G, L]."""
     if ROUTERS[config.router].by_experts:
         return ~jnp.any(routing.kept, axis=-1)
     return jnp.mean(routing.slot >= config.capacity(routing.slot.shape[1]), axis=-1)

@@ -27,7 +27,7 @@ def settings(doing: str, config: Any) -> MoEConfig:
     """Return the config, or refuse anything that is not a MoEConfig.
 
     Raises:
-        PlanError: it is not a MoEConfig.
+        PlanError: the argument is not a MoEConfig.
     """
     if not isinstance(config, MoEConfig):
         raise PlanError(
@@ -124,7 +124,7 @@ def attributes(doing: str, layout: object, names: Sequence[str]) -> None:
 
 
 def is_known(value: Any) -> bool:
-    """Return whether the values of an array can be read: it is not traced, and this host has all of it."""
+    """Return whether the values of an array can be read: the array is not traced, and this host has all of it."""
     if isinstance(value, jax.Array):
         return not isinstance(value, jax.core.Tracer) and value.is_fully_addressable
     return isinstance(value, np.ndarray)

@@ -69,7 +69,7 @@ def expert_layer(
             them, and optionally .router_noise, .in_via, .out_via.
         config: the settings of the block, such as router, capacity and form of dispatch.
         key: the random key of training's draws: jitter of the router's input, second experts, expert dropout.
-        train: True for the capacity and the draws of training, False for those of evaluation.
+        train: True for the capacity and the random draws of training, False for evaluation.
         mask: [G, L] bool, False for padding, sharded like the tokens; None if every token is real.
         activation: a name of `ACTIVATIONS` in `gspmd.moe.experts.activation`, such as "swiglu" or "gelu".
 
@@ -97,7 +97,7 @@ def expert_layer(
     jitter_key, route_key = jax.random.split(key) if train and key is not None else (None, None)
     if mask is not None:
         mask = mask.astype(bool)
-        x = jnp.where(mask[..., None], x, 0)  # so that padding, which may be NaN, is in no product
+        x = jnp.where(mask[..., None], x, 0)  # so that padding, which may be NaN, does not enter a product
     if not x.size:
         return jnp.zeros_like(x), jnp.float32(0), no_figures(config)
     logits = checkpoint_name(_logits(x, weights, places, specs, config, jitter_key), "moe.logits")
@@ -225,7 +225,7 @@ def _with_bias(logits: jax.Array, weights, placed: Spec, specs: SectionSpecs) ->
 
 
 def _choice_bias(weights, specs: SectionSpecs) -> jax.Array:
-    """Return the bias of the choice of experts, whole on every device."""
+    """Return the bias for choosing experts, whole on every device."""
     bias = jax.lax.stop_gradient(weights["choice_bias"].astype(jnp.float32))
     return reshard(bias, Equation.move(specs.choice_bias, _WHOLE))
 
@@ -235,7 +235,7 @@ def _route(logits: jax.Array, config: MoEConfig, places: GroupedSpecs, key, mask
     draws = named(config).draw(key, (*logits.shape[:2], config.experts), out_sharding=places.random())
     extra = [x for x in (draws, mask) if x is not None]
     ins = [places.per_group("LX"[: x.ndim - 1]) for x in extra]
-    if bias is not None:  # as integers, which have no gradient: that of a replicated array would have to be summed
+    if bias is not None:  # as integers, so that no gradient of a replicated array is summed
         extra.append(jax.lax.bitcast_convert_type(bias, jnp.int32))
         ins.append(_WHOLE)
     choices = places.per_group("LK")

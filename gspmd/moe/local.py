@@ -1,4 +1,4 @@
-"""Functions of token groups that run on the groups' device, without communication in value or gradient."""
+"""Functions of token groups that run on the device of each group, without communication in value or gradient."""
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -17,14 +17,15 @@ Body = Callable[..., tuple[jax.Array, ...]]
 def run_local(
     name: str, body: Body, in_specs: Sequence[Spec], out_specs: Sequence[Spec], *arrays: jax.Array
 ) -> tuple[jax.Array, ...]:
-    """Run `body` on each device's groups, in one shard_map without collectives; its gradient is another.
+    """Run `body` on each device's groups, in one shard_map without collectives; the gradient is a second shard_map.
 
     The gradient is the transpose of the body. That is correct only if a result depends on the groups of its own device,
     and no input is replicated over devices with different groups.
 
     Args:
         name: the computation in notation.
-        body: a function from arrays to a tuple of arrays. It must be a cached object, because caches are keyed by it.
+        body: a function from arrays to a tuple of arrays. It must be the same object in every call, because caches are
+            keyed by it.
         in_specs, out_specs: one spec per array; all shard G in the same way.
         arrays: the inputs; integers and booleans have no gradient.
 

@@ -34,7 +34,7 @@ class LayerExperts:
 
     Attributes:
         weights: "w_in", "w_out", and "w_gate" for a gated activation, in the tokens' dtype, or int8 with their scales;
-            and their biases, if they have some.
+            also their biases, if there are any.
         specs: the specs of a layout's moe section.
         config: the config of the layer.
         activation: a name of `ACTIVATIONS` in `gspmd.moe.experts.activation`, such as "swiglu" or "gelu".
@@ -86,11 +86,11 @@ class LayerExperts:
 
     @property
     def biases(self) -> tuple[jax.Array, ...]:
-        """The biases in the order of the weights, sharded as in the layout; none if the weights have none."""
+        """The biases in the order of the weights, sharded as in the layout; empty if the weights have no biases."""
         return tuple(bias for bias, _ in self._beside("b")) if "b_out" in self.weights else ()
 
     def scales(self, work: ExpertWork) -> tuple[jax.Array, ...]:
-        """Return the scales of int8 weights, sharded as the weights' products; none for other weights."""
+        """Return the scales of int8 weights, sharded like the weights' products; empty for other weights."""
         if not work.quantized:
             return ()
         return tuple(
@@ -159,7 +159,7 @@ def _by_equations(ctx: Context, slots: jax.Array, experts: LayerExperts, work: E
         h = drop(ctx, h, hidden, words, work.dropout)
     h = checkpoint_name(h, "moe.active")
     y = scaled(einsum(Equation.product(hidden, work.w_out, there), h, w_out, via=work.out_via), s_out)
-    # Empty slots have the bias, too; no token reads them, and their cotangents are 0.
+    # The bias is added to empty slots too; no token reads them, and their cotangents are 0.
     return checkpoint_name(reshard(add(y, b_out, there), Equation.move(there, work.dispatched)), "moe.answers")
 
 
@@ -181,12 +181,12 @@ def _combine_body(experts: int, capacity: int, form: str, together: bool):
 
 
 def by_rows(x: jax.Array, routing: Routing, experts: LayerExperts, places: GroupedSpecs) -> jax.Array:
-    """Compute tokens [G, L, E] as rows sorted by expert, one for every choice: no token is lost, no padding computed.
+    """Compute tokens [G, L, E] as rows sorted by expert, one for every choice; no token is dropped or padded.
 
-    If experts are sharded, each group sends one buffer to each shard. Its size is static, so it is that of the worst
-    case, L · min(k, X / shards) rows: min(shards, X / k) / factor times the bytes of slots with a capacity factor. A
-    ragged all-to-all would send only the k · L rows of each group; XLA has none on CPUs. If every device holds all
-    experts, nothing is sent.
+    If experts are sharded, each group sends one buffer to each shard. Its size is static, so the buffer has room for
+    the worst case, L · min(k, X / shards) rows: min(shards, X / k) / factor times the bytes of slots with a capacity
+    factor. A ragged all-to-all would send only the k · L rows of each group; XLA has none on CPUs. If every device
+    holds all experts, nothing is sent.
 
     Lowering `xla` runs the same program, with its planned collectives: each device sorts its own rows, which
     annotations of global arrays cannot express.
@@ -232,7 +232,7 @@ class _Sent:
     choices: int
 
     def place(self, routing: Routing) -> tuple[jax.Array, jax.Array]:
-        """Return place and counts as `place_rows` does; if nothing is sent, all groups are sorted together."""
+        """Return place and counts, like `place_rows`; if nothing is sent, all groups are sorted together."""
         if self.stays:
             return place_rows_here(routing, self.experts)
         each = most_rows(1, self.choices, self.experts, self.shards)

@@ -5,16 +5,16 @@ import jax
 BLOCKS = (256, 64)
 """CPUs only: the sizes of blocks. An expert's rows are cut into blocks of 256 rows, and the remainder into 64.
 
-Every product reads all weights of its expert, so blocks are large. Rows computed beyond the end of an expert are
-wasted, so the last blocks are small. On two CPU cores, 256 and then 64 rows took 1.1 to 1.25 times as long as one dense
-product of all rows; only blocks of 128 took 1.3 to 2 times.
+Every product reads all weights of its expert, which favours large blocks. Rows computed beyond an expert's last row are
+wasted, which favours small last blocks. On two CPU cores, 256 and then 64 rows took 1.1 to 1.25 times as long as one
+dense product of all rows; only blocks of 128 took 1.3 to 2 times.
 """
 
 
 def current_platform() -> str:
-    """Return the platform of the mesh in force, "cpu", "gpu" or "tpu"; without a mesh, that of JAX's default devices.
+    """Return the platform of the mesh in force, or else of JAX's default devices: "cpu", "gpu" or "tpu".
 
-    A mesh of an offline topology has the platform of the machine it describes, not of the one that compiles.
+    A mesh of an offline topology has the platform of the machine that it describes, not of the compiling machine.
 
     Example:
         >>> current_platform() in ("cpu", "gpu", "tpu")

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from gspmd.figures.figure import Figure
 
 _INDENT = "  "
-_BREAKS = ((), (1,), (1, 3), (1, 2, 3))  # the cells of a step before which a line is broken, the fewest first
+# The cells of a step before which a line may be broken, beginning with the fewest breaks.
+_BREAKS = ((), (1,), (1, 3), (1, 2, 3))
 
 
 class PlanFigures(Protocol):
@@ -170,7 +171,7 @@ def _steps(steps: tuple[Step, ...], width: int | None) -> list[Text]:
 
 
 def _broken(row: Sequence[Text], breaks: Sequence[int]) -> list[Text]:
-    """Draw a step on several lines, broken before some of its cells, each line deeper in than the last."""
+    """Draw a step on several lines, broken before some of its cells; each line is indented more than the last."""
     lines = []
     for depth, (start, stop) in enumerate(zip((0, *breaks), (*breaks, len(row))), 1):
         lines.append(Text(_INDENT * depth) + Text("  ").join(row[start:stop]))
@@ -192,7 +193,7 @@ def looped(plan: PlanFigures) -> list[str]:
 
 
 def _too_long(plan: PlanFigures) -> Iterator[str]:
-    """Yield a line for each collective that is not looped because its hops, or those of its stripes, are too many."""
+    """Yield a line for each collective that is not looped because it, or its stripes, would have too many hops."""
     gathers, scatters = loopable(plan.routine)
     left = [gathers[n] for n in gathers if n not in plan.loops.gathers]
     left += [scatters[n] for n in scatters if n not in plan.loops.scatters]

@@ -22,13 +22,13 @@ def backward(
     kept: Sequence[Spec],
     mirrored: bool,
 ) -> Routine:
-    """Plan the cotangents of a routine's inputs from those of its outputs.
+    """Plan the cotangents of a routine's inputs from the cotangents of its outputs.
 
-    There is one residual per move of `routine`, held as `kept` says. Inputs of the planned routine are the cotangents,
-    then the residuals; its outputs are the cotangents of `inputs`, in order.
+    There is one residual per move of `routine`, in the spec that `kept` gives. Inputs of the planned routine are the
+    cotangents, then the residuals; its outputs are the cotangents of `inputs`, in order.
 
     Args:
-        mirrored: whether every local einsum has the placements of its forward one: the cotangent is brought to the
+        mirrored: whether every local einsum has the placements of the forward einsum: the cotangent is brought to the
             placement of the forward result, and the residuals stay. So a gradient follows a layout that pins the
             forward pass.
     """
@@ -82,7 +82,7 @@ def _common_operand(routine: Routine) -> int | None:
 
 
 def _sides(routine: Routine, output: int) -> list[tuple[int, int | None]]:
-    """Return, for each product with an output's cotangent, the move it differentiates and the other move it reads."""
+    """Return, for each product with an output's cotangent, the move that it differentiates and the other one."""
     sides = []
     for p in routine.outputs[output].products:
         product = routine.products[p]
@@ -126,7 +126,7 @@ class GradientPart:
         dtypes: the dtypes of its operands.
         inputs, outputs: its tensors.
         overlap: the rings and stripes in it.
-        share: its share of the seconds that the whole routine spends sending.
+        share: its share of the whole routine's seconds of sending.
     """
 
     equation: Equation
@@ -170,5 +170,5 @@ def parts(
 
 
 def _sent(routine: Routine) -> float:
-    """Return the seconds of its collectives."""
+    """Return the seconds of a routine's collectives."""
     return sum(step.seconds for step in routine.steps if step.is_collective)

@@ -46,10 +46,9 @@ class Intermediate:
     Attributes:
         spec: its spec.
         buffers: its memory; none for an operand as it was given, which is counted separately.
-        front: the dimension that is stored in front of the others, if it is not the first.
-        read: the values from which it is made.
-        fused: whether a fusion makes it, which writes it in any order at no cost. A fusion that reads it computes it
-            again, so it is never stored as a whole.
+        front: the dimension that is stored in front of the others, if it is not the first. read: the values from which
+            the tensor is made. fused: whether a fusion makes the tensor, and writes it in any order at no cost. A
+            fusion that reads it computes it again, so it is never stored as a whole.
         level: the length of the chain of instructions up to this one; those of one level run one after the other.
     """
 
@@ -79,7 +78,7 @@ class Footprint:
         self.output_of = {number: n for n, output in enumerate(routine.outputs) for number in output.products}
 
     def peak(self) -> int:
-        """Return the bytes of operands, results and intermediate buffers when they are most."""
+        """Return the largest sum of the bytes of operands, results and intermediate buffers over time."""
         routine = self.routine
         moved = [self._ready(number, move) for number, move in enumerate(routine.moves)]
         products = [
@@ -92,7 +91,7 @@ class Footprint:
         return given + sum(buffer.size for buffer in results) + self._between(results)
 
     def _between(self, results: Sequence[LiveBuffer]) -> int:
-        """Return the most bytes at a time that do not fit into results' memory; large buffers are placed first."""
+        """Return the most bytes at a time outside of the memory of results; large buffers are placed first."""
         self._schedule(results)
         tenants = {id(result): [result] for result in results}
         buffers = [buffer for value in self.made for buffer in value.buffers if id(buffer) not in tenants]
@@ -107,7 +106,7 @@ class Footprint:
     def _schedule(self, results: Sequence[LiveBuffer]) -> None:
         """Set the times of all buffers.
 
-        Every instruction runs as soon as it can, so operands are moved side by side.
+        Every instruction runs as soon as it can, so operands are moved at the same time.
         """
         self.made.sort(key=lambda value: value.level)
         for time, value in enumerate(self.made):
@@ -127,7 +126,7 @@ class Footprint:
         return self.made[-1]
 
     def _fuse(self, spec: Spec, dtype: str, *read: Intermediate, parts: int = 1, front: str = "") -> Intermediate:
-        """Make the value of a fusion, which also reads whatever the fusions before it read."""
+        """Make the value of a fusion, which also reads everything that the fusions before it read."""
         gone = {id(value) for value in read if value.fused}
         self.made = [value for value in self.made if id(value) not in gone]
         sources = [source for value in read for source in (value.read if value.fused else (value,))]
@@ -235,7 +234,7 @@ class Footprint:
         return value.buffers[0]
 
     def _ordered(self, value: Intermediate, dims: tuple[str, ...], dtype: str) -> Intermediate:
-        """Transpose the value."""
+        """Make the transposed value."""
         if value.spec.dims == dims:
             return value
         spec = Spec(dims, tuple(value.spec.axes_of(dim) for dim in dims), value.spec.partial)
@@ -249,7 +248,7 @@ class Footprint:
 
 
 class _Order:
-    """The orders of dimensions in which a product takes its operands, and leaves its result."""
+    """The orders of dimensions in which a product reads its operands and writes its result."""
 
     def __init__(self, left: Sequence[str], right: Sequence[str], after: Sequence[str]):
         self.sides = left, right

@@ -1,4 +1,4 @@
-"""The gathers and reduce-scatters of a routine that run inside its einsums, and by which schedule: as data."""
+"""The gathers and reduce-scatters of a routine that run inside its einsums, with their schedules, as data."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -50,7 +50,7 @@ class Ring:
     """A ring of permutes that gathers, or reduce-scatters, the shards of one tensor.
 
     Attributes:
-        axes: the mesh axes that the loop goes over, outermost first; if empty, the tensor is gathered before it is
+        axes: the mesh axes over which the loop goes, outermost first; if empty, the tensor is gathered before it is
             used.
         within: the axes whose shards make one chunk together, gathered before the loop, or scattered after it.
         schedule: one of `SCHEDULES`.
@@ -67,7 +67,7 @@ class Ring:
 
 @dataclass(frozen=True)
 class Stripes:
-    """A dimension that no collective changes, cut into stripes: while one is multiplied, others are sent.
+    """A dimension that no collective changes, cut into stripes: while one stripe is multiplied, others are sent.
 
     Attributes:
         dim: the dimension.

@@ -37,9 +37,8 @@ class Plan:
         sizes: dimension sizes of the whole tensors.
         mesh: mesh axis sizes.
         dtypes: dtype of each operand, group members one by one.
-        chip: the hardware figures the seconds come from.
-        lowering: how it becomes a program: `"xla"`, `"blocking"`, `"looped"` or `"looped:<schedule>"`. For `"auto"`,
-            the cheaper of `"blocking"` and `"looped"`.
+        chip: the hardware figures that determine the seconds. lowering: the lowering of the plan: `"xla"`,
+            `"blocking"`, `"looped"` or `"looped:<schedule>"`. For `"auto"`, the cheaper of `"blocking"` and `"looped"`.
         routine: moves, local products and outputs, as `gspmd.einsum` runs them.
         inputs, outputs: the tensors of the operands and of the results.
         pinned: the specs of `via`; the gradients of a pinned plan mirror it.
@@ -133,7 +132,7 @@ class Plan:
 
     @cached_property
     def gradients(self) -> tuple["Plan", ...]:
-        """One plan for each operand's cotangent; a step that several need belongs to the first of them only.
+        """One plan for each operand's cotangent; a step that several plans need belongs only to the first of them.
 
         The seconds hidden by the loops of the backward routine are divided among the plans in proportion to their
         sending seconds.
@@ -157,12 +156,12 @@ class Plan:
         )
 
     def alternatives(self, count: int = 8) -> tuple["Plan", ...]:
-        """Return the best plan of each choice that the search weighed, cheapest first.
+        """Return the best plan of each choice that the search compared, cheapest first.
 
         A choice says which dimension each mesh axis shards while the operands are multiplied, or that it shards none.
-        For a group it concerns the operand that all members share, for a sum the placement in which the products are
-        added, and for a move the collectives. The first is the plan that is made without `via`. The order is that of
-        the search, which overlaps nothing: under `"looped"` and `"auto"` the `seconds` of a later one may be fewer.
+        For a group, the choice concerns the operand that all members share; for a sum, the placement in which the
+        products are added; for a move, the collectives. The first is the plan that is made without `via`. The order is
+        that of the search, which overlaps nothing: under `"looped"` and `"auto"` a later plan may have fewer `seconds`.
 
         Args:
             count: the most plans to return.
@@ -212,7 +211,7 @@ class Plan:
 
     @property
     def via(self) -> str | None:
-        """The pins, as they were written."""
+        """The specs of `via`, as they were written."""
         return None if self.pinned is None else self.pinned.text
 
     def to_json(self, *, gradients: bool = True) -> str:
@@ -253,7 +252,7 @@ class Plan:
         return picture(self, gradients=gradients)
 
     def steps_figure(self) -> "Figure":
-        """Draw the operands of every step on the mesh, before it and after it: which device holds which block.
+        """Draw the blocks that each device holds before and after every step.
 
         Returns:
             A figure. On a mesh of more than 64 devices, the first ones and the last along each axis are drawn.
@@ -284,7 +283,7 @@ class Plan:
 
 
 def _chosen(asked: str, overlap: Overlap) -> str:
-    """Return the lowering that was requested; for `"auto"`, the one that was chosen."""
+    """Return the requested lowering; for `"auto"`, the chosen one."""
     return ("looped" if overlap else "blocking") if asked == "auto" else asked
 
 
@@ -327,7 +326,7 @@ def plan_equation(
     wire_dtype: str | None = None,
     result_dtype: str | None = None,
 ) -> Plan:
-    """Plan an equation whose request is resolved: a lowering by name, and what it overlaps."""
+    """Plan an equation whose request is resolved: a lowering by name, and a function that chooses what it overlaps."""
     for spec in equation.specs:
         if spec.is_open:
             raise PlanError(
@@ -384,7 +383,7 @@ def pinned_specs(equation: Equation, via: Via, sizes: Mapping[str, int], mesh: M
 
     Raises:
         SpecError: the specs do not have the operands' dimensions, or do not fit the sizes.
-        PlanError: one leaves a dimension open.
+        PlanError: a spec leaves a dimension open.
     """
     flat = [spec for operand in equation.operands for spec in operand.specs]
     pinned = spread_over_groups(equation, via.specs, flat)

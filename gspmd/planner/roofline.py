@@ -1,4 +1,4 @@
-"""The seconds for which a plan keeps each resource of a device busy: the matrix unit, main memory, the links."""
+"""The time in which a plan keeps each resource of a device busy: the matrix unit, main memory, and the links."""
 
 from collections.abc import Sequence
 from math import prod
@@ -10,11 +10,11 @@ from gspmd.planner.steps import Environment, Routine, Tensor
 
 
 class Roofline(NamedTuple):
-    """Seconds of a device if nothing else bounded it; the largest says which resource bounds the plan.
+    """Seconds of a plan if a single resource limited it; the largest tells the resource that limits the plan.
 
     Attributes:
         compute: the FLOPs of all local einsums, at the chip's peak for their dtypes.
-        memory: their operands and results, each read or written once, at the bandwidth of main memory.
+        memory: the operands and results of local einsums, each read or written once, at the bandwidth of main memory.
         links: the collectives of the plan, one after the other.
     """
 
@@ -48,7 +48,7 @@ def roofline(plan: PlannedRoutine) -> Roofline:
     """Return the roofline of a plan.
 
     Args:
-        plan: a plan, or that of a gradient.
+        plan: a plan, or the plan of a gradient.
 
     Example:
         >>> import gspmd

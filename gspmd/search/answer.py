@@ -1,4 +1,4 @@
-"""Answers of a search: picks with their cost and the bound proved for it, or an error if nothing fits."""
+"""Answers of a search: picks with their cost and a proved lower bound, or an error if nothing fits."""
 
 from dataclasses import dataclass
 

@@ -1,9 +1,9 @@
-"""Depth-first search through the picks that several bounds leave possible: closes the gap of the multiplier.
+"""Depth-first search through the picks that several bounds leave possible, to close the gap of the multiplier.
 
 With a limit on bytes the minimum of seconds + rate · bytes bounds the seconds from below, and may stay below them for
 every rate. Then picks are made one by one, in the reverse order of elimination. The messages give the least cost of any
-completion by each measure; if one of these exceeds its ceiling, no completion is tried. A prefix is also skipped if an
-earlier prefix had the same picks in all choices that completions depend on, and cost no more by any measure.
+completion by each measure; if one of these costs exceeds its ceiling, no completion is tried. A prefix is also skipped
+if an earlier prefix had the same picks in all choices that completions depend on, and cost no more by any measure.
 """
 
 from bisect import bisect_right
@@ -34,7 +34,7 @@ class Branching:
         self._order = list(reversed(range(len(buckets))))
         self._picks = [0] * len(buckets)
         self._seen: dict[tuple[int, ...], list[tuple[float, float]]] = {}
-        # For each level, the earlier choices that later costs depend on.
+        # For each level, the earlier choices on which later costs depend.
         self._context: list[list[int]] = []
         for level in range(len(buckets)):
             rest = {buckets[at].choice for at in self._order[level:]}
@@ -45,7 +45,7 @@ class Branching:
         return self._below(0, np.array([each.total() for each in self.measures]))
 
     def _below(self, level: int, least: np.ndarray) -> Iterator[list[int]]:
-        """Yield the leaves below a node, given the least cost of any of them by each measure."""
+        """Yield the leaves below a node, given the least cost of any leaf by each measure."""
         if level == len(self._order):
             yield list(self._picks)
             return

@@ -16,7 +16,7 @@ import numpy as np
 from gspmd.search.tables import Tables
 
 LARGEST = 2**30
-"""The most combinations in one bucket that are enumerated: this takes seconds, and more would take minutes."""
+"""The largest number of combinations that are enumerated in one bucket, in seconds; more would take minutes."""
 BLOCK = 2**16
 """Number of combinations that are added up at once: 512 KiB, which stay in a core's cache."""
 TIE = 1e-12
@@ -54,7 +54,8 @@ def eliminate(tables: Tables) -> list[Bucket]:
     while remaining:
         scopes = {one: {one}.union(*(each.of for each in left if one in each.of)) for one in remaining}
         cost = {one: math.prod(sizes[other] for other in scopes[one]) for one in remaining}
-        # Among equals the last one, so that earlier choices are made first when the answer is read off.
+        # Among equals the last choice is eliminated, so that earlier choices are made first when the answer is read
+        # off.
         choice = min(remaining, key=lambda one: (cost[one], -one))
         if cost[choice] > LARGEST:
             names = ", ".join(tables.problem.choices[other].name for other in sorted(scopes[choice]))
@@ -107,13 +108,13 @@ class Messages:
         return math.fsum(message.item() for message in self.messages if message.ndim == 1)
 
     def row(self, at: int, picks: Sequence[int]) -> np.ndarray:
-        """Return the cost of each option of one bucket, including all that was eliminated before it."""
+        """Return the cost of each option of one bucket, including all choices that were eliminated before it."""
         where = tuple([picks[choice] for choice in self.buckets[at].scope])
         rows = (t[tuple([i if size > 1 else 0 for i, size in zip(where, t.shape)])] for t in self._inputs[at])
         return np.add.reduce([np.broadcast_to(row, self._sizes[self.buckets[at].choice]) for row in rows])
 
     def trace(self) -> list[int]:
-        """Return the picks of the least cost, the first among equals; they are allowed if `total` is finite."""
+        """Return the picks of the least cost, among equals the first; they are allowed if `total` is finite."""
         picks = [0] * len(self.buckets)
         tie = TIE if self.rate is not None else 0.0  # Bytes are whole numbers, and one byte may be too many.
         for at in reversed(range(len(self.buckets))):
@@ -124,7 +125,7 @@ class Messages:
     def by_option(self) -> list[np.ndarray]:
         """Find the least cost of all picks with each option of each choice, in one pass back over the buckets."""
         result = [np.empty(0)] * len(self.buckets)
-        outside: dict[int, np.ndarray] = {}  # For each bucket, over its scope: the least cost outside its message.
+        outside: dict[int, np.ndarray] = {}  # For each bucket, over its scope, the least cost without its message.
         roots = [at for at, bucket in enumerate(self.buckets) if not bucket.scope]
         for at in roots:
             outside[at] = np.array([math.fsum(self.messages[other].item() for other in roots if other != at)])

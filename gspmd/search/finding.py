@@ -37,8 +37,7 @@ USABLE = 0.9
 """The fraction of a chip's memory that a layout may use by default."""
 NORM = "norm of gradients"
 MOST = 2
-"""The most mesh axes for which the axes of the global norm are a choice: with three, a search would try all with each
-of 8 sets."""
+"""The largest number of mesh axes for which the axes of the global norm are a choice; three axes have 8 sets."""
 
 
 def search(
@@ -133,7 +132,7 @@ def search(
 
 
 def _no_layout_fits(error: NothingFits, mesh: Mapping[str, int]) -> NothingFits:
-    """Return the same error in the words of layouts."""
+    """Return an error of the solver in the words of layouts."""
     if error.nearest is None or error.limit is None or error.over is None:
         message = (
             f"no layout is possible on mesh {mesh_text(mesh)}: its sizes, or the fixed lines, leave none.\n"
@@ -174,17 +173,16 @@ class Found:
     """A layout that was found.
 
     Attributes:
-        layout: every line; its axes are those of the mesh.
+        layout: every line, with the axes of the mesh.
         mesh: sizes of the mesh axes.
         seconds: predicted seconds of everything that was priced.
         planned_seconds: seconds of planned steps, as `gspmd.trace` adds them up for this layout.
-        priced_seconds: seconds of planned steps, as the search added them up: the same, except that on a mesh of three
-            axes a norm of all gradients is over all of them. If they differ by more, nothing is proved, and `bound` is
-            0.
+        priced_seconds: seconds of planned steps, as the search added them up: equal to `planned_seconds`, except that
+            on a mesh of three axes a norm of all gradients is priced over all of them. If they differ by more, nothing
+            is proved, and `bound` is 0.
         bytes: the most bytes that a device holds at any moment.
-        bound: a lower bound on the seconds of all layouts on all given meshes; 0 if the search was stopped before
-            it had reached all of them.
-        complete: whether the layout is proved to be the cheapest on all of them.
+        bound: a lower bound on the seconds of all layouts on all given meshes; 0 if the search was stopped before it
+            had reached all meshes. complete: whether the layout is proved to be the cheapest on all meshes.
     """
 
     layout: Layout
@@ -231,8 +229,8 @@ class MeshProblem:
         chip: the chip whose seconds are assumed.
         microbatches: as in `search`.
         dimensions: sizes by which a layout is checked, as in `gspmd.search.lines.choices_of`.
-        like: a program that differs only in sizes; memory is counted at its moment of most bytes. None for the program
-            itself.
+        like: a program that differs only in sizes; memory is counted at the moment at which that program holds the most
+            bytes. None for the program itself.
         whole: the whole mesh, in order, if it has axes around the searched ones (`Lines.around`).
     """
 
@@ -258,14 +256,14 @@ class MeshProblem:
 
     @cached_property
     def _prices_inside(self) -> Prices:
-        """Prices of steps that are planned without the axes that are around what is searched."""
+        """Prices of steps that are planned without the axes around the searched ones."""
         if not self.lines.around:
             return self.prices
         return self.prices.on({axis: size for axis, size in self.mesh.items() if axis not in self.lines.around})
 
     @cached_property
     def _norms(self) -> list[Use]:
-        """Scalars summed over all mesh axes that shard any of many tensors, such as the norm of all gradients."""
+        """The sums of scalars over all mesh axes that shard any of many tensors, such as the norm of all gradients."""
         return [use for use in self.program.uses if _is_norm(use) and len(self.prices.choices_in(use.what)) > 2]
 
     @property
@@ -279,7 +277,7 @@ class MeshProblem:
         return self.tables(self.uses)
 
     def tables(self, uses: Iterable[Use]) -> list[Table]:
-        """Return the seconds of some of its steps, each planned on the mesh that it sees."""
+        """Return the seconds of some steps of the program, each planned on the mesh that it sees."""
         every = [*uses]
         if self.whole is None:
             return self.prices.tables(every)
@@ -305,7 +303,7 @@ class MeshProblem:
 
     @property
     def inner(self) -> list[Table]:
-        """The bytes of all other arrays on a device when most is held."""
+        """The bytes of all other arrays on a device at the moment of most bytes."""
         return self.spread(self.others)
 
     def spread(self, arrays: Mapping[HeldArray, float]) -> list[Table]:
@@ -323,26 +321,26 @@ class MeshProblem:
         return self._held.others
 
     def _spread(self, array: HeldArray, amount: float) -> Table:
-        """Return an amount that the devices share as they share an array."""
+        """Return a device's share of an amount that is divided over the devices like an array."""
         return self.prices.shared(array.unknowns, amount)
 
     # -- the problem ---------------------------------------------------------------------------------------------------
 
     def problem(self, limit: float | None = None) -> Problem:
-        """Return the search problem: a choice for all lines that are tied, a term for each set of choices."""
+        """Return the search problem, with a choice for all lines that are tied and a term for each set of choices."""
         choices = self._choices()
         terms = self.terms([*self.planned, *self.beside], [*self.arguments, *self.inner])
         return _without_constants(choices, [*terms, *self._norm_terms(choices)], limit)
 
     def stated(self, seconds: Sequence[Table], held: Sequence[Table], limit: float | None = None) -> Problem:
-        """Return a problem of the same choices, with these seconds and bytes."""
+        """Return a problem with the same choices and these seconds and bytes."""
         return _without_constants(self._choices(), self.terms(seconds, held), limit)
 
     def _choices(self) -> list[Choice]:
         return [Choice(option.name, tuple(range(len(option.rows)))) for option in self.prices.choices]
 
     def terms(self, seconds: Sequence[Table], sizes: Sequence[Table]) -> list[Term]:
-        """Return tables as terms, with those of one set of choices added up."""
+        """Return tables as terms; tables of one set of choices are added up."""
         names = [option.name for option in self.prices.choices]
         time, size = _added([*seconds, *self.prices.ties]), _added(sizes)
         found = []
@@ -354,7 +352,7 @@ class MeshProblem:
         return found
 
     def _norm_terms(self, choices: list[Choice]) -> list[Term]:
-        """Return the seconds of the norm of gradients, by the mesh axes that shard any of them; add their choice."""
+        """Return the seconds of the norm of gradients by the mesh axes that shard them, which become a choice."""
         if not self._norms:
             return []
         axes = tuple(self.mesh)

@@ -34,7 +34,7 @@ _PASSING = ("optimization_barrier", "name", MARK, ENTERING, TOGETHER, NEVER_HOIS
 
 
 _MOST_UNKNOWNS = 8
-"""The most further unknowns of one dimension for which a type says how an array is sharded."""
+"""The largest number of further unknowns in one dimension for which a type says how an array is sharded."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class HeldArray:
 
     @classmethod
     def of(cls, aval: Any) -> HeldArray | None:
-        """Return the array of a type; None for other types, and for one that does not say how the array is sharded."""
+        """Return the array of a type; None for other types, and for a type without the sharding of its array."""
         shape, dtype = getattr(aval, "shape", None), getattr(aval, "dtype", None)
         if shape is None or dtype is None or not hasattr(dtype, "itemsize"):
             return None
@@ -69,7 +69,7 @@ class HeldArray:
 
 
 def unknowns_by_dimension(aval: Any) -> list[tuple[str, ...]]:
-    """Return the mesh axes over which each dimension of a type is sharded; none for a type that is not an array."""
+    """Return the mesh axes over which each dimension of a type is sharded; empty for a type that is not an array."""
     spec = getattr(getattr(aval, "sharding", None), "spec", None)
     parts = () if spec is None else spec.partitions
     return [() if part is None else part if isinstance(part, tuple) else (part,) for part in parts]
@@ -83,7 +83,7 @@ class HeldValue:
 
     Args:
         aval: its type.
-        seen: the value that this one is a reshaped view of, and whose memory it shares.
+        seen: the value of which this one is a reshaped view, and whose memory it shares.
     """
 
     def __init__(self, aval: Any, seen: HeldValue | None = None):
@@ -247,7 +247,7 @@ def _count(passed: Counter, value: HeldValue, times: int) -> None:
 
 
 def _clusters(fused: list[Operation]) -> Iterator[list[Operation]]:
-    """Yield the groups of operations that are fused: each with those that make its operands."""
+    """Yield the groups of operations that are fused: each operation with the operations that make its operands."""
     of: dict[HeldValue, list[Operation]] = {}
     for operation in fused:
         near = {id(of[value]): of[value] for value in operation.inputs if value in of}
@@ -286,7 +286,7 @@ def _type(value: Any) -> tuple:
 
 
 def _is_product(what: Unknown) -> bool:
-    """Return whether a mark is priced with the local product, and the operation is nothing else."""
+    """Return whether an operation is only a product, whose mark is priced with the local product."""
     return isinstance(what, UnknownProduct) or (isinstance(what, UnknownSteps) and what.plan is planned_steps)
 
 
@@ -329,12 +329,12 @@ class Held:
 
 
 def held(jaxpr: Jaxpr, devices: int, moment: Moment | None = None) -> Held:
-    """Return the arrays that a program holds when it holds most; donated arguments hold their results.
+    """Return the arrays at the moment when a program holds the most bytes; donated arguments hold their results.
 
     Args:
         jaxpr: the program.
-        devices: number of devices that share an array with an unknown, to find the moment.
-        moment: the moment to take, of a program that differs only in sizes.
+        devices: number of devices over which an array with an unknown is divided, for finding the moment. moment: the
+            moment to use, from a program that differs only in sizes.
     """
     arguments = Counter(array for var in jaxpr.invars if (array := HeldArray.of(var.aval)) is not None)
     results = Counter(
@@ -349,7 +349,7 @@ def _nominal(arrays: Counter, devices: int) -> float:
 
 
 def _most(jaxpr: Jaxpr, devices: int, moment: Moment | None = None) -> tuple[Counter, float, Moment]:
-    """Return the arrays, beside operands and results, that a program holds at a moment, or when it holds most."""
+    """Return the arrays besides operands and results at a moment, or at the moment of most bytes."""
     straight = Straight.of(jaxpr)
     outside = {value.memory for value in (*straight.inputs, *straight.results)}
     last = {value: number for number, each in enumerate(straight.operations) for value in _memory(each.inputs)}
@@ -361,7 +361,7 @@ def _most(jaxpr: Jaxpr, devices: int, moment: Moment | None = None) -> tuple[Cou
     for number, each in enumerate(straight.operations):
         asked = moment is not None and moment[:1] == (number,)
         deeper, program = (moment[2:], moment[1]) if moment and asked else (None, None)
-        looked_into = each.inner if moment is None or asked else ()  # At a given moment only the loop that it is in.
+        looked_into = each.inner if moment is None or asked else ()  # Only the loop with the given moment.
         inner = [(*_most(one, devices, deeper), n) for n, one in enumerate(looked_into) if program in (None, n)]
         within, _, beyond, which = max(inner, key=lambda found: found[1]) if inner else (Counter(), 0.0, (), -1)
         done = {value for value in _memory(each.inputs) - elsewhere if last[value] == number}
@@ -382,7 +382,7 @@ def _most(jaxpr: Jaxpr, devices: int, moment: Moment | None = None) -> tuple[Cou
 
 
 def _memory(values: Iterable[HeldValue]) -> set[HeldValue]:
-    """Return the values whose memory the given values use, as far as they are arrays; a view uses another value's."""
+    """Return the arrays whose memory the given values use; a view uses the memory of another value."""
     return {value.memory for value in values if value.memory.array is not None}
 
 

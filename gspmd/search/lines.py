@@ -18,7 +18,7 @@ from gspmd.planner.graph.placements import fitting, sequences
 from gspmd.planner.unknown import PREFIX, Known, placed, unknowns_in
 
 MOST_OPTIONS = 200_000
-"""The most options of one choice with which a search is started."""
+"""The largest number of options of one choice for which a search is started."""
 
 _FOLLOWS = (
     ("embedding.tokens", "attention.residual", "BL"),
@@ -44,10 +44,9 @@ class Lines:
         vias: lines of vias, with the dimensions of both operands.
         fixed: lines whose spec, or via, is given and is their only option.
         trained: lines of parameters, whose gradient and optimizer state have separate lines.
-        around: mesh axes that are present whatever is chosen, with their sizes, such as that of the stages of a
-            pipeline.
-        beside: those of `around` over which every batch is sharded, before its unknown: pipelines run side by side on
-            them.
+        around: mesh axes that are present whatever is chosen, with their sizes, such as the axis of a pipeline's
+            stages. beside: the axes of `around` along which pipelines run side by side: every batch is sharded over
+            them, before its unknown.
     """
 
     layout: Layout
@@ -130,7 +129,7 @@ class Lines:
         return name in self.dims or name in self.vias or (section == "optimizer" and rest in self.trained)
 
     def specs_of(self, line: str) -> tuple[Spec, ...]:
-        """Return the spec, with its unknowns, of a line that can be given; for a via, those of both operands."""
+        """Return the spec, with its unknowns, of a line that can be given; for a via, the specs of both operands."""
         if line in self.vias:
             return tuple(self.via(line).specs)
         return (self.spec(line, self.dims[line if line in self.dims else line.removeprefix("optimizer.")]),)
@@ -139,7 +138,7 @@ class Lines:
         """Refuse given lines that are possible on no mesh, or not on this one.
 
         Args:
-            mesh: sizes of all mesh axes, those of size 1 too.
+            mesh: sizes of all mesh axes, including axes of size 1.
 
         Raises:
             LayoutError: a line is not possible; names the fault.
@@ -167,7 +166,7 @@ class Lines:
                 raise LayoutError(f"cannot fix {line} = '{text}': a fixed line has no partial sum or reduced-.")
 
     def copy(self) -> Lines:
-        """Return the same lines, tied as these are, to be read from another program."""
+        """Return a copy of the lines, tied in the same way, to be read from another program."""
         return replace(
             self, dims={**self.dims}, vias={**self.vias}, trained=[*self.trained], _numbers={**self._numbers},
             _parent={**self._parent}, _held={*self._held}, _unread={*self._unread}, _absent={*self._absent},
@@ -176,7 +175,7 @@ class Lines:
     def served(self) -> Lines:
         """Return the lines of a program that trains nothing and caches keys and values.
 
-        The rows of all caches lie on the same devices, so that those of a text can be copied together.
+        The rows of all caches lie on the same devices, so that all rows of a text can be copied together.
         """
         lines = self.copy()
         lines.trained = []
@@ -187,7 +186,7 @@ class Lines:
         return lines
 
     def tie_as(self, other: Lines) -> None:
-        """Tie these lines as a program has tied its copy of them, so that a similar program begins with the ties."""
+        """Tie these lines like a copy that another program has tied, so that a similar program begins with the ties."""
         self.vias |= other.vias
         self._numbers |= other._numbers
         self._parent |= other._parent
@@ -283,12 +282,12 @@ class Lines:
     def keep(self, unknowns: Set[str], owed: Collection[str]) -> None:
         """Drop the lines of tensors that the program does not have: lines whose unknowns are all absent from it.
 
-        A line with some of these is tied to another tensor. It stays, so that the layout has both alike, and its other
-        dimensions are whole.
+        A line of which some unknowns occur is tied to another tensor. The line stays, so that the layout shards both
+        alike, and its other dimensions are unsharded.
 
         Args:
             unknowns: the unknowns that the program has.
-            owed: those over which it has partial sums: a parameter with neither a partial sum nor a state is not
+            owed: the unknowns over which it has partial sums: a parameter with neither a partial sum nor a state is not
                 trained.
         """
         self.trained = [name for name in self.trained if self.owed(name) in owed or self._has_state(name, unknowns)]
@@ -359,7 +358,7 @@ class Lines:
         return found
 
     def mesh(self) -> dict[str, int]:
-        """Return the mesh that a program is traced on: every unknown, of size 1, and the axes around them."""
+        """Return the mesh on which a program is traced: every unknown, of size 1, and the axes around them."""
         named = [name for pairs in self.tensors().values() for _, name in pairs] or [PREFIX]
         return {**dict.fromkeys(named, 1), **self.around}
 
@@ -375,7 +374,7 @@ class Lines:
         return unknowns_in(self.spec(key, self.dims[rest if section == "optimizer" else key]))
 
     def lines_of(self, unknowns: Collection[str]) -> list[str]:
-        """Return the lines, named as in `written`, that have one of these unknowns; for a gradient, its sum."""
+        """Return the lines, named as in `written`, with one of these unknowns; for a gradient, in its partial sum."""
         of_state = [f"{each}.{name}" for name in self.trained for each in ("gradients", "optimizer")]
         keys = [*self.dims, *self.vias, *of_state]
         return [key for key in keys if {*self.unknowns_of(key)} & {*unknowns}]
@@ -383,13 +382,13 @@ class Lines:
     def written(self, known: Known, *, settled: bool = False, only: Collection[str] | None = None) -> dict[str, str]:
         """Return every line with mesh axes in place of its unknowns, as `Layout.override` takes them.
 
-        A gradient, or an optimizer's state, that is sharded as its parameter is not written. A line with an unknown
+        A gradient, or an optimizer's state, that is sharded like its parameter is not written. A line with an unknown
         that is not in `known` is not written either.
 
         Args:
             known: the mesh axes of each unknown.
             only: restrict to these lines; a gradient goes with its parameter.
-            settled: also write gradients that are sharded as their parameter; with several microbatches an unwritten
+            settled: also write gradients that are sharded like their parameter; with several microbatches an unwritten
                 gradient stays a partial sum.
         """
         found: dict[str, str] = {}
@@ -418,7 +417,7 @@ class Lines:
 
 
 def _is_known_later(name: str) -> bool:
-    """Return whether only the program says if there is such a line."""
+    """Return whether only the program can tell if a line exists."""
     return name.endswith("_via") or is_override(name)
 
 
@@ -473,8 +472,8 @@ def choices_of(
         lines: the lines of the layout.
         sizes: for each unknown, the sizes of the dimensions sharded over it; if it is missing, nothing has to divide.
         mesh: sizes of the mesh axes, all above 1.
-        dimensions: sizes by which the layout is checked. Lines have to divide them even if tensors are larger, as two
-            shared experts together are.
+        dimensions: sizes by which the layout is checked. Lines have to divide these sizes even if tensors are larger,
+            as with two shared experts together.
 
     Raises:
         PlanError: a choice has too many options.
@@ -555,7 +554,7 @@ def _as_given(
     mesh: Mapping[str, int],
     before: Sequence[str],
 ) -> np.ndarray:
-    """Keep the options in which a line is as it was given; mesh axes of size 1 shard nothing.
+    """Keep the options in which a line has the given spec; mesh axes of size 1 shard nothing.
 
     Args:
         lines, line, mesh: the lines of the layout, the given line, and the sizes of the mesh axes.

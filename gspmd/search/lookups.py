@@ -1,7 +1,7 @@
 """Lookups of rows in a table, for every placement of ids, table and rows: the seconds of their moves, as tables.
 
-While rows are looked up, each mesh axis shards the dimension on which some spec has it, as in `gspmd.ops.embed`. So a
-lookup is a separate choice: among all joint placements, the one that ids, table and rows reach in the fewest seconds.
+During the lookup, each mesh axis shards a dimension that it shards in one of the specs, as in `gspmd.ops.embed`. The
+lookup has its own optimum: among all joint placements, the one that ids, table and rows reach in the fewest seconds.
 """
 
 from collections.abc import Sequence
@@ -24,8 +24,7 @@ class LookupPrices:
         environment: mesh, chip and the sizes of all dimensions.
         ids, rows: their placements, as pairs.
         tables: the placements of the table.
-        widths: bytes of an id, of a number of the table, of one of the rows, and of a scale of the table's rows, if it
-            has some.
+        widths: bytes of an element of ids, table, rows and, if there are any, scales of the table's rows.
         backward: whether the gradient of the table is computed. It goes to the table's placement, or to the partial sum
             that the table's spec gives.
     """
@@ -38,7 +37,7 @@ class LookupPrices:
     backward: bool
 
     def seconds(self, name: str) -> np.ndarray:
-        """Return [pair, table] the seconds in which "ids", "rows" or "table" move; scales move with the table."""
+        """Return the seconds [pair, table] of the move of "ids", "rows" or "table"; scales move with the table."""
         total, places = self._best
         if name in ("ids", "rows"):
             found = np.take_along_axis(self._costs(name), places, axis=1)
@@ -49,7 +48,7 @@ class LookupPrices:
 
     @cached_property
     def leaving(self) -> np.ndarray:
-        """[pair, table] the seconds of the first steps of the table's move, which run once if they leave the loop."""
+        """The seconds [pair, table] of the first steps of the table's move, which run once if they leave the loop."""
         tensor, before, after = self.ends("table")
         (sources, here), (targets, there) = (np.unique(each, return_inverse=True) for each in (before, after))
         table = tensor.hoisted(sources, targets)
@@ -72,7 +71,7 @@ class LookupPrices:
 
     @cached_property
     def _tensors(self) -> dict[str, tuple[MoveCosts, np.ndarray, np.ndarray, bool]]:
-        """For each tensor: its graph; its placements; its placement in each joint placement; whether it moves there."""
+        """For each tensor: its graph, its placements, its part of each joint placement, and whether it moves there."""
         vocabulary, tokens = self.tables[0].dims[:1], self.ids[0].dims
         (id_bytes, table_bytes, row_bytes, *scale), backward = self.widths, self.backward
         held = [each.cotangent if backward else each for each in self.tables]
@@ -97,7 +96,7 @@ class LookupPrices:
 
     @cached_property
     def _best(self) -> tuple[np.ndarray, np.ndarray]:
-        """[pair, table] the fewest seconds, and the joint placement that has them."""
+        """The fewest seconds [pair, table], and the joint placement that takes them."""
         pairs = self._costs("ids") + self._costs("rows")
         tables = self._costs("table") + (self._costs("scales") if "scales" in self._tensors else 0.0)
         refused, other = self._elsewhere(self.rows), self._elsewhere(self.tables)

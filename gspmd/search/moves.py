@@ -19,7 +19,7 @@ from gspmd.planner.steps import Environment, Step
 
 Sizes = Mapping[str, int]
 PICOSECOND = 1e-12
-"""Seconds in the unit in which the planner's paths count costs (`gspmd.planner.graph.paths`)."""
+"""The unit in which the planner's paths count costs (`gspmd.planner.graph.paths`), in seconds."""
 HOISTED = ("all-to-all", "collective-permute")
 """Steps that compilers move out of a loop in which their operand is invariant: they do not enlarge it."""
 
@@ -28,10 +28,10 @@ class MoveCosts:
     """Seconds between the placements of one tensor, which may be a partial sum where a path begins.
 
     Args:
-        environment: mesh and chip; its sizes are those of all dimensions.
+        environment: mesh, chip, and the sizes of all dimensions.
         dims: the tensor's dimensions.
         dtype: the dtype in which it is held and sent.
-        width: bytes of an element on the wire; by default those of the dtype.
+        width: bytes of an element on the wire; by default the bytes of the dtype.
         reduce: how a partial sum is reduced, as in `gspmd.planner.graph.resharding.move`.
     """
 
@@ -52,7 +52,7 @@ class MoveCosts:
         return shortest_paths(self.shape, self.environment.mesh, self.width, self.environment.chip, axes, sums)
 
     def numbers(self, specs: Iterable[Spec]) -> np.ndarray:
-        """Return the graph's numbers of placements; -1 for one that does not divide."""
+        """Return the graph's numbers of placements; -1 for a placement that does not divide the sizes."""
         mesh = dict(self.environment.mesh)
         return np.array([self.paths.number(spec.without_trivial(mesh)) for spec in specs], int)
 
@@ -117,7 +117,8 @@ class MoveCosts:
         A program in which one tensor goes to both has these steps once.
 
         Returns:
-            The seconds, and those of the first of these steps that leave a loop in which the tensor is invariant.
+            The seconds, and the seconds of the first of these steps, which leave a loop in which the tensor is
+            invariant.
         """
         places, index = np.unique(np.concatenate([ends, others]), return_inverse=True)
         onward, took, leaves = self._first_steps(np.unique(sources), places)
@@ -136,8 +137,7 @@ class MoveCosts:
         return seconds, leaving
 
     def _first_steps(self, sources: np.ndarray, places: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return [placement, place] the target of the first step to a place, or -1; its seconds; and whether it may
-        leave a loop."""
+        """Return [placement, place] arrays: the first step's target, or -1; its seconds; if it may leave a loop."""
         onward = np.full((len(self.paths.nodes), len(places)), -1)
         took, leaves = np.zeros(onward.shape), np.zeros(onward.shape, bool)
         meaning = self.paths.graph.meaning

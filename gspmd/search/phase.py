@@ -93,7 +93,7 @@ class PhaseProblem(ABC):
 
     @property
     def settles(self) -> bool:
-        """Whether to write every gradient's line: with several microbatches an unwritten one is a partial sum."""
+        """Whether to write every gradient's line: with several microbatches an unwritten gradient is a partial sum."""
         return self.case.microbatches > 1
 
     @cached_property
@@ -113,7 +113,7 @@ class PhaseProblem(ABC):
 
     @property
     def overestimate(self) -> float:
-        """Seconds by which the price of the global norm may be too high: it is over all mesh axes."""
+        """Seconds by which the price of the global norm may be too high, since it is priced over all mesh axes."""
         return self.question.overestimate
 
     def problem(self, limit: float | None = None) -> Problem:
@@ -130,7 +130,7 @@ class PhaseProblem(ABC):
         for row in option.rows.tolist():
             known = {name: self.question.prices.named(number) for name, number in zip(option.unknowns, row)}
             lines = self.question.lines.written(known, settled=self.settles, only=only)
-            # The line that names the choice comes first, because the comment on the choice is written behind it.
+            # The line that names the choice comes first, because the comment on the choice is written after it.
             yield {_where(key): lines[key] for key in sorted(lines, key=lambda key: key != name)}
 
     def lines(self, picks: Mapping[str, int]) -> list[LayoutLine]:
@@ -143,14 +143,14 @@ class PhaseProblem(ABC):
             of = prices.choices_in_names(self.question.lines.unknowns_of(key))
             found.append(LayoutLine(name, text, prices.choices[of[0]].name if of else "", section))
         if not self.question.lines.layout.own:
-            # Every layout has these lines, also for a program without such a tensor: one that encodes has no logits.
+            # Every layout has these lines, even for a program without such a tensor: encoding has no logits.
             absent = [name for name in ALWAYS if all(line.key != name for line in found)]
             found += [LayoutLine(name, dims_of(name), "") for name in absent]
         return found
 
 
 class RelaxedProblem(PhaseProblem):
-    """A problem of the same choices that bounds several numbers of microbatches at once."""
+    """A problem with the same choices that bounds several numbers of microbatches at once."""
 
     @abstractmethod
     def between(self, fewest: int, most: int, limit: float | None = None) -> Problem:
@@ -162,7 +162,7 @@ def read_alike(build: Build, alike: Lines) -> tuple[Lines, TracedProgram]:
 
     Args:
         build: makes the program.
-        alike: the lines of all of them; they are tied in place.
+        alike: the lines of all these programs; they are tied in place.
 
     Returns:
         The lines of this program, and the program.

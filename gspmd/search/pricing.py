@@ -39,13 +39,13 @@ from gspmd.search.program import Chain, Use
 from gspmd.tracing.compilers import compiler_for
 
 LARGEST = 20_000_000
-"""The most entries of one table that is made."""
+"""The largest number of entries of a table."""
 
 _MESHES = 2
 """Number of meshes, with their choices, whose tables are kept for other programs, such as another choice of remat."""
 
 LARGEST_SHARED = 400_000
-"""The most pairs of chains for which the common steps are found."""
+"""The largest number of pairs of chains whose common steps are found."""
 
 Table = tuple[tuple[int, ...], np.ndarray]
 """The choices that seconds depend on, by number, ascending, and the seconds with an axis for each."""
@@ -80,7 +80,7 @@ class Prices:
     def on(self, mesh: Mapping[str, int]) -> Prices:
         """Return the prices of the same choices on a mesh with more or fewer axes, for steps that are planned there.
 
-        A tensor is taken as unsharded along an axis that is missing there: no step there has it.
+        A tensor counts as unsharded along an axis that is missing there, since no step there uses that axis.
         """
         numbers, place = sequences(len(mesh)).number, {axis: number for number, axis in enumerate(mesh)}
         named = (tuple(self.axes[axis] for axis in own) for own in self.sequences.axes)
@@ -100,7 +100,7 @@ class Prices:
         return tuple(self.axes[axis] for axis in self.sequences.axes[number])
 
     def choices_in(self, what: object) -> tuple[int, ...]:
-        """Return the choices that a step or an array depends on."""
+        """Return the choices on which a step or an array depends."""
         return self.choices_in_names(unknowns_in(what))
 
     def choices_in_names(self, unknowns: Iterable[str]) -> tuple[int, ...]:
@@ -152,7 +152,7 @@ class Prices:
         Args:
             what: the step.
             times: the number of its runs.
-            once: the number of runs of those of its first steps that leave a loop in which its tensor is invariant.
+            once: the number of runs of its first steps if they leave a loop in which the tensor is invariant.
 
         Raises:
             PlanError: the step depends on so many choices that a table is too large.
@@ -243,7 +243,7 @@ class Prices:
     def _moved_as_planned(
         self, what: UnknownMoves, of: tuple[int, ...]
     ) -> tuple[MoveCosts, list[np.ndarray], np.ndarray] | None:
-        """Return the same for a move that an operation plans, asked once for each placement of its tensors."""
+        """Return the result of `_moved` for a move that an operation plans, once for each placement of its tensors."""
         names = [name for name in unknowns_in(what.arguments) if name in self._at]
         own = tuple(each for each in of if any(each in self._at[name] for name in names))
         key = what.plan, what.arguments, own

@@ -1,4 +1,4 @@
-"""Arrangements of a run: a layout on a mesh, in force from a step on, and moves of the state between them."""
+"""Arrangements of a run: each is a layout on a mesh, in force from a step on; the state is moved between them."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -53,12 +53,12 @@ def arrange(
 
     Args:
         training: the settings with the changes of layout.
-        sharding: the first layout and mesh; its lowering and axis types are for all.
+        sharding: the first layout and mesh; its lowering and axis types apply to all arrangements.
         sizes: sizes of the model's dimensions, as for `Layout.check`.
-        begin: the layout to begin in; the one that `sharding` names if not given.
+        begin: the layout to begin in; by default the layout that `sharding` names.
 
     Raises:
-        ConfigError: the mesh of a change has another number of devices than the run.
+        ConfigError: the mesh of a change does not have as many devices as the run.
         HostError, LayoutError: as for `make_mesh`, for any of the layouts.
     """
     changes = [parse_relayout(change) for change in training.relayout]
@@ -97,7 +97,7 @@ def make_mesh(sharding: ShardingConfig, layout: Layout, sizes: Mapping[str, int]
     wanted = _wanted(sharding)
     if given:
         layout.check(sizes, given)
-    elif wanted:  # It raises before the devices are started.
+    elif wanted:  # This raises before the devices are started.
         given = layout.mesh_for(wanted, sizes)
     devices = start(sharding, host_devices=host_devices)
     return _mesh(given or layout.mesh_for(len(devices), sizes), devices, sharding)
@@ -133,7 +133,7 @@ def _mesh(shape: Mapping[str, int], devices: Sequence[jax.Device], sharding: Sha
 
 
 def move(state: TrainState, like: TrainState) -> TrainState:
-    """Return a state sharded as `like` is, on the same devices; the old one is freed, array by array.
+    """Return a state sharded like `like`, on the same devices; the old state is freed, array by array.
 
     Args:
         state: the state, of arrays.

@@ -49,13 +49,13 @@ class TrainingConfig:
     """Task that the text is made into: next-token for a decoder-only model; span-corruption (T5, Switch), prefix or
     pairs for an encoder–decoder."""
     source_length: int = 256
-    """Tokens of an encoder's input; those of its decoder are --length."""
+    """Tokens of an encoder's input; --length is for its decoder."""
     noise_density: float = 0.15
     """Share of the tokens that span-corruption replaces by sentinels."""
     mean_span: float = 3.0
     """Mean number of tokens that a sentinel of span-corruption stands for."""
     pack: bool = False
-    """Whether several documents (next-token), or pairs, share a row, with attention within each only."""
+    """Whether several documents (next-token), or pairs, share a row; attention stays within each document or pair."""
     data_prompt: str = ""
     """Field of a record with its prompt, which is read before the text and not predicted."""
     data_field: str = "text"
@@ -84,12 +84,13 @@ class TrainingConfig:
     keep: int = 2
     """Number of the newest checkpoints to keep."""
     resume: bool = False
-    """Continue from the newest checkpoint under --out (the newest run under runs/ if that is not given) whose files are
-    intact; --resume STEP continues from that of a step."""
+    """Continue from the newest intact checkpoint under --out (by default, of the newest run under runs/); --resume STEP
+    continues from the checkpoint of that step."""
     resume_step: int | None = None
     """Step of the checkpoint to resume from; the newest intact one if not given."""
     microbatches: int = 1
-    """Parts of a batch that are computed one after the other, their gradients added: less memory, the same update."""
+    """Parts of a batch that are computed one after the other and whose gradients are added: less memory, same
+    update."""
     non_finite: int = 0
     """Largest number of updates to skip because their loss or gradient is not finite; one more ends the run."""
     frozen: tuple[str, ...] = ()
@@ -150,7 +151,7 @@ class TrainingConfig:
         return given if given is not None else 16 if self.steps < _SHORT else 500
 
     def beside(self, folder: Path) -> "TrainingConfig":
-        """Return these settings with relative paths taken from `folder`, that of their file.
+        """Return these settings with relative paths resolved from `folder`, the folder of their file.
 
         >>> TrainingConfig(data=("text/*.txt", "/all.txt")).beside(Path("mine")).data
         ('mine/text/*.txt', '/all.txt')
@@ -178,7 +179,7 @@ class OptimizerConfig:
     beta2: float = 0.98
     """Decay of the second moment."""
     epsilon: float = 1e-8
-    """Added to the root of the second moment."""
+    """The number added to the root of the second moment."""
     clip: float = 1.0
     """Largest global norm of a gradient; 0 for no clipping."""
     moments: Literal["float32", "int8"] = "float32"
@@ -278,7 +279,7 @@ class ShardingConfig:
         _refuse("sharding", faults)
 
     def beside(self, folder: Path) -> "ShardingConfig":
-        """Return these settings with a relative path of a layout file taken from `folder`, that of their file.
+        """Return these settings with a relative path of a layout file resolved from `folder`, the folder of their file.
 
         >>> ShardingConfig(layout="own.toml").beside(Path("mine")).layout
         'mine/own.toml'
@@ -287,12 +288,12 @@ class ShardingConfig:
 
     @property
     def overrides(self) -> dict[str, str]:
-        """The changes to the layout, key to spec; the last one for a key wins."""
+        """The changes to the layout, as a mapping from key to spec; the last change of a key wins."""
         return dict(change.split("=", 1) for change in self.set)
 
     @property
     def compiled_with(self) -> dict[str, str]:
-        """The compiler's options for the step, name to value; the last one of a name wins."""
+        """The compiler's options for the step, as a mapping from name to value; the last value of a name wins."""
         return dict(option.split("=", 1) for option in self.compiler_options)
 
 

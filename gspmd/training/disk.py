@@ -7,8 +7,8 @@ from pathlib import Path
 def write_whole(path: Path, text: str | bytes) -> None:
     """Write a file so that it has its old or its complete new contents, whenever the process or the machine ends.
 
-    The text goes into a file beside it, which gets the name once it is on disk: otherwise a system may have the new
-    name on disk before the contents, and leave an empty file.
+    The text is written to another file, which is renamed once it is on disk. Otherwise the new name may reach the disk
+    before the contents, and leave an empty file.
     """
     beside = path.with_name(f"{path.name}.tmp")
     beside.write_bytes(text.encode() if isinstance(text, str) else text)

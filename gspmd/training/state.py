@@ -42,7 +42,7 @@ def initial(params: Tree, transform: optax.GradientTransformation, mesh: Mesh, s
         params: tree of placed parameters.
         transform: the optimizer.
         mesh: the mesh of the state.
-        specs: a spec per parameter, for its optimizer state; None to use that of the parameter.
+        specs: a spec per parameter, for its optimizer state; None to use the parameter's spec.
 
     Returns:
         The state; moments are placed by their specs, counts are replicated.
@@ -59,7 +59,8 @@ def abstract_initial(
     """Return shapes, dtypes and shardings of `initial`, whose parameters may be `jax.ShapeDtypeStruct`s."""
     like = jax.tree.map(lambda leaf: leaf.sharding, params) if specs is None else shardings(specs, mesh)
     everywhere = NamedSharding(mesh, P())
-    # Outside the current mesh, whose devices may be of an offline topology: the optimizer computes a few numbers here.
+    # Outside the current mesh, because the optimizer computes a few numbers here, and the mesh may be of an offline
+    # topology.
     with jax.set_mesh(None):
         shapes = jax.eval_shape(transform.init, jax.tree.map(lambda leaf: _placed(leaf, None), params))
         optimizer = optax.tree_map_params(

@@ -26,7 +26,7 @@ class Relayout:
     mesh: str = ""
 
     def beside(self, folder: Path) -> "Relayout":
-        """Return the same change with a relative path of a layout file taken from `folder`."""
+        """Return the change with a relative path of a layout file resolved from `folder`."""
         return replace(self, layout=layout_beside(self.layout, folder))
 
     def __str__(self) -> str:
@@ -118,7 +118,7 @@ def lines_searched(layout: str) -> str | None:
 
 
 def layout_beside(layout: str, folder: Path) -> str:
-    """Prefix the relative path of a layout file with a folder; the name of a preset is left unchanged."""
+    """Prefix the relative path of a layout file with a folder; return the name of a preset unchanged."""
     if searched := lines_searched(layout):
         return f"{AUTO}:{os.path.join(folder, searched)}"
     return os.path.join(folder, layout) if is_path(layout) else layout

@@ -35,13 +35,12 @@ class ConfigError(ValueError):
 
 
 def _shortened(line: str) -> str:
-    """Return a line without its middle, if it is too long to be read."""
+    """Return a line, without its middle if it is too long to be read."""
     return line if len(line) <= _WIDTH else f"{line[: _WIDTH // 2]} … {line[-_WIDTH // 2 :]}"
 
 
 Typing = Callable[[type[T], Mapping[str, Any]], tuple[type[T], Mapping[str, Any]]]
-"""A function that maps a dataclass and the values of a file to the dataclass to read them as, and the values for
-it."""
+"""A function from a dataclass and the values of a file to the dataclass with which to read them, and its values."""
 
 
 def load_toml(cls: type[T], path: str | Path, typed: Typing | None = None) -> T:
@@ -52,8 +51,7 @@ def load_toml(cls: type[T], path: str | Path, typed: Typing | None = None) -> T:
         path: the file. Missing keys keep their defaults.
         typed: chooses the dataclass from the values; None for `cls`.
 
-    Returns:
-        An instance of `cls`, with relative paths taken from the file's folder.
+    Returns: An instance of `cls`, with relative paths resolved from the file's folder.
 
     Raises:
         ConfigError: the file cannot be read, is not TOML, or has unknown keys or values of a wrong type; all at once.
@@ -201,8 +199,8 @@ def _unknown(key: str, known: list[str]) -> str:
 
 
 def _text_fault(text: str) -> str | None:
-    """Return why a text cannot be a setting; None if it can."""
-    if "\0" in text:  # No file name can have it.
+    """Return the reason for which a text cannot be a setting; None if it can."""
+    if "\0" in text:  # No file name can contain it.
         return "must have no null bytes"
     try:
         text.encode()

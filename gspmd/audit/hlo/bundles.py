@@ -15,7 +15,7 @@ _REGION = re.compile(r"Start(?:/End empty)? region (\d+)")
 _BRANCH = re.compile(r"sbr\.rel (?:\(!?%\w+\) )?target = \$region(\d+)")
 _TRIPS = re.compile(r"scmp\.ge\.s32\.totalorder %\w+, (\d+) /\* loop exit test \*/")
 _DELAY = 5
-"""Bundles from a branch to the first one that it may skip; those between (delay slots) are always executed."""
+"""Bundles from a branch to the first one that it may skip; the bundles between (delay slots) always run."""
 _STAGES = 2
 """Trips of the loop beyond the steps of the grid, which fill and drain the pipeline of transfers."""
 
@@ -40,7 +40,7 @@ class KernelSchedule:
 
     @classmethod
     def read(cls, text: str) -> "KernelSchedule | None":
-        """Read a dump; None if it is not one loop with branches that skip parts of it."""
+        """Read a dump; return None unless it is one loop with branches that skip parts of it."""
         found = list(_BUNDLE.finditer(text))
         ends = [each.start() for each in found[1:]] + [len(text)]
         bundles = {int(each[1], 16): text[each.start() : end] for each, end in zip(found, ends)}
@@ -81,5 +81,5 @@ class KernelSchedule:
 
 
 def least_seconds(work: KernelWork, chip: Chip) -> float:
-    """Return a lower bound without a schedule: products at the chip's peak, or bytes at its bandwidth."""
+    """Return a lower bound on a kernel's seconds without its schedule, from peak and bandwidth."""
     return max(work.flops / chip.flops("bfloat16"), work.bytes / chip.hbm_bandwidth)

@@ -63,7 +63,7 @@ class Collective:
 
     @property
     def dtype(self) -> str:
-        """HLO's name of the dtype on the wire; for several arrays, that of the largest."""
+        """HLO's name of the dtype on the wire; for several arrays, the dtype of the largest."""
         return max(self.arrays, key=lambda array: array.bytes).dtype if self.arrays else ""
 
 
@@ -73,7 +73,7 @@ def collective(module: Module, computation: Computation, instruction: Instructio
     Args:
         module: the program.
         computation: the computation that contains the instruction.
-        instruction: any but one inside a fusion.
+        instruction: any instruction that is not inside a fusion.
         devices: number of devices that run the program.
 
     Source: opcodes and result types as XLA's HLO verifier requires them (openxla/xla, `service/hlo_verifier.cc`).
@@ -94,8 +94,8 @@ def collective(module: Module, computation: Computation, instruction: Instructio
 def _sent(send: Instruction, devices: int) -> Collective | None:
     """Return a collective that a compiler splits into send and recv; it counts once.
 
-    XLA:GPU does so with permutes, which last from the send to its done. libtpu does so with all that crosses slices,
-    whose groups `gspmd.audit.hlo.slices` has added; the operand is what one device gives away.
+    XLA:GPU splits permutes, which last from the send to its done. libtpu splits everything that crosses slices; its
+    groups were added by `gspmd.audit.hlo.slices`, and the operand is what one device sends.
     """
     if crosses := _TRANSFER.search(send.attribute("frontend_attributes")):
         if crosses[1] not in _TRANSFERS:
@@ -152,7 +152,7 @@ def _make(kind: str, phase: str, instruction: Instruction, devices: int) -> Coll
     group, arrays = _group(instruction, devices), _results(instruction)
     if kind == "reduce-scatter":
         arrays = tuple(Array(array.dtype, (group, *array.shape)) for array in arrays)
-    elif kind == "all-to-all":  # a tuple holds the parts of one array
+    elif kind == "all-to-all":  # the tuple holds the parts of one array
         arrays = (Array(arrays[0].dtype, (sum(array.size for array in arrays),)),)
     return Collective(kind, phase, instruction, arrays, group, rings=_rings(instruction, group))
 
@@ -160,11 +160,11 @@ def _make(kind: str, phase: str, instruction: Instruction, devices: int) -> Coll
 def _rings(scheduled: Instruction, group: int) -> tuple[int, ...]:
     """Return the sizes of the torus rings that a collective's algorithm runs along.
 
-    - For a strategy they are its cores, `cores:{4 4 4}`.
+    - A strategy lists them as cores, `cores:{4 4 4}`.
     - A gather by `1DAllGather...` has one ring.
-    - On a SparseCore the data is in as many parts as there are colors. All of them travel along the same rings of
-      chips, in other orders and directions, so those of the first are returned. If both devices of each chip are in the
-      group, a ring of 2 is added.
+    - On a SparseCore the data is in as many parts as there are colors. All parts travel along the same rings of chips,
+      in different orders and directions, so the rings of the first are returned. If both devices of each chip are in
+      the group, a ring of 2 is added.
     """
     for offloaded in scheduled.config.get("collective_offload_config", {}).values():
         if isinstance(offloaded, dict) and (ways := offloaded.get("ici_strategy_config", {}).get("color_strategies")):

@@ -12,23 +12,23 @@ from gspmd.audit.hlo.text import integers
 
 _PRODUCT = re.compile(r"gemm|matmul|fmha|conv(?!ert)", re.IGNORECASE)
 ATTENTION = {"__cudnn$fmhaSoftmax": 2, "__cudnn$fmhaSoftmaxBackward": 5}
-"""Calls of cuDNN's attention, and the number of their products: the backward pass computes the logits again."""
+"""Calls of cuDNN's attention, with their number of products; the backward pass computes the logits again."""
 _MASKS = ("NO_MASK", "CAUSAL")
-"""Masks whose pairs of query and key are known: the lengths of padded rows are values."""
+"""Masks whose pairs of query and key are known, unlike masks of padding, whose lengths are computed values."""
 _EXACT = re.compile(r"high|dot_f32", re.IGNORECASE)
 """The precision HIGH or HIGHEST, or an algorithm in float32."""
 _WINDOW = re.compile(r"(\w+)=([\d_x\-]+)")
 
 
 def product_flops(module: Module, computation: Computation, instruction: Instruction) -> int:
-    """Operations of the matrix products in one execution of an instruction: two per multiplication.
+    """Return the operations of the matrix products in one execution of an instruction: two per multiplication.
 
     Products of two vectors, which compilers write as a sum of products, are not counted.
 
     Args:
         module: the program.
         computation: the computation that contains the instruction.
-        instruction: any; for a fusion, all its instructions count.
+        instruction: any instruction; for a fusion, everything inside counts.
     """
     if instruction.opcode == "fusion":
         inner = module.computations[instruction.called[0]]
@@ -47,7 +47,7 @@ def product_flops(module: Module, computation: Computation, instruction: Instruc
 
 @dataclass(frozen=True)
 class Product:
-    """A matrix product [batch, left, contracted] x [batch, contracted, right], and the dtype it is done in.
+    """A matrix product [batch, left, contracted] x [batch, contracted, right], and the dtype in which it is computed.
 
     Attributes:
         sizes: batch, left, contracted and right, on one device.
@@ -94,7 +94,7 @@ def product(module: Module, computation: Computation, instruction: Instruction) 
 
 
 def uncounted(module: Module, computation: Computation, instruction: Instruction) -> Iterator[tuple[str, str]]:
-    """Name and target of kernels, and of library calls that look like products, that `product_flops` cannot count.
+    """Return name and target of kernels and library calls whose products `product_flops` cannot count.
 
     Args:
         module: the program.
@@ -119,7 +119,7 @@ def _dot(computation: Computation, dot: Instruction, contracted: tuple[int, ...]
 
 
 def _attention(computation: Computation, call: Instruction) -> int:
-    """Operations of cuDNN's attention of queries [B, L, H, D] to keys [B, T, K, D], without masked ones."""
+    """Return the operations of cuDNN's attention of queries [B, L, H, D] to keys [B, T, K, D], without masked ones."""
     queries, keyed = (computation.by_name[name].arrays[0].shape for name in call.operands[:2])
     (rows, length, heads, size), keys = queries, keyed[1]
     pairs = sum(min(keys, query + 1) for query in range(length)) if _mask(call) == "CAUSAL" else length * keys
@@ -145,7 +145,7 @@ def _contracted(computation: Computation, call: Instruction) -> tuple[int, ...] 
 
 
 def _convolution(computation: Computation, convolution: Instruction) -> int:
-    """Operations as XLA counts them: one multiplication per output element and kernel element inside the input.
+    """Return a convolution's operations, for each output element and each kernel element inside the input.
 
     The TPU compiler writes every dot as a convolution. Batch dimensions become windows of which one element is valid.
     """
@@ -169,7 +169,7 @@ def _labels(text: str) -> tuple[str, str, str]:
 
 
 def _taps(left: int, kernel: int, out: int, window: dict[str, str], number: int) -> int:
-    """Pairs of output position and kernel element (tap) that fall on an input element, along one window dimension."""
+    """Return the number of pairs of output position and kernel element (tap) that fall on an input element."""
     part = lambda name, default: window.get(name, "").split("x")[number] if name in window else default  # noqa: E731
     stride, spread, hole = (int(part(name, "1")) for name in ("stride", "lhs_dilate", "rhs_dilate"))
     low = int(str(part("pad", "0_0")).split("_")[0])

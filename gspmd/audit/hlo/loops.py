@@ -1,4 +1,4 @@
-"""While loops: how often they run, by the compiler's annotation or by their counter, and what they copy each time."""
+"""While loops: their trip counts, from the compiler's annotation or the counter, and their copies in every trip."""
 
 import operator
 import re
@@ -52,9 +52,9 @@ LEAST = 2**12
 def cut_out(module: Module, body: Computation) -> list[Instruction]:
     """Return the instructions of a loop's body that copy a part of an array that no iteration changes, in main memory.
 
-    In a loop over layers these are the weights of one layer, copied out of their stack. Most products read them where
-    they are. A kernel, such as that of `jax.lax.ragged_dot`, needs a separate array. Slices of fewer bytes than `LEAST`
-    are not weights: a loop over rows that writes a cache looks up the position of each row.
+    In a loop over layers these are the weights of one layer, copied out of their stack. Most products read the weights
+    in the stack. A kernel, such as the one for `jax.lax.ragged_dot`, needs a separate array. Slices of fewer bytes than
+    `LEAST` are not weights: a loop over rows that writes a cache looks up the position of each row.
 
     Args:
         module: the program.
@@ -103,8 +103,8 @@ def _reorders(module: Module, instruction: Instruction) -> bool:
 
 
 def _cut_from(module: Module, instruction: Instruction) -> str:
-    """Return the name of the operand, in main memory, that the result is a part of; empty if more is computed."""
-    if re.search(r"S\(\d+\)", instruction.type):  # It is loaded onto the chip.
+    """Return the name of the operand in main memory of which the result is a part; empty if more is computed."""
+    if re.search(r"S\(\d+\)", instruction.type):  # The result is loaded onto the chip.
         return ""
     if instruction.opcode == "dynamic-slice":
         return instruction.operands[0]
@@ -138,7 +138,7 @@ def _counted(module: Module, computation: Computation, loop: Instruction) -> int
         return None
     counter = 0 if steps[0] else 1
     place, step, other = places[counter], steps[counter], places[1 - counter]
-    assert place is not None  # It has the one step that is known.
+    assert place is not None  # the counter has a single, known step
     assert step is not None
     start = _value_in(module, computation, loop, place)
     bound = _constant(condition, sides[1 - counter])
@@ -152,7 +152,7 @@ def _counted(module: Module, computation: Computation, loop: Instruction) -> int
 
 
 def _count(direction: str, start: int, bound: int, step: int) -> int | None:
-    """Steps until the comparison is false; None if it never is, or only after the counter overflows."""
+    """Return the steps until the comparison is false; None if this never happens before the counter overflows."""
     if direction not in _HOLDS:
         return None
     if not _HOLDS[direction](start, bound):
@@ -166,7 +166,7 @@ def _count(direction: str, start: int, bound: int, step: int) -> int | None:
 
 
 def _comparison(module: Module, condition: Computation) -> tuple[str, tuple[str, str]] | None:
-    """Direction and operands of the comparison that a condition returns, as values of the condition."""
+    """Return direction and operands of the comparison that a condition returns, as values of the condition."""
     root = _through(condition, condition.root)
     if root.opcode == "compare":
         return root.attribute("direction"), (root.operands[0], root.operands[1])
@@ -184,14 +184,14 @@ def _comparison(module: Module, condition: Computation) -> tuple[str, tuple[str,
 
 
 def _through(computation: Computation, instruction: Instruction) -> Instruction:
-    """Return the instruction whose value this one passes on unchanged."""
+    """Return the instruction whose value an instruction passes on unchanged."""
     while instruction.opcode in _SAME and instruction.operands:
         instruction = computation.by_name[instruction.operands[0]]
     return instruction
 
 
 def _literal(instruction: Instruction) -> str | None:
-    """Return a constant as `=value`, which no instruction's name can be."""
+    """Return a constant as `=value`, which cannot be the name of an instruction."""
     number = _number(instruction)
     return None if number is None else f"={number}"
 

@@ -95,7 +95,7 @@ class Instruction:
 
     @cached_property
     def called(self) -> tuple[str, ...]:
-        """Names of the computations that it runs."""
+        """Names of the computations that the instruction runs."""
         lists = _CALLED.findall(self._unquoted)
         return tuple(name.strip("%{} ") for one in lists for name in one.split(",") if name.strip("%{} "))
 
@@ -107,17 +107,17 @@ class Instruction:
 
     @property
     def target(self) -> str:
-        """The library function, or kernel, that it calls; empty if it calls none."""
+        """The library function, or kernel, that the instruction calls; empty if it calls none."""
         return self.attribute("custom_call_target").strip('"') if self.opcode == "custom-call" else ""
 
     @property
     def is_kernel(self) -> bool:
-        """Whether it calls a Pallas kernel for TPUs."""
+        """Whether the instruction calls a Pallas kernel for TPUs."""
         return self.target == "tpu_custom_call"
 
     @property
     def kernel_work(self) -> KernelWork | None:
-        """The work of the kernel that it calls; None if the program does not say it."""
+        """The work of the kernel that the instruction calls; None if the program does not say it."""
         return kernel_work(self.op_name) if self.is_kernel else None
 
     @cached_property
@@ -127,13 +127,13 @@ class Instruction:
 
     @property
     def frame(self) -> int:
-        """Number of its stack frame in the module; 0 for none."""
+        """Number of the instruction's stack frame in the module; 0 for none."""
         number = _FRAME.search(self._unquoted)
         return int(number[1]) if number else 0
 
     @property
     def line(self) -> tuple[str, int] | None:
-        """File and line, if the metadata has them instead of a stack frame."""
+        """File and line of the instruction, if the metadata has them instead of a stack frame."""
         line = _LINE.search(self.attributes)
         return (line[1], int(line[2] or 0)) if line else None
 
@@ -217,7 +217,7 @@ class Module:
         frames: stack frames by number.
         is_scheduled: whether the order of instructions is that of execution.
         devices: number of devices that run it; 1 if the text does not say.
-        kernels: the TPU compiler's schedules of Pallas kernels, by the instruction that calls one.
+        kernels: the TPU compiler's schedules of Pallas kernels, by the instruction that calls the kernel.
     """
 
     name: str

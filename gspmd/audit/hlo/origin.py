@@ -25,7 +25,7 @@ _REDUCTIONS = {"all-reduce", "reduce-scatter"}
 """Kinds that a compiler may make of each other."""
 
 _NEAR = 4
-"""Producers that are searched for a source line if the compiler left a collective without one."""
+"""Number of producers that are searched for a source line if a collective has none."""
 
 
 Placed = tuple[Computation, Instruction]
@@ -65,7 +65,7 @@ def origin(
 
 
 def _producers(computation: Computation, instruction: Instruction) -> list[Instruction]:
-    """Return the producer of an instruction's first operand, that of its own first operand, and a few more."""
+    """Return the producer of an instruction's first operand, that producer's own, and a few more."""
     producers: list[Instruction] = []
     while instruction.operands and len(producers) < _NEAR:
         instruction = computation.by_name[instruction.operands[0]]
@@ -124,13 +124,13 @@ def _in_equation(placed: Placed) -> bool:
 
 
 def _done(computation: Computation, scheduled: Instruction) -> Instruction:
-    """Return the instruction that waits for an asynchronous collective; for another one, the collective itself."""
+    """Return the instruction that waits for an asynchronous collective, or a synchronous collective itself."""
     users = (each for each in computation.instructions if each.operands == (scheduled.name,))
     return next((each for each in users if each.opcode.endswith("-done")), scheduled)
 
 
 def _listed(op_name: str) -> list[str]:
-    """Return the names that XLA:GPU merges into that of a combined collective, in the order of its arrays.
+    """Return the names that XLA:GPU merges into the name of a combined collective, in the order of its arrays.
 
     >>> _listed("jit(f)/body/(a/gspmd[B, (E, F) -> B]/psum:b/psum)")
     ['a/gspmd[B, (E, F) -> B]/psum', 'b/psum']
@@ -165,7 +165,7 @@ def _taken_apart(
 def _concatenated(module: Module, computation: Computation, done: Instruction) -> dict[tuple[int, int], list[Placed]]:
     """Return the slices of all-reduces that XLA:GPU concatenated; nothing if the result is one array.
 
-    A user may cover a result with slices, too. Only those of the compiler have the metadata of an all-reduce.
+    A user's program may also cover a result with slices, but only slices of the compiler have an all-reduce's metadata.
     """
     pieces = _slices(module, computation, done)
     named = (placed for piece in pieces.values() for placed in piece)
@@ -193,7 +193,7 @@ def _slices(module: Module, computation: Computation, done: Instruction) -> dict
 
 
 def _renamed(computation: Computation, value: Instruction) -> list[Placed]:
-    """Return an instruction and those that only give its result another shape, each with their computation."""
+    """Return an instruction and the instructions that only reshape its result, each with its computation."""
     same = [value]
     for each in computation.instructions:
         if each.opcode in _RESHAPES and each.operands[0] in {known.name for known in same}:

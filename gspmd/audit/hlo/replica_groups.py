@@ -80,7 +80,7 @@ def _factors(name: str, size: int, along: Sequence[tuple[str, int, int]]) -> lis
 
 
 def _order_of(text: str, devices: int) -> np.ndarray:
-    """Device numbers in the order of the mesh."""
+    """Return the device numbers in the order of the mesh."""
     iota = re.match(r"\(\[([\d,]+)\](?:T\(([\d,]+)\))?\)", text)
     if iota:
         dims, order = (integers(part or "") for part in iota.groups())
@@ -107,7 +107,7 @@ def axes_of(instruction: Instruction, mesh: Mapping[str, int]) -> tuple[str, ...
         mesh: sizes of the mesh axes; devices are numbered in row-major order (last axis fastest).
 
     Returns:
-        Names; for a permute, those of the axes along which anything moves. `UNNAMED` if the groups match no set of
+        Names of axes; for a permute, of the axes along which anything moves. `UNNAMED` if the groups match no set of
         axes, for example if they are half of an axis.
     """
     if is_permute(instruction):
@@ -116,7 +116,7 @@ def axes_of(instruction: Instruction, mesh: Mapping[str, int]) -> tuple[str, ...
 
 
 def touched_by(instruction: Instruction, mesh: Mapping[str, int]) -> tuple[str, ...]:
-    """Return the mesh axes along which the devices of a group differ, even if the group is only part of an axis."""
+    """Return the mesh axes along which the devices of a group differ, even if the group is only a part of an axis."""
     named = axes_of(instruction, mesh)
     if named != UNNAMED or is_permute(instruction):
         return named

@@ -37,7 +37,7 @@ _SLICE = 100_000
 def of_all_slices(module: Module, mesh: Any) -> Module:
     """Return a program of several slices with replica groups and pairs of all devices, by their places in the mesh.
 
-    A send to other slices gets the groups that its target says; `gspmd.audit.hlo.collectives` reads it as a collective
+    A send to other slices gets the groups named by its target; `gspmd.audit.hlo.collectives` reads it as a collective
     that lasts until its `recv-done`. The `send-done`, which waits for the operand only, becomes a token. A program of
     one slice, or of other devices, is returned as it is.
 
@@ -64,7 +64,7 @@ def of_all_slices(module: Module, mesh: Any) -> Module:
 
 def _of_computation(computation: Computation, in_slice: int, slices: int, places: Mapping[int, int]) -> Computation:
     sends = {_rendezvous(each): each.name for each in computation.instructions if each.opcode == "send"}
-    sends.pop("", None)  # sends that do not cross slices
+    sends.pop("", None)  # sends within a slice
     seen: set[str] = set()
     late: dict[str, str] = {}  # a recv before its send -> the send
     instructions = []
@@ -91,7 +91,7 @@ def _of_computation(computation: Computation, in_slice: int, slices: int, places
 
 
 def _rendezvous(instruction: Instruction) -> str:
-    """Return the name by which a send to other slices and its recv find each other; empty for any other send."""
+    """Return the name that a send to other slices shares with its recv; empty for any other send."""
     found = _RENDEZVOUS.search(instruction.attributes)
     return found[1] if found and "_xla_megascale_target" in instruction.attributes else ""
 

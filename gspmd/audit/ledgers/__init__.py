@@ -1,1 +1,1 @@
-"""Ledgers: the bytes that a compiled program sends, beside its plan, and beside another program."""
+"""Ledgers: the bytes that a compiled program sends, compared with its plan or with another program."""

@@ -23,7 +23,7 @@ class Change:
     Attributes:
         kind, axes, dtype: as in the entries of a ledger; axes in alphabetical order.
         before: number of runs, and the bytes that one device sends; (0, 0) if there are none.
-        after: the same in the other program.
+        after: the same figures in the other program.
     """
 
     kind: str

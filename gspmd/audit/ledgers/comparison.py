@@ -44,7 +44,7 @@ class Comparison(Printed):
 
     @property
     def differing(self) -> tuple[ComparedStep, ...]:
-        """The rows that are not as planned."""
+        """The rows whose verdict is not `"as planned"`."""
         return tuple(row for row in self.rows if row.verdict != "as planned")
 
     def __getitem__(self, verdict: str) -> tuple[ComparedStep, ...]:
@@ -133,7 +133,7 @@ _STEPS = (
 
 
 def _added_up(rows: Iterable[ComparedStep]) -> Iterator[ComparedStep]:
-    """Yield rows, with the figures of those that are otherwise equal added up."""
+    """Yield rows, adding up the figures of rows that are otherwise equal."""
     alike: dict[ComparedStep, list[ComparedStep]] = defaultdict(list)
     for row in rows:
         alike[replace(row, planned=(0, 0), compiled=(0, 0))].append(row)

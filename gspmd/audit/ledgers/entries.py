@@ -1,4 +1,4 @@
-"""The entries of a ledger: one collective of a compiled program each."""
+"""The entries of a ledger, each a collective of a compiled program."""
 
 from collections import Counter
 from collections.abc import Iterable

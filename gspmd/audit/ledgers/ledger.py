@@ -112,7 +112,7 @@ class Ledger(Printed):
         return self.name or "a program"
 
     def _rows(self) -> list[tuple[Entry, int, int]]:
-        """Entries, with counts and bytes added up of those that are otherwise equal."""
+        """Return the entries, adding up counts and bytes of entries that are otherwise equal."""
         rows: dict[tuple, list] = {}
         for entry in self.entries:
             alike = (entry.kind, entry.axes, entry.dtype, entry.equation, entry.step, entry.source, entry.asynchronous)

@@ -45,13 +45,13 @@ def compiled_total(entries: Sequence[Entry]) -> tuple[int, int]:
 
 
 def credit_shared_steps(plan: ProgramPlan, entries: Sequence[Entry]) -> list[Entry]:
-    """Return the entries; those compiled in the scope of a shared step are credited to the step with the same result.
+    """Credit entries that were compiled in the scope of a shared step to the step with the same result.
 
     Among equal collectives the plan counts the first, and the compiler may keep any. Looped steps may share only some
     of their permutes: then a part of the entry is credited.
     """
     planned, named = planned_steps(plan.entries), by_name(entries)
-    surplus = Counter({name: compiled_total(found)[1] for name, found in named.items()})  # bytes beyond the plan
+    surplus = Counter({name: compiled_total(found)[1] for name, found in named.items()})  # bytes in excess of the plan
     surplus.subtract({name: planned_total(steps)[1] for name, steps in planned.items()})
     firsts = {name: _firsts(steps, planned) for name, steps in planned_steps(plan.shared).items()}
     credited = []
@@ -73,7 +73,7 @@ def _firsts(shared: Sequence[PlannedStep], planned: Iterable[Name]) -> list[Name
 def _credit(
     entry: Entry, first: Name, planned: Mapping, named: Mapping, surplus: Counter
 ) -> tuple[Entry | None, Entry | None]:
-    """Return the part of an entry that `first` lacks, under that name, and the rest of the entry."""
+    """Return the part of an entry that is missing from `first`, under that name, and the rest of the entry."""
     name = entry.equation, entry.step
     only_here = name not in planned and first not in named
     part, rest = _split(entry, entry.wire_bytes if only_here else min(surplus[name], -surplus[first]))
@@ -95,7 +95,7 @@ def _split(entry: Entry, amount: int) -> tuple[Entry | None, Entry | None]:
 
 
 def under_axes_of_steps(planned: Mapping[Name, list[PlannedStep]], entries: Sequence[Entry]) -> list[Entry]:
-    """Return the entries; those of a step compiled in parts, each over some of its axes, get the axes of the step."""
+    """Return the entries, giving the parts of a step that was compiled axis by axis all axes of the step."""
     axes = {}
     for name, found in by_name(entries).items():
         if name not in planned:
@@ -110,5 +110,5 @@ def under_axes_of_steps(planned: Mapping[Name, list[PlannedStep]], entries: Sequ
 
 
 def _covers(step: Step, over: set[str]) -> bool:
-    """Return whether these are all axes of a step; a permute may move nothing along some of them."""
+    """Return whether axes are all axes of a step; a permute may move nothing along some of them."""
     return over == set(step.axes) or (step.kind == "collective-permute" and over < set(step.axes))

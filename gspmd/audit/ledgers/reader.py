@@ -126,9 +126,10 @@ class _ModuleReader:
         """Yield the entries of a collective, one for each origin of its arrays."""
         parts = [*by_origin(self.module, computation, instruction, sent)]
         if self.chip and not self.chip.is_switch:
-            # Without names only the bytes of each array say which step it is of (`gspmd.audit.ledgers.slices`).
+            # Without names only the bytes of each array tell the step to which it belongs
+            # (`gspmd.audit.ledgers.slices`).
             parts = [(origin, replace(part, arrays=(array,))) for origin, part in parts for array in part.arrays]
-        together = sum(len(part.arrays) for _, part in parts)  # Concatenated arrays are one in the instruction.
+        together = sum(len(part.arrays) for _, part in parts)  # Concatenated arrays count separately.
         near = self.chip and shared_node(sent.instruction, self.devices, self.chip.node_devices)
         for origin, part in parts:
             yield Entry(
@@ -149,7 +150,7 @@ class _ModuleReader:
             )
 
     def _away(self, part: Collective, near: int, times: int) -> int:
-        """Return the bytes that one device sends over the network, in groups in which `near` devices share a node."""
+        """Return the bytes that one device sends over the network, if `near` devices of each group share a node."""
         assert self.chip is not None
         return network_bytes(part.kind, part.group, near, part.wire_bytes, self.chip) * times
 
@@ -170,7 +171,7 @@ def _text_of(compiled: Any) -> str:
 
 
 def _mesh_of(compiled: Any) -> Any:
-    """Return the mesh of a program's inputs or outputs, or otherwise the current one."""
+    """Return the mesh of a program's inputs or outputs, or else the current mesh."""
     if not isinstance(compiled, str):
         for sharding in jax.tree.leaves((compiled.input_shardings, compiled.output_shardings)):
             if isinstance(sharding, jax.NamedSharding) and not sharding.mesh.empty:

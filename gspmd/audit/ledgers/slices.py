@@ -28,7 +28,8 @@ def by_bytes(
     """Return the entries of a program of several slices under the names, kinds and axes of the steps that they run.
 
     A step gets as many executions as it has trips, of collectives with exactly the kinds, axes and bytes of its parts:
-    those of its own name first, and then those without a name. A step gets none if one of its parts is not found.
+    first collectives with its own name, then collectives without a name. A step gets no collective if one of its parts
+    is not found.
 
     Args:
         steps: the planned steps that run.
@@ -98,7 +99,7 @@ class _Pool:
                 self._alike[entry.kind, frozenset(entry.axes), each].append(number)
 
     def take(self, ways: Iterator[Sequence[Part]], count: int, name: tuple[str, str]) -> list[Entry]:
-        """Take `count` executions of each part of the first way whose parts are all there; nothing if no way is."""
+        """Take `count` executions of each part of the first way whose parts are all there; none if there is no way."""
         for parts in ways:
             found = [(number, runs) for part in parts for number, runs in self._find(part, count, name)]
             if sum(runs for _, runs in found) == count * len(parts):
@@ -200,7 +201,7 @@ def _inside(axes: Sequence[str], mesh: Mapping[str, int], across: Mapping[str, i
 
 
 def _sent(kind: str, parts: Sequence[_Along], buffer: int) -> list[Part]:
-    """Return what each part of a collective sends, major first: each divides the buffer for the next."""
+    """Return the bytes that each part of a collective sends, major first; each part divides the buffer for the next."""
     sent = []
     for axes, devices in parts:
         sent.append((kind, axes, wire_bytes(kind, devices, buffer)))

@@ -1,4 +1,4 @@
-"""Verdicts: one for every planned step, and one for each collective that no step asked for."""
+"""Verdicts on every planned step, and on every collective that no step asked for."""
 
 import re
 from collections import defaultdict
@@ -56,13 +56,13 @@ def rows(plan: ProgramPlan, entries: Sequence[Entry]) -> Iterator[ComparedStep]:
     combined = _combined_in_full(planned, entries)
     for row in _judged(planned, entries, plan):
         if row.planned == (0, 0) and not row.step and _kind_and_axes(row) in combined:
-            continue  # It is counted in the rows of the steps behind a loop.
+            continue  # It is counted in the rows of the steps after a loop.
         if row.compiled != row.planned and _kind_and_axes(row) in combined:
             row = replace(row, verdict="as planned", how=row.how or _COMBINED, compiled=row.planned)
         yield row
     for name, steps in planned_steps(plan.shared).items():
         first = steps[0].first
-        assert first is not None  # A shared step has such a first one.
+        assert first is not None  # A shared step has such a first step.
         equation, number = first
         other = f" of {equation}" if equation != name[0] else ""
         yield _row("shared", f"with step {number}{other}" if equation else "", name, steps, [])
@@ -71,8 +71,8 @@ def rows(plan: ProgramPlan, entries: Sequence[Entry]) -> Iterator[ComparedStep]:
 def _combined_in_full(planned: Steps, entries: Sequence[Entry]) -> set[tuple]:
     """Return the kinds and axes whose collectives the compiler combined with the same total of bytes as their steps.
 
-    An all-reduce that the compiler moves behind a loop loses its scope, and so does its part of a combined one: if all
-    parts are of this kind, the combined one looks like a single array.
+    An all-reduce that the compiler moves after a loop loses its scope, also as a part of a combined collective: if all
+    parts have lost their scopes, the combined collective looks like a single array.
     """
     behind = {_kind_and_axes(step.step) for steps in planned.values() for step in steps if step.is_behind_loop}
     keys = {name: _kind_and_axes(steps[0].step) for name, steps in planned.items()}
@@ -159,7 +159,7 @@ def _compared(name: Name, steps: Sequence[PlannedStep], entries: Sequence[Entry]
 
 
 def _rewriting(planned: PlannedStep, entries: Sequence[Entry], in_full: bool) -> str:
-    """Return how a compiler rewrote a step; empty if each execution is the planned collective.
+    """Describe how a compiler rewrote a step; empty if each execution is the planned collective.
 
     `in_full` says that all planned bytes are sent, so several arrays in one collective are the step's own.
     """
@@ -180,7 +180,7 @@ def _rewriting(planned: PlannedStep, entries: Sequence[Entry], in_full: bool) ->
 
 
 def _size_change(planned: str, compiled: str, ratio: float) -> list[str]:
-    """Return why one execution sends more or less than planned: another dtype, or otherwise padding."""
+    """Return the reason why one execution sends more or less than planned: another dtype, or else padding."""
     if planned and planned != compiled and (_bits(compiled) - _bits(planned)) * (ratio - 1) > 0:
         return [f"{compiled} on the wire"]
     return ["padded"] if ratio > 1 else []

@@ -1,7 +1,7 @@
-"""GPUs as XLA's compiler wants them described: figures of a card beyond those of chips.toml.
+"""Descriptions of GPUs for XLA's compiler: figures of a card that chips.toml does not have.
 
 The compiler's description of a card is a text protocol buffer, `stream_executor.GpuTargetConfigProto`. Clock, memory
-and name come from chips.toml, and the rest from `CARDS`. No card is asked.
+and name come from chips.toml, and all other figures from `CARDS`. No card is queried.
 """
 
 from dataclasses import dataclass
@@ -45,7 +45,7 @@ CARDS = {
     "b200": _BLACKWELL,
     "gb200": _BLACKWELL,
 }
-"""The GPUs that can be compiled for, by their names in chips.toml."""
+"""The GPUs for which programs can be compiled, by their names in chips.toml."""
 
 HOST_GPUS = {"gb200": 4}
 """Number of GPUs of one host, if several hosts share an NVLink switch (NVIDIA GB200 NVL72: 18 trays of 4 GPUs)."""
@@ -60,7 +60,7 @@ _SAME = """
 # CUDA and cuDNN of the machine that will run the program: what jax[cuda12] of the supported releases installs at least.
 _LIBRARIES = "runtime_version { major: 12 minor: 8 patch: 0 } dnn_version_info { major: 9 minor: 8 patch: 0 }"
 CUDNN = 90800
-"""The same version of cuDNN, as it numbers itself."""
+"""The same version of cuDNN, in cuDNN's own numbering."""
 
 
 def described(chip: Chip) -> str:

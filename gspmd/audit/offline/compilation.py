@@ -47,8 +47,8 @@ def compile_offline(
 ) -> Report:
     """Compile a function for a machine that is not attached, with the real compiler.
 
-    The compiler for TPUs refuses a program that does not fit; the one for GPUs does not, and its program is reported
-    with its ledger and its timeline.
+    The TPU compiler refuses a program that does not fit. The GPU compiler does not, so such a program is reported with
+    its ledger and its timeline.
 
     Args:
         fn: any function that JAX traces.
@@ -153,7 +153,7 @@ def _is_sharding(leaf: Any) -> bool:
 
 
 def _formats(args: Sequence[Any], chosen: Sequence[int]) -> dict[str, Any]:
-    """Return the formats of arguments for `jax.jit`: those of the arguments `chosen` are the compiler's choice."""
+    """Return the formats of arguments for `jax.jit`; the compiler chooses the formats of the arguments `chosen`."""
     if not chosen:
         return {}
 
@@ -165,7 +165,7 @@ def _formats(args: Sequence[Any], chosen: Sequence[int]) -> dict[str, Any]:
 
 
 def _mesh(given: Any, target: Topology, args: Any) -> jax.sharding.Mesh:
-    """Return the mesh of the arguments, or the one given; both over exactly the devices of the slice."""
+    """Return the mesh of the arguments, or else the given mesh; it must have exactly the devices of the topology."""
     meshes = [leaf.sharding.mesh for leaf in jax.tree.leaves(args) if _is_placed(leaf)]
     if isinstance(given, Mapping):
         meshes.append(target.mesh(given))
@@ -202,7 +202,7 @@ def _is_placed(leaf: Any) -> bool:
 
 
 def _overfull(held: Sequence[memory.AllocatedArray], target: Topology) -> str:
-    """Return why the arguments alone do not fit; empty if they do."""
+    """Return the reason why the arguments alone do not fit; empty if they do."""
     taken, room = sum(buffer.bytes for buffer in held), target.chip.hbm_bytes
     if taken <= room:
         return ""
@@ -210,9 +210,10 @@ def _overfull(held: Sequence[memory.AllocatedArray], target: Topology) -> str:
 
 
 def _overfilled(needed: int, target: Topology) -> str:
-    """Return why a compiled program does not fit; empty if it does.
+    """Return the reason why a compiled program does not fit; empty if it does.
 
-    The compiler for TPUs refuses what does not fit, by its own figure of the memory; the one for GPUs refuses nothing.
+    The TPU compiler refuses a program that does not fit, by its own figure of the memory; the GPU compiler refuses
+    none.
     """
     room = target.chip.hbm_bytes
     if needed <= room or not target.chip.is_switch:
@@ -223,7 +224,7 @@ def _overfilled(needed: int, target: Topology) -> str:
 def _compile(lowered: Any, options: Mapping[str, Any], defaults: Mapping[str, Any]) -> tuple[Any, str]:
     """Return the compiled program; or None, and the compiler's message that memory does not suffice.
 
-    The user's `options` come before `defaults`, and a message names only the former.
+    The user's `options` override `defaults`, and a message names only the user's options.
     """
     try:
         return lowered.compile(compiler_options={**defaults, **options} or None), ""

@@ -1,4 +1,4 @@
-"""XLA's compiler for NVIDIA GPUs, in JAX's plugin for CUDA: nodes that are not attached, and the required version."""
+"""XLA's compiler for NVIDIA GPUs in JAX's plugin for CUDA: devices of nodes that are not attached, and versions."""
 
 import re
 from importlib import metadata
@@ -13,9 +13,9 @@ from gspmd.host import has_nvidia_gpu
 from gspmd.jax_internals import assume_cudnn
 
 COMPILER_OPTIONS = {
-    # Kernels are chosen by timing them on the card; without one the first that works is taken.
+    # Kernels are chosen by timing them on the card; without a card the first kernel that works is used.
     "xla_gpu_autotune_level": 0,
-    # Products by cuBLAS. Whether Triton's are faster would have to be measured, too.
+    # Products by cuBLAS. Whether Triton's are faster would have to be measured on the card, too.
     "xla_gpu_enable_triton_gemm": False,
 }
 """The compiler's options for a card that is not attached, by name."""
@@ -40,7 +40,7 @@ def node_devices(chip: Chip, *shape: int) -> tuple[jax.Device, ...]:
     try:
         found = topologies.get_topology_desc(platform="cuda", target_config=described(chip), topology=sizes)
     except RuntimeError as error:
-        # JAX's own error says that it does not know the platform; that of the plugin begins with a status.
+        # JAX's own error says that it does not know the platform; the plugin's error begins with a status.
         given_up = isinstance(error, NotImplementedError) and not str(error).startswith("UNIMPLEMENTED")
         raise PlanError(_given_up() if given_up else _refused(chip, str(error))) from None
     assume_cudnn(CUDNN)
@@ -51,7 +51,8 @@ def require_cuda_plugin(name: str, chip: Chip) -> None:
     """Check that a card can be compiled for, and that JAX's plugin for CUDA is installed in the version of this JAX.
 
     Raises:
-        PlanError: it cannot; the plugin is missing, or has another version; the topology `name` cannot be described.
+        PlanError: the card is not supported, or the plugin is missing or has another version, so `name` cannot be
+            described.
     """
     if chip.name not in CARDS:
         raise PlanError(

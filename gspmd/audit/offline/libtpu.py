@@ -57,7 +57,7 @@ def own_schedules() -> Iterator[None]:
 
 
 def with_schedules(module: Module) -> Module:
-    """Return a program that was just compiled with the schedules of its Pallas kernels, as far as libtpu wrote them.
+    """Return a program that was just compiled, with the schedules of its Pallas kernels if libtpu wrote them.
 
     Call it within `own_schedules`.
     """
@@ -65,7 +65,8 @@ def with_schedules(module: Module) -> Module:
     for computation in module.computations.values():
         for name in (each.name for each in computation.instructions if each.is_kernel):
             dumps = [*schedules_folder().glob(f"*-{name}-[0-9]*-final_bundles.txt")]
-            # If there are several, the right one is unknown; without one the timeline says that it has a lower bound.
+            # With several schedules the right one is unknown; without a schedule the timeline says that it has a lower
+            # bound.
             if len(dumps) == 1 and (schedule := KernelSchedule.read(dumps[0].read_text())):
                 kernels[name] = schedule
     return replace(module, kernels=kernels)

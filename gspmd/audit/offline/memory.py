@@ -1,4 +1,4 @@
-"""The memory of a device: the largest buffers of a program, and the changes that make each smaller."""
+"""The memory of a device: the largest buffers of a program, and the changes that make each buffer smaller."""
 
 import re
 from collections import Counter
@@ -24,7 +24,8 @@ _SMALLER = "a smaller batch or length, or a layout that shards it; in training, 
 KEPT = 64
 """Number of buffers that a report keeps; it prints the largest five, if the program does not fit."""
 
-_STARTS = ("-start", "-update")  # Their results include their operands; the -done has only the result.
+# The results of these include the operands; the matching -done has only the result.
+_STARTS = ("-start", "-update")
 _LAYOUT = re.compile(r"([a-z]\w*)\[([\d,<=]*)\](?:\{([\d,]*)(?::((?:T\([\d,]+\)(?:\([\d,]+\))*)?)([^}]*))?\})?")
 
 
@@ -67,7 +68,7 @@ def _on_host(leaf: Any) -> bool:
 def values(jaxpr: Jaxpr, manual: bool = False) -> list[AllocatedArray]:
     """List the values of a traced function on one device, largest first, if their types include their sharding.
 
-    They do inside a shard_map (`manual`), and everywhere under Explicit axes.
+    Types include the sharding inside a shard_map (`manual`), and everywhere under Explicit axes.
 
     Leaves out: the compiler fuses some values away, and lets others share a buffer.
     """
@@ -130,7 +131,7 @@ def temporaries(module: Module) -> list[AllocatedArray]:
 
 
 def _inlined(instruction: Instruction) -> Sequence[str]:
-    """Computations whose values are never materialized: those of fusions and of reductions."""
+    """Return the computations whose values are never materialized: the insides of fusions and of reductions."""
     return () if instruction.opcode in ("while", "conditional", "call") else instruction.called
 
 

@@ -33,7 +33,7 @@ class Report(Printed):
         temporary_bytes: peak of everything else; results included if it was not compiled.
         hbm_bytes: memory of one device.
         plan: the plan of the function.
-        ledger, timeline: those of the compiled program; None if it was not compiled, because it does not fit.
+        ledger, timeline: of the compiled program; None if the program was not compiled, because it does not fit.
         module, hlo: the scheduled program, parsed and as text; None and empty if it was not compiled.
         buffers: the largest arrays of one device, largest first: arguments and temporaries. If it was not compiled,
             temporaries are the values of the traced function, some of which the compiler would have merged.
@@ -80,14 +80,14 @@ class Report(Printed):
 
     @property
     def is_lower_bound(self) -> bool:
-        """Whether a loop runs as often as the data asks for: its work and its seconds are counted once.
+        """Whether the figures are a lower bound: a loop whose trip count depends on the data is counted once.
 
-        So do experts that are served without slots, whose loops run over the blocks of rows that tokens chose.
+        Experts that are served without slots have such loops, over the blocks of rows that tokens chose.
         """
         return self.ledger is not None and any("depend on computed values" in note for note in self.ledger.notes)
 
     def to_json(self) -> str:
-        """Return the figures as JSON; those of the timeline are null if it was not compiled."""
+        """Return the figures as JSON; the figures of the timeline are null if the program was not compiled."""
         line = self.timeline
         figures = {
             "topology": self.topology.name,

@@ -1,4 +1,4 @@
-"""TPU slices and nodes of GPUs that are not attached: their devices, as compilers describe them, and meshes."""
+"""TPU slices and nodes of GPUs that are not attached: devices, as compilers describe them, and meshes over them."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -58,8 +58,7 @@ class Topology:
 
     @property
     def compiler_options(self) -> dict[str, Any]:
-        """Options without which the compiler would need the devices; `compile_offline` sets them, unless told
-        otherwise."""
+        """Options without which the compiler would need the devices; defaults of `compile_offline`."""
         return dict(COMPILER_OPTIONS) if self.chip.is_switch else {}
 
     def mesh(self, axes: Mapping[str, int], axis_type: "str | AxisType" = "explicit") -> Mesh:
@@ -117,8 +116,8 @@ class Topology:
     def rings(self, mesh: Mesh) -> dict[str, tuple[int, ...]]:
         """Return for each axis of a mesh over this slice the sizes of the torus axes that it spans.
 
-        An axis that spans no box of the torus counts as one ring. The two devices of one chip are not a ring, and
-        neither are several slices. GPUs are connected by switches, and have none.
+        An axis that does not span a box of the torus counts as one ring. The two devices of one chip are not a ring,
+        and neither are several slices. GPUs are connected by switches, and have no rings.
 
         Example:
             >>> slice64 = topology("tpu-v4:4x4x4")                  # doctest: +SKIP

@@ -99,7 +99,7 @@ def _on_chip(span: Span) -> bool:
 
 
 def pale_of(color: str) -> str:
-    """Return the color of hidden time: mixed with twice as much white."""
+    """Return the color for hidden time: a color mixed with twice as much white."""
     return "#" + "".join(f"{(int(color[at : at + 2], 16) + 2 * 255) // 3:02x}" for at in (1, 3, 5))
 
 
@@ -121,7 +121,7 @@ def _fitting(span: Span, inches: float) -> str:
 @lru_cache(maxsize=4096)
 def width_of(text: str, points: float) -> float:
     """Return the width of a text in inches."""
-    from matplotlib.textpath import TextPath  # Slow to import; only pictures need it.
+    from matplotlib.textpath import TextPath  # Slow to import, and only needed for pictures.
 
     return TextPath((0, 0), text, size=points).get_extents().width / 72 if text.strip() else 0.0
 
@@ -133,7 +133,7 @@ def ink_on(color: str) -> str:
 
 
 def _names(span: Span) -> list[str]:
-    """Return names for a bar, the longest first; for a collective with the planned kind, if that differs."""
+    """Return names for a bar, the longest first; a collective's name includes the planned kind if that differs."""
     if _on_chip(span):
         return [f"{span.name}  {span.equation}", span.equation, span.name] if span.equation else [span.name]
     name = f"{span.category} {axes_text(span.rows)}"

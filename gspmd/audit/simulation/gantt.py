@@ -71,17 +71,17 @@ def figure(timeline: Timeline) -> "Figure":
 
 
 def _unit(timeline: Timeline) -> tuple[float, str]:
-    """Units per second, and the unit, for a time axis with readable numbers."""
+    """Return the unit of a time axis with readable numbers, and the number of units per second."""
     return next(((f, unit) for f, unit in ((1, "s"), (1e3, "ms")) if _end(timeline) * f >= 2), (1e6, "µs"))
 
 
 def _end(timeline: Timeline) -> float:
-    """Return seconds at which the drawing ends."""
+    """Return the seconds at which the drawing ends."""
     return max((span.start + span.seconds for span in timeline.spans), default=1e-6)
 
 
 def _rows(timeline: Timeline) -> tuple[str, ...]:
-    """Return the timeline's rows, without one for copies too short to be seen."""
+    """Return the timeline's rows, without a row of copies that are too short to be seen."""
     seen = any(span.seconds > _end(timeline) / 1000 for span, _ in timeline.lanes("memory"))
     return tuple(row for row in timeline.rows if row != "memory" or seen)
 

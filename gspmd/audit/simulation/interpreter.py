@@ -27,7 +27,7 @@ _OVERFLOW_NOTE = (
 
 
 class CopiedInLoop(NamedTuple):
-    """A copy, in every iteration, of (part of) an array that no iteration changes, and what it costs a run."""
+    """A copy of (a part of) an unchanging array in every iteration of a loop, and its cost in one run."""
 
     instruction: Instruction
     times: int
@@ -45,7 +45,7 @@ class Interpreter:
         self.copied_in_loops: dict[str, CopiedInLoop] = {}
         self.cut_in_loops: dict[str, CopiedInLoop] = {}
         self._launched: dict[str, frozenset[str]] = {}
-        self._trips = 1  # of all loops around the instruction that runs
+        self._trips = 1  # the product of the trip counts of all loops around the current instruction
 
     def run(self, computation: Computation, arguments: list[Value]) -> Value:
         """Execute the instructions of a computation, and return the value of its root."""
@@ -117,7 +117,7 @@ class Interpreter:
         return self.machine.start(span, transfer(sent, self.mesh, self.chip, self.torus))
 
     def _launches(self, computation: Computation) -> frozenset[str]:
-        """Return the names of the kernels at which the host launches something; none on a TPU."""
+        """Return the names of the kernels at which the host launches something; empty on a TPU."""
         if not self.chip.launch_seconds:
             return frozenset()
         if computation.name not in self._launched:
@@ -180,7 +180,7 @@ class Interpreter:
         return carried
 
     def _conditional(self, conditional: Instruction, arguments: list[Value]) -> Value:
-        """Run every branch from the same state, and continue after the slowest. The host has to know which is taken."""
+        """Run every branch from the same state, and continue after the slowest; the host has to know the branch."""
         if self.chip.launch_seconds:
             self.machine.synchronize()
         before = self.machine

@@ -1,4 +1,4 @@
-"""Launches: which kernels of a GPU the host launches one by one, and which together."""
+"""Launches of GPU kernels by the host, one by one or together in a CUDA graph."""
 
 from gspmd.audit.hlo.module import Computation, Instruction
 from gspmd.audit.simulation.roofline import runs
@@ -16,7 +16,7 @@ _CONTROL = ("while", "conditional", "call", "async-start", "send", "recv", "infe
 
 
 def launched(computation: Computation, communicating: frozenset[str], chip: Chip) -> frozenset[str]:
-    """Return the names of the kernels of a computation at which the host launches something: one, or a graph.
+    """Return the names of a computation's kernels at which the host launches something: one kernel, or a graph.
 
     Args:
         computation: instructions in the order of their schedule.

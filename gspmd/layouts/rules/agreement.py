@@ -51,17 +51,17 @@ def with_cross(table: Mapping[str, Any], specs: Mapping[str, Spec]) -> Mapping[s
     found = dict(specs)
     for name in names:
         if name not in found and name not in table:
-            with suppress(LayoutError, SpecError):  # its default is missing or cannot be read, which is a fault itself
+            with suppress(LayoutError, SpecError):  # a faulty default is reported elsewhere
                 text = look_up(table, name)
                 found |= {} if text is None else {name: Spec.parse(text)}
     return found
 
 
 def _heads_apart(line: Line, query: Spec, key: Spec) -> Iterator[Fault]:
-    """Yield a fault if a device has other key heads than its query heads attend to.
+    """Yield a fault if a device lacks the key heads to which its query heads attend.
 
-    Query head h uses key head h // (H/K), and major axes cut a dimension into runs: if K is over the first axes of H, a
-    device's key heads are those of its query heads.
+    Query head h uses key head h // (H/K), and major axes cut a dimension into runs: if K is sharded over the first axes
+    of H, a device has the key heads of its query heads.
     """
     heads, held = query.axes_of("H"), key.axes_of("K")
     if held != heads[: len(held)]:
@@ -90,7 +90,7 @@ def _keys_apart(line: Line, query: Spec | None, key: Spec, length: str, serves: 
     Args:
       line: the line of the keys.
       query, key: the specs of queries and keys; None if there are no queries.
-      length: the dimension of the keys' length: T if they are those of a source.
+      length: the dimension of the keys' length; T for the keys of a source.
       serves: the phase of the layout; empty for training.
     """
     # A device attends with the queries of its own chunk, while chunks of keys go round a ring of the devices.
@@ -142,7 +142,7 @@ def parted_groups(line: Line, query: Spec, key: Spec, given: GivenSizes) -> Iter
         or key_heads % key_parts
         or wanted[: len(held)] != held
     ):
-        return  # no sizes, or a fault of another rule
+        return  # sizes are missing, or another rule reports the fault
     if share(wanted[len(held) :], key_heads // key_parts, given.mesh) is None:
         keys = f"'{key}' in {line.name.replace('query', 'key')}"
         fact = (

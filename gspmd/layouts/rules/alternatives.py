@@ -32,7 +32,7 @@ def resolve(layout: OfTable, faults_of: Callable[[str, str, str], list[Fault]]) 
     faults, choices, single = [], [], {section: dict(table) for section, table in _tables(layout).items()}
     for section, table in _tables(layout).items():
         if section in PHASES:
-            continue  # their sizes are not known yet
+            continue  # the sizes of a phase are not known yet
         for part, lists in _sections(table):
             at, wrong = _choose(section, f"[{section or part}]", lists, faults_of)
             faults += wrong

@@ -33,7 +33,7 @@ def faults_of(
 ) -> list[Fault]:
     """Return a layout's faults for these sizes on this mesh (None: all axes have size 1), one for every cause.
 
-    `dropless` and `trained` are those of `Layout.check`.
+    `dropless` and `trained` are as for `Layout.check`.
     """
     faults = [*_declaration_faults(layout), *(mesh_faults(mesh, layout.axes) if mesh is not None else ())]
     single, of_lists = resolved(layout, sizes, mesh)
@@ -50,7 +50,7 @@ def faults_of(
 
 @lru_cache(maxsize=256)
 def _faults_of_alternatives(layout: LayoutTable) -> tuple[Fault, ...]:
-    """Return the faults that alternatives have for any sizes: unreadable, or in agreement with no other alternative."""
+    """Return the faults of alternatives for any sizes: texts that cannot be read, or that agree with no alternative."""
     anything = GivenSizes({}, dict.fromkeys(layout.axes, 1))
     faults = [fault for single in singles(layout) for fault in _faults_of_table(single, anything)]
 
@@ -82,7 +82,7 @@ def _faults_of_table(layout: LayoutTable, given: GivenSizes) -> Iterator[Fault]:
     more = own.keys(layout.own)
     specs, wrong = _read("", layout.table, KEYS | more, given)
     yield from (*wrong, *disagreements("", layout.table, specs, layout.serves), *key_via_faults(layout.table))
-    if (key := specs.get("attention.key")) and not layout.is_encoder:  # zigzag order is that of causal attention
+    if (key := specs.get("attention.key")) and not layout.is_encoder:  # only causal attention uses zigzag order
         yield from uneven_chunks(Line("attention.key", str(layout.table["attention.key"])), key, given)
     everywhere = with_cross(layout.table, specs)
     for part in ("attention", "cross"):
@@ -94,7 +94,7 @@ def _faults_of_table(layout: LayoutTable, given: GivenSizes) -> Iterator[Fault]:
     for section, lines in layout.overrides.items():
         # The layout of a phase has the phase's section in its table; the other phase's batch and length are not known.
         known = GivenSizes({}, dict.fromkeys(layout.axes, 1)) if layout.serves and section in PHASES else given
-        table = {key: text for key, text in lines.items() if not isinstance(text, tuple)}  # lists are left to a phase
+        table = {key: text for key, text in lines.items() if not isinstance(text, tuple)}  # phases resolve lists
         base = {key: spec for key, spec in specs.items() if key in table or key not in lines}
         yield from _override_faults(section, {**layout.table, **table}, table, base, known, more)
 

@@ -56,7 +56,7 @@ class Line:
 
 
 def over(axes: Sequence[str]) -> str:
-    """Return how a dimension is sharded, for a sentence.
+    """Describe how a dimension is sharded, in the words of a sentence.
 
     >>> over(("x", "y")), over(())
     ('sharded over x and y', 'whole')

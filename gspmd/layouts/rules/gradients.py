@@ -8,7 +8,7 @@ from gspmd.layouts.rules.faults import Line
 from gspmd.layouts.rules.keys import KEYS
 from gspmd.layouts.table import LayoutTable, parameters_of
 
-#: For each via, the parameters that it is for; a model uses one of the two tables.
+#: For each via, its parameters; a model uses one of the two tables.
 WEIGHTS = {
     "attention.in_via": ("attention.w_q",),
     "attention.key_via": ("attention.w_k", "attention.w_v"),
@@ -146,7 +146,7 @@ def partial_faults(layout: LayoutTable, mesh: Mapping[str, int], microbatches: i
         rows = [dim for dim in activation.dims if dim not in weight.dims]
         split = {axis for dim in rows for axis in activation.axes_of(dim)}
         if name == "attention.in_via" and "attention.key_via" not in layout.table:
-            keys = (*keys, *WEIGHTS["attention.key_via"])  # they are multiplied with the same residual
+            keys = (*keys, *WEIGHTS["attention.key_via"])  # both weights are multiplied with the same residual
         owed = {key: [a for a in taken[key].reduced if mesh[a] > 1 and a not in split] for key in keys if key in taken}
         wrong = [key for key in owed if owed[key]]
         if name == "output.in_via" and "output.table" in layout.table and len(wrong) < len(owed):

@@ -112,8 +112,8 @@ def _via(name: str, left: str, right: str, meaning: str, **more) -> Key:
     return Key(name, (left, right), "via", meaning, optional=True, **more)
 
 
-# By default a bias, or the scales of an int8 matrix, are sharded as the tensor that they are added to or multiply: no
-# move is needed. A gate is sharded as the matrix beside it, so one move of the residual serves both matrices.
+# By default a bias, or the scales of an int8 matrix, are sharded like the tensor to which they are applied, so that no
+# move is needed. A gate is sharded like the matrix beside it, so that one move of the residual serves both matrices.
 _ALL = (
     Key(
         "pipeline.layers",
@@ -387,7 +387,7 @@ def keys_of_override(section: str) -> dict[str, Key]:
     """
     if section == "cache":
         return CACHE
-    if section == ENCODER:  # it attends to no memory, and both stacks have one table and the decoder's logits
+    if section == ENCODER:  # no memory; tables and logits are the decoder's
         shared = (
             "embedding.table",
             "embedding.positions",
@@ -472,7 +472,7 @@ def _same_name(section: str, name: str, known: Iterable[str]) -> str:
 
 
 def look_up(table: Mapping[str, Text], key: str) -> str | None:
-    """Return the text of a key, or that of its default in the key's own dimensions; None if absent and optional.
+    """Return the text of a key, or its default's text in the key's own dimensions; None if absent and optional.
 
     Raises:
       LayoutError: the key is unknown; the table lacks it, and it is required; or it has alternatives.
@@ -495,7 +495,7 @@ def look_up(table: Mapping[str, Text], key: str) -> str | None:
 
 
 def in_dims(spec: Spec, dims: str | tuple[str, ...]) -> Spec:
-    """Return a spec in other dimensions: those that it has are sharded alike, T as its L, and others are whole."""
+    """Return a spec in other dimensions: common dimensions are sharded alike, T as its L, and others are unsharded."""
     held = dict(zip(spec.dims, spec.axes))
     held.setdefault("T", held.get("L", ()))
     return Spec(tuple(dims), tuple(held.get(dim, ()) for dim in dims), spec.partial, spec.reduced)

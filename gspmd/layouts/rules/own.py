@@ -42,7 +42,7 @@ METHODS = (
 )
 
 Dims = str | tuple[str, ...]
-"""The dimensions of a tensor, `"BSE"`, or those of a via's operands, `("BSE", "ES")`."""
+"""The dimensions of a tensor, `"BSE"`, or of the two operands of a via, `("BSE", "ES")`."""
 
 
 def declared(table: Mapping[str, Any]) -> dict[str, Dims]:
@@ -63,7 +63,7 @@ def declared(table: Mapping[str, Any]) -> dict[str, Dims]:
 
 
 def is_own_encoder(section: str, key: str, written: Iterable[str]) -> bool:
-    """Return whether a line is of a custom model's section `[encoder]`, rather than of the one that overrides.
+    """Return whether a line belongs to a custom model's section `[encoder]`, not to the overriding section.
 
     The keys of the overriding section have a dot, `"attention.w_q"`. A key without one is a slip in a layout with the
     sections of a transformer's blocks, and a line of a custom model in any other layout.

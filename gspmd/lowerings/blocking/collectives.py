@@ -44,7 +44,7 @@ def _nothing(step: Step, x: jax.Array, mesh: Mapping[str, int]) -> jax.Array:
 
 
 def _as_sent(step: Step, x: jax.Array, mesh: Mapping[str, int]) -> Step:
-    """Return the step under whose name it is sent: permutes, if a TPU gathers round several axes of its torus."""
+    """Return the step as it is sent and named: a gather round several axes of a TPU's torus is sent as permutes."""
     if step.kind == "all-gather" and len(step.axes) > 1 and in_force.is_tpu():
         from gspmd.lowerings.blocking import tpu
 
@@ -79,7 +79,7 @@ def _reduce_scatter(step: Step, x: jax.Array, mesh: Mapping[str, int], reduce: s
 
 
 def _all_reduce(step: Step, x: jax.Array, mesh: Mapping[str, int], reduce: str, after: After) -> jax.Array:
-    if reduce == "max":  # only for numerical safety; it drops out of every result, so it has no derivative
+    if reduce == "max":  # The maximum cancels in every result, so it needs no derivative.
         return lax.pmax(lax.stop_gradient(x), step.axes)
     if in_force.is_tpu():
         from gspmd.lowerings.blocking import tpu
@@ -130,7 +130,7 @@ _EMIT = {
 
 
 def permutation(before: Spec, after: Spec, mesh: Mapping[str, int]) -> list[tuple[int, int]]:
-    """Return the (source, target) pairs of devices by which pieces move; each device is once a source, once a target.
+    """Return the (source, target) pairs of devices by which pieces move; each device is one source and one target.
 
     A device that already holds its piece keeps it; summands of a partial sum stay with their coordinates. Nothing moves
     along a mesh axis that keeps its dimension and stride, or that shards nothing before and after.

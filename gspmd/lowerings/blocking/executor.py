@@ -17,7 +17,7 @@ Pieces = Sequence[jax.Array] | Mapping[int, jax.Array]
 
 
 class Executor:
-    """Runs moves, then local einsums and the steps after them, then sums and the steps after those.
+    """Runs moves, then local einsums with the steps after them, then sums with the steps after the sums.
 
     Built once per program, called while its shard_map is traced. Local products accumulate in float32 (or wider) and
     cross the wire in the tensors' wire dtypes.
@@ -59,8 +59,8 @@ class Executor:
     ) -> list[jax.Array]:
         """Run the moves with these numbers, each up to step `stop(number)`; return their results in this order.
 
-        Gathers over several axes come last. Those that go round each axis of a torus wait for all moves before them:
-        `blocking.tpu.all_gather` says why.
+        Gathers over several axes come last. Gathers round each axis of a torus wait for all moves before them;
+        `blocking.tpu.all_gather` explains why.
         """
 
         def comes_last(number: int) -> bool:
@@ -114,7 +114,7 @@ class Executor:
         output, tensor = self.routine.outputs[number], self.outputs[number]
         dims = [self.routine.products[product].spec.dims for product in output.products]
         first, *rest = (values[product] for product in output.products)
-        if len(set(dims)) > 1:  # then none is a partial sum, and each is broadcast by itself
+        if len(set(dims)) > 1:  # then no product is a partial sum, and each is broadcast by itself
             first, *rest = (self.arrange(x, held, output.spec) for x, held in zip((first, *rest), dims))
             return sum(rest, first).astype(tensor.dtype)
         total = self.send(self.chains.outputs[number], sum(rest, first), tensor.wire)

@@ -1,4 +1,4 @@
-"""Lowering `blocking`: a plan's steps inside one shard_map, and those of its planned gradient inside another."""
+"""Lowering `blocking`: a plan's steps inside one shard_map, and the steps of its gradient inside another."""
 
 from collections.abc import Callable
 from functools import cache
@@ -22,7 +22,7 @@ def passes(call: Call, executor: Callable) -> Passes:
     """Make both passes of a plan from an executor, which runs a routine on local pieces.
 
     An operand that was moved is kept for the backward pass in its moved form, so that it need not be moved again. An
-    operand that was not moved is kept as the caller has it.
+    operand that was not moved is kept as it was given.
 
     Args:
         call: the call whose plan is run.

@@ -1,9 +1,9 @@
-"""A gather over several axes of a 3D torus, as permutes that keep the links of all of them busy.
+"""A gather over several axes of a 3D torus, as permutes that keep the links of all these axes busy.
 
 On TPU v4 and v5p the compiler's own gather over several axes goes round one ring through all devices, with the links of
-one axis. Here every shard is cut into two parts for each axis. One goes one way round, the other the other way: first
-round one axis, then, together with the blocks that it met there, round the next. The parts begin with different axes,
-so at any time they use different links. Each block that arrives is written to its place while the next ones are sent.
+one axis. Here every shard is cut into two parts for each axis. The two parts go round in opposite directions: first
+round one axis, then, together with the blocks received there, round the next. Parts begin with different axes, so at
+any time they use different links. Each block that arrives is written to its place while the next ones are sent.
 
 What makes it fast, as compiled for v4 and v5p (`python benchmarks/torus_gather.py`):
 
@@ -30,7 +30,7 @@ from gspmd.planner.spans import cut
 
 _LANES = 128
 _COLUMN = 32
-"""Bytes of one lane of a tile: 8 rows of four-byte numbers, 16 of two-byte numbers."""
+"""Bytes of one lane of a tile: 8 rows of four-byte numbers, or 16 rows of two-byte numbers."""
 
 
 def cut_along(shape: Sequence[int], itemsize: int, dimension: int, axes: int) -> int | None:
@@ -48,7 +48,7 @@ def cut_along(shape: Sequence[int], itemsize: int, dimension: int, axes: int) ->
     """
     tile = _tile(len(shape), itemsize)
     if shape[dimension] < tile[dimension]:
-        return None  # Permutes would send the padding of its tiles, too.
+        return None  # Permutes would also send the padding of the tiles.
     others = (place for place in range(len(shape)) if place != dimension)
     return next((place for place in others if shape[place] // tile[place] >= 2 * axes), None)
 
@@ -64,7 +64,7 @@ def gather(
     """Gather a dimension over mesh axes, major first, tiled; shards are cut along another dimension.
 
     Shards that are not whole tiles get a separate dimension, and are reordered at the end. Nothing is sent before
-    `zero` is known, a zero that is computed from the work that has to be done first.
+    `zero` is known; this zero is computed from the work that has to be done first.
 
     Source: Jain and Sabharwal 2010, *Optimal bucket algorithms for large MPI collectives on torus interconnects* (ICS):
         parts of the data go round the axes in different orders at the same time.
@@ -126,7 +126,7 @@ def _round(
                 to = [(place, (place + walk.sign) % size) for place in range(size)]
                 blocks[number] = lax.ppermute(blocks[number], axis, to)
             origin = (lax.axis_index(axis) - hop * walk.sign) % size
-            # Shards along axes outside of this one lie apart in the whole: between them come those along this axis.
+            # Shards along outer axes lie apart in the whole: the shards along this axis are between them.
             outer = prod(mesh[each] for each in walk.axes[:stage] if axes.index(each) < axes.index(axis))
             length = blocks[number].shape[dimension] // outer
             for place in range(outer):

@@ -1,4 +1,4 @@
-"""Collectives written so that the TPU compiler keeps them; emitted as planned, it would rewrite some.
+"""Collectives written so that the TPU compiler keeps them; it would rewrite some that are emitted as planned.
 
 These rules were found by compiling for v4 to v6e with jax 0.10.2 (libtpu 0.0.42). `python
 benchmarks/ledgers.py` shows the differences that are left:
@@ -50,8 +50,9 @@ CollectivePart = tuple[tuple[str, ...], int, list[list[int]] | None]
 
 
 def zero_after(x: jax.Array) -> jax.Array | int:
-    """Return a zero that is not known before `x` is: adding it to an index makes a product wait for `x`. The compiler
-    drops barriers before it orders instructions, but does not find out that these bits are zero.
+    """Return a zero computed from `x`: adding it to an index makes a product wait for `x`.
+
+    The compiler drops barriers before it orders instructions, but it does not notice that these bits are zero.
     """
     if not in_force.is_tpu():
         return 0
@@ -106,9 +107,10 @@ def all_gather(
 ) -> jax.Array:
     """Gather over mesh axes, major first, tiled; if in parts, over the minor part first and then over the major.
 
-    Many bytes go round each axis of a 3D torus (`blocking.torus`), once all of `after` are there. The compiler would
-    start permutes as soon as it can: those of several gathers would share the links, and the blocks of all of them
-    would be held at once. A layer of PaLM 540B, for 256 prompts on 64 TPU v4, waited 147 ms for links instead of 33.
+    Many bytes go round each axis of a 3D torus (`blocking.torus`), once all of `after` are available. The compiler
+    would start permutes as soon as it can: the permutes of several gathers would share the links, and the blocks of all
+    gathers would be held at once. A layer of PaLM 540B, for 256 prompts on 64 TPU v4, waited 147 ms for links instead
+    of 33.
 
     Over several slices it gathers over the network first, so that the network carries each byte once, and then within
     the slices. If the axes over slices are not the minor ones, the pieces are put in order at the end.
@@ -185,14 +187,14 @@ def all_reduce(x: jax.Array, axes: tuple[str, ...], mesh: Mapping[str, int]) -> 
 def goes_round_each_axis(
     x: jax.Array, axes: tuple[str, ...], dimension: int, mesh: Mapping[str, int], whole_bytes: int
 ) -> bool:
-    """Return whether `all_gather` makes permutes of this gather."""
+    """Return whether `all_gather` sends this gather as permutes."""
     return _cut_along(x, axes, dimension, mesh, whole_bytes) is not None
 
 
 def _cut_along(
     x: jax.Array, axes: tuple[str, ...], dimension: int, mesh: Mapping[str, int], whole_bytes: int
 ) -> int | None:
-    """Return the dimension along which shards are cut if they go round each axis; None if they do not."""
+    """Return the dimension along which shards are cut to go round each axis; None if they do not go round each axis."""
     chip, numbers = in_force.chip_of_devices(), [mesh[axis] for axis in axes]
     if chip is None or in_force.slices() > 1:
         return None
@@ -242,10 +244,10 @@ def _scatter_in_parts(x: jax.Array, parts: Sequence[CollectivePart], dimension: 
 
 
 def _over_slices(axes: tuple[str, ...], mesh: Mapping[str, int], kind: str, size: int) -> OverSlices | None:
-    """Return the parts of a collective over several slices.
+    """Return the parts of a collective over several slices; None if it is not split.
 
-    None on one slice. None too if one axis lies both over slices and within them, and another axis also lies over
-    slices: JAX cannot name such groups, so the compiler chooses how the collective runs.
+    It is not split on one slice, or if one axis lies both over slices and within them while another axis also lies over
+        slices: JAX cannot name such groups, so the compiler chooses how the collective runs.
 
     Args:
         axes: mesh axes of the collective, major first.
@@ -297,8 +299,8 @@ def all_to_all(
     """Exchange parts of a dimension over mesh axes, tiled.
 
     Parts get a separate dimension, in front, and are exchanged by rows. libtpu 0.0.42 would reorder parts of the last
-    dimension itself: bfloat16 [4, 8, 8192] in 107 µs on a v5e, where these pieces take 8. Parts that are not whole
-    lanes, and parts that arrive along the last dimension, are left to it: there it is as fast.
+    dimension itself: bfloat16 [4, 8, 8192] takes 107 µs on a v5e that way, and 8 µs in rows. Parts that are not whole
+    lanes, and parts that arrive along the last dimension, are left to libtpu, which is as fast there.
 
     For slots, whose dimensions are GXCE, the order in memory on either side is known. If only two dimensions are longer
     than 1, as in the residual of a decoding step, a matrix is exchanged. With more, dropping those of size 1 gained

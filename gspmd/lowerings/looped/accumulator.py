@@ -68,12 +68,12 @@ class Accumulator:
         return None if self.other is None else part_of(self.other, self.other_dims, region)
 
     def _store(self, region: Region, value: jax.Array) -> None:
-        if not self.placed:  # only static parts, each with its own sum
+        if not self.placed:  # only for static parts, each with its own sum
             key = tuple((dim, region[dim][0]) for dim in self.dims if dim in region)
             self.parts[key] = self.latest = self.parts[key] + value if key in self.parts else value
             return
         if self.result is None:
-            start = jnp.zeros if self.adds else blank  # every place is written; places of sums are only added to
+            start = jnp.zeros if self.adds else blank  # parts are written everywhere; sums start at 0
             self.result = start(self.shape, value.dtype if self.adds or self.stored is None else self.stored)
         self.result = self.latest = put(self.result, self.dims, region, value, add=self.adds)
 

@@ -36,10 +36,8 @@ they lose 18% of a step.
 """
 
 SUMMED_MARGIN = 0.12
-"""The same for rings whose chunks are of a contracted dimension.
-
-Their sums wait for nothing, so the TPU compiler may send every chunk before it multiplies the first (PaLM, 512 tokens,
-second product: 10% predicted, nothing gained).
+"""The margin for rings whose chunks are of a contracted dimension. Their sums wait for nothing, so the TPU compiler may
+send every chunk before it multiplies the first (PaLM, 512 tokens, second product: 10% predicted, nothing gained).
 """
 
 
@@ -99,7 +97,7 @@ class _Chooser:
         return [p for p in self.routine.products if move in p.operands]
 
     def blocking(self) -> float:
-        """Return the seconds of everything that may be looped, if nothing is."""
+        """Return the seconds of everything that may be looped, without any loop."""
         spans = (*self.gathers.values(), *self.scatters.values())
         sent = sum(step.seconds for span in spans for step in span.steps)
         return sent + sum(self.costs.product(p, {}) for p in self.routine.products)
@@ -107,10 +105,10 @@ class _Chooser:
     def to_beat(self, overlap: Overlap) -> float:
         """Return the seconds of `blocking` if the looped moves had the links of all their axes.
 
-        On v4 and v5p a gather over several axes uses the links of one. Permutes could use all, and the model of a loop
-        counts on it; compiled, they seldom do. The model expects the loops of 14 products of gathered weights on these
-        two (8,192 x 28,672, 4,096 to 4,194,304 rows) to gain 9 to 29% of `blocking`. Four gain 5 to 15% once they are
-        compiled, and the others lose 3 to 85%.
+        On v4 and v5p a gather over several axes uses the links of one axis. Permutes could use the links of all axes,
+        and the model of a loop assumes that they do; compiled, they seldom do. The model expects the loops of 14
+        products of gathered weights on these two (8,192 x 28,672, 4,096 to 4,194,304 rows) to gain 9 to 29% of
+        `blocking`. Four gain 5 to 15% once they are compiled, and the others lose 3 to 85%.
         """
         chip = replace(self.costs.chip, gathers_on_one_ring=False)
         looped = [self.gathers[number] for number in overlap.gathers] + [self.scatters[n] for n in overlap.scatters]
@@ -145,7 +143,7 @@ class _Chooser:
         size = self.costs.local(dim) if dim else 1
         if not apart or size < 2:
             yield rings
-        if self.forced and not apart and not self._both():  # rings hold less at once
+        if self.forced and not apart and not self._both():  # rings need less memory at once
             return
         if dim is None or (not self.forced and not all(is_short(span, (), span.axes, self.mesh) for span in spans)):
             return
@@ -164,7 +162,7 @@ class _Chooser:
         scatters: dict[int, Ring] = {}
         done: list[Product] = []
         seconds = 0.0
-        # The most bytes first: a ring can bring only one of the two operands of a product.
+        # Tensors with the most bytes come first: a ring can bring only one of the two operands of a product.
         for number in sorted(self.gathers, key=lambda n: -sum(step.wire_bytes for step in self.gathers[n].steps)):
             span, products = self.gathers[number], self._products_of(number)
             others = {move for p in products for move in p.operands if move != number}
@@ -185,7 +183,7 @@ class _Chooser:
         return OverlapChoice(Overlap(gathers, scatters), seconds)
 
     def _cheapest(self, span: CollectiveSpan, products: Sequence[Product], cost) -> tuple[Ring | None, float]:
-        """Return the best ring of a tensor, and its seconds with its products; no ring if blocking is as good."""
+        """Return the best ring of a tensor, and the seconds of ring and products; no ring if blocking is as good."""
         blocking = sum(step.seconds for step in span.steps) + sum(self.costs.product(p, {}) for p in products)
         rings = [(cost(span, ring, products), ring) for ring in self._rings(span, products)]
         seconds, ring = min(rings, key=lambda pair: pair[0], default=(blocking, None))
@@ -226,7 +224,7 @@ class _Chooser:
             yield OverlapChoice(Overlap(gathers, scatters, stripes), seconds)
 
     def _scattered(self, stripes: Stripes, number: int, span: CollectiveSpan, schedule: str) -> Ring:
-        """Return the ring of a stripe's result: inside its products, as far as that makes none too thin."""
+        """Return the ring of a stripe's result, inside the products unless that makes a product too thin."""
         products, chunk = self._made(number), {stripes.dim: max(stripes.sizes)}
         rings = [ring for ring in self._rings(span, products) if (ring.schedule, ring.orders) == (schedule, 1)]
         rings.append(self._first(span, schedule))
@@ -234,7 +232,7 @@ class _Chooser:
 
 
 def _split(shard: Mapping[str, int], span: CollectiveSpan, within: Sequence[str], free: set[str]) -> str | None:
-    """Return the dimension along which shards are cut into parts: a free one that does not change, if there is one."""
+    """Return the dimension along which shards are cut into parts, if possible a free one that does not change."""
 
     def rank(dim: str) -> tuple:
         return shard[dim] < 2, dim not in free, dim in span.changed_axes, -shard[dim]

@@ -21,7 +21,7 @@ Region = Mapping[str, tuple[jax.Array | int, int]]
 
 
 def part_of(x: jax.Array, dims: Sequence[str], region: Region) -> jax.Array:
-    """Slice a region out of a local tensor; dimensions that the tensor lacks are left out."""
+    """Slice a region out of a local tensor; dimensions that the tensor lacks are ignored."""
     for dim, (start, size) in region.items():
         if dim in dims and x.shape[dims.index(dim)] != size:
             at = dims.index(dim)

@@ -43,7 +43,8 @@ def rows_times_rows(left: jax.Array, right: jax.Array, sizes: jax.Array) -> jax.
 
     def of_expert(expert, out):
         first, end = ends[expert] - sizes[expert], ends[expert]
-        # For the remaining rows one product of the right size is cheaper than several, which each add to all weights.
+        # For the remaining rows one product of the right size is cheaper than several: each product adds to all
+        # weights.
         block, tails = _tails(len(left))
         number = sizes[expert] // block
         start = first + number * block
@@ -75,7 +76,7 @@ def _tails(rows: int) -> tuple[int, list[int]]:
 
 def _window(start: jax.Array, end: jax.Array, block: int, rows: int) -> tuple[jax.Array, jax.Array]:
     """Return the first row to read for a block at `start`, and a mask [block, 1] of its rows in [start, end)."""
-    # dynamic_slice silently clamps a start too near the end, so it is clamped here, where the mask is made.
+    # dynamic_slice silently clamps a start too near the end, so the start is clamped here, where the mask is made.
     at = jnp.minimum(start, rows - block)
     row = at + jnp.arange(block, dtype=jnp.int32)
     return at, ((row >= start) & (row < end))[:, None]

@@ -17,7 +17,7 @@ from gspmd.moe.routers.routing import Routing, queue
 
 
 def most_rows(tokens: int, choices: int, experts: int, shards: int) -> int:
-    """Return the most rows that a group can send to one of `shards`: each token goes to an expert at most once.
+    """Return the largest number of rows that a group can send to one shard: a token goes to an expert at most once.
 
     >>> most_rows(tokens=100, choices=2, experts=8, shards=8), most_rows(tokens=100, choices=2, experts=8, shards=1)
     (100, 200)
@@ -152,7 +152,7 @@ class ReceivedRows:
         return _gathered(y, jnp.where(at[None] < ends[:, -1:], place, len(self.counts) * self.capacity).reshape(-1))
 
     def origin(self) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-        """Return for every sorted row its local group, its expert, its position in their queue, and if it is in use."""
+        """Return for each sorted row its local group, its expert, its position in their queue, and if it is used."""
         groups, experts = self.counts.shape
         runs = self.counts.T.reshape(-1)
         at = jnp.arange(groups * self.capacity, dtype=jnp.int32)

@@ -1,4 +1,4 @@
-"""Activation functions of feed-forward layers: plain ones, and ones whose gradients keep only their inputs."""
+"""Activation functions of feed-forward layers, some with gradients that keep only the inputs."""
 
 from collections.abc import Callable
 from functools import update_wrapper
@@ -14,7 +14,8 @@ def keeping_inputs(function: Callable[..., jax.Array]) -> Callable[..., jax.Arra
     """Wrap an elementwise function so that its gradient keeps only its inputs, and recomputes the rest.
 
     A compiler that sees the same sigmoid several times would compute it once and keep its result, another [X, C, F],
-    from the first use to the last. Optimization barriers hide that the value and the gradients have the same inputs.
+    from the first use to the last. Optimization barriers prevent this by hiding that value and gradients have the same
+    inputs.
     """
     of_inputs = update_wrapper(lambda *inputs: function(*inputs), function)
     del of_inputs.__wrapped__  # its signature may have options, such as gelu's

@@ -1,4 +1,4 @@
-"""The two all-to-alls around the experts, chunk by chunk: slots to the experts, and answers back."""
+"""The two all-to-alls before and after the experts, chunk by chunk: slots to the experts, and answers back."""
 
 import jax
 import jax.numpy as jnp
@@ -34,9 +34,9 @@ class ChunkedExchange:
         self.returned: list[jax.Array] = []
 
     def dispatch(self, number: int) -> jax.Array:
-        """Send a chunk to the experts, once the previous one has arrived and the one before that is multiplied.
+        """Send a chunk to the experts, once the previous chunk has arrived and the chunk before that is multiplied.
 
-        Without this order the compiler sent all chunks first, and then multiplied, with no overlap.
+        Without this order the compiler sent all chunks first, and then multiplied, without any overlap.
         """
         before, x = [*self.received[-1:], *self.answers[-2:-1]], self.chunks[number]
         x = lax.optimization_barrier((x, *before))[0] if before else x

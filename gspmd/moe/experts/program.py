@@ -39,7 +39,7 @@ def run_experts(
     Each chunk has an all-to-all to the experts, the products, the collectives that reduce their partial sums, and an
     all-to-all back. Chunks share only weights and biases, which are gathered once, and whose gradients are reduced
     once. So a scheduler is free to send one chunk while another is multiplied. All chunks together send as many bytes
-    as the slots would at once.
+    as one all-to-all of all slots.
 
     Args:
         ctx: the context of the call.
@@ -63,7 +63,8 @@ def _forward(ctx: Context, work: ExpertWork, slots, weights, biases, extras):
     ins = (work.dispatched, *work.weights, *work.biases, *found.extras)
     outs = (work.dispatched, found.kept_specs, found.moved_specs)
     y, kept, moved = run(ctx, found.name, found.steps, found.forward, ins, outs, slots, *weights, *biases, *extras)
-    # Under `jax.checkpoint` weights that were moved are moved again: otherwise those of every layer would be held.
+    # Under `jax.checkpoint` weights that were moved are moved again: otherwise the moved weights of all layers would be
+    # held.
     return checkpoint_name(y, "moe.answers"), (checkpoint_name(kept, "moe.hidden"), moved, weights, extras)
 
 
@@ -143,8 +144,8 @@ class _Program:
     def kept_specs(self) -> tuple[tuple[Spec, ...], ...]:
         """The specs of the tensors kept of every chunk.
 
-        They are the slots as moved to the weights, the hidden activations before the nonlinearity, those after it if
-        they are moved, and the counts.
+        They are the slots as moved to the weights, the hidden activations before the nonlinearity, the hidden
+        activations after it if they are moved, and the counts.
         """
         slots = [spec for source, spec, _ in self.into.kept if source == 0]
         hidden = [spec for source, spec, moved in self.out.kept if source == 0 and moved]
@@ -162,7 +163,7 @@ class _Program:
         return tuple(spec if moved else self.work.weights[n] for _, n, spec, moved in self._weight_moves())
 
     def held(self, weights: Sequence[jax.Array], moved: Sequence[jax.Array]) -> list[jax.Array]:
-        """Return the weights of the gradient: moved ones, or those that need no move."""
+        """Return the weights for the gradient: the moved weights, or the weights that need no move."""
         moved = iter(moved)
         return [next(moved) if yes else weights[source] for _, source, _, yes in self._weight_moves()]
 
@@ -252,7 +253,7 @@ class _Program:
         return tuple(stage.weights(each) for stage, each in zip(self.stages_back, (into, out)))
 
     def _chunk_back(self, number: int, g: jax.Array, kept: Sequence[jax.Array], weights, extras):
-        """Compute the cotangent of a chunk's slots from that of its answers, and its summands of other gradients.
+        """Compute the cotangent of a chunk's slots from its answers' cotangent, and its summands of other gradients.
 
         Returns:
             The cotangent, and three mappings: products of both equations' weight gradients, and the biases' gradients.
@@ -277,7 +278,7 @@ class _Program:
 
 
 def _of_slots(equation: Products, moved: dict[int, jax.Array], *, always: bool) -> list[jax.Array]:
-    """Return slots, or hidden activations, after their moves; without `always`, only those that were moved."""
+    """Return slots, or hidden activations, after their moves; without `always`, only if they were moved."""
     return [moved[n] for n, (source, _, yes) in enumerate(equation.kept) if source == 0 and (yes or always)]
 
 

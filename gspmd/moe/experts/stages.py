@@ -20,13 +20,12 @@ Arrays = dict[int, jax.Array]
 
 @dataclass(frozen=True)
 class StageEquation:
-    """A routine with its tensors, and the tensors among them that chunks share.
+    """A routine with its tensors, some of which all chunks share.
 
     Attributes:
         routine: the routine.
-        inputs, outputs: its tensors.
-        weights: the numbers of the inputs that are moved once.
-        sums: the numbers of the outputs that are added up over the chunks and then reduced once.
+        inputs, outputs: the tensors of the routine. weights: the numbers of the inputs that are moved once. sums: the
+        numbers of the outputs that are added up over the chunks and then reduced once.
     """
 
     routine: Routine
@@ -64,7 +63,7 @@ class ChunkedEquation:
         self.last = self._last_chains(program)
 
     def _chunk_chains(self, program: NumberedSteps, share: float) -> RoutineChains:
-        """Add the steps of one chunk: all except those of weights, and those that reduce sums over the chunks."""
+        """Add the steps of one chunk: all except the moves of weights and the steps that reduce sums over chunks."""
         routine, sums = self.equation.routine, self.equation.sums
         moves = {n: program.add(m.steps, share) for n, m in enumerate(routine.moves) if n not in self.once}
         einsums, products = {}, {}
@@ -111,8 +110,8 @@ class ChunkedEquation:
         executor = self._executor(chains, rows)
         moved = {n: weights[n] if n in weights else executor.move(n, pieces) for n in range(len(routine.moves))}
         operands = {n: [moved[m] for m in (p.left, p.right) if m is not None] for n, p in enumerate(routine.products)}
-        # `as_compiled`, because behind a product written as one of matrices the TPU compiler hides less of the
-        # all-to-alls of other chunks: on 16 v5e 51% instead of 93%.
+        # `as_compiled`, because the TPU compiler hides less of other chunks' all-to-alls behind a product that is
+        # written as a product of matrices: on 16 v5e 51% instead of 93%.
         with as_compiled() if len(self.chunks) > 1 else nullcontext():
             made = {n: executor.multiply(n, *each) for n, each in operands.items()}
         settled = {n: executor.send_product(n, value) for n, value in made.items() if n not in self.late}
@@ -127,7 +126,7 @@ class ChunkedEquation:
 
 
 def _grouped(rows: jax.Array, einsum: Step, left: jax.Array, right: jax.Array) -> jax.Array:
-    assert einsum.other is not None  # it has two operands
+    assert einsum.other is not None  # the equation has two operands
     return grouped_product(left, right, einsum.before.dims, einsum.other.dims, einsum.after.dims, sizes=rows)
 
 
@@ -135,7 +134,7 @@ def grouped_product(left, right, left_dims, right_dims, dims, *, sizes: jax.Arra
     """Compute an einsum of sorted rows [G, X, C, ·], with the shard in place of X, and weights [X, ·, ·].
 
     Args:
-        left, right: rows and weights in either order; or rows and rows, whose product is a gradient of weights.
+        left, right: rows and weights in either order; or twice rows, whose product is a gradient of weights.
         left_dims, right_dims, dims: the dimensions of the operands and of the result.
         sizes: [X] int32, the number of rows of each expert.
     """

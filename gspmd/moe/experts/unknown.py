@@ -1,4 +1,4 @@
-"""Marks of the experts' program with unknown placements, on which the number of sent rows depends too."""
+"""Marks in the experts' program under unknown placements, on which the number of sent rows depends too."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -50,7 +50,7 @@ def marking(marks: StageMarks) -> type[Executor]:
 
 
 def stage_marks(plan: Plan, sizes: RowSizes, via: Via | None, ctx: Context) -> tuple[StageMarks, StageMarks]:
-    """Return the marks of an equation of rows and weights, and those of its gradient.
+    """Return the marks of an equation of rows and weights, and the marks of its gradient.
 
     Raises:
         PlanError: the equation has no via, or the gradient of its rows has summands with different specs.
@@ -112,7 +112,7 @@ def stage_marks(plan: Plan, sizes: RowSizes, via: Via | None, ctx: Context) -> t
 
 
 def rows_moved(before: Spec, after: Spec, sizes: RowSizes, width: int, ctx: Context) -> dict[str, tuple[Step, ...]]:
-    """Return the steps of rows that have arrived, which must not leave their device.
+    """Return the moves of rows that have arrived, which must not leave their device.
 
     Raises:
         PlanError: the rows would leave their device.

@@ -49,7 +49,7 @@ class ExpertWork:
         activation: a name of `ACTIVATIONS` in `gspmd.moe.experts.activation`, such as "swiglu" or "gelu".
         sizes: the sizes of G, X, C, E and F; C is the capacity, or the rows of a buffer.
         dtype: the dtype of slots.
-        weight_dtype: the dtype of the weights: that of slots, or int8.
+        weight_dtype: the dtype of the weights: the dtype of slots, or int8.
         chunks: the sizes of the chunks into which C is cut.
         rows: the buffers of rows if dispatch is dropless; otherwise None.
         dropout: the dropout of training; None if there is none.
@@ -116,11 +116,11 @@ class ExpertWork:
         return Spec((*before.dims, "N"), (*before.axes, ())), Spec((*after.dims, "N"), (*after.axes, ()))
 
     def slots(self, capacity: int) -> dict[str, int]:
-        """Return the sizes of slots; or those of rows, with the number of buffers as X."""
+        """Return the sizes of slots, or of rows, for which X is the number of buffers."""
         return dict(self.sizes) | {"C": capacity} | ({"X": self.rows.shards} if self.rows else {})
 
     def there_and_back(self, ctx: Context, capacity: int) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
-        """Return the steps that send `capacity` slots to their experts, and those that send the answers back."""
+        """Return the steps that send `capacity` slots to their experts, and the steps that send the answers back."""
         if self.rows and is_unknown(ctx.mesh):
             return self._unknown("slots", ctx), self._unknown("answers", ctx)
         sizes, width = self.slots(capacity), itemsize(self.dtype)
@@ -252,7 +252,7 @@ class Products:
         return StageEquation(routine, held, inputs, weights, frozenset(range(1, len(inputs))))
 
     def _moving(self, routine: Routine, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Routine:
-        """Return the routine with moves of whole buffers of rows, whose X is not that of the weights."""
+        """Return the routine with moves of whole buffers of rows, whose X differs from the X of the weights."""
         if not self.buffers:
             return routine
         sizes, plan = dict(self.buffers), self.plan
@@ -294,7 +294,7 @@ def products(work: ExpertWork, ctx: Context) -> tuple[Products, Products]:
 
 def _planned(work: ExpertWork, ctx: Context, equation: Equation, via: Via | None, line: str) -> Products:
     sizes = dict(work.sizes)
-    if work.rows:  # as many slots for each expert as rows if all experts have equally many, rounded up
+    if work.rows:  # the slots of an expert are its number of rows if all experts have equally many, rounded up
         sizes["C"] = -(-work.capacity * work.rows.shards // sizes["X"])
     dtypes = (work.dtype, *[work.weight_dtype] * (sum(len(operand.specs) for operand in equation.operands) - 1))
     planned = lambda via: make_plan(  # noqa: E731

@@ -1,4 +1,4 @@
-"""Expert choice: each expert takes its best tokens, so every slot is filled and loads are equal."""
+"""Expert choice: each expert chooses its best tokens, so every slot is filled and loads are equal."""
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ from gspmd.moe.routers.rule import router
 
 @router("expert-choice")
 def route(logits: jax.Array, config: MoEConfig, draws: jax.Array | None, mask: jax.Array) -> Routing:
-    """Send each expert the C tokens of a group that give it the highest probability, whatever the other experts take.
+    """Send each expert the C tokens of a group that give it the highest probability, independently of other experts.
 
         S = softmax(logits) over the experts     I, G = topC(Sᵀ) over the tokens     C = (L / X) · factor
 

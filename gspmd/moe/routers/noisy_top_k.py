@@ -12,7 +12,7 @@ from gspmd.moe.routers.routing import Routing, assigned, chosen, counts, finite,
 from gspmd.moe.routers.rule import normal_per_logit, router
 
 _LEAST_WIDTH = 1e-6
-# Φ saturates in float32 well within these bounds; they keep the quotient by the noise's width from overflowing.
+# Φ saturates in float32 well within these limits, which keep the quotient by the noise's width from overflowing.
 _FARTHEST = 40.0
 
 

@@ -1,4 +1,4 @@
-"""The result of a router, and the queue of each expert, which decides who gets a slot."""
+"""The result of a router, and the queue of each expert, which decides the tokens that get a slot."""
 
 from dataclasses import dataclass, field
 
@@ -58,10 +58,10 @@ def top_choices(logits: jax.Array, count: int, rest: jax.Array | None = None) ->
 
 
 def _first_largest(values: jax.Array, rest: jax.Array) -> jax.Array:
-    """Return the index of the largest value, among equal ones that of the largest rest: [..., X] to [...].
+    """Return the index of the largest value, and among equal values of the largest rest: [..., X] to [...].
 
-    It is one reduction. If a maximum were compared with the values in another loop, a compiler might compute these
-    again there, by another exponential for vectors, and find none that is equal.
+    This is one reduction. If the maximum were compared with the values in a second loop, a compiler might compute the
+    values again there, with another vectorised exponential, and find no value that is equal.
     """
 
     def better(one, other):
@@ -207,7 +207,7 @@ def _sum_in_any_order(parts: jax.Array) -> jax.Array:
 
     Sorting them first would work too, in ten times the time.
     """
-    bits = min(20, 31 - (parts.shape[-1] - 1).bit_length())  # of each number, so that the sum fits a word
+    bits = min(20, 31 - (parts.shape[-1] - 1).bit_length())  # the bits of each number, so that the sum fits a word
     total, rest = jnp.float32(0), parts
     for place in range(1, 1 + -(-38 // bits)):
         rest = rest * 2.0**bits
@@ -251,7 +251,7 @@ def queue(expert: jax.Array, waiting: jax.Array, experts: int, order: jax.Array 
 def finite(logits: jax.Array) -> jax.Array:
     """Clip logits, in float32, to bounds whose squares can be summed, so that no router computes inf - inf."""
     low, high = jnp.float32(-_MOST), jnp.float32(_MOST)
-    return jax.lax.clamp(low, logits.astype(jnp.float32), high)  # its gradient needs one mask, that of jnp.clip three
+    return jax.lax.clamp(low, logits.astype(jnp.float32), high)  # jnp.clip's gradient needs three masks
 
 
 def every_token(logits: jax.Array, mask: jax.Array | None) -> jax.Array:

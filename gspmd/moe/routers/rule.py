@@ -22,12 +22,12 @@ class Router:
     """A router, called as `route(logits, config, *, key=None, mask=None)`: `draw`, then `assign`.
 
     Random numbers are drawn for all groups at once, before each device assigns its own groups, so they are the same on
-    every mesh. The docstring is that of the rule.
+    every mesh. A router has the docstring of its rule.
 
     Args:
         rule: a function from finite float32 logits [G, L, X], the config, the random numbers or None, and the mask
             [G, L] of real tokens, to a Routing. It must route groups independently, and draw nothing itself. If the
-            router is `scored` (`gspmd.moe.config.Kind`), it also takes the bias [X] of the choice, or None.
+            router is `scored` (`gspmd.moe.config.Kind`), it also takes the bias [X] for choosing experts, or None.
         name: the router's name in a config.
         numbers: a function from a key, the shape [G, L, X] and `out_sharding` to the random numbers of the rule, [G, L]
             or [G, L, X]; None if the rule takes none.
@@ -50,7 +50,7 @@ class Router:
         self.name, self._rule, self._numbers = name, rule, numbers
         self._route = jax.jit(self._draw_and_assign, static_argnames="config")
         update_wrapper(self, rule)
-        self.__signature__ = signature(self.__call__)  # not the rule's, which update_wrapper set
+        self.__signature__ = signature(self.__call__)  # instead of the rule's, which update_wrapper has set
 
     def __call__(
         self,
@@ -86,8 +86,8 @@ class Router:
         """Route the tokens of each group, independently of other groups, with given random numbers.
 
         Raises:
-            PlanError: the config names another router; or it has a bias of the choice and none is given, or the
-                reverse.
+            PlanError: the config names another router; or a bias for choosing experts is configured and not given, or
+                the reverse.
             SpecError: the shape of logits, mask or bias does not fit the config.
         """
         self._check(logits, config, mask, bias)

@@ -24,7 +24,7 @@ joint = lru_cache(maxsize=16)(placements)
 
 @dataclass(frozen=True)
 class ContractionChoice:
-    """One way to run a contraction: moves of its right operand, the local einsum, the result and its reduction."""
+    """One way to run a contraction: the moves of its right operand, its local einsum, its result and the reduction."""
 
     right: Spec | None
     right_steps: tuple[Step, ...]
@@ -38,7 +38,7 @@ class PlacedTensor:
     """An operand or the result of a contraction.
 
     Attributes:
-        tensor: the operand as it is given, or the result as it is asked for.
+        tensor: the operand as it is given, or the result as it is requested.
         paths: the shortest paths between its placements.
         nodes: the number of its placement in each row of the table.
     """
@@ -65,8 +65,7 @@ class ContractionTable:
     """A table of the joint placements of the left operand and one contraction, one in each row.
 
     Args:
-        added: whether the result will be added to others. The others may be partial sums over axes over which this
-            result is not.
+        added: whether the result will be added to other results, which may be partial sums over further axes.
 
     Attributes:
         dims: the dimensions of the result in the target's order, without those that no operand has.
@@ -99,7 +98,7 @@ class ContractionTable:
         self.result = self._placed(self.dims, target, over, made)
 
     def _placed(self, dims: tuple[str, ...], tensor: Tensor, over: Iterable[str], partial: np.ndarray) -> PlacedTensor:
-        """Return the placements of a tensor that may be a partial sum `over` axes; `partial` has these by row."""
+        """Return the placements of a tensor that may be a partial sum `over` axes; `partial` has its axes by row."""
         shape, (mesh, chip) = tuple(self.sizes[dim] for dim in dims), (self.environment.mesh, self.environment.chip)
         paths = shortest_paths(shape, mesh, tensor.itemsize, chip, frozenset(over))
         rows = [self._rows[:, self._union.index(dim)] for dim in dims]
@@ -107,7 +106,7 @@ class ContractionTable:
 
     @property
     def kinds(self) -> np.ndarray:
-        """A number for each row, the same for rows that differ only in the order of the axes of a dimension."""
+        """A number for each row, equal for rows that differ only in the order of the axes of a dimension."""
         return numbered([np.zeros(len(self._masks), int), *self._masks.T, *self._partials.T])
 
     @cached_property
@@ -134,7 +133,7 @@ class ContractionTable:
 
     @property
     def _target_number(self) -> int:
-        """The placement to which the result is brought; dimensions that no operand has are broadcast after that."""
+        """The number of the placement to which the result is brought before dimensions are broadcast."""
         spec = self.result.tensor.spec
         return self.result.paths.number(Spec(self.dims, tuple(map(spec.axes_of, self.dims)), spec.partial))
 

@@ -27,7 +27,7 @@ from gspmd.planner.graph.transitions import Arcs, graph
 from gspmd.planner.steps import Step, picoseconds
 
 STEPS = 1 << 6
-"""A number above the steps of any path. Bytes are multiplied by it, to leave room for the steps in one whole number."""
+"""A number above the steps of any path; bytes are multiplied by it, to leave room for the number of steps."""
 
 LARGEST = 2**53 // 4
 """The largest part of one step's price: sums of a few such steps are still exact whole numbers (below 2⁵³)."""
@@ -60,7 +60,7 @@ class ShortestPaths:
         self._whole = prod(shape) * itemsize
         self.graph = graph(sizes, tuple(fitting(size, sizes) for size in shape), self.mask(partial))
         self.nodes = self.graph.nodes
-        self.left_out = False  # whether a step is too large to be counted
+        self.left_out = False  # whether some step is too large to be counted exactly
         prices = [FAR] * self.graph.size
         for code, kind, mask, parts in self.graph.codes:
             if scatters or kind != "reduce-scatter":
@@ -93,18 +93,18 @@ class ShortestPaths:
 
     @property
     def kinds(self) -> np.ndarray:
-        """A number for each placement, the same for placements that differ only in the order of axes."""
+        """A number for each placement, equal for placements that differ only in the order of axes."""
         nodes = self.nodes
         return numbered([np.zeros(len(nodes), int), *nodes.sequences.mask[nodes.rows].T, nodes.partial])
 
     # -- costs ---------------------------------------------------------------------------------------------------------
 
     def costs_from(self, number: int) -> np.ndarray:
-        """Return the costs from one placement to every other: a cached, read-only array."""
+        """Return the costs from one placement to all placements: a cached, read-only array."""
         return self._costs("from", number, self.graph.coming)
 
     def costs_to(self, number: int) -> np.ndarray:
-        """Return the costs to one placement from every other: a cached, read-only array."""
+        """Return the costs from all placements to one placement: a cached, read-only array."""
         return self._costs("to", number, self.graph.going)
 
     def _costs(self, side: str, number: int, arcs: Arcs) -> np.ndarray:
@@ -116,7 +116,7 @@ class ShortestPaths:
         return self._kept[side, number]
 
     def onward(self, costs: np.ndarray) -> np.ndarray:
-        """Lower the costs in place: from the cost of each placement if no step follows, to its least cost."""
+        """Lower the costs in place, from each placement's cost without a further step to its least cost."""
         return self._relaxed(costs, self.graph.coming)
 
     def _relaxed(self, costs: np.ndarray, arcs: Arcs) -> np.ndarray:
@@ -134,8 +134,8 @@ class ShortestPaths:
     def path(self, rest: np.ndarray, number: int) -> Iterator[tuple[int, int, int]]:
         """Yield the arcs (code, tail, head) of a shortest path, given the remaining cost from every placement.
 
-        Among equal costs, steps that send nothing come first, then those that send less, then the order of
-        KINDS, of the tensor's dimensions and of the mesh's axes.
+        Among equal costs, steps that send nothing come first, then steps that send less, then the order of KINDS, of
+        the tensor's dimensions and of the mesh's axes.
         """
         rows = self.nodes.rows
         while rest[number] != 0:
@@ -148,7 +148,7 @@ class ShortestPaths:
             number = int(there[at])
 
     def path_between(self, start: int, number: int) -> Iterator[tuple[int, int, int]]:
-        """Return the same path between two placements, found backwards from the costs of all from the first."""
+        """Return the same path between two placements, found backwards from the costs of all placements."""
         costs = self.costs_from(start)
         rest, unseen = np.full(len(self.nodes), FAR), [number]
         while unseen:

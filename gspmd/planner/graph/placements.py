@@ -1,7 +1,7 @@
 """Every placement of a tensor on a mesh, as rows of numpy arrays: the nodes of the planner's graph.
 
-A placement says what each mesh axis does: it shards a dimension (behind certain other axes), belongs to a partial sum,
-or does neither. The axes of one dimension, major first, are a *sequence*. Sequences are numbered, so that a placement
+A placement gives the role of each mesh axis: it shards a dimension (after certain other axes), belongs to a partial
+sum, or neither. The axes of one dimension, major first, are a *sequence*. Sequences are numbered, so that a placement
 is a row with the number of a sequence for each dimension. Sets of axes are bit masks. For n axes and d dimensions there
 are at most (n + d)! / d! placements without a partial sum: 840 for 3 axes and 4 dimensions, 15,120 for 5.
 """
@@ -20,8 +20,7 @@ class Sequences:
     """The ordered subsets of a number of axes, shortest first: number 0 is empty.
 
     Attributes:
-        axes: the axes of each, major first.
-        mask: the axes of each as a set.
+        axes: the axes of each sequence, major first. mask: the axes of each sequence as a set.
         rank: the number of axes before an axis, by sequence and axis; -1 if the sequence lacks the axis.
         append: the sequence with one more axis at its end, by sequence and axis; -1 if it has that axis.
         prefix, suffix: the axes before its last j axes, and its last j axes, by sequence and j.
@@ -57,7 +56,7 @@ def parts_of(sizes: Sequence[int]) -> list[int]:
 
 
 def fitting(size: int, mesh_sizes: Axes) -> frozenset[int]:
-    """Return the sets of mesh axes into whose number of parts a dimension divides."""
+    """Return the sets of mesh axes that divide a dimension of this size."""
     return frozenset(mask for mask, count in enumerate(parts_of(mesh_sizes)) if size % count == 0)
 
 
@@ -69,7 +68,7 @@ def placements(
     Args:
         count: the number of mesh axes.
         allowed: for each dimension, the sets of axes that may shard it.
-        partial: for each partial sum, the axes that it may be over.
+        partial: for each partial sum, the axes over which it may extend.
 
     Returns:
         The sequence on each dimension, by placement and dimension; the axes that shard any, by placement; and the axes
@@ -87,7 +86,7 @@ def placements(
 
 
 def _extended(table: np.ndarray, taken: np.ndarray, masks: np.ndarray, fits: np.ndarray, subsets: np.ndarray):
-    """Extend every row by a column, once per choice that uses no taken axis; return rows and axes taken then."""
+    """Extend every row by a column, for each choice that uses no taken axis; return the rows and their taken axes."""
     free = (subsets[:, None] & masks == 0) & fits  # by taken axes and choice
     choices, counts = np.nonzero(free)[1], free.sum(axis=1)
     starts, some = np.cumsum(counts) - counts, counts[taken]
@@ -144,16 +143,16 @@ class Nodes:
         return sum((self.on[d][row] for d, row in enumerate(rows)), self.partial_keys[partial])
 
     def find(self, keys: np.ndarray) -> np.ndarray:
-        """Return the numbers of placements by their keys; -1 for a key without a placement."""
+        """Return the numbers of placements with these keys; -1 for a key without a placement."""
         at = np.minimum(np.searchsorted(self.keys, keys), len(self.keys) - 1)
         return np.where(self.keys[at] == keys, at, -1)
 
     def number(self, axes: Sequence[Axes], partial: Iterable[int]) -> int:
-        """Return the number of one placement; -1 if it does not divide, or has a partial sum that is not allowed."""
+        """Return the number of a placement; -1 if it does not divide the sizes, or its partial sum is not allowed."""
         rows = [self.sequences.number[order] for order in axes]
         return int(self.find(self.key(rows, sum(1 << axis for axis in partial))))
 
     def placement(self, number: int) -> tuple[tuple[Axes, ...], Axes]:
-        """Return the axes on every dimension, and those of the partial sum."""
+        """Return the axes on every dimension, and the axes of the partial sum."""
         axes = tuple(self.sequences.axes[row] for row in self.rows[number])
         return axes, tuple(axis for axis in range(self.count) if self.partial[number] >> axis & 1)

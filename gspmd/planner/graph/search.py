@@ -1,4 +1,4 @@
-"""The exact search behind every plan: which dimension each mesh axis shards while an einsum runs.
+"""The exact search for every plan: it chooses the dimension that each mesh axis shards while an einsum runs.
 
 One left operand is contracted with one or several right operands. With d the cost of a shortest path (`paths`), the
 plan is the least, over all placements p of the left operand, of
@@ -75,10 +75,10 @@ def search(
 def ranked(
     environment: Environment, left: Tensor, contractions: tuple[Contraction, ...], count: int
 ) -> tuple[PlacedGroup, ...]:
-    """Find the cheapest way for each choice that `search` weighs, and return the `count` cheapest, in its order.
+    """Find the cheapest way for each choice that `search` compares, and return the `count` cheapest in its order.
 
     A choice says which dimension each mesh axis shards while the einsums run; the order of the axes of one dimension
-    makes no difference. Of several contractions it is the choice for the operand that they share.
+    makes no difference. With several contractions, it is the choice for the operand that they share.
     """
     tables = [ContractionTable(environment, left, contraction) for contraction in contractions]
     first, own = tables[0], _left_costs(tables[0], None)
@@ -91,7 +91,7 @@ def ranked(
         at, kinds, total = np.arange(len(own)), first.left.paths.kinds, sum(best, own)
         name = lambda number: (str(first.left.paths.spec(left.spec.dims, number)),)  # noqa: E731
     order = np.argsort(total, kind="stable")
-    lowest = order[np.sort(np.unique(kinds[order], return_index=True)[1])]  # of each choice, cheapest first
+    lowest = order[np.sort(np.unique(kinds[order], return_index=True)[1])]  # one for each choice, cheapest first
     lowest = lowest[np.isfinite(total[lowest].real)]
     last = total[lowest[:count][-1]] if len(lowest) else FAR
     found = []

@@ -40,12 +40,12 @@ class Arcs:
         self._row[self._heads] = np.arange(len(self._heads))
 
     def of(self, head: int) -> slice:
-        """Return the arcs into one node."""
+        """Return the arcs that end in a node."""
         row = self._row[head]
         return slice(0, 0) if row < 0 else slice(self._starts[row], self._starts[row] + self._counts[row])
 
     def relax(self, costs: np.ndarray, prices: np.ndarray, changed: np.ndarray) -> np.ndarray:
-        """Lower the costs in place by all arcs out of the nodes that changed; return which nodes became cheaper.
+        """Lower the costs in place by all arcs out of the changed nodes; return a mask of the cheaper nodes.
 
         cost(head) = min(cost(head), min over arcs of cost(tail) + price)
         """
@@ -66,7 +66,7 @@ class Arcs:
 
 
 class Graph:
-    """The placements of a tensor and the steps between them; its arguments are those of `Nodes`.
+    """The placements of a tensor and the steps between them; the arguments are as for `Nodes`.
 
     Attributes:
         nodes: the placements.
@@ -146,7 +146,7 @@ class Graph:
                 f" tensor {int(permutes):,} permutes\n  would have to be compared, and {_MOST:,} are the most.\n"
                 "  Make one mesh axis of two that are always used together."
             )
-        many = np.repeat(counts, counts)  # for each placement in this order: the number that have its shape
+        many = np.repeat(counts, counts)  # for each placement in this order: the number of placements with its shape
         head = np.repeat(order, many)
         within = np.arange(len(head)) - np.repeat(np.cumsum(many) - many, many)
         tail = order[np.repeat(np.repeat(first, counts), many) + within]
@@ -170,7 +170,7 @@ _graphs: WeakValueDictionary = WeakValueDictionary()
 def graph(sizes: Axes, allowed: tuple[frozenset[int], ...], partial: int) -> Graph:
     """Return the graph of a tensor.
 
-    It depends on no sizes except the mesh's, so tensors with the same divisibility share one.
+    The graph depends on no sizes except those of the mesh, so tensors with the same divisibility share it.
     """
     key = sizes, allowed, partial
     found = _graphs.get(key)

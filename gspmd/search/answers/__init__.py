@@ -1,6 +1,6 @@
 """Answers: meshes of a slice, the best layout over them, its file, and the reasons for it.
 
-Nothing here knows of a particular model, or phase: all ask a `PhaseProblem`.
+This code is independent of the model and the phase: it asks a `PhaseProblem`.
 """
 
 from gspmd.search.answers.candidate import Candidate

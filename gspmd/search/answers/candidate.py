@@ -1,4 +1,4 @@
-"""A mesh, the problem on it, and its answer: first bounded without a limit on memory, and solved only if it may win."""
+"""A mesh with its problem and answer: first bounded without a limit on memory, and solved only if it may win."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ class StepBudget:
 TIE = 1e-9
 """The relative difference of two costs that count as equal: their sums are taken in different orders."""
 HALVINGS = 6
-"""Number of bisections between the fewest bytes and those of the cheapest answer."""
+"""Number of bisections between the fewest bytes and the bytes of the cheapest answer."""
 
 
 GAIN = 0.02
-"""The fraction of a step's seconds that several microbatches must gain over one. In compiled steps, other work than
+"""The fraction of a step's seconds that several microbatches must gain over one. In compiled steps, work besides
 products and collectives, of which only a tenth is priced, cost more than a smaller planned gain."""
 
 
@@ -63,7 +63,7 @@ class Candidate:
         limit: bytes that a device may hold.
 
     Attributes:
-        free: the answer without a limit on memory; its seconds are a lower bound of those with a limit.
+        free: the answer without a limit on memory; its seconds are a lower bound on the seconds with a limit.
         problem, search: the problem and the search with the limit.
         answer: the answer found; None if there is none, for the reason in `outcome`.
         outcome: how the search on this mesh ended.
@@ -84,7 +84,7 @@ class Candidate:
         return Problem(self.unlimited.choices, self.unlimited.terms, limit)
 
     def solve(self) -> Answer:
-        """Find an answer within the limit that costs the least, to within `NEAR`, and holds little.
+        """Find an answer within the limit that costs at most `NEAR` more than the cheapest, and holds little.
 
         Raises:
             NothingFits: no layout fits within the limit.
@@ -101,7 +101,7 @@ class Candidate:
         return self.answer
 
     def _holding_less(self, cheapest: Answer) -> Answer:
-        """Bisect the limit on memory for the smallest under which an answer is as cheap."""
+        """Find by bisection the smallest limit on memory under which an answer is as cheap."""
         found, least = cheapest, self.least.bytes
         for _ in range(HALVINGS if cheapest.complete else 0):
             if found.bytes <= least * (1 + NEAR):
@@ -126,12 +126,12 @@ class Candidate:
 
     @property
     def sizes(self) -> Mapping[str, int]:
-        """Sizes of every dimension, in one microbatch."""
+        """Size of every dimension, in one microbatch."""
         return self.phase.case.sizes
 
     @cached_property
     def options(self) -> Options:
-        """The options of its choices, as text."""
+        """The options of the problem's choices, as text."""
         return Options(self.phase)
 
     def best(self, without: Mapping[str, Collection[int]]) -> Answer:
@@ -146,7 +146,7 @@ class Candidate:
     def soon(
         self, without: Mapping[str, Collection[int]] | None = None, fixed: Mapping[str, int] | None = None
     ) -> Answer:
-        """Find the same as `best`, also with some options fixed, in a search that gives up sooner.
+        """Find the same as `best`, if asked with some options fixed, in a search that gives up sooner.
 
         Raises:
             NothingFits: nothing was found.
@@ -155,7 +155,7 @@ class Candidate:
         return self.search.best(fixed, without)
 
     def next_best(self, answer: Answer, name: str) -> Answer | None:
-        """Find the cheapest answer that fits with another option of one choice, beyond a renaming of mesh axes.
+        """Find the cheapest fitting answer with another option of one choice that is not a renaming of mesh axes.
 
         If that takes long, return the best found so far, which is not `complete`.
         """

@@ -1,10 +1,10 @@
-"""An answer as a layout file: sections and keys in the order of the presets, and behind each line its cost.
+"""An answer as a layout file: sections and keys in the order of the presets, and after each line its cost.
 
     w_in = "E_yzF"   # 591 ms; next E_xyzF: +0.012%
 
-The seconds are those of all terms of the cost that the choice takes part in: for a weight its moves and its update,
-for an activation its products and moves, for a via both. The next best is the cheapest layout that fits with another
-option of this choice, and the best options of all others for it.
+The seconds are the sum of all terms of the cost that depend on the choice: for a weight its moves and its update, for
+an activation its products and moves, for a via both. The next best is the cheapest layout that fits with another option
+of this choice, and with the best options of all other choices for it.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ _SECTIONS = (PIPELINE, *PARTS, *_LATER, *(name for name in OVERRIDES if name not
 
 @dataclass(frozen=True)
 class LineCost:
-    """The comment behind a line: its cost, and the next best option.
+    """The comment after a line: its cost, and the next best option.
 
     Attributes:
-        seconds: the seconds of the terms that the choice takes part in.
-        next: the text of the next best, with its section if that overrides a part of the model; empty if
-            there is no other that fits.
-        more: the fraction of a step's seconds that the next best costs more.
+        seconds: the seconds of the terms that depend on the choice.
+        next: the text of the next best option, with its section if that overrides a part of the model; empty if no
+            other option fits.
+        more: the fraction of a step's seconds by which the next best is slower.
         other: the layout with the next best; if it is not complete, there may be a cheaper one.
         alone: whether there is no other option at all, for example on one device.
     """
@@ -54,7 +54,7 @@ class LineCost:
 
 
 def remarks(candidate: Candidate, answer: Answer) -> Iterator[tuple[str, LineCost]]:
-    """Yield the comment on each choice that has lines, one after the other, since each needs a search."""
+    """Yield the comment on each choice that has lines; every comment needs a search."""
     seconds = candidate.problem.seconds_of(answer.picks)
     for choice in candidate.problem.choices:
         if not any(candidate.options.texts[choice.name]):
@@ -80,7 +80,7 @@ def _changed(candidate: Candidate, name: str, answer: Answer, other: Answer) -> 
 def changed(candidate: Candidate, name: str, answer: Answer, other: Answer) -> Iterator[tuple[tuple[str, str], str]]:
     """Yield section and key, and text, of each line of a choice that differs in the other answer.
 
-    If the other answer has no such line in an overriding section, the text is that of the parameter.
+    If the other answer lacks the line in an overriding section, the text is the parameter's.
     """
     texts = candidate.options.texts[name]
     ours, theirs = texts[answer.picks[name]], texts[other.picks[name]]
@@ -152,14 +152,14 @@ def lowering_of(phase: str) -> str:
 
     For prompts it is `auto`, which loops a product if the predicted gain is above the model's error. Compiled,
     PaLM 540B's prompts on 16 TPU v5p take 7.12 s this way, and 7.63 s under `blocking`. The model covers forward passes
-    only; training was slower with it. So was decoding: its products have few rows, and the loops of a step of Qwen2 72B
-    with 64 rows on 16 TPU v5e cut weights into pieces that they first copy, 75.9 ms instead of 46.1.
+    only; training was slower with it. So was decoding, whose products have few rows: on 16 TPU v5e the loops of a step
+    of Qwen2 72B with 64 rows cut weights into pieces that they first copy, and the step takes 75.9 ms instead of 46.1.
     """
     return "auto" if phase == "prefill" else PRICED
 
 
 def _named(line: LayoutLine) -> str:
-    """Return the key of a line, with the section that it overrides in."""
+    """Return the key of a line, with the overriding section that contains it."""
     return f"{line.section}.{line.key}" if line.section else line.key
 
 

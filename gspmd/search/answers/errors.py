@@ -8,8 +8,8 @@ from importlib.resources import files
 def expected_error(phase: str, chip: str) -> float | None:
     """Return the median of |planned / compiled - 1| of the steps of a phase on a chip; None if none were compiled.
 
-    A layout that an exact search found is the best by the plan, so its planned seconds are more likely too few than too
-    many.
+    An exact search finds the layout that is best by the plan, so its planned seconds are more likely too low than too
+    high.
 
     Args:
         phase: `"train"`, `"prefill"`, `"decode"` or `"encode"`.

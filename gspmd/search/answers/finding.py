@@ -42,8 +42,8 @@ class Space:
 
     Attributes:
         phase: makes the problem of this part.
-        several: makes the range of microbatch numbers above one, given the bytes that a device may hold; None if
-            only one is searched.
+        several: makes the range of microbatch numbers above one, given the bytes that a device may hold; None if only
+            one microbatch is searched.
     """
 
     phase: Callable[[], PhaseProblem]
@@ -56,10 +56,11 @@ class SearchResult(Printed):
 
     Attributes:
         best: the mesh of the cheapest answer that fits.
-        answer: that answer.
-        candidates: all meshes that were tried, in the order of their cost or of its lower bound.
-        bound: no layout of the candidates costs less; if the answer is in one microbatch, no layout in one.
-        several: if the answer is in one microbatch, a lower bound on the cost in several.
+        answer: the answer on that mesh. candidates: all meshes that were tried, in the order of their costs or of lower
+            bounds on them.
+        bound: a lower bound on the cost of all layouts of the candidates; if the answer is in one microbatch, of all
+            layouts in one microbatch. several: if the answer is in one microbatch, a lower bound on the cost in
+            several.
         ranges: the further numbers of microbatches that were searched.
         complete: whether the search was not interrupted.
         refused: meshes that cannot be searched, with the reason.
@@ -145,15 +146,15 @@ class SearchResult(Printed):
         return f"of all layouts on {where}{beside}, none is faster by {gap:.2%}{more}"
 
     def taking(self, best: Candidate, answer: Answer) -> SearchResult:
-        """Return the same search with another of its layouts as the answer, and the bound proved for that."""
+        """Return the search with another of its layouts as the answer, and the bound proved for that layout."""
         bound = self.bound
-        if best.microbatches > 1 and self.best.microbatches == 1:  # several were searched as far as they could be taken
+        if best.microbatches > 1 and self.best.microbatches == 1:  # bounds of several are incomplete
             bound = min(bound, self.several, to_beat(self.answer.seconds, 1))
         return replace(self, best=best, answer=answer, bound=bound)
 
     @property
     def promising(self) -> list[Candidate]:
-        """The candidates on which anything fits."""
+        """The candidates on which some layout fits."""
         return [each for each in self.candidates if each.least.bytes <= each.limit]
 
 
@@ -281,7 +282,7 @@ class BestFirstSearch:
             self._best = candidate
 
     def _may_win(self, seconds: float, axes: int, microbatches: int) -> bool:
-        """Return whether this is cheaper than the best, or equally cheap on fewer axes or in fewer microbatches."""
+        """Return whether a candidate is cheaper than the best, or as cheap with fewer axes or fewer microbatches."""
         if self._best is None:
             return True
         if microbatches > self._best.microbatches == 1 and seconds > self._to_beat:
@@ -291,7 +292,7 @@ class BestFirstSearch:
 
     @property
     def _to_beat(self) -> float:
-        """The seconds below which several microbatches are better than the best known."""
+        """The seconds below which several microbatches are better than the best known answer."""
         return to_beat(self._best.solve().seconds, self._best.microbatches) if self._best else inf
 
     def finding(self) -> SearchResult:
@@ -332,7 +333,7 @@ def _proved(candidate: Candidate, answer: Answer) -> float:
     """Return a lower bound on the cost on a mesh, which may be below its prices; infinite if none is known."""
     if candidate.answer:
         return candidate.answer.bound - candidate.phase.overestimate
-    # It was left out because of its lower bound, or because nothing fits.
+    # The mesh was left out because of its lower bound, or because nothing fits.
     left = candidate.phase.overestimate and candidate.free.seconds >= answer.seconds * (1 - TIE)
     return candidate.free.seconds - candidate.phase.overestimate if left else inf
 
@@ -342,5 +343,5 @@ def _rank(candidate: Candidate) -> tuple[float, int, int]:
 
 
 def _order(candidate: Candidate) -> tuple[int, int]:
-    """Return the order in which candidates that cost the same are taken."""
+    """Return the key by which candidates of the same cost are ordered."""
     return candidate.axes, candidate.microbatches

@@ -34,12 +34,12 @@ def frontier(
 ) -> list[Point]:
     """Find the cheapest layouts, from the one that holds the fewest bytes to the one that costs the fewest seconds.
 
-    Each search takes a limit between two known layouts, in the interval where the most is unknown. Between the limit of
+    Each search has a limit between two known layouts, in the interval where the most is unknown. Between the limit of
     one point and the bytes of the next there may be layouts that cost less than the former and no less than the latter.
     The candidate's own answer, if it is known, is one of the points.
 
     Returns:
-        Points by their bytes, each cheaper than those before.
+        Points by ascending bytes, each cheaper than all points before it.
     """
     free, least = candidate.free, candidate.least.bytes
     points = [Point(free, inf)]

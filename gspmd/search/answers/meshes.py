@@ -10,13 +10,13 @@ AXES = "xyz"
 
 
 def meshes(torus: Sequence[int], slices: int = 1, most: int = len(AXES)) -> list[dict[str, int]]:
-    """List the meshes whose axes are one or several whole torus axes each; one for all orders of the axes.
+    """List the meshes whose axes each consist of one or several whole torus axes; the order of axes does not matter.
 
-    A part of a torus axis is not a mesh axis here: it has no ring of links, which the cost of a mesh axis assumes.
+    A part of a torus axis is not used as a mesh axis: the cost of a mesh axis assumes a ring of links.
 
     Args:
         torus: devices along each torus axis; the devices of one chip count as an axis.
-        slices: number of slices, over which the first mesh axis lies, alone or with torus axes.
+        slices: number of slices; the first mesh axis extends over them, alone or together with torus axes.
         most: the largest number of mesh axes.
 
     Returns:
@@ -74,8 +74,7 @@ def factorings(devices: int, of: Chip) -> list[dict[str, int]]:
 
 
 def _factors(number: int, least: int, most: int) -> Iterator[tuple[int, ...]]:
-    """Yield the ways to write a number as a product of at most `most` factors of `least` or more, the smallest
-    first."""
+    """Yield the ways to write a number as a product of at most `most` factors, ascending, of at least `least`."""
     if number >= least:
         yield (number,)
     for first in range(least, number if most > 1 else least):

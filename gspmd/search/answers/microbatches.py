@@ -1,4 +1,4 @@
-"""Numbers of microbatches, bounded many at a time: one bound excludes most numbers before any has its own tables."""
+"""Numbers of microbatches, bounded many at a time: a bound excludes most numbers without tables for each of them."""
 
 from __future__ import annotations
 
@@ -28,8 +28,7 @@ class Range:
     """A range of numbers of microbatches on one mesh, with one choice of remat.
 
     Args:
-        phase: the problem that bounds all of them.
-        options: the options of its choices, as text.
+        phase: the problem that bounds all these numbers. options: the options of its choices, as text.
         counts: the numbers, ascending.
         make: makes the problem of one number.
         limit: bytes that a device may hold.
@@ -51,7 +50,7 @@ class Range:
         self.bound = 0.0
 
     def tighten(self, enough: float) -> None:
-        """Raise the bound; the search for it stops above `enough`."""
+        """Raise the lower bound, until it is above `enough`."""
         self.bound = max(self.bound, self.search.at_least(enough))
 
     @cached_property
@@ -61,7 +60,7 @@ class Range:
 
     @cached_property
     def sizes(self) -> Mapping[str, int]:
-        """Sizes of every dimension in one microbatch; in the whole batch if their number is not yet known."""
+        """Size of every dimension in one microbatch, or in the whole batch if the number is not known yet."""
         return (self.make(*self.counts) if len(self.counts) == 1 else self.phase).case.sizes
 
     @cached_property

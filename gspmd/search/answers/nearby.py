@@ -1,4 +1,4 @@
-"""Layouts that cost little more than the cheapest: one of them may run faster, by effects that no price counts."""
+"""Layouts that cost little more than the cheapest: one of them may run faster, by effects that are not priced."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def improved(candidate: Candidate, picks: Mapping[str, int]) -> list[tuple[str, 
 
 
 def with_picks(candidate: Candidate, picks: Mapping[str, int], free: Collection[str] = ()) -> Answer:
-    """Find the cheapest layout that fits with these options, except for the free choices and those without lines.
+    """Find the cheapest fitting layout with these options, which leaves free choices and choices without lines open.
 
     Raises:
         NothingFits: no such layout fits.

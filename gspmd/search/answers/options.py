@@ -13,7 +13,7 @@ Texts = Mapping[tuple[str, str], str]
 
 
 def written(texts: Texts, section: str, key: str) -> str | None:
-    """Return an option's text in a line: that of the part of the model, if the overriding section has none."""
+    """Return an option's text in a line; by default the text in the part of the model that a section overrides."""
     if (section, key) in texts or not section:
         return texts.get((section, key))
     text = texts.get(("", key))
@@ -21,7 +21,7 @@ def written(texts: Texts, section: str, key: str) -> str | None:
 
 
 def cached(text: str) -> str:
-    """Return the spec of a cache of keys that are sharded in this way.
+    """Return the spec of the cache for keys with this spec.
 
     >>> cached("B_xLK_yD")
     'B_xTK_yD'
@@ -64,7 +64,7 @@ class Options:
     def alike(self, name: str, number: int) -> list[int]:
         """Find the options equal to this one up to the order of axes on a dimension, or swaps of axes of one size.
 
-        Only other tensors can tell such options apart, so one of them as the next best would not be another way to
+        Such options differ only relative to other tensors, so one of them as the next best would not be another way to
         shard.
         """
         shapes = self._shapes[name]
@@ -85,7 +85,7 @@ class Options:
         }
 
     def _shape(self, text: str) -> tuple:
-        """Return for each dimension, the sizes of its mesh axes in order."""
+        """Return for each dimension the sizes of its mesh axes, in order."""
         mesh, shape = self.phase.case.mesh, []
         for spec in map(Spec.parse, text.split(", ")):
             shape.append(tuple(tuple(sorted(mesh[axis] for axis in axes)) for axes in (*spec.axes, spec.partial)))

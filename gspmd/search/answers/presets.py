@@ -44,7 +44,7 @@ class Placed:
 
     @property
     def fits(self) -> bool:
-        """Whether it is known to fit."""
+        """Whether the layout is known to fit."""
         return self.answer is not None and self.answer.bytes <= self.candidate.limit
 
 
@@ -60,7 +60,7 @@ def placed_presets(
         ranges: further numbers of microbatches, searched for presets that fit.
         names: presets, or layout files; all presets if not given.
     """
-    # The numbers that the search tried are in its ranges: several microbatches have to gain there for a preset too.
+    # These are the numbers that the search tried: several microbatches have to gain enough for a preset too.
     ranges, every = [*ranges], [*candidates]
     first = [each for each in every if each.microbatches == 1] if ranges else every
     spaces = [_Space(each, Search(each.unlimited)) for each in first or every]
@@ -103,7 +103,7 @@ def _enough(best: Placed) -> float:
 
 
 def _bound(numbers: Range, layout: Layout, enough: float, known: _Known) -> float:
-    """Return a lower bound on a layout's cost with any of these numbers of microbatches; infinite if it does not fit.
+    """Return a lower bound on a layout's cost over these numbers of microbatches; infinite if the layout does not fit.
     See `Search.at_least`."""
     every = (known.asked(numbers, layout, own, names) for own, names in _orders(numbers, layout))
     return min((numbers.search.at_least(enough, each) for each in every if isinstance(each, dict)), default=inf)
@@ -149,7 +149,7 @@ class _Refused:
 
 
 class _Known:
-    """The layouts that were read: they are the same for all choices of remat."""
+    """The layouts that were read, which are the same for all choices of remat."""
 
     def __init__(self) -> None:
         self._checked: dict[tuple, Layout | _Refused] = {}
@@ -158,7 +158,7 @@ class _Known:
     def asked(
         self, of: Candidate | Range, layout: Layout, own: Mapping[str, int], names: tuple[str, ...]
     ) -> Mapping[str, Collection[int]] | _Refused:
-        """Return the options that a preset, with its axes in this order, excludes; or why it is outside the space."""
+        """Return the options that a preset, with its axes in this order, excludes, or why it is outside the space."""
         case = of.phase.case
         checked = self._layout(layout, own, of.sizes)
         if isinstance(checked, _Refused):
@@ -173,7 +173,7 @@ class _Known:
         return self._asked[key]
 
     def _layout(self, layout: Layout, own: Mapping[str, int], sizes: Mapping[str, int]) -> Layout | _Refused:
-        """Return the layout on a mesh of its own axes; or why it cannot be used there."""
+        """Return the layout on a mesh of its own axes, or the reason why it cannot be used there."""
         key = layout.name, tuple(own.items()), tuple(sizes.items())
         if key not in self._checked:
             try:
@@ -184,7 +184,7 @@ class _Known:
 
 
 _PRICE = "Price it with gspmd.trace."
-"""The remedy for a layout outside the space; where only a reason is shown, `_short` leaves it out."""
+"""The remedy for a layout outside the space; `_short` removes it where only the reason is shown."""
 
 
 def _short(error: LayoutError) -> str:
@@ -194,7 +194,7 @@ def _short(error: LayoutError) -> str:
 def picks_of(candidate: Candidate, search: Search, layout: Layout, renamed: Mapping[str, str] | None = None) -> Answer:
     """Find the picks of a layout, with the best options for lines that it does not have.
 
-    Scales of norms, biases and token ids are not compared: they are small, and are sharded as the activations are.
+    Scales of norms, biases and token ids are not compared: they are small, and are sharded like the activations.
 
     Args:
         candidate: the candidate with the space.
@@ -245,7 +245,7 @@ def _without(of: Candidate | Range, layout: Layout, names: Mapping[str, str]) ->
 
 
 def _odd(layout: Layout, options: Options, name: str, wanted: Mapping[Where, tuple[Spec, ...]]) -> str:
-    """Return the first line that no option has; all lines, if each of them occurs in some option."""
+    """Return the first line that no option has; or all lines, if each of them occurs in some option."""
     alone = (where for where, specs in wanted.items() if not options.having(name, *where, specs))
     odd = next(([where] for where in alone), list(wanted))
     return " with ".join(f"{section} {key}".strip() + f" = '{_text(layout, section, key)}'" for section, key in odd)

@@ -1,4 +1,4 @@
-"""One layout for all phases of serving: weights and cache as is best for decoding, and texts read with these."""
+"""One layout for all phases of serving: weights and cache are best for decoding, and texts are read with these."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Reading:
         candidate: the problem of reading, on the mesh of the layout.
         answer: the cheapest layout with the same stored arrays.
         lines: its activations and vias, key to text.
-        tied: those of its lines that the program does not have, and that are only sharded as others are.
+        tied: the lines without a tensor in the program, which are only sharded like other lines.
     """
 
     candidate: Candidate
@@ -31,7 +31,7 @@ class Reading:
     tied: frozenset[str] = frozenset()
 
     def after(self, other: Mapping[str, str]) -> dict[str, str]:
-        """Return the lines of another reading and of this one; this one decides those that its program has."""
+        """Return the lines of both readings; lines of this reading's program win."""
         return {**other, **{key: text for key, text in self.lines.items() if key not in other or key not in self.tied}}
 
 
@@ -75,7 +75,7 @@ def read_beside(
 
 
 def _stored(at: tuple[str, str], text: str) -> bool:
-    """Return whether a line places a weight or the cache; vectors follow the tensors that they are added to."""
+    """Return whether a line places a weight or the cache; vectors are sharded like the tensors that they change."""
     section, key = at
     return section == "cache" or (not section and KEYS[key].kind == "parameter" and len(Spec.parse(text).dims) > 1)
 
@@ -87,7 +87,7 @@ def activations(phase: PhaseProblem, answer: Answer) -> dict[str, str]:
 
 
 def section(name: str, lines: Mapping[str, str], before: Mapping[str, str]) -> str:
-    """Return an overriding section as TOML, to be added to a layout's file; empty if all of its lines are there.
+    """Return an overriding section as TOML, to be added to a layout's file; empty if the file needs no lines.
 
     Args:
         name: the name of the section.

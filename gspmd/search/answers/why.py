@@ -1,4 +1,4 @@
-"""Why not: the cost of another spec in one line, with the best choice of all other lines for it."""
+"""The cost of another spec in one line, with the best choice of all other lines for it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Why:
         key, text: the given line.
         candidate: the mesh.
         best: the best answer.
-        answer: the best with this line; without a limit on memory if `over` is not 0.
+        answer: the best answer with this line; without a limit on memory if `over` is not 0.
         over: the bytes by which every layout with this line exceeds the limit.
     """
 
@@ -40,7 +40,7 @@ class Why:
 
     @property
     def terms(self) -> list[tuple[str, float, float]]:
-        """Each term that differs: its name, the best's seconds and this one's; the greatest change first."""
+        """The terms that differ: name, seconds in the best answer and in this one; the greatest change first."""
         problem = self.candidate.problem
         ours, theirs = problem.seconds_of(self.best.picks), problem.seconds_of(self.answer.picks)
         changed = [(name, ours[name], theirs[name]) for name in ours if ours[name] != theirs[name]]
@@ -48,7 +48,7 @@ class Why:
 
     @property
     def lines(self) -> list[tuple[str, str, str]]:
-        """Each line that differs: its key, the best's text and this one's; empty if one of them has no such line."""
+        """The lines that differ: key, text in the best answer and in this one; empty where an answer lacks the line."""
         ours, theirs = (_written(self.candidate, answer) for answer in (self.best, self.answer))
         keys = [*ours, *(key for key in theirs if key not in ours)]
         return [(key, ours.get(key, ""), theirs.get(key, "")) for key in keys if ours.get(key) != theirs.get(key)]
@@ -67,7 +67,8 @@ def why(candidate: Candidate, key: str, text: str) -> Why:
         text: its spec; for a via, both specs.
 
     Raises:
-        LayoutError: the line does not exist, or the text is none of its options; the message names fault and options.
+        LayoutError: the line does not exist, or the text is not one of its options; the message names fault and
+            options.
     """
     options, best = candidate.options, candidate.solve()
     section, name = _line(candidate, key)
@@ -143,7 +144,7 @@ def _faults(candidate: Candidate, wanted: tuple[Spec, ...], option: tuple[Spec, 
 
 
 def _alike(option: tuple[Spec, ...], wanted: tuple[Spec, ...]) -> int:
-    """Return the number of mesh axes that are placed as was asked."""
+    """Return the number of mesh axes that are placed as requested."""
     return sum(
         spec.dims == other.dims and axis in other.axes_of(dim)
         for spec, other in zip(option, wanted)

@@ -1,8 +1,8 @@
 """Checksums of a checkpoint's files: written last, and compared with what is on disk before anything is read.
 
-The file `checksums` has a line for every other file, `SHA256 BYTES PATH`, below one with the SHA-256 of those lines, so
-that a flipped byte in any file, this one included, is noticed. Orbax writes no such checksums: TensorStore's format has
-CRCs of its indices, but not of the arrays.
+The first line of the file `checksums` is the SHA-256 of all other lines, and these are `SHA256 BYTES PATH`, one for
+every other file. So a flipped byte in any file, this one included, is noticed. Orbax writes no such checksums:
+TensorStore's format has CRCs of its indices, but not of the arrays.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ _THREADS = 8
 
 def write(folder: Path) -> None:
     """Write the size and checksum of every other file of a folder, once all of them are on disk."""
-    own = {folder / FILE, folder / f"{FILE}.tmp"}  # A write that was killed may have left the second.
+    own = {folder / FILE, folder / f"{FILE}.tmp"}  # A write that was killed may have left the temporary file.
     paths = sorted(path for path in folder.rglob("*") if path.is_file() and path not in own)
     with ThreadPoolExecutor(_THREADS) as threads:
         sums = threads.map(_synced_checksum, paths)
@@ -30,7 +30,7 @@ def write(folder: Path) -> None:
 
 
 def fault_of(folder: Path, process: int = 0, processes: int = 1) -> str | None:
-    """Return which file of a checkpoint differs from what was saved, and how; None if none does.
+    """Describe the first file of a checkpoint that differs from what was saved; None if there is none.
 
     Args:
         folder: the checkpoint.

@@ -33,9 +33,9 @@ _NOT_BEGUN = r"coroutine 'async_serialize_from_host\..*' was never awaited"
 class Checkpoints:
     """The checkpoints of one run, under `<out>/checkpoints/<step>`.
 
-    A save is written to a temporary folder, given checksums, and renamed. So a killed one leaves earlier ones
-    unchanged, and nothing that could be taken for a checkpoint. As a context manager, it waits at the end for the save
-    in progress.
+    A save is written to a temporary folder, given checksums, and renamed. So a save that is killed leaves earlier
+    checkpoints unchanged, and nothing that could be mistaken for a checkpoint. As a context manager, it waits at the
+    end for the save in progress.
 
     Args:
         out: the run's folder.
@@ -99,7 +99,7 @@ class Checkpoints:
     def restore(
         self, like: TrainState, step: int | None = None, tell: Callable[[str], None] = print
     ) -> tuple[TrainState, dict[str, Any]]:
-        """Restore a state, sharded as `like` is, and the data that was saved with it.
+        """Restore a state, sharded like `like`, and the data that was saved with it.
 
         Args:
             like: a state of the model, possibly abstract, on any mesh.
@@ -155,7 +155,7 @@ class Checkpoints:
                 return said
             size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
             # Contents, checksums, then the name: a folder named by a step is complete, whenever this is killed. Older
-            # ones are removed last, when the new one is sure to survive a loss of power.
+            # checkpoints are removed last, once the new one would survive a loss of power.
             checksums.write(folder)
             folder.rename(self._folder / str(step))
             sync(self._folder)
@@ -171,14 +171,15 @@ class Checkpoints:
         try:
             yield
         except Exception as error:
-            self._check_there()  # Orbax raises errors of many types for that.
+            self._check_there()  # Orbax raises errors of many types for a failed write.
             if not isinstance(error, OSError | ValueError):
                 raise
             # The array writer has error codes in its messages.
             written = re.search(r"os_error_code='(\d+)'", str(error))
             code = int(written[1]) if written else getattr(error, "errno", None)
             self._clear(f"{step}{_PARTIAL}*")
-            # Without a code it misses files that it has written, for example because the folder is being deleted.
+            # An error without a code means that written files are missing, for example because the folder is being
+            # deleted.
             reason = str(error).partition("\n")[0][:200] if code is None else os.strerror(code)
             raise OSError(code or errno.EIO, f"{reason} while saving step {step}") from None
 
@@ -197,7 +198,7 @@ class Checkpoints:
 
 
 def _identity(folder: Path) -> tuple[int, int] | None:
-    """Return an identity that tells a folder from another one at its path; None if there is none."""
+    """Return an identity that distinguishes a folder from another one at the same path; None if there is no folder."""
     try:
         found = folder.stat()
     except OSError:

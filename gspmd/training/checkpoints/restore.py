@@ -20,7 +20,7 @@ _SHOWN = 3
 
 
 def newest_intact(out: str | Path, tell: Callable[[str], None], doing: str = "cannot resume:") -> int:
-    """Return the step of the newest checkpoint whose files are those that were saved.
+    """Return the step of the newest checkpoint whose files are as they were saved.
 
     Args:
         out: the run's folder, which is only read.
@@ -45,7 +45,7 @@ def newest_intact(out: str | Path, tell: Callable[[str], None], doing: str = "ca
 
 
 def check_intact(out: str | Path, step: int) -> None:
-    """Refuse a checkpoint whose files are not those that were saved.
+    """Refuse a checkpoint whose files are not as they were saved.
 
     Raises:
         ConfigError: the step has no checkpoint, or a damaged one.
@@ -59,7 +59,7 @@ def check_intact(out: str | Path, step: int) -> None:
 
 
 def read_state(out: str | Path, step: int, like: TrainState) -> tuple[TrainState, dict[str, Any]]:
-    """Read a state, sharded as `like` is, and the data that was saved with it, from a checkpoint that is intact.
+    """Read a state, sharded like `like`, and the data that was saved with it, from an intact checkpoint.
 
     Raises:
         ConfigError: the checkpoint is from a model or an optimizer of another form.
@@ -70,14 +70,14 @@ def read_state(out: str | Path, step: int, like: TrainState) -> tuple[TrainState
         remedy = "Resume with the [model] of the run, or start anew."
         raise ConfigError(f"{doing}: the checkpoint is of another model.", [*faults, remedy])
     doing, optimizer = f"{doing}: its optimizer state has another form.", shapes_of(like.optimizer)
-    if faults := _mismatches(run.get("optimizer", optimizer), optimizer, "optimizer"):  # Older ones have none.
+    if faults := _mismatches(run.get("optimizer", optimizer), optimizer, "optimizer"):  # Older ones have no entry.
         more = [f"... and {len(faults) - _SHOWN} more."] if len(faults) > _SHOWN else []
         remedy = "Resume with the [optimizer], lora, frozen and parameter_dtype of the run, or start anew."
         raise ConfigError(doing, [*faults[:_SHOWN], *more, remedy])
     try:
         with ocp.StandardCheckpointer() as reader:
             state = TrainState(**reader.restore(folder / "state", tree_of(abstract(like))))
-    except (ValueError, KeyError, TypeError) as error:  # Its files are those that were saved.
+    except (ValueError, KeyError, TypeError) as error:  # Its files are as they were saved.
         remedy = "Resume with the versions of jax and orbax that wrote it, from another step, or start anew."
         raise ConfigError(doing, [_first_line(error), remedy]) from None
     if int(state.step) != step:  # Older checkpoints have their step only here.
@@ -86,12 +86,12 @@ def read_state(out: str | Path, step: int, like: TrainState) -> tuple[TrainState
 
 
 def read_data(out: str | Path, step: int) -> dict[str, Any]:
-    """Read the data that was saved with a state, from a checkpoint that is intact."""
+    """Read the data that was saved with a state, from an intact checkpoint."""
     return _read_run(folder_of(out, step))["data"]
 
 
 def load_parameters(out: str | Path, step: int, like: Mapping[str, Any]) -> dict[str, jax.Array]:
-    """Return the parameters of a checkpoint, placed and cast as `like` is; the optimizer's state is not loaded.
+    """Return the parameters of a checkpoint, placed and cast like `like`; the optimizer's state is not loaded.
 
     Args:
         out: the run's folder, which is only read.
@@ -128,9 +128,9 @@ def shapes_of(tree: Any) -> dict[str, list[int]]:
 
 
 def _fault_of(folder: Path) -> str | None:
-    """Return the fault of a checkpoint; every process reads its share of the files, and all get the same answer."""
+    """Return the fault of a checkpoint, the same in all processes; each process reads its share of the files."""
     own = checksums.fault_of(folder, processes.index(), processes.count())
-    # Not over devices: one process may finish its share long before another, and Gloo does not wait.
+    # The answers are not exchanged over devices: one process may finish long before another, and Gloo does not wait.
     damages = processes.gathered(own or "")
 
     def fault() -> str:
@@ -142,7 +142,7 @@ def _fault_of(folder: Path) -> str | None:
 
 
 def _fault_of_name(folder: Path) -> str | None:
-    """Return a fault if an intact checkpoint is from another step than its folder's name; None if it is not."""
+    """Return a fault if an intact checkpoint's step is not the name of its folder; None if it is."""
     step = _read_run(folder).get("step")
     return None if step is None or step == int(folder.name) else _misnamed(step)
 

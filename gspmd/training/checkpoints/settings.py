@@ -14,7 +14,7 @@ _CHECKSUM = "checksum"
 
 
 def kept_settings(settings: Dataclass) -> dict[str, Any]:
-    """Return the settings to save for a resume: with absolute paths, and without those of a single start."""
+    """Return the settings to save for a resume: with absolute paths, and without settings of a single start."""
     kept = to_mapping(beside(settings, Path.cwd()))
     kept.pop("config", None)
     if name := kept.pop("model_class", ""):
@@ -34,7 +34,7 @@ def load_settings(out: str | Path) -> dict[str, Any]:
     """Return the settings of a run.
 
     Raises:
-        ConfigError: the folder holds no run, or its settings are not those that the run wrote.
+        ConfigError: the folder holds no run, or its settings were changed after the run wrote them.
     """
     remedy = "Give the run's settings again with --config and flags."
     path = Path(out) / "config.json"

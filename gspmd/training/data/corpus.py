@@ -38,16 +38,16 @@ class Corpus:
     Attributes:
         name: a description of its source.
         train: the tokens of the training texts, joined, [N].
-        validation: those of the held-out texts, joined likewise.
+        validation: the tokens of the held-out texts, joined likewise.
         files: number of texts in each part; a file that is split near its end is in both.
         gzip_bits_per_byte: bits per byte of the held-out texts under gzip, each compressed by itself.
         vocabulary: number of ids that tokens can have.
         bytes_per_token: bytes of the held-out texts for each of its tokens; the separator of two texts counts as one
             byte.
         tokenizer: digest of the tokenizer; empty if tokens are bytes.
-        unit: what texts are, "file" or "record".
+        unit: the kind of text, "file" or "record".
         digest: the hash that `identity` returns, if it is known.
-        objective: how rows are made of the texts; None for windows of the joined texts.
+        objective: makes rows of the texts; None for windows of the joined texts.
         starts: for both parts, the index of each text's first token and the end of the last text, [texts + 1], if the
             objective needs them.
     """
@@ -91,7 +91,7 @@ class Corpus:
             batch: sequences of a batch, of all processes together.
             length: tokens that a sequence predicts.
             seed: seed of the order, and of spans and splits.
-            process: which rows: the first batch / processes for 0, the next for 1, and so on.
+            process: the rows to read: the first batch / processes rows for 0, the next for 1, and so on.
             processes: the number of processes that read the rows of a batch.
 
         Raises:
@@ -110,7 +110,7 @@ class Corpus:
                 return examples.row(index, np.random.default_rng([seed, epoch, index]))
 
             rows = grain.MapDataset.range(len(examples)).shuffle(seed=seed % 2**32).repeat().map_with_index(draw)
-        # A batch of n processes is n smaller ones, of which each process takes its own.
+        # A batch of n processes consists of n smaller batches, one for each process.
         parts = rows.batch(len(mine), drop_remainder=True).slice(slice(process, None, processes))
         return iter(parts.to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=4)))
 
@@ -132,7 +132,7 @@ class Corpus:
         Args:
             batch: sequences of a batch, of all processes together.
             length: tokens that a sequence predicts.
-            limit: the most batches, whose sequences are spread evenly over the part; 0 for all.
+            limit: the largest number of batches, whose sequences are spread evenly over the part; 0 for all.
             process, processes: as for `batches`.
         """
         mine, count = rows_of(batch, process, processes), self.validation_count(batch, length, limit)
@@ -162,7 +162,7 @@ class Corpus:
 
     @property
     def predicts_texts(self) -> bool:
-        """Whether all of a text is predicted, so that its bits per byte compare with those of a compressor."""
+        """Whether all of a text is predicted, so that its bits per byte can be compared with a compressor's."""
         return self.objective is None or self.objective.predicts_texts
 
     @property
@@ -184,7 +184,7 @@ class Corpus:
 
     @cached_property
     def _held_out(self) -> dict[int, Rows]:
-        """Held-out rows by their length: they are packed once, and not for every validation."""
+        """The held-out rows by their length; they are packed only once, not for every validation."""
         return {}
 
     @property
@@ -235,14 +235,14 @@ def check_size(corpus: Corpus, batch: int, length: int) -> None:
 
 
 def stream(corpus: Corpus, config: Any) -> dict[str, Any]:
-    """Return what determines the order of training batches, for `check_stream`; `config` is a TrainingConfig."""
+    """Return the settings that determine the order of training batches, for `check_stream`."""
     wanted = {"text": corpus.identity(), "batch": config.batch, "length": config.length, "seed": config.seed}
     wanted |= corpus.objective.identity() if corpus.objective else {}
     return wanted | ({"tokenizer": corpus.tokenizer} if corpus.tokenizer else {})
 
 
 def check_stream(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-    """Refuse to resume with batches that differ from those of the run.
+    """Refuse to resume a run with other batches than before.
 
     Raises:
         ConfigError: naming everything that differs.

@@ -1,9 +1,9 @@
-"""Training objectives whose rows are more than windows of text: packed documents, span corruption, prefixes and pairs.
+"""Training objectives with rows other than windows of text: packed documents, span corruption, prefixes and pairs.
 
 A row is a dictionary of int32 arrays. For a decoder-only model it has `tokens` [L+1] and `segments` [L+1], for an
 encoder–decoder also `source` [T] and `source_segments` [T]; `tokens` is then the row of the decoder. Segments number
 the documents of a row, from 1; padding, which stands at the end, has 0. Source segment s belongs to target segment s. A
-token is predicted from the one before it if both are of one segment.
+token is predicted from the previous one if both are in one segment.
 """
 
 from collections.abc import Iterable, Sequence
@@ -32,9 +32,8 @@ class Objective(Protocol):
     """Make training rows of a part of a corpus.
 
     Attributes:
-        borders: whether texts are kept with their borders.
-        paired: whether texts are those of pairs.
-        predicts_texts: whether whole texts, or whole targets, are predicted, and not spans of them.
+        borders: whether the borders of texts are kept. paired: whether texts form pairs. predicts_texts: whether whole
+            texts, or whole targets, are predicted, and not only spans of them.
     """
 
     borders: ClassVar[bool]
@@ -58,7 +57,7 @@ class Part:
     Attributes:
         tokens: the tokens of its texts, joined, [N].
         starts: the index of each text's first token, and the end of the last text, [texts + 1]; a source and its target
-            are two texts. None where borders are not kept.
+            are two texts. None if borders are not kept.
     """
 
     tokens: np.ndarray | Tokens
@@ -69,7 +68,7 @@ class Part:
 class PackedText:
     """Next-token prediction, with documents packed into rows.
 
-    A document longer than a row is cut into pieces, of which each begins with the last token of the one before.
+    A document longer than a row is cut into pieces; each piece begins with the last token of the previous one.
     """
 
     borders: ClassVar[bool] = True
@@ -158,14 +157,14 @@ class Prefix:
         return _Split(part.tokens, self._window(length), split, sides)
 
     def text_share(self, length: int) -> float:
-        mean = self._window(length) / 2  # of the target, which has one more token, its end
+        mean = self._window(length) / 2  # the room of the target, which has one more token, its end
         return mean / (mean + 1)
 
     def identity(self) -> dict[str, Any]:
         return {"objective": "prefix", **asdict(self)}
 
     def _window(self, length: int) -> int:
-        """Return the largest window whose two parts fit their sides, wherever it is split."""
+        """Return the size of the largest window whose two parts fit into source and target, wherever it is split."""
         return min(self.source_length, length)
 
 
@@ -252,7 +251,7 @@ def objective(config: Any, *, vocabulary: int, start: int, tokenizer: Any = None
 
 
 def _sentinel(backend: Any, spans: int, doing: str) -> int | None:
-    """Return a tokenizer's first sentinel, None if it has none.
+    """Return a tokenizer's first sentinel; None if it has no sentinels.
 
     Raises:
         ConfigError: it has fewer sentinels than a window has spans.
@@ -312,13 +311,13 @@ class _Split:
 
 
 class _Pieces:
-    """Documents, cut into pieces that fit into a row. A document of one token predicts nothing, and has none."""
+    """Documents, cut into pieces that fit into a row. A document of one token predicts nothing, and has no pieces."""
 
     def __init__(self, part: Part, length: int):
         self._tokens, self._length, self.rooms = part.tokens, length, (length + 1,)
         self._starts = np.asarray(part.starts)
         counts = -(-np.maximum(np.diff(self._starts) - 1, 0) // length)
-        self._ends = np.cumsum(counts)  # pieces of all documents up to each
+        self._ends = np.cumsum(counts)  # number of pieces of all documents up to each one
         self._firsts = self._ends - counts
 
     def __len__(self) -> int:
@@ -359,7 +358,7 @@ class _PairItems:
 
 
 class _Single:
-    """An item in each row."""
+    """Rows with one item each."""
 
     def __init__(self, items: Items):
         self._items = items

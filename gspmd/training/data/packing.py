@@ -1,4 +1,4 @@
-"""Packing: several documents, or pairs, share a row, first-fit within a bounded number of them."""
+"""Packing: several documents, or pairs, share a row, by first-fit among a limited number of items."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol, runtime_checkable
@@ -6,7 +6,7 @@ from typing import Any, Protocol, runtime_checkable
 import grain
 import numpy as np
 
-#: Items that are packed together: enough that the last rows, which are less full, hardly count.
+#: Number of items that are packed together: enough that the last rows, which are less full, hardly matter.
 WINDOW = 4096
 
 Row = dict[str, np.ndarray]
@@ -18,7 +18,7 @@ class Items(Protocol):
 
     @property
     def rooms(self) -> Sequence[int]:
-        """The tokens that a row holds on each side."""
+        """The number of tokens that a row holds on each side."""
 
     def __len__(self) -> int: ...
 
@@ -103,7 +103,7 @@ class PackedBatches(Iterator[Row]):
         self._items, self._batch, self._mine, self._seed = items, batch, mine, seed
         # Drawn by grain, which keeps no list of all items.
         self._order = grain.MapDataset.range(len(items)).shuffle(seed=seed % 2**32).repeat()
-        self._windows = -(-len(items) // WINDOW)  # of an epoch
+        self._windows = -(-len(items) // WINDOW)  # the items of an epoch
         self.set_state({"window": 0, "row": 0})
 
     def __next__(self) -> Row:
@@ -111,7 +111,7 @@ class PackedBatches(Iterator[Row]):
         return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
 
     def get_state(self) -> dict[str, int]:
-        """Return the position: the windows used up in all epochs, and the rows used up of the next one."""
+        """Return the position: the windows used up in all epochs, and the rows used up in the current window."""
         return {"window": self._window, "row": self._row}
 
     def set_state(self, state: dict[str, int]) -> None:

@@ -48,21 +48,21 @@ def load(
 ) -> Corpus:
     """Read the files that match the patterns, or the source of Python's standard library.
 
-    A file is one text; one of JSON lines (.jsonl) or Parquet (.parquet) has a text in every record. .gz, .bz2 and .xz
-    are decompressed. Texts are read in pieces, and their tokens are written to a folder, from which later runs map them
-    into memory: it is found by a digest of the files, the tokenizer and the settings.
+    A file is one text, except that a file of JSON lines (.jsonl) or Parquet (.parquet) has a text in every record. .gz,
+    .bz2 and .xz are decompressed. Texts are read in pieces, and their tokens are written to a folder, from which later
+    runs map them into memory. The folder is found by a digest of the files, the tokenizer and the settings.
 
     The split depends on the contents of the files only, so it is the same on every machine. Copies of a file count
-    once, and copies of a record are in one part. Whole files are held out; if there are too few, or one is most of the
-    text, every file is split near its end.
+    once, and copies of a record are in one part. Whole files are held out; if there are too few files, or one has most
+    of the text, every file is split near its end.
 
     Args:
         patterns: paths or glob patterns (`**` for folders within folders); none for the standard library.
         fraction: share of the bytes held out; with whole files, between half and twice that.
         tokenizer: with `backend` and `ends`, as `gspmd_models.checkpoints.Tokenizer`; None if tokens are bytes.
         field: field of a record with its text.
-        prompt: field of a record with its prompt. Its tokens stand before those of the text, each as its complement
-            `~t`: they are read, and not predicted. Empty for records without one.
+        prompt: field of a record with its prompt. Its tokens come before the text, each as its complement `~t`: they
+            are read, and not predicted. Empty for records without a prompt.
         source: field of a record with the source of a pair, whose target is in `field`.
         objective: how rows are made of the texts; None for windows of the joined texts.
         length: tokens that a row predicts, which a target of a pair with its end must not exceed.
@@ -71,10 +71,10 @@ def load(
 
     Raises:
         ConfigError: a pattern matches no file, a file or line cannot be read, a pair lacks a side or is too long, there
-            is no text, or tokens cannot be written; all faults at once.
+            is no text, or tokens cannot be written; the message lists all faults.
 
     Differs: a text longer than 64 KiB is tokenized in pieces that end with a line, or before a word. That makes no
-        difference to tokenizers that split texts there themselves, as those on bytes do.
+        difference to tokenizers that split texts there themselves, such as byte-level tokenizers.
     """
     encoding = of_tokenizer(tokenizer) if tokenizer is not None else of_bytes()
     name = " ".join(patterns) or "Python's standard library"
@@ -165,7 +165,7 @@ def _kept(folder: Path, names: Sequence[str], progress: Progress, *, tell: bool 
     try:
         counter = progress.counter("Checking the tokens", shards.bytes_of(folder))
         return shards.read_index(folder, names, folder.name, counter)
-    except FileNotFoundError:  # another process is replacing damaged tokens, for which the caller waits
+    except FileNotFoundError:  # another process is replacing damaged tokens, and the caller waits for it
         return None
     except ValueError as error:
         if tell:
@@ -203,7 +203,7 @@ class _Part:
         name: the name of the part.
         encoding: the encoding of the tokens.
         masked: whether some tokens are only read.
-        borders: whether the beginnings of texts are kept; then the last text ends as the others do.
+        borders: whether the beginnings of texts are kept; then the last text ends like the others.
     """
 
     def __init__(self, folder: Path, name: str, encoding: Encoding, *, masked: bool, borders: bool = False):
@@ -212,19 +212,19 @@ class _Part:
         self.texts = self.bytes = self.predicted = self.written = 0
 
     def add(self, piece: Piece, tokens: Any) -> None:
-        """Add a piece, in the order of the texts; bytes are those of predicted tokens."""
+        """Add a piece, in the order of the texts; only the bytes of predicted tokens are counted."""
         if piece.begins:
-            if self.texts:  # what ends a text is predicted, so that the model learns to end
+            if self.texts:  # the end of a text is predicted, so that the model learns to end
                 self._write(self._encoding.between, 1)
             self._begin()
             self._write(self._encoding.begin, 0, read=piece.read)
             if self.starts is not None and self._encoding.begin and not piece.read:
-                self.predicted -= 1  # in a row, no token stands before the one that begins a text
+                self.predicted -= 1  # in a row, no token comes before the first token of a text
             self.texts += 1
         self._write(tokens, len(piece.bytes), read=piece.read)
 
     def finish(self) -> None:
-        """Write what comes after the last text."""
+        """Write the tokens that come after the last text."""
         if self.starts is not None:
             self._write(self._encoding.between if self.texts else (), 1 if self.texts else 0)
             self._begin()
@@ -278,16 +278,16 @@ class _PairedPart(_Part):
             self.predicted += len(tokens) + 1
 
     def finish(self) -> None:
-        """Write where the last target ends."""
+        """Write the position at which the last target ends."""
         self._begin()
 
 
 class _Gzip:
-    """Bytes of texts under gzip -9, each by itself; for an answer, the bytes that it adds to its prompt's."""
+    """Bytes of texts under gzip -9, each by itself; for an answer, the bytes that it adds to its prompt."""
 
     def __init__(self) -> None:
         self.plain = self.packed = 0
-        self._here, self._asked = 0, False  # bytes of the current text, and whether all of them are of its prompt
+        self._here, self._asked = 0, False  # bytes of the current text, and whether all of them belong to its prompt
         self._packing: Any = None
 
     def add(self, piece: Piece) -> None:
@@ -326,11 +326,11 @@ def _tokenize(
         folder: the folder to make.
         encoding: the tokens' encoding.
         name: name of the data in errors.
-        fields: the field of a record's text, and that of its prompt or source.
+        fields: the field of a record's text, and the field of its prompt or source.
         fraction: share that is held out.
         progress: shows how far it is.
-        names: the tokens of both parts, and perhaps the beginnings of their texts, all of which are written.
-        rooms: for pairs, the most tokens of each side; None for other texts.
+        names: the names of everything that is written: the tokens of both parts, and optionally the beginnings of their
+            texts. rooms: for pairs, the largest number of tokens of each side; None for other texts.
     """
     field, prompt = fields
     whole = sum(size for size, _ in stamps.values())
@@ -395,7 +395,7 @@ def _batches(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
 
 
 def _stamp(path: Path) -> Stamp:
-    """Return the size and time of a file; zeros for one that is gone."""
+    """Return the size and time of a file; zeros if it no longer exists."""
     try:
         status = path.stat()
     except OSError:

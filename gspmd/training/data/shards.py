@@ -90,7 +90,7 @@ class Writer:
             tokens = tokens[len(here) :]
 
     def flush(self) -> None:
-        """Write what is still in memory to the disk itself."""
+        """Write tokens that are still in memory to the disk."""
         if self._file is not None:
             self._file.flush()
             os.fsync(self._file.fileno())
@@ -101,7 +101,7 @@ class Writer:
             self._file.close()
 
     def description(self) -> dict[str, Any]:
-        """The description that the index keeps of them."""
+        """The description of the written tokens, for the index."""
         return {"shards": self._shards, "sha256": self._digest.hexdigest()}
 
 
@@ -124,12 +124,12 @@ def read_index(
     Args:
         folder: the folder of the tokens.
         names: the names of its parts.
-        key: the texts and the tokenizer that the tokens are of, as in the index.
+        key: the texts and the tokenizer from which the tokens were made, as in the index.
         read: called with the numbers of bytes read.
 
     Raises:
-        ValueError: the folder is damaged: a file is missing, of another size than the index says, or of other contents,
-            or the index itself is.
+        ValueError: the folder is damaged: a file is missing, its size or its contents differ from the index, or the
+            index itself is damaged.
     """
     try:
         index = read_json(folder / _INDEX, unique=True)
@@ -162,7 +162,7 @@ def read_index(
 
 
 def bytes_of(folder: Path) -> int:
-    """Return how many bytes of tokens there are in a folder, which need not exist."""
+    """Return the number of bytes of tokens in a folder, which need not exist."""
     return sum(path.stat().st_size for path in folder.glob("*.tokens"))
 
 
@@ -198,7 +198,7 @@ def created(folder: Path) -> Iterator[Path]:
         try:
             partial.rename(folder)
         except OSError:
-            if not (folder / _INDEX).exists():  # else a process on another machine was faster
+            if not (folder / _INDEX).exists():  # otherwise a process on another machine was faster
                 raise
         sync(folder.parent)
     finally:
@@ -207,10 +207,10 @@ def created(folder: Path) -> Iterator[Path]:
 
 @contextmanager
 def locked(folder: Path, waiting: Callable[[], None]) -> Iterator[None]:
-    """Let one process of this machine at a time create a folder, and remove what a killed one has left.
+    """Let one process of this machine at a time create a folder, and remove what a killed process has left.
 
     Args:
-        folder: it need not exist.
+        folder: the folder, which need not exist.
         waiting: called again and again while another process has the lock.
     """
     with folder.with_name(f"{folder.name}.lock").open("w") as file:
@@ -221,7 +221,7 @@ def locked(folder: Path, waiting: Callable[[], None]) -> Iterator[None]:
                 waiting()
                 time.sleep(0.2)
                 continue
-            except OSError:  # a file system without locks: then what is left there may be in use
+            except OSError:  # a file system without locks: then leftovers may be in use
                 break
             for left in folder.parent.glob(f"{_partial(folder)}*"):
                 shutil.rmtree(left, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Files of text: which match, how each is opened by its suffix, and their documents, a piece at a time."""
+"""Files of text: finding them by patterns, opening them by their suffixes, and reading documents in pieces."""
 
 import bz2
 import codecs
@@ -21,17 +21,17 @@ from gspmd.training.toml import ConfigError
 
 #: Largest number of bytes that are encoded as one text; longer documents are cut.
 PIECE = 1 << 16
-#: Largest number of bytes of a line of JSON, which is whole in memory, several times while it is parsed. A file of 0.4
-#: MB may be a line of 400 MB, compressed.
+#: Largest number of bytes of a line of JSON: while a line is parsed, memory holds it several times. A compressed file
+#: of 0.4 MB may be a line of 400 MB.
 LINE = 1 << 24
-# Folders of pip are not the standard library, and tests repeat the text that they test.
+# Folders of pip do not belong to the standard library, and tests repeat the text that they test.
 _SKIPPED = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"})
 _COMPRESSED = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 _RECORDS = {".jsonl": "json", ".ndjson": "json", ".parquet": "parquet"}
 _SHOWN = 20
 FIELD = "text"
 """The field of a record that has its text, unless another one is named."""
-# Cuts that do not change the tokens of GPT-2 and its successors, which split blanks by the text after them.
+# Cuts here do not change the tokens of GPT-2 and its successors, which split blanks by the text after them.
 _BETWEEN_LINES = re.compile(rb"(?<=\S)\n(?=\S)")
 _BEFORE_WORDS = re.compile(rb" (?=\S)")
 
@@ -76,8 +76,8 @@ def matching(patterns: Sequence[str]) -> list[Path]:
     paths: set[Path] = set()
     faults = []
     for pattern in patterns:
-        # A file's own name may hold brackets; a folder is not a text. Of a name that no file can have, such as one of
-        # 5,000 characters, Path.is_file is an error.
+        # A file's own name may contain brackets; a folder is not a text. Path.is_file raises for a name that no file
+        # can have, such as one of 5,000 characters.
         names = [pattern] if os.path.isfile(pattern) else glob.glob(pattern, recursive=True)
         files = {Path(name) for name in names if os.path.isfile(name)}
         if not files:
@@ -142,8 +142,8 @@ def text_pieces(file: BinaryIO, cut: int | None = None) -> Iterator[tuple[int, b
     of UTF-8.
 
     Args:
-        file: open at the beginning of the text.
-        cut: bytes after which part 1 begins, or up to three fewer, as a character needs; None if all is part 0.
+        file: an open file at the beginning of the text. cut: the number of bytes after which part 1 begins, reduced by
+            up to three so that no character is cut; None if everything is part 0.
 
     Yields:
         The number of the part, and a piece of it.
@@ -204,7 +204,7 @@ def pairs(path: Path, source: str, target: str, faults: Faults) -> Iterator[tupl
     """Yield the pairs of a file of JSON lines, Parquet or tab-separated lines as UTF-8: place, source and target.
 
     Args:
-        path: the file; a line of one with tabs is SOURCE, a tab, TARGET.
+        path: the file; in a tab-separated file a line is SOURCE, a tab, TARGET.
         source: the field or column with the source.
         target: the field or column with the target.
         faults: gets a line for every pair without one of its sides, which is skipped.
@@ -252,7 +252,7 @@ def _lines(path: Path, faults: Faults) -> Iterator[tuple[str, str]]:
     with opened(path, faults) as file:
         for number, line in enumerate(iter(lambda: file.readline(LINE + 1), b"") if file else (), 1):
             where = f"line {number}"
-            if len(line) > LINE:  # the rest of it is not looked at, nor what comes after
+            if len(line) > LINE:  # the rest of the file is not read
                 faults.add(f"{str(path)!r}: {where} is longer than {LINE:,} bytes, the most that is read; {_LONG}")
                 return
             if number == 1:
@@ -323,7 +323,7 @@ def _end(text: bytes, most: int) -> int:
 
 
 def _last_character(text: bytes) -> int:
-    """The length of a text without the incomplete character at its end."""
+    """Return the length of a text without an incomplete character at its end."""
     for back in range(1, min(4, len(text) + 1)):
         byte = text[-back]
         if byte >= 0xC0:

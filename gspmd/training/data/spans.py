@@ -9,9 +9,9 @@ import numpy as np
 class SpanNoise:
     """Random spans of a text, of one or more tokens each, that a sentinel replaces in the source.
 
-    A window of n tokens has m = round(density × n) tokens of noise in round(m / mean) spans, at least one of each. The
-    lengths of the spans, and of the text before each, are drawn uniformly. A window begins with text, and ends with
-    noise.
+    A window of n tokens has m = round(density × n) tokens of noise in round(m / mean) spans, at least one token and one
+    span. The lengths of the spans, and of the text before each, are drawn uniformly. A window begins with text, and
+    ends with noise.
 
     Attributes:
         density: share of the tokens that are noise.
@@ -25,7 +25,7 @@ class SpanNoise:
     mean: float = 3.0
 
     def counts(self, window: int) -> tuple[int, int]:
-        """Return the tokens of noise, and the spans, of a window of at least two tokens.
+        """Return the numbers of noise tokens and of spans in a window of at least two tokens.
 
         >>> SpanNoise().counts(568)
         (85, 28)
@@ -34,7 +34,7 @@ class SpanNoise:
         return noise, min(max(round(noise / self.mean), 1), window - noise)
 
     def lengths(self, window: int) -> tuple[int, int]:
-        """Return the tokens of the source and of the target of a window, each with a sentinel per span and an end.
+        """Return the numbers of tokens of a window's source and target, each with one sentinel per span and an end.
 
         >>> SpanNoise().lengths(568)
         (512, 114)
@@ -69,7 +69,7 @@ def corrupt(tokens: np.ndarray, mask: np.ndarray, sentinel: int) -> tuple[np.nda
 
     Args:
         tokens: [N].
-        mask: which are noise, [N].
+        mask: [N], true for tokens of noise.
         sentinel: the id of the first sentinel; the next one has the id below it, and so on.
 
     Example:
@@ -86,6 +86,6 @@ def corrupt(tokens: np.ndarray, mask: np.ndarray, sentinel: int) -> tuple[np.nda
 
 
 def _parts(items: int, parts: int, random: np.random.Generator) -> np.ndarray:
-    """Split items into parts of at least one, every split as likely as any other: the lengths, [parts]."""
+    """Return the lengths [parts] of a random split into parts of at least one item; all splits are equally likely."""
     cuts = np.sort(random.choice(items - 1, parts - 1, replace=False)) + 1
     return np.diff(cuts, prepend=0, append=items)

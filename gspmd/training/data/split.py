@@ -24,7 +24,7 @@ class Piece(NamedTuple):
         part: the part that it belongs to.
         begins: whether a text begins with it.
         bytes: its bytes.
-        read: whether it is only read, as a prompt or a source is, and not predicted.
+        read: whether the piece is only read, like a prompt or a source, and not predicted.
         where: the file and the line of a pair, for faults; empty for other texts.
     """
 
@@ -47,7 +47,7 @@ class Split:
         bucket: records in buckets below this are held out.
         field: the field of the records with their text.
         prompt: the field with their prompt, or with the source of a pair; empty for none.
-        pairs: whether records are pairs, whose sides are a piece each.
+        pairs: whether records are pairs, each side of which is one piece.
     """
 
     paths: Sequence[Path]
@@ -96,10 +96,10 @@ def split(
 ) -> Split:
     """Read all texts once, without keeping them, and choose which are held out.
 
-    Among files of text these are the first whole ones up to the share of the bytes or, if that misses the share by
-    half, the end of every file. Among records they are those whose digest is below a bound, so that copies are on one
-    side. With prompts, and for pairs, it is the digest of the prompt or source, so that no held-out one is learnt with
-    another answer.
+    Among files of text, the first whole files up to the share of the bytes are held out or, if that misses the share by
+    half, the end of every file. Among records, those whose digest is below a limit are held out, so that copies are on
+    one side. With prompts, and for pairs, the digest is that of the prompt or source, so that no held-out prompt or
+    source is learnt with another answer.
 
     Args:
         paths: the files, in an order that depends on their contents only.
@@ -162,7 +162,7 @@ def hold_out_files(sizes: Sequence[int], fraction: float) -> tuple[frozenset[int
         ((frozenset({0, 1}), {}), (frozenset(), {0: 90}))
     """
     wanted = fraction * sum(sizes)
-    # Skip files larger than twice the share, rather than stop at them.
+    # Files larger than twice the share are skipped; they do not end the search.
     able = [index for index, size in enumerate(sizes) if size <= 2 * wanted]
     sums = np.cumsum([0, *(sizes[index] for index in able)])
     number = int(np.abs(sums - wanted).argmin())
@@ -172,10 +172,10 @@ def hold_out_files(sizes: Sequence[int], fraction: float) -> tuple[frozenset[int
 
 
 def _bound(buckets: np.ndarray, fraction: float, side: str) -> int:
-    """Return the number of first buckets whose bytes are nearest the share: at least one, and not all.
+    """Return how many of the first buckets come nearest to the share of the bytes: at least one, and not all.
 
     Args:
-        buckets: bytes of the records in each.
+        buckets: bytes of the records in each bucket.
         fraction: the share.
         side: the part of a record that decides its bucket, its source or its prompt; empty for its text.
 

@@ -43,8 +43,8 @@ class Encoding:
 def of_bytes() -> Encoding:
     """Return the encoding in which every byte is a token.
 
-    Text in ASCII, Latin or UTF-8 does not hold the byte 0, so it separates texts. A source or a target ends with the id
-    after the last byte.
+    Text in ASCII, Latin or UTF-8 does not contain the byte 0, which therefore separates texts. A source or a target
+    ends with the id after the last byte.
 
     >>> of_bytes().encode([b"ab"])[0].tolist(), of_bytes().dtype().name, of_bytes().dtype(masked=True).name
     ([97, 98], 'uint8', 'int16')
@@ -63,7 +63,7 @@ def of_tokenizer(tokenizer: Any) -> Encoding:
         tokenizer: with `backend`, a tokenizer of the library `tokenizers`, and `ends`, the ids that end a text
             (`gspmd_models.checkpoints.Tokenizer`).
     """
-    # A copy, so that nothing is cut or filled up to a length.
+    # Truncation and padding are turned off in a copy.
     backend = type(tokenizer.backend).from_str(tokenizer.backend.to_str())
     backend.no_truncation()
     backend.no_padding()
@@ -95,7 +95,7 @@ def number_of_ids(backend: Any) -> int:
 
 
 def _around(backend: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return what a tokenizer puts before and after a text."""
+    """Return the ids that a tokenizer puts before and after a text."""
     plain, whole = (backend.encode("a", add_special_tokens=special).ids for special in (False, True))
     for at in range(len(whole) - len(plain) + 1):
         if whole[at : at + len(plain)] == plain:

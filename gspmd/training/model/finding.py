@@ -101,7 +101,7 @@ def beside(name: str, folder: Path) -> str:
 
 
 def typed_with(cls: type[T], model: type) -> type[T]:
-    """Return a class of settings whose field `model` is of another type."""
+    """Return a class of settings whose field `model` has another type."""
     fields = [("model", model, dataclasses.field(default_factory=model))]
     typed = dataclasses.make_dataclass(cls.__name__, fields, bases=(cls,), frozen=True)
     typed.__doc__, typed.__module__ = cls.__doc__, cls.__module__
@@ -111,13 +111,13 @@ def typed_with(cls: type[T], model: type) -> type[T]:
 def with_model(
     cls: type[T], values: Mapping[str, Any], given: str = "", folder: Path = Path(), *, again: bool = False
 ) -> tuple[type[T], dict[str, Any]]:
-    """Return a class of settings with the fields of the model that is asked for, and values without its name.
+    """Return a class of settings with the fields of the requested model, and the values without the model's name.
 
-    Without such a model both are as they were.
+    If no custom model is requested, both are unchanged.
 
     Args:
         cls: a dataclass with the fields `model`, for the settings of a built-in model, and `model_class`.
-        values: those of a settings file, or of a run; the model is named by `class` in their table `model`.
+        values: the values of a settings file, or of a run; `class` in their table `model` names the model.
         given: the name in the flags, which takes precedence.
         folder: the folder of the settings file.
         again: whether a run is resumed; then the model cannot be another one.
@@ -139,6 +139,6 @@ def with_model(
     typed = typed_with(cls, find(given or beside(written, folder)))
     of_model = {key: value for key, value in table.items() if key != "class"}
     training = values.get("training", {})
-    if isinstance(training, Mapping):  # A model from which no text is sampled has no length of the sample either.
+    if isinstance(training, Mapping):  # A model from which no text is sampled does not need the sample's length either.
         training = {"sample_bytes": 0, **training}
     return typed, {**values, "model_class": name, "model": of_model, "training": training}

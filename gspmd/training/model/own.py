@@ -1,4 +1,4 @@
-"""A custom model in the form that steps are built from: results of its methods are checked, and faults named."""
+"""A custom model in the form from which steps are built: results of its methods are checked, and faults named."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +18,7 @@ from gspmd.training.toml import ConfigError
 
 _BATCH, _LOGITS = "embedding.tokens", "output.logits"
 _OF_STEP = ("loss", "gradient_norm", "learning_rate", "non_finite", "bits_per_byte")
-"""Figures that a step, or the run, has beside those of the loss."""
+"""Names of figures that a step, or the run, adds to the figures of the loss."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Own:
         return dict(found)
 
     def fixed_sizes(self) -> dict[str, int]:
-        """Return the sizes that do not depend on batch and length, as those of parameters do not."""
+        """Return the sizes that do not depend on batch and length, which include all sizes of parameters."""
         one, two = (self._sizes(each, each, least=0) for each in (1, 2))
         return {dim: size for dim, size in one.items() if 0 < size == two.get(dim)}
 
@@ -68,7 +68,7 @@ class Own:
         """Return every parameter by its path, as the model has it.
 
         Raises:
-            ConfigError: the model returns anything except parameters, or has no sizes of their dimensions.
+            ConfigError: the model returns anything except parameters, or gives no sizes for their dimensions.
         """
         found = self.model.parameters(layout)
         if not isinstance(found, Mapping) or not found:
@@ -91,10 +91,10 @@ class Own:
         return dict(found)
 
     def rows(self, layout: Layout) -> dict[str, Row]:
-        """Return every parameter by its path, sharded as its line says.
+        """Return every parameter by its path, with the spec of its line.
 
         Raises:
-            LayoutError: the layout lacks lines, or they have other dimensions; all at once.
+            LayoutError: the layout lacks lines, or lines have other dimensions; the message lists all faults.
         """
         sizes, rows, faults = self.fixed_sizes(), {}, []
         for path, each in self.parameters(layout).items():
@@ -135,7 +135,7 @@ class Own:
         return getattr(self.model, "batch_line", _BATCH)
 
     def batch_spec(self, layout: Layout) -> Spec:
-        """Return the spec of a batch of tokens [B, L+1]: that of `batch_line`, with L whole."""
+        """Return the spec of a batch of tokens [B, L+1]: the spec of `batch_line`, with L unsharded."""
         try:
             spec = layout.spec(self.batch_line)
         except LayoutError as error:
@@ -146,11 +146,11 @@ class Own:
         return spec.with_axes("L", ())
 
     def cut(self, layout: Layout, microbatches: int) -> int:
-        """Return the number of parts into which the step cuts a batch: all of them, since no layers are stages."""
+        """Return the number of parts into which the step cuts a batch: all microbatches, since there are no stages."""
         return microbatches
 
     def for_loss(self, layout: Layout, microbatches: int) -> Layout:
-        """Return the layout with parameters as the loss takes them: `EF reduced-x` where [gradients] has partial sums.
+        """Return the layout for the loss, whose parameters are `EF reduced-x` where [gradients] has partial sums.
 
         The same holds with several microbatches: only the equations of the model would say which other gradients may
         stay partial sums.
@@ -164,7 +164,7 @@ class Own:
         return {"tokens": length + 1}
 
     def predicted(self, layout: Layout, tokens: Batch) -> jax.Array | None:
-        """Return None: the model's own loss decides what its mean is over."""
+        """Return None, since the model's own loss decides how its mean is computed."""
         return None
 
     def loss(
@@ -187,7 +187,7 @@ class Own:
         parts: int,
         frozen: Sequence[str] = (),
     ) -> tuple[Mapping[str, jax.Array], Figures]:
-        """Return both unchanged: parameters that are not trained do not change."""
+        """Return parameters and figures unchanged: parameters that are not trained do not change."""
         return still, figures
 
     def cross_entropy(self, layout: Layout, params: Mapping[str, Any], tokens: Batch, microbatches: int) -> jax.Array:
@@ -212,7 +212,7 @@ class Own:
         return value, dict(figures)
 
     def _taken(self, layout: Layout, params: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the parameters as the methods of the model take them: nested, and matrices in `dtype`."""
+        """Return the parameters in the form that the model's methods expect: nested, with matrices in `dtype`."""
         rows = self.rows(layout)
         return nested(
             {
@@ -270,7 +270,7 @@ class Own:
         """Return the logits of some tokens of every text, and the arrays that the model keeps after them.
 
         Raises:
-            ConfigError: it returns anything else; every fault is named.
+            ConfigError: the model returns anything else; the message names every fault.
         """
         decoder = cast(Decoder, self.model)
         found = decoder.step(layout, self._taken(layout, params), tokens, position, kept)
@@ -295,7 +295,7 @@ class Own:
     def check(
         self, layout: Layout, mesh: Any, batch: int, length: int, microbatches: int = 1, frozen: Sequence[str] = ()
     ) -> None:
-        """Refuse a resolved layout that a training step of these sizes cannot take.
+        """Refuse a resolved layout with which a training step of these sizes cannot run.
 
         Raises:
             LayoutError: the layout has faults, all of which are listed; or it has stages or padding, which only the
@@ -312,7 +312,7 @@ class Own:
         self.trained(layout, frozen)
 
     def num_parameters(self, layout: Layout) -> int:
-        """Return the number of its parameters."""
+        """Return the number of the model's parameters."""
         return sum(math.prod(row.shape) for row in self.rows(layout).values())
 
     def flops_per_token(self, layout: Layout, length: int) -> float:
@@ -321,7 +321,7 @@ class Own:
         return told(length) if told else 6.0 * self.num_parameters(layout)
 
     def initial(self, layout: Layout, mesh: jax.sharding.Mesh, key: jax.Array) -> dict[str, jax.Array]:
-        """Draw every parameter as it is sharded, in float32: the same values in every layout, on every mesh.
+        """Draw every parameter, sharded, in float32; the values are the same in every layout and on every mesh.
 
         Raises:
             ConfigError: an initialiser returns another shape.

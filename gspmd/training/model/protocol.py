@@ -41,7 +41,7 @@ class Parameter:
     float32: bool = False
 
     def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
-        """Return its shape for the sizes of dimensions, with N first if layers are stacked."""
+        """Return the parameter's shape for the sizes of dimensions, with N first if layers are stacked."""
         return (*((self.layers,) if self.layers else ()), *(sizes[dim] for dim in self.dims))
 
 
@@ -51,9 +51,9 @@ class Kept:
 
     Attributes:
         line: the line of the layout that shards it, such as `"mixer.state"`.
-        dims: the letters of its dimensions, those of the line. T is the largest number of tokens of a text.
+        dims: the letters of its dimensions, as in the line. T is the largest number of tokens of a text.
         layers: the number of layers stacked in a leading dimension N, which is never sharded; 0 if it is not stacked.
-        float32: whether it is float32, whatever the dtype of the matrices.
+        float32: whether the array is float32, whatever the dtype of the matrices.
     """
 
     line: str
@@ -139,7 +139,7 @@ class Decoder(Model, Protocol):
 def next_tokens(
     layout: Layout, tokens: jax.Array, batch: str = "embedding.tokens", logits: str = "output.logits"
 ) -> tuple[jax.Array, jax.Array]:
-    """Split a batch of tokens [B, L+1] into inputs [B, L] and the labels [B, L] of predicting each next token.
+    """Split a batch of tokens [B, L+1] into inputs [B, L] and labels [B, L]: the next token at each position.
 
     Args:
         layout: the layout.

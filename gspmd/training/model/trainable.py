@@ -1,4 +1,4 @@
-"""The model as the builder of training steps takes it: custom (`Own`), or the transformer of `gspmd_models.step`."""
+"""The interface of models for the builder of training steps: custom models (`Own`) and `gspmd_models.step`."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -37,15 +37,12 @@ class Row:
 
     @property
     def is_matrix(self) -> bool:
-        """Whether it has several dimensions besides N: weight decay applies only to these."""
+        """Whether the parameter has several dimensions besides N: weight decay applies only to such parameters."""
         return len(set(self.spec.dims) - {"N"}) > 1
 
 
 class Trainable(Protocol):
-    """A model for any layout: its parameters, their specs, and its loss.
-
-    Parameters are flat here: path to array.
-    """
+    """A model for any layout: its parameters, their specs, and its loss. Parameters are arrays by path."""
 
     def sizes(self, batch: int, length: int) -> Mapping[str, int]:
         """Return the size of every dimension by its letter."""
@@ -60,7 +57,7 @@ class Trainable(Protocol):
         """Return the spec that each parameter's gradient has on its way to the optimizer."""
 
     def trained(self, layout: Layout, frozen: Sequence[str] = ()) -> tuple[str, ...]:
-        """Return the paths of the trained parameters: those that no pattern of `frozen` matches."""
+        """Return the paths of the trained parameters: all that no pattern of `frozen` matches."""
 
     def batch_spec(self, layout: Layout) -> Spec:
         """Return the spec of a batch of tokens [B, L+1]."""
@@ -75,12 +72,12 @@ class Trainable(Protocol):
         """Return the number of parts into which the step, not the loss, cuts a batch."""
 
     def for_loss(self, layout: Layout, microbatches: int) -> Layout:
-        """Return the layout with parameters as the loss of a training step takes them: `EF reduced-x` for some."""
+        """Return the layout for the loss of a training step, in which some parameters are `EF reduced-x`."""
 
     def predicted(self, layout: Layout, tokens: Batch) -> jax.Array | None:
-        """Return the number of tokens that the loss of a batch is the mean over; None for all of them.
+        """Return the number of tokens over which the loss of a batch is the mean; None for all of them.
 
-        It is asked of the whole batch, whose parts may have more and fewer of them.
+        The batch is the whole one: its parts may have different numbers of predicted tokens.
         """
 
     def loss(
@@ -92,7 +89,7 @@ class Trainable(Protocol):
         microbatches: int,
         predicted: jax.Array | None = None,
     ) -> tuple[jax.Array, Figures]:
-        """Return the loss of a training step, and its figures; `predicted` is that of the whole batch."""
+        """Return the loss of a training step, and its figures; `predicted` is the number for the whole batch."""
 
     def adjusted(
         self,
@@ -102,13 +99,13 @@ class Trainable(Protocol):
         parts: int,
         frozen: Sequence[str] = (),
     ) -> tuple[Mapping[str, jax.Array], Figures]:
-        """Return the parameters that are not trained after a step, which may change them, and the step's figures.
+        """Return the untrained parameters after a step, which may change them, and the step's figures.
 
         Args:
             layout: the layout that shards them.
             still: the parameters that are not trained, before the step.
-            figures: those of the step; nothing may change if `non_finite` is 1.
-            parts: number of microbatches, of which these are the means.
+            figures: the figures of the step, means over the microbatches; nothing may change if `non_finite` is 1.
+                parts: number of microbatches.
             frozen: patterns of parameters that stay as they are.
         """
 
@@ -118,7 +115,7 @@ class Trainable(Protocol):
     def check(
         self, layout: Layout, mesh: Any, batch: int, length: int, microbatches: int = 1, frozen: Sequence[str] = ()
     ) -> None:
-        """Refuse a resolved layout that a training step of these sizes, or its evaluation, cannot take.
+        """Refuse a resolved layout with which a training step of these sizes, or its evaluation, cannot run.
 
         Raises:
             LayoutError: with every fault.
@@ -134,7 +131,7 @@ def trained_paths(
     """Return the paths of the parameters that are trained, in their order.
 
     Args:
-        keys: the path of every parameter to its line of the layout.
+        keys: a mapping from the path of every parameter to its line of the layout.
         frozen: patterns of paths, such as `blocks.0.attention.*`, or of lines, `attention.*`.
         still: further paths that are not trained.
         staged: paths of a model in stages of a pipeline, which are all trained.

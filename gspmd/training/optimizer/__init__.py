@@ -1,4 +1,4 @@
-"""The optimizer: AdamW and its schedule, masters of narrow parameters, moments of eight bits, clipping."""
+"""The optimizer: AdamW and its schedule, float32 masters of narrower parameters, 8-bit moments, clipping."""
 
 from gspmd.training.optimizer.adam import Norm, adamw, clip, schedule
 

@@ -15,7 +15,7 @@ Norm = Callable[[Tree], jax.Array]
 
 
 def schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
-    """Learning rate by step: linear warm-up, then cosine decay to the final fraction.
+    """Return the learning rate schedule: linear warm-up, then cosine decay to the final fraction.
 
     Args:
         config: the rates and shares.
@@ -27,7 +27,7 @@ def schedule(config: OptimizerConfig, steps: int) -> optax.Schedule:
         [0.1, 1.0, 0.5, 0.0]
 
     Source: Loshchilov and Hutter, SGDR (arXiv 1608.03983), eq. 5, without restarts.
-    Differs: the rate of the first update is that of one warm-up step, not 0.
+    Differs: the rate of the first update is one step of the warm-up, not 0.
     """
     warmup = min(round(config.warmup * steps), steps - 1)
     first = config.learning_rate / (warmup or 1)

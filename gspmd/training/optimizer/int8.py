@@ -12,7 +12,7 @@ import optax
 Tree = Any
 
 _DECADES = 7
-"""Decades of a code: from 10^-7 of the largest number of its block to the largest."""
+"""Number of decades that codes span: from 10^-7 of the largest number in a block to the largest."""
 
 
 class Int8AdamState(NamedTuple):
@@ -28,7 +28,7 @@ class Int8AdamState(NamedTuple):
 def scale_by_int8_adam(
     beta1: float = 0.9, beta2: float = 0.999, epsilon: float = 1e-8, *, block: int = 64, seed: int = 0
 ) -> optax.GradientTransformation:
-    """Adam with moments of 8 bits, rounded stochastically: 2 + 8/block bytes a parameter instead of 8.
+    """Build Adam with moments of 8 bits, rounded stochastically: 2 + 8/block bytes per parameter instead of 8.
 
         m = β1·decode(mean) + (1-β1)·g,    v = β2·decode(root)² + (1-β2)·g²,    update = m̂ / (√v̂ + ε)
 
@@ -42,12 +42,12 @@ def scale_by_int8_adam(
         epsilon: added to the root of the second moment.
         block: numbers along the last dimension that share a scale; the greatest common divisor with its size is used.
             A device holds complete blocks (`block_faults`).
-        seed: the seed of the roundings, which depend only on it, on the number of the update and on the parameter: not
-            on the layout, nor on the number of resumes.
+        seed: the seed of the roundings. They depend only on the seed, the number of the update and the parameter, not
+            on the layout or the number of resumes.
 
     Source: Dettmers et al. 2022, 8-bit Optimizers via Block-wise Quantization (arXiv 2110.02861), sections 2.1 and 2.2.
-    Differs: roundings are stochastic, not to the nearest; the root of the second moment is stored, which has half the
-        decades; blocks are 64 numbers of one row, not 2,048 regardless of the shape.
+    Differs: roundings are stochastic, not to the nearest; the root of the second moment is stored, which spans half as
+        many decades; blocks are 64 numbers of one row, not 2,048 regardless of the shape.
     """
 
     def init(params: Tree) -> Int8AdamState:
@@ -98,7 +98,8 @@ def block_faults(shapes: Tree, local: Tree, block: int) -> list[str]:
 def encode(x: jax.Array, block_of: jax.Array, draws: jax.Array, extra: int) -> jax.Array:
     """Round |x| / block_of, in [0, 1], up or down to a code at random, so that the expectation of `decode` is |x|.
 
-    Code 0 is 0. Decade k, from 10^(k-7) to 10^(k-6), has 2^(k+extra) codes, each in the middle of an equal part of it.
+    Code 0 is 0. Decade k, from 10^(k-7) to 10^(k-6), is divided into 2^(k+extra) equal parts with a code in the middle
+    of each.
 
     Args:
         x: numbers of one sign.
@@ -120,7 +121,7 @@ def encode(x: jax.Array, block_of: jax.Array, draws: jax.Array, extra: int) -> j
 
 
 def decode(code: jax.Array, block_of: jax.Array, extra: int) -> jax.Array:
-    """Return the number of a code, times the largest number of its block."""
+    """Return the value of a code, times the largest number of its block."""
     return _code(code.astype(jnp.int32), extra) / _top(extra) * block_of
 
 
@@ -166,12 +167,12 @@ def _largest(x: jax.Array, blocks: int) -> jax.Array:
 
 
 def _spread(scale: jax.Array, size: int) -> jax.Array:
-    """Return the scale of its block for each number."""
+    """Return for each number the scale of its block."""
     return jnp.repeat(scale, size // scale.shape[-1], axis=-1)
 
 
 def _elementwise(step: Callable, *arrays: jax.Array) -> Callable:
-    """Return the step for Explicit axes too, where the types of arrays cut into blocks would have to be written."""
+    """Return the step for Explicit axes too, where arrays cut into blocks would need explicit types."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or not mesh.are_all_axes_explicit:
         return step

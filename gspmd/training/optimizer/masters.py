@@ -1,4 +1,4 @@
-"""Float32 masters of narrower parameters: the optimizer updates the masters, and the parameters are rounded ones."""
+"""Float32 masters of narrower parameters: the optimizer updates the masters, and the parameters are rounded copies."""
 
 from typing import Any, NamedTuple
 

@@ -20,12 +20,12 @@ LIMIT = 300.0
 TELL = 10.0
 """Seconds of waiting after which the missing processes are reported."""
 WELCOME = b"welcome\0"
-"""The first process's answer to one that has arrived."""
+"""The first process's answer to a process that has arrived."""
 _AGAIN = 0.2
 _CONNECTING = 5.0
-"""Seconds for one attempt to connect; if the first process is stopped, a connected one may wait for longer."""
+"""Seconds for one attempt to connect; once connected, a process may wait longer for a stopped first process."""
 _IN_USE = 2.0
-"""Seconds for which a port that is in use may become free, for example that of a run that has just ended."""
+"""Seconds to wait for a port that is in use, for example because a run has just ended."""
 
 
 def door(at: Processes) -> socket.socket:
@@ -50,7 +50,7 @@ def door(at: Processes) -> socket.socket:
 
 
 def knock(at: Processes, limit: float) -> socket.socket:
-    """Return the connection of another process to the first one, once that is listening.
+    """Return a connection from this process to the first one, once the first one is listening.
 
     Args:
         at: the processes, and the number of this one.
@@ -70,7 +70,7 @@ def knock(at: Processes, limit: float) -> socket.socket:
                 connection.settimeout(_AGAIN)
                 heard, found = b"", "the listener there does not answer"
             # The greeting is not sent again while the connection holds: a first process that was stopped meanwhile
-            # would take the second greeting for that of another process.
+            # would mistake the second greeting for another process.
             words = connection.recv(len(WELCOME) - len(heard))
             heard += words
             if heard == WELCOME:
@@ -97,7 +97,7 @@ def knock(at: Processes, limit: float) -> socket.socket:
 
 
 def say_waiting(missing: list[int], processes: int, address: str, found: str = "") -> None:
-    """Report on stderr for which processes this one waits, and the obstacle that it has found."""
+    """Report on stderr the processes for which this one waits, and the last obstacle."""
     line = f"Waiting for {named(missing)} of {processes} at {address}, for at most {LIMIT:.0f} seconds"
     with contextlib.suppress(OSError):
         print(f"{line}: {found}." if found else f"{line}.", file=sys.stderr, flush=True)
@@ -133,7 +133,7 @@ def _listening(port: int, processes: int) -> socket.socket:
     if socket.has_dualstack_ipv6():
         try:
             return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=processes)
-        except OSError as error:  # If IPv6 is known and has no address.
+        except OSError as error:  # If IPv6 is supported but has no address.
             if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
                 raise
     return socket.create_server(("", port), backlog=processes)

@@ -37,7 +37,7 @@ _LONGEST = 200
 def compare(
     facts: Callable[[], Mapping[str, Any]], doing: str = "cannot train: the processes have different settings."
 ) -> None:
-    """Refuse processes if one has other facts than the rest; all of them have to call this.
+    """Refuse processes whose facts differ; all of them have to call this.
 
     Args:
         facts: returns values that JSON can express by name, nested or not, such as settings; it is not called for a
@@ -45,7 +45,8 @@ def compare(
         doing: the beginning of the message.
 
     Raises:
-        ConfigError: values differ; lists each name with the processes of each value; the same in all processes.
+        ConfigError: values differ; the message, the same in all processes, lists for each name the processes of each
+            value.
     """
     if count() == 1:
         return
@@ -84,7 +85,7 @@ def environment(*modules: ModuleType) -> dict[str, Any]:
     """Return versions, and the options of JAX and XLA that change a program, for `compare`.
 
     Args:
-        modules: packages and modules besides gspmd whose source affects the program, such as that of the model.
+        modules: packages and modules besides gspmd whose source affects the program, such as the module of the model.
     """
     versions = {"gspmd": gspmd.__version__, "gspmd's source": _source(gspmd, *modules)}
     for package in _PACKAGES:
@@ -123,7 +124,7 @@ def _short(value: str) -> str:
 
 
 def _named(processes: Sequence[int], hosts: Sequence[str] | None = None) -> str:
-    """Return numbers of processes as text, with their machines if those are given: `processes 0 to 6`."""
+    """Return numbers of processes as text, `processes 0 to 6`, with their machines if these are given."""
     where = sorted({hosts[process] for process in processes}) if hosts else []
     on = f" (on {', '.join(where[:4])}{', …' if len(where) > 4 else ''})" if where else ""
     first, last = processes[0], processes[-1]

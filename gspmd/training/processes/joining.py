@@ -19,8 +19,8 @@ from gspmd.training.processes.watch import Watch
 from gspmd.training.syntax import Processes, parse_processes
 from gspmd.training.toml import ConfigError
 
-# Seconds for JAX to join processes that have all arrived, and for all of them to leave: the first one draws its
-# pictures meanwhile.
+# Seconds for JAX to join processes that have all arrived, and for all of them to leave; before it leaves, the first one
+# draws its pictures.
 _JOINING, _DEPARTURE = 300, 300
 # Seconds to wait for the first process to read the text; the others may have less to read. They watch it meanwhile.
 _PATIENCE = 24 * 3600
@@ -52,7 +52,7 @@ def several() -> bool:
 
 
 def join(given: str) -> None:
-    """Join the processes of a run; from then on they are one cluster, and the death of one ends all.
+    """Join the processes of a run; from then on they are one cluster, and if one dies, all end.
 
     Args:
         given: "auto" for the cluster that JAX detects, `HOST:PORT,processes=N,process=I`, or "" for one process.
@@ -163,7 +163,7 @@ def flag() -> str:
 
 
 def told(make: Callable[[], str]) -> str:
-    """Return in all processes the text that the first one makes."""
+    """Return in all processes the text that the first process makes."""
     global _questions
     if count() == 1:
         return make()
@@ -175,7 +175,7 @@ def told(make: Callable[[], str]) -> str:
 
 
 def gathered(text: str) -> list[str]:
-    """Return the texts of all processes, in order, in the first one, and nothing elsewhere; uses no device."""
+    """Return the texts of all processes, in order, in the first process, and nothing in others; uses no device."""
     global _questions
     if count() == 1:
         return [text]
@@ -231,7 +231,7 @@ def agreed(choose: Callable[[], Path]) -> Path:
 
 @contextmanager
 def watching(advice: Callable[[], str]) -> Iterator[None]:
-    """In this context, add advice to the message that another process is lost."""
+    """Return a context in which the message about a lost process includes this advice."""
     if _watch:
         _watch.advice = advice
     yield
@@ -252,7 +252,7 @@ def fail(code: int, message: str, *, sure: bool = True) -> None:
     Args:
         code: exit code.
         message: the fault.
-        sure: whether it is this process's own fault, and not perhaps the consequence of the loss of another one.
+        sure: whether this process surely caused the fault; otherwise the loss of another process may be behind it.
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Only waiting is left.
     try:
@@ -316,7 +316,7 @@ def _interruptibly(wait: Callable, *args: Any) -> Any:
 
 
 def _aborted(said: str) -> None:
-    """Explain a library's abort: another process is lost, unless this one is alone."""
+    """Explain why a library aborted: another process is lost, unless this process is alone."""
     if _watch:
         _watch.settle()
         _watch.fail(said)

@@ -1,4 +1,4 @@
-"""Keep the output of libraries apart from that of the run, and explain their aborts.
+"""Keep the output of libraries apart from the output of the run, and explain aborts of libraries.
 
 Gloo writes a line for every connection, and JAX ends a process with a stack trace of C++ when the first one is lost.
 """

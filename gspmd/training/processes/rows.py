@@ -11,7 +11,7 @@ from gspmd.training.toml import ConfigError
 
 
 def part_of(sharding: Sharding, batch: int) -> tuple[int, int]:
-    """Return the smallest part of a batch that has all the rows of this process's devices: (which, of how many).
+    """Return the smallest part of a batch with all rows of this process's devices, as (number, number of parts).
 
     Processes whose devices hold the same rows get the same part. It is the whole batch, (0, 1), if the rows are
     scattered over it, or if there is one process.
@@ -45,7 +45,7 @@ def placer(sharding: Sharding, batch: int, vocabulary: int | None = None) -> Cal
         rows = np.asarray(rows, np.int32)
 
         def shard(index: tuple[slice, ...] | None) -> np.ndarray:
-            assert index is not None  # It is the index of a device of this process.
+            assert index is not None  # `index` belongs to a device of this process.
             start, stop, _ = index[0].indices(batch)
             return rows[start - first : stop - first, *index[1:]]
 

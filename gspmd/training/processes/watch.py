@@ -1,4 +1,4 @@
-"""Watch the other processes: one that ends unexpectedly ends all of them, with one message.
+"""Watch the other processes: if one ends unexpectedly, all of them end, with one message.
 
 The first process has a connection to each other one. The system closes the connections of a process that dies, so its
 end is noticed at once. A lost machine is noticed after `_SILENCE` seconds without a message. JAX's own heartbeat takes
@@ -21,7 +21,7 @@ from typing import Any
 from gspmd.training.processes import arrival
 
 _BEAT, _SILENCE = 2.0, 30.0
-"""Seconds between two signs of life, and without one until a process counts as lost."""
+"""Seconds between two signs of life, and seconds without one after which a process counts as lost."""
 _GRACE = 3.0
 """Seconds that the first process waits before it prints another process's fault: it may find the same fault itself."""
 _SETTLE = 1.0
@@ -42,10 +42,7 @@ _LONGEST = 64
 
 @dataclass(frozen=True)
 class _Told:
-    """A fault that another process reported.
-
-    It has the fault's text, whether that process surely caused it, and until when it may wait to be printed.
-    """
+    """A fault that another process reported: its text, whether that process surely caused it, and when to print it."""
 
     peer: int
     code: int
@@ -57,15 +54,15 @@ class _Told:
 class Watch(threading.Thread):
     """Listens to the other processes, and tells them the state of this one.
 
-    A fault of any process ends all of them, and is printed once, by the first. The others tell it theirs as soon as
-    they have one, and stay until they are ended. So the first fault to arrive is not a consequence of another. While
-    some processes have not arrived, and may have the same fault, the first one stays for them, unless one is
-    interrupted or lost.
+    A fault of any process ends all of them, and is printed once, by the first. Each other process reports its fault to
+    the first as soon as it has one, and stays until it is ended. So the first fault to arrive is not a consequence of
+    another. While some processes have not arrived, and may have the same fault, the first process stays for them,
+    unless a process is interrupted or lost.
 
     Args:
         index: the number of this process.
         count: number of processes.
-        peers: a connection by process: to all others for process 0, to process 0 for any other.
+        peers: connections by process: for process 0 to all others, for any other process to process 0.
         door: the socket where the others arrive, for process 0 without connections.
         address: the address of the door.
 
@@ -143,7 +140,7 @@ class Watch(threading.Thread):
                     os._exit(self._over)
 
     def leave(self) -> None:
-        """Say that this process is done, so that its end does not count as a loss."""
+        """Tell the others that this process is done, so that its end does not count as a loss."""
         self._done.set()
         self._tell("done")
 
@@ -164,7 +161,7 @@ class Watch(threading.Thread):
         elif not sure and not self._staying:
             time.sleep(_SETTLE)
             if self._told and self._told.message != message:
-                time.sleep(_ANSWER)  # It came first, and the watching thread is about to print it.
+                time.sleep(_ANSWER)  # Another process's fault came first, and the watching thread is about to print it.
         while not self._ending.acquire(timeout=_PAUSE):
             if self._staying:  # A fault is printed, and a later event, such as an interrupt, ends the stay.
                 os._exit(self._over)
@@ -186,7 +183,7 @@ class Watch(threading.Thread):
         if self._door:
             try:
                 caller, _ = self._door.accept()
-            except OSError:  # It has gone again, or there are too many open files, one of which may be closed soon.
+            except OSError:  # The caller is gone, or too many files are open, one of which may be closed soon.
                 time.sleep(_PAUSE)
                 return
             self._callers[caller] = b"", time.monotonic()
@@ -252,7 +249,7 @@ class Watch(threading.Thread):
     def _stays(self, code: int) -> bool:
         """Return whether this process stays after printing a fault, to tell it to those that have not arrived."""
         waits = time.monotonic() - self._began < arrival.LIMIT
-        return self._door is not None and waits and code <= 128  # Greater codes are those of signals.
+        return self._door is not None and waits and code <= 128  # Greater codes mean signals.
 
     def _listen(self, peer: int, ready: selectors.BaseSelector) -> None:
         """Read and answer the messages of another process."""
@@ -283,12 +280,12 @@ class Watch(threading.Thread):
             self._told = _Told(peer, int(code), sure == "1", message, time.monotonic() + _GRACE)
 
     def _lose(self, peer: int, how: str) -> None:
-        if self._told and self._told.peer == peer:  # It has told its reason.
+        if self._told and self._told.peer == peer:  # That process has reported the reason for its end.
             self._end_told()
         self._end(self._advised(f"The run failed: process {peer} of {self._count} {how}."))
 
     def _end_told(self) -> None:
-        """Print the fault that another process has told, and end."""
+        """Print the fault that another process has reported, and end."""
         if self._told:
             message = f"Process {self._told.peer} of {self._count} failed: {self._told.message.strip()}"
             self._end(message if self._told.sure else self._advised(message), self._told.code, stay=True)

@@ -15,7 +15,7 @@ from gspmd.display.units import duration
 
 
 class Display:
-    """Steps, loss, bits per byte, tokens per second, MFU if it is known, and the remaining time.
+    """A display of steps, loss, bits per byte, tokens per second, MFU if it is known, and the remaining time.
 
     Args:
         console: the console to print to.

@@ -1,4 +1,4 @@
-"""Idle experts: those that get no token, or few, in a whole interval."""
+"""Idle experts: experts that get no token, or few tokens, in a whole interval."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ class IdleExperts:
         self._known: dict[int, dict[int, float]] = {}
 
     def add(self, step: int, load: Any) -> list[str]:
-        """Take the loads of a step. Return, at the end of an interval, a sentence for each layer that has changed.
+        """Add the loads of a step; at the end of an interval, return a sentence for each layer that has changed.
 
         Args:
             step: the step's number.

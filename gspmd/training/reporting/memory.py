@@ -38,7 +38,8 @@ def check(doing: str, parts: Mapping[str, Any], devices: Sequence[jax.Device], r
         remedy: the end of the message.
 
     Raises:
-        ConfigError: the arrays do not fit; gives the bytes of each part on one device, and those that a device has.
+        ConfigError: the arrays do not fit; the message gives the bytes of each part on one device, and the device's
+            memory.
     """
     taken, room = {name: device_bytes(part) for name, part in parts.items()}, host.memory(devices)
     if room is not None and sum(taken.values()) > room:
@@ -50,20 +51,20 @@ def check(doing: str, parts: Mapping[str, Any], devices: Sequence[jax.Device], r
 
 
 def table(state: TrainState, gradients: Any, compiled: Any) -> Sheet:
-    """Build the table of what one device holds in a training step.
+    """Build a table of the memory of one device in a training step.
 
     Parameters, gradients and optimizer state follow ZeRO's formulas. With P parameters in float32 and Adam, whose state
     has two moments, a device holds
 
         4·P/p + 4·P/g + 8·P/o bytes
 
-    where p, g and o are the numbers of shards of each in the layout: all 1 for data parallelism, o = d for ZeRO-1 over
-    d devices, g = o = d for ZeRO-2, p = g = o = d for ZeRO-3. The rest of what the compiled program takes is
-    activations and other intermediate values.
+    where p, g and o are the numbers of shards of parameters, gradients and optimizer state in the layout: all 1 for
+    data parallelism, o = d for ZeRO-1 over d devices, g = o = d for ZeRO-2, p = g = o = d for ZeRO-3. The rest of what
+    the compiled program takes is activations and other intermediate values.
 
     Args:
         state: the training state, or its shapes.
-        gradients: shapes with shardings of all gradients, before the optimizer takes them.
+        gradients: shapes with shardings of all gradients, before the optimizer reads them.
         compiled: the compiled step, whose arguments begin with the state; None if there is none.
 
     Source: Rajbhandari et al. 2020, ZeRO (arXiv 1910.02054), section 3 and figure 1.

@@ -136,7 +136,7 @@ def read(out: str | Path) -> list[dict[str, Any]]:
 
 
 def lost(out: str | Path, step: int, digest: str | None = None) -> str | None:
-    """Describe the figures up to a step that are lost or changed; None if all are as they were written.
+    """Describe the figures up to a step that are lost or changed; None if there are none.
 
     Args:
         out: the run's folder.
@@ -161,7 +161,7 @@ def lost(out: str | Path, step: int, digest: str | None = None) -> str | None:
 
 
 def _is_of_update(row: Mapping[str, Any]) -> bool:
-    """Return whether this is the object of an update, and not that of a validation at the end."""
+    """Return whether an object is about an update, and not about a validation at the end."""
     return "loss" in row
 
 

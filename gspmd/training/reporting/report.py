@@ -32,9 +32,8 @@ def show_tensors(console: Console, title: str, placed: tables.Placed, mesh: Any,
     Args:
         console: where to print.
         title: the title of the table.
-        placed: a spec and a global shape by name.
-        mesh: their mesh.
-        dtype: the dtype of all except token ids (int32) and logits (float32).
+        placed: a spec and a global shape by name. mesh: the mesh of the specs. dtype: the dtype of all tensors except
+            token ids (int32) and logits (float32).
     """
     narrow = jnp.dtype(dtype).itemsize
     itemsize = {name: 4 if name in ("embedding.tokens", "output.logits") else narrow for name in placed}
@@ -54,7 +53,7 @@ def finish(
         sample: generates the text, prompt included; None for no sample.
         metrics: where plots and text are recorded too.
     """
-    from gspmd.training.reporting import plots  # Slow to import; only the end needs it.
+    from gspmd.training.reporting import plots  # Slow to import, and only needed at the end.
 
     rows = read(out)
     step = rows[-1]["step"]

@@ -19,10 +19,10 @@ class Speed:
 
     Attributes:
         tokens: tokens of one step, of all devices together.
-        flops: FLOPs that the model needs for them, forward and backward: for each token 6 for each parameter of a
+        flops: FLOPs that the model needs for these tokens, forward and backward: for each token, 6 per parameter of a
             matrix product, and 12 · layers · heads · head size · length for attention. Recomputation to save memory
             does not count.
-        peak: FLOP/s of all devices together; None if it is unknown, and then there is no MFU.
+        peak: FLOP/s of all devices together; None if unknown, in which case there is no MFU.
 
     Source: Chowdhery et al. 2022, PaLM (arXiv 2204.02311), section 4.1 and appendix B.
     """

@@ -52,7 +52,7 @@ class _Row:
 
     @property
     def name(self) -> str:
-        """The names as one, with the parts that differ in braces."""
+        """All names written as one, with the parts that differ in braces."""
         parts = zip(*(name.split(".") for name in self.names))
         return ".".join(map(_braced, parts))
 
@@ -75,7 +75,7 @@ def _joined(rows: Sequence[_Row], position: int) -> list[_Row]:
 
 
 def _without(row: _Row, position: int) -> tuple:
-    """Return the row's name without the part at a position, as a key; the whole name if it has no such position."""
+    """Return the row's name without the part at a position, as a key; the whole name if it has no such part."""
     parts = row.name.split(".")
     if not -len(parts) <= position < len(parts):
         return position, row.name

@@ -58,7 +58,8 @@ def choose_out(out: str, *, resume: bool, step: int | None = None) -> Path:
         step: the step of the checkpoint that it must hold; None for any.
 
     Raises:
-        ConfigError: it cannot be written, another run writes there, or it holds a run that would be overwritten.
+        ConfigError: the folder cannot be written, another run writes there, or it holds a run that would be
+            overwritten.
     """
     path = Path(out) if out else newest_run() if resume else _fresh()
     at = newest(path)
@@ -87,7 +88,7 @@ def _hold(path: Path) -> None:
     """
     try:
         folder = os.open(path, os.O_RDONLY)
-    except OSError:  # It may be writable but not readable.
+    except OSError:  # The folder may be writable but not readable.
         return
     try:
         fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -26,7 +26,7 @@ class Guard:
 
     Args:
         allowed: number of updates that may be skipped; one more ends the run.
-        skipped: number of those skipped before a resume.
+        skipped: number of updates skipped before a resume.
         console: the console that reports each.
     """
 
@@ -34,7 +34,7 @@ class Guard:
         self.allowed, self.skipped, self._console = allowed, skipped, console
 
     def count(self, step: int, figures: Mapping[str, Any]) -> str | None:
-        """Count the update if it was skipped. Return why the run has to end, or None."""
+        """Count an update if it was skipped; return the reason for which the run has to end, or None."""
         if not figures["non_finite"]:
             return None
         self.skipped += 1

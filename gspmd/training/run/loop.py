@@ -50,7 +50,7 @@ def fit(
     """Train for `config.steps` updates, writing figures and checkpoints to `out`.
 
     Args:
-        config: how long, and how often to validate and save.
+        config: the length of the run, and how often to validate and save.
         program: the functions and the initial state. For a run that changes its layout, a mapping from the step after
             which each program begins, 0 for the first, to a function that makes it; the state is then moved to its
             shardings.
@@ -195,7 +195,7 @@ class _Run:
                     self.metrics.write(number, row)
                 display.update(number, row)
                 self._tell(number, row)
-                # All processes ask in every step, even those without a signal, because all of them save together.
+                # All processes ask in every step, even processes without a signal, because all of them save together.
                 if (stopping := self.stop.agreed()) or saving:
                     run = {"stream": self.stream, "position": self.position, "skipped": self.guard.skipped}
                     # The figures are written to disk before the checkpoint that stores their digest.
@@ -221,7 +221,7 @@ class _Run:
     def finish(self, state: TrainState) -> None:
         """Validate on up to `last_validation` batches of held-out text, and write the last object of metrics.jsonl.
 
-        A signal that comes in the last batch stops the run after that.
+        A signal that arrives during the last batch stops the run after the validation.
         """
         self._wait()  # the last step is safe before the validation, which may take long
         limit = self.config.last_validation
@@ -299,7 +299,7 @@ class _Run:
 
 @jax.jit
 def _predicted(batch: jax.Array | Mapping[str, jax.Array]) -> jax.Array:
-    """The number of tokens of a batch that are predicted: neither below 0, nor the first of their segment."""
+    """Return the number of predicted tokens of a batch: those neither below 0 nor first in their segment."""
     if not isinstance(batch, Mapping):
         return jnp.sum(batch[:, 1:] >= 0)
     tokens, segments = batch["tokens"], batch["segments"]
@@ -309,7 +309,7 @@ def _predicted(batch: jax.Array | Mapping[str, jax.Array]) -> jax.Array:
 
 @jax.jit
 def _fill(batch: Mapping[str, jax.Array]) -> jax.Array:
-    """The share of a batch's positions that are not padding."""
+    """Return the share of a batch's positions that are not padding."""
     sides = [batch[name] for name in ("segments", "source_segments") if name in batch]
     filled = jnp.stack([jnp.sum(side > 0) for side in sides])
     return jnp.sum(filled) / sum(side.size for side in sides)

@@ -17,9 +17,9 @@ class Profile:
         steps: `"FROM:TO"`, both included; "" for none.
         out: the run's folder; the trace is written to its folder profile/.
         done: the step that the run goes on from.
-        tell: called with a line if some of the steps are done. That is not an error: a run is resumed with the flags
-            that began it.
-        record: whether this process records; among several only the first does.
+        tell: called with a line if some of the steps are done already. That is not an error: a run is resumed with the
+            flags that began it.
+        record: whether this process records; with several processes only the first one does.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The functions that a run needs of a model, its initial state, and its FLOPs."""
+"""The functions of a model that a run needs, the initial state, and the model's FLOPs."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -27,9 +27,9 @@ class Program:
         place: puts a batch, of integers [B, L+1] or a dictionary of them, onto the devices; it takes the rows that this
             process reads.
         key: the random key from which each step's key is derived, so that nothing random depends on a resume.
-        part: which part of a batch, of how many, has these rows, as from `processes.part_of`.
-        context: entered wherever the other functions are called, such as that of an `Arrangement`.
-        gradients: shapes with shardings of all gradients as the optimizer takes them; None if unknown.
+        part: the part of a batch with these rows, as (number, number of parts) from `processes.part_of`.
+        context: a context in which all other functions are called, such as `Arrangement.context`.
+        gradients: shapes with shardings of all gradients as the optimizer reads them; None if unknown.
         flops: model FLOPs of a step, and `peak` the FLOP/s of all devices, as in `Speed`, for the MFU.
     """
 

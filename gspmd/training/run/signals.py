@@ -1,7 +1,7 @@
 """SIGINT, SIGTERM and SIGHUP: deferred to the end of a step, where the run saves and stops.
 
-A signal that is ignored when a run begins stays ignored: SIGHUP under `nohup`, and SIGINT in the background of a
-script, where it is meant for the script's foreground. SIGTERM is always handled, since schedulers end jobs with it.
+A signal that is ignored when a run begins stays ignored: SIGHUP under `nohup`, and SIGINT for background jobs of a
+script, since it is meant for the script's foreground. SIGTERM is always handled, since schedulers end jobs with it.
 """
 
 import os
@@ -64,7 +64,7 @@ class Stop:
 
     @contextmanager
     def closed(self, console: Console) -> Iterator[None]:
-        """Treat it as a signal if the console's output is closed, such as a pipe whose reader has ended."""
+        """Treat closed output of the console as a signal, such as a pipe whose reader has ended."""
 
         def ask() -> None:
             console.quiet = True
@@ -129,7 +129,7 @@ def terminable() -> Iterator[None]:
 
 @contextmanager
 def unheard() -> Iterator[None]:
-    """Ignore further signals while a program prints how it has ended, so that its one message is printed, once."""
+    """Ignore further signals while a program prints how it has ended, so that the message is printed exactly once."""
     before = {number: signal.signal(number, signal.SIG_IGN) for number in _heard()}
     try:
         yield
@@ -139,7 +139,7 @@ def unheard() -> Iterator[None]:
 
 
 def _heard() -> list[int]:
-    """Return the signals that are handled here; none outside the main thread, which alone can handle them."""
+    """Return the signals that this thread handles; only the main thread can handle any."""
     if current_thread() is not main_thread():
         return []
     ignored = [number for number in (signal.SIGINT, signal.SIGHUP) if signal.getsignal(number) is signal.SIG_IGN]

@@ -75,9 +75,8 @@ def training_step(model: Trainable, layout: Layout, update: Update) -> Step:
     Args:
         model: any model.
         layout: the layout, resolved.
-        update: the update. The loss and its figures are those of the whole batch; for several microbatches they are
-            means, and every microbatch has its own random draws. Frozen parameters have no gradients, so none are
-            reduced, and no optimizer state.
+        update: the update. The loss and its figures are for the whole batch; with several microbatches they are means,
+            and every microbatch has its own random draws. Frozen parameters have neither gradients nor optimizer state.
 
     Returns:
         A pure function of a state of `initial_state` or `abstract_state`, tokens [B, L+1] placed as
@@ -87,7 +86,7 @@ def training_step(model: Trainable, layout: Layout, update: Update) -> Step:
     for_loss = model.for_loss(layout, update.microbatches)
     own, taken = _specs(model, layout), _specs(model, for_loss)
     kept, given = _of(trained, model.optimizer_specs(layout)), _of(trained, model.gradient_specs(layout))
-    # A partial sum comes as the loss leaves it.
+    # A partial sum has the spec in which the loss leaves it.
     gradients = {path: taken[path].cotangent if spec.partial else spec for path, spec in given.items()}
     moves = plan_moves(_of(trained, own), kept, reshard, gradients, _of(trained, taken))
     held = {path: spec for path, spec in own.items() if path not in kept}
@@ -129,12 +128,11 @@ def training_step(model: Trainable, layout: Layout, update: Update) -> Step:
 def initial_state(
     model: Trainable, layout: Layout, values: Parameters, update: Update, mesh: jax.sharding.Mesh
 ) -> TrainState:
-    """Return the state before the first update: all parameters, and the optimizer state of those that are trained.
+    """Return the state before the first update: all parameters, and the optimizer state of the trained parameters.
 
     Args:
         model, layout, update: as for `training_step`.
-        values: the parameters in float32, placed, by path.
-        mesh: their mesh.
+        values: the parameters in float32, placed, by path. mesh: the mesh of the parameters.
     """
     return _state(initial, model, layout, values, update, mesh)
 

@@ -13,7 +13,8 @@ from gspmd.pipeline.microbatches import cut_batch
 
 Tree = Any
 Loss = Callable[..., tuple[jax.Array, dict[str, jax.Array]]]
-"""From parameters, a batch and a random key, and perhaps a `total`, to the loss and further figures."""
+"""A function of parameters, a batch, a random key and optionally a `total` that returns the loss and further
+figures."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class Microbatches:
     batch: Spec
 
     def split(self, batch: Tree) -> Tree:
-        """Split each array [B, L] of a batch into [M, B/M, L], as `gspmd.pipeline.microbatches.cut_batch`."""
+        """Split each array [B, L] of a batch into [M, B/M, L], like `gspmd.pipeline.microbatches.cut_batch`."""
         return jax.tree.map(lambda tokens: cut_batch(tokens, self.batch, self.count), batch)
 
     def value_and_gradients(
@@ -40,8 +41,8 @@ class Microbatches:
         """Return the mean over microbatches of the loss, of its figures and of its gradients.
 
         For a loss that is a mean over sequences or tokens, this equals the result for the whole batch. With experts it
-        differs: groups of tokens that span sequences, their capacity and the auxiliary losses are those of a
-        microbatch, and every microbatch has its own random draws.
+        differs: groups of tokens that span sequences, their capacity and the auxiliary losses are computed for each
+            microbatch, and every microbatch has its own random draws.
 
         Args:
             loss: (params, batch, key) -> (loss, dictionary of further figures).

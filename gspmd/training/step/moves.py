@@ -11,7 +11,7 @@ from gspmd.annotate.spec import Spec
 
 Tree = Any
 Reshard = Callable[..., jax.Array]
-"""Moves an array by an equation, and by a lowering if one is given, such as `gspmd.reshard`."""
+"""A function such as `gspmd.reshard`, which moves an array by an equation, and by a lowering if one is given."""
 
 
 @dataclass(frozen=True)
@@ -23,9 +23,8 @@ class Moves:
 
     Attributes:
         to_loss: brings parameters to the specs in which the loss takes them.
-        gradients_to_optimizer: brings gradients from the specs in which the loss leaves them to the optimizer's.
-        to_optimizer: brings parameters to the optimizer's specs.
-        to_parameters: brings them back.
+        gradients_to_optimizer: brings gradients from the specs in which the loss leaves them to the optimizer's specs.
+            to_optimizer: brings parameters to the optimizer's specs. to_parameters: brings parameters back.
         parameters: each parameter's own spec; None if not given.
         loss: the spec per parameter in which the loss takes it; None if not given.
 

@@ -1,4 +1,4 @@
-"""The update: loss and gradients, the optimizer where its state is, and the new state."""
+"""The update: loss and gradients, the optimizer in the layout of its state, and the new state."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -49,9 +49,10 @@ def make_step(
             that the mean is over; None, or a result of None, for a loss without `total`.
 
     Returns:
-        A pure function. The key is folded with the step, so that a resumed run has the draws of an uninterrupted one.
-        If the loss or the gradients' norm is not finite, the metric `non_finite` is 1 and only the step number
-        advances: parameters and optimizer state stay unchanged. This choice is made in the optimizer's layout.
+        A pure function. The key is folded with the step, so that a resumed run has the same random draws as an
+        uninterrupted one. If the loss or the gradients' norm is not finite, the metric `non_finite` is 1 and only the
+        step number advances: parameters and optimizer state stay unchanged. This choice is made in the optimizer's
+        layout.
     """
     moves = moves or Moves()
     if microbatches is None and moves.partial:
