@@ -84,18 +84,21 @@ def cache_of(settings, layout, mesh, int8=False):
     return abstract_cache(settings, layout, mesh, ROWS, ROOM, "float32", int8=int8)
 
 
-def gathered(cache, layout):
+def gathered(cache, layout, latent):
     """Keys and values [N, B, T, K, D], those of the layers' period after one another."""
     places = len(cache.keys)
     if len({each.shape for each in cache.keys}) > 1:  # some are rings
         yield from (None, None)
         return
     order = [0, *(1 + cache_spec(layout).dims.index(dim) for dim in "BTKD")]
-    values = cache.values or cache.keys, cache.value_scales or cache.key_scales  # a latent is both
-    for held, scales in ((cache.keys, cache.key_scales), values):
+    scales = [of and [np.asarray(each)[..., None] for each in of] for of in (cache.key_scales, cache.value_scales)]
+    if latent is not None and scales[0]:  # a latent is key and value; the rotated key behind it has its own scales
+        first = np.arange(latent.rank + latent.rotary) < latent.rank
+        scales = [[np.where(first, *each) for each in zip(*scales)]] * 2
+    for held, of in zip((cache.keys, cache.values or cache.keys), scales):
         whole = [np.asarray(each) for each in held]
-        if scales:
-            whole = [each * np.asarray(of)[..., None] for each, of in zip(whole, scales)]
+        if of:
+            whole = [each * each_scales for each, each_scales in zip(whole, of)]
         whole = [each.transpose(order) for each in whole]
         yield np.stack(whole, 1).reshape(-1, *whole[0].shape[1:]) if places > 1 else whole[0]
 
@@ -160,7 +163,7 @@ def read_and_decode(case, settings, mesh, *, int8=False):
         if counts[at, row]
     } | {(row, READ[row] + step): decoded[step, row] for step, row in np.ndindex(DECODED, ROWS)}
     texts = [
-        Texts(logits, *gathered(held, writing), np.asarray(held.lengths))
+        Texts(logits, *gathered(held, writing, settings.latent), np.asarray(held.lengths))
         for logits, held in ((last, whole[1]), (found, cache))
     ]
     return *texts, cache
@@ -386,12 +389,21 @@ def test_every_preset_reads_and_decodes(preset, config, make_mesh):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("changes", [{}, {"positions": "alibi", "embedding_norm": True}], ids=["rotary", "alibi"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"kv_heads": 4},
+        {"kv_heads": 4, "positions": "alibi", "embedding_norm": True},
+        {"kv_heads": 4, "layer_kinds": ("chunked", "unrotated"), "attention_chunk": 5},
+        {"head_size": 16, "latent": LATENT},
+    ],
+    ids=["rotary", "alibi", "chunked", "latent"],
+)
 def test_an_int8_cache_is_nearly_the_same_and_does_not_depend_on_chunks(changes, config, make_mesh):
-    case = Case({"kv_heads": 4} | changes, "weight-stationary-2d", chunk=3)
+    case = Case(changes, "weight-stationary-2d", chunk=3)
     (whole, chunks), _ = check(case, config, make_mesh, tolerance=0.02, int8=True)
     read = np.arange(ROOM)[None] < READ[:, None]
-    for one, other in ((whole.keys, chunks.keys), (whole.values, chunks.values)):
+    for one, other in () if whole.keys is None else ((whole.keys, chunks.keys), (whole.values, chunks.values)):
         np.testing.assert_allclose(one[:, read], other[:, read], rtol=1e-4, atol=1e-5)
     for at, logits in whole.logits.items():
         np.testing.assert_allclose(chunks.logits[at], logits, rtol=1e-4, atol=1e-5)
