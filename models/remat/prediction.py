@@ -146,7 +146,8 @@ def _kept(program: Jaxpr, repeats: int) -> int:
 
 def _kept_first(model: Transformer, batch: Any, key: Any) -> int:
     """Return the bytes on one device that blocks before those that repeat keep, besides weights and constants."""
-    config, layout, definitions = model.config, model.layout, []
+    config, layout = model.config, model.layout
+    definitions: list[Any] = []  # of the blocks, from the trace of `inputs`
     if not config.lead or not config.stacked:
         return 0
 
@@ -176,7 +177,8 @@ def _kept_first(model: Transformer, batch: Any, key: Any) -> int:
         if not varying.isdisjoint(var for var in equation.invars if isinstance(var, Var)):
             varying |= {*equation.outvars}
     kept = {var for var in program.outvars if isinstance(var, Var)} & varying - {*program.invars[:weights]}
-    return sum(math.prod(x.aval.sharding.shard_shape(x.aval.shape)) * x.aval.dtype.itemsize for x in kept)
+    avals: list[Any] = [var.aval for var in kept]
+    return sum(math.prod(aval.sharding.shard_shape(aval.shape)) * aval.dtype.itemsize for aval in avals)
 
 
 def _equations(program: Jaxpr) -> Iterator[Any]:

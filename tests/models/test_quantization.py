@@ -204,7 +204,7 @@ def test_a_prompt_is_read_and_continued_with_int8(stationary, gathered, changes,
             logits, held = decode(weights, TOKENS[:, at], held)
             found.append(logits)
     want = on_one_device(settings, scaled_up(model), make_mesh)[:, READ - 1 :]
-    assert off(np.stack(found, axis=1), want) < (0.02 if cache else 1e-5)
+    assert off(np.stack(found, axis=1), want) < (0.01 * settings.layers if cache else 1e-5)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])

@@ -51,8 +51,8 @@ def off(got, wanted):
 
 
 #: Cases whose logits lose more, by weights and by the cache: three layers, and scores that the yarn scaling multiplies.
-#: The same errors with random signs take 2.7 to 3.1%, and 1.2 to 1.4%.
-SENSITIVE = {"deepseek-v3": (0.035, 0.016)}
+#: The same errors with random signs take 2.7 to 3.1%, and 1.2 to 1.4%: the bounds are 1.3 times these, as below.
+SENSITIVE = {"deepseek-v3": (1.3 * 0.031, 1.3 * 0.014)}
 
 
 @pytest.mark.slow
