@@ -1,9 +1,8 @@
 """A tensor on a mesh: which device holds which block, for one spec, and before and after every step of a plan."""
 
 from collections.abc import Mapping, Sequence
+from typing import Protocol
 
-from gspmd.annotate.errors import SpecError
-from gspmd.annotate.spec import Spec
 from gspmd.display.units import amount_of_seconds, mesh_text
 from gspmd.figures.canvas import Canvas, width_in
 from gspmd.figures.figure import Figure
@@ -19,8 +18,14 @@ _NARROW = 300.0
 _LABEL, _BETWEEN = 18.0, 14.0
 
 
+class CheckedSpec(SpecLike, Protocol):
+    """A `Spec`, which refuses sizes and meshes that it does not fit."""
+
+    def check(self, sizes: Mapping[str, int] | Sequence[int], mesh: Mapping[str, int]) -> None: ...
+
+
 def blocks_figure(
-    spec: Spec,
+    spec: CheckedSpec,
     sizes: Mapping[str, int] | Sequence[int],
     mesh: Mapping[str, int],
     *,
@@ -32,7 +37,7 @@ def blocks_figure(
     mesh of more than 64 devices, only the first ones and the last along each axis are drawn.
 
     Args:
-        spec: the spec of the tensor.
+        spec: a `gspmd.Spec` without open dimensions.
         sizes: size of every dimension by letter, or the shape of the whole tensor.
         mesh: sizes of the mesh axes, major first.
         devices: the ids of the devices in the order of the mesh; by default 0, 1, ...
@@ -42,11 +47,9 @@ def blocks_figure(
         number of its block with the last dimension fastest, and `data-summand` for a partial sum.
 
     Raises:
-        SpecError: the spec does not fit the sizes and the mesh, or leaves a dimension to the compiler.
+        SpecError: the spec does not fit the sizes and the mesh.
     """
     spec.check(sizes, mesh)
-    if spec.is_open:
-        raise SpecError(f"cannot show '{spec}', which leaves a dimension to the compiler.\n  Name its mesh axes.")
     shape = tuple(sizes[dim] for dim in spec.dims) if isinstance(sizes, Mapping) else tuple(sizes)
     held, grid, canvas = Ownership(spec, shape, dict(mesh)), MeshGrid(mesh), Canvas()
     size = _FEW if grid.columns <= 4 else _SOME if grid.columns <= 6 else _MANY

@@ -59,6 +59,8 @@ def show(array: Any, sizes: Mapping[str, int] | Sequence[int] | str | None = Non
             raise SpecError("cannot show an array on a mesh other than its own.\n  Leave the mesh out, or give a spec.")
         spec, axes, devices = _read(array, sizes)
         sizes = tuple(array.shape)
+    if spec.is_open:
+        raise SpecError(f"cannot show '{spec}', which leaves a dimension to the compiler.\n  Name its mesh axes.")
     return blocks_figure(spec, sizes, axes, devices=devices)
 
 
