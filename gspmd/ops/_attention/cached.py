@@ -146,7 +146,7 @@ def cached_attention(
         raise SpecError(f"{doing}: there are rest_scales, and no {lacking}.\n  Give all, or none.")
     new = [array(doing, name, x, "real numbers") for name, x in (("k", k), ("v", v)) if x is not None]
     q = array(doing, "q", q, "real numbers")
-    arrays = {"cached_k": cached_k, "cached_v": cached_v}
+    arrays = {"cached_k": array(doing, "cached_k", cached_k, "real numbers"), "cached_v": cached_v}
     arrays |= {"key_scales": key_scales, "value_scales": value_scales, "rest_scales": rest_scales}
     named = {called: (name, x) for called, (name, x) in zip(_CACHED, arrays.items()) if x is not None}
     cache = {called: array(doing, name, x, "real numbers") for called, (name, x) in named.items()}
@@ -360,7 +360,8 @@ def _check(
     batch, along, heads, size = order = by_position(doing, held, key)
     as_cached = jax.ShapeDtypeStruct((*q.shape[:2], cached_k.shape[heads], cached_k.shape[size]), q.dtype)
     k, v = (new[0], new[-1]) if new else (as_cached, as_cached)
-    values = v.shape[3] if new else cached_v.shape[size]
+    # Arrays without four dimensions are faults below.
+    values = (v.shape[3] if len(v.shape) == 4 else 0) if new else cached_v.shape[size] if cached_v.ndim == 4 else 0
     as_values = (*cached_k.shape[:size], values, *cached_k.shape[size + 1 :])
     values = values if width is None else width
     cached_heads = cached_k.shape[heads], cached_k.shape[size]

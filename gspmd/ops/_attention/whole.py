@@ -283,8 +283,8 @@ def _check_shapes(doing: str, query: Spec, key: Spec, q, k, v, mask) -> None:
                 q.shape[2] % max(k.shape[2], 1) != 0,
                 f"{k.shape[2]} key heads do not divide {q.shape[2]} query heads.",
             ),
-            (1, v.shape[:3] != k.shape[:3], f"values have shape {v.shape}, keys {k.shape}."),
-            (3, not v.shape[3], "the values' head size is 0."),
+            (1, v.ndim != 4 or v.shape[:3] != k.shape[:3], f"values have shape {v.shape}, keys {k.shape}."),
+            (3, v.ndim == 4 and not v.shape[3], "the values' head size is 0."),
             (1, mask is not None and mask.shape != k.shape[:2], f"the mask has to have shape {k.shape[:2]}."),
         )
         faults = [fault(key, key.dims[at], fact) for at, wrong, fact in checks if wrong]
