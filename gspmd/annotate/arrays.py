@@ -1,4 +1,4 @@
-"""The spec of an array, read from its type or sharding, and the check that it is the one written in an equation."""
+"""The spec of an array, read from its type or sharding, and the check that it agrees with a written spec."""
 
 from typing import Any
 
@@ -82,7 +82,7 @@ def mesh_with_devices() -> Any:
 
 
 def _devices_of(x: Any) -> list[int]:
-    """The ids of a concrete array's devices, in the order of its mesh if it has one."""
+    """Return the ids of a concrete array's devices, in the order of its mesh if it has one."""
     mesh = _mesh_of(x)
     return sorted(d.id for d in x.sharding.device_set) if mesh is None else [d.id for d in mesh.devices.flat]
 

@@ -87,7 +87,7 @@ class Equation:
 
     @property
     def specs(self) -> tuple[Spec, ...]:
-        """Every spec in reading order: the operands', those of a group one by one, then the results'."""
+        """Every spec in reading order: the operands, with the members of a group one by one, and then the results."""
         return (*(spec for operand in self.operands for spec in operand.specs), *self.outputs)
 
     @property
@@ -114,10 +114,10 @@ class Equation:
             raise unfit_sizes(self, sizes, faults)
 
     def sizes(self, shapes: Sequence[tuple[int, ...] | Sequence[tuple[int, ...]]]) -> dict[str, int]:
-        """The size of every dimension, from the operands' shapes in reading order (a group's shapes as a tuple).
+        """Return the size of every dimension, from the operands' shapes in reading order (a group's shapes as a tuple).
 
         Raises:
-          SpecError: the number of shapes is not that of the operands, a rank differs, or a dimension has two sizes.
+          SpecError: there is not one shape for each operand, a rank differs, or a dimension has two sizes.
 
         Example:
           >>> parse_equation("BL, (LE, LE) -> (BE, BE)").sizes([(2, 3), ((3, 5), (3, 5))])
@@ -170,7 +170,7 @@ class Via(tuple[Term, ...]):
 
     @property
     def specs(self) -> tuple[Spec, ...]:
-        """Every spec in reading order, those of a group one by one."""
+        """Every spec in reading order, with the members of a group one by one."""
         return tuple(spec for operand in self.operands for spec in operand.specs)
 
     def __str__(self) -> str:

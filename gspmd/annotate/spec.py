@@ -1,4 +1,4 @@
-"""The spec: one tensor's dimensions, the mesh axes that shard each, and those over which it is a partial sum."""
+"""The spec: a tensor's dimensions, the mesh axes that shard each, and the mesh axes of its partial sum."""
 
 import math
 import string
@@ -89,7 +89,7 @@ class Spec:
 
     @cached_property
     def used(self) -> frozenset[str]:
-        """Every mesh axis that shards a dimension, without those of the partial sum."""
+        """Every mesh axis that shards a dimension, without the axes of the partial sum."""
         return frozenset(axis for axes in self.axes for axis in axes) - {OPEN}
 
     @property

@@ -22,7 +22,7 @@ from gspmd.hardware.torus import lay
 
 
 def wire_bytes(kind: str, group: int, buffer: float) -> int:
-    """Bytes that one device sends in a collective: buffer (K-1)/K in a group of K, twice that in an all-reduce.
+    """Return the bytes that a device sends in a collective: buffer (K-1)/K in a group of K, twice that to all-reduce.
 
     Args:
         kind: one of all-gather, reduce-scatter, all-reduce, all-to-all, collective-permute, slice, einsum.
@@ -63,7 +63,7 @@ class Occupancy(NamedTuple):
 
 
 LARGEST_WHOLE: Mapping[str, int] = MappingProxyType({"all-gather": 16, "reduce-scatter": 4})
-"""The number of devices up to which each of these over a whole TPU slice is always one collective (`stays_whole`)."""
+"""The number of devices up to which a collective over a whole TPU slice is never split (`stays_whole`)."""
 
 
 def stays_whole(kind: str, group: int, buffer: float, chip: Chip) -> bool:
@@ -203,9 +203,9 @@ def _by_the_compiler(kind: str, axes: Sequence[str], mesh: Mapping[str, int], bu
         takes = _together(kind, axes, mesh, buffer, chip)
         whole_slice = chip.keeps_whole_slices and group == prod(mesh.values()) and group > LARGEST_WHOLE[kind]
         if chip.gathers_on_one_ring or whole_slice:
-            # The latency stays that of rings along each axis, as the lowering sends few bytes. Many bytes take a hop
-            # every second device. If a plan counted these, it would cut every such gather in two, and reorder the
-            # pieces.
+            # The latency is counted as for rings along each axis, in which the lowering sends few bytes. Many bytes
+            # take a hop for every second device. If a plan counted these hops, it would cut every such gather in two,
+            # and reorder the pieces.
             takes = takes._replace(links=max(takes.links, _on_one_ring(kind, axes, mesh, buffer, chip)))
         if whole_slice:  # `stays_whole` has weighed the hops.
             takes = takes._replace(latency=chip.start_seconds + group // 2 * chip.hop_seconds)
@@ -291,7 +291,7 @@ def network_bytes(kind: str, group: int, near: int, sent: int, chip: Chip) -> in
     Args:
         kind: as for `wire_bytes`.
         group: number of devices that communicate with each other.
-        near: the fewest of them on any node; `group` if the group lies on one node.
+        near: the smallest number of them on a node; `group` if the group lies on one node.
         sent: bytes that one device sends, `wire_bytes`.
         chip: the hardware.
 
@@ -344,7 +344,7 @@ def _laid(mesh: tuple[tuple[str, int], ...], shape: tuple[int, ...]) -> Mapping[
 
 
 def _on_one_ring(kind: str, axes: Sequence[str], mesh: Mapping[str, int], buffer: float, chip: Chip) -> float:
-    """Seconds of links in which a gather or a reduce-scatter goes round one ring through all devices.
+    """Return the seconds of links for a gather or a reduce-scatter that goes round one ring through all devices.
 
     The ring joins only neighbours, and closes, if any side of the grid is even or has wrap-around links. Then it goes
     both ways.
@@ -373,7 +373,7 @@ def _round_each_axis(sizes: Sequence[int], buffer: float, chip: Chip) -> float:
 def _in_parts(
     kind: str, first: Sequence[str], axes: Sequence[str], mesh: Mapping[str, int], buffer: float, chip: Chip
 ) -> float:
-    """Seconds of a gather or a reduce-scatter over the axes `first`, and of one over the others."""
+    """Return the seconds of a gather or a reduce-scatter over the axes `first` and a second one over the other axes."""
     rest = [axis for axis in axes if axis not in first]
     small = buffer / prod(mesh[axis] for axis in rest)
     return _by_the_compiler(kind, first, mesh, small, chip) + _by_the_compiler(kind, rest, mesh, buffer, chip)
@@ -421,7 +421,7 @@ def occupancy(kind: str, sizes: Sequence[int], group: int, near: int, buffer: fl
 
 
 def _switch_bandwidth(kind: str, near: int, chip: Chip) -> float:
-    """Bytes/s of one device: through a switch all links are used, in a full mesh only those to devices of the group."""
+    """Return bytes/s of one device: all links with a switch, only links to devices of the group in a full mesh."""
     peers = max(1, 1 if kind == "collective-permute" else near - 1)
     used = min(peers, chip.links) if chip.full_mesh else chip.links
     return used * chip.link_bandwidth * chip.link_efficiency
@@ -445,7 +445,7 @@ def _on_torus(kind: str, sizes: Sequence[int], group: int, buffer: float, chip: 
 
 
 def _network_share(kind: str, group: int, near: int) -> float:
-    """The fraction of its buffer that one device exchanges with other nodes."""
+    """Return the fraction of its buffer that one device exchanges with other nodes."""
     if kind == "collective-permute":
         return 1.0
     away = 1 - near / group

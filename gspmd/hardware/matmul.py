@@ -1,4 +1,4 @@
-"""Seconds of a local matrix product, including the lower efficiency of thin ones.
+"""Seconds of a local matrix product, including the lower efficiency of thin products.
 
 Only large products come near a chip's peak. A product cut into chunks pays a start for each chunk, reads its other
 operand once per chunk, and, if the contracted dimension is cut, reads and writes the accumulator once per chunk. The
@@ -38,7 +38,7 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Efficiency:
-    """The fitted constants of one chip; matmul.toml explains each."""
+    """The fitted constants of one chip, which matmul.toml explains."""
 
     overhead_seconds: float
     latency_seconds: float

@@ -1,8 +1,8 @@
 """Ways in which NCCL, the library of collectives on GPUs, can run one: latency, and share of the bandwidth.
 
-NCCL has three protocols. The one for small messages has the least latency, and wastes bandwidth on flags; for each
-collective the fastest is taken, as NCCL does by the same table. RCCL of AMD, which derives from it, is assumed to do
-the same.
+NCCL has three protocols. The protocol for small messages has the least latency, and wastes bandwidth on flags; for each
+collective the fastest protocol is chosen, as NCCL does by the same table. RCCL of AMD, which derives from it, is
+assumed to do the same.
 """
 
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ class Protocol(NamedTuple):
         start: seconds more to start.
         hop: seconds more for a step in a node.
         network: seconds more for a step of a ring between nodes.
-        tree: the same for a tree.
+        tree: seconds more for a step of a tree between nodes.
         share: the share of the bandwidth.
 
     Source: NVIDIA NCCL, src/graph/tuning.cc: `baseLatencies`, `hwLatencies`; `llMaxBws` over the links' bandwidth,

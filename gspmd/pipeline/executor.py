@@ -78,8 +78,8 @@ class PipelineExecutor:
 
             def tick(carry: _Carry, rows: Sequence[Mapping[str, TickSlots]]) -> tuple[_Carry, None]:
                 sums, states = carry.sums, [*carry.stacks]
-                # A stage takes what another stack sent in the tick before. So in this tick a stack does its forward
-                # pass before the stack that it takes its input from, and its backward pass likewise.
+                # A stage receives what another stack sent in the previous tick. So within a tick a stack runs its
+                # forward pass before the stack from which it receives its input, and its backward pass likewise.
                 for number, stack in reversed([*enumerate(stacks)]):
                     if "forward" in rows[number]:
                         ended = states[number - 1].activation[:1] if number else ()
@@ -103,7 +103,7 @@ class PipelineExecutor:
     def _begin(
         self, shared: Tree, weights: tuple[Tree, ...], batches: Tree, trains: bool
     ) -> tuple[_Carry, list[StageOfStack]]:
-        """Return the carry before the first tick, and what the stage computes in each stack."""
+        """Return the carry before the first tick, and the stage's computations in each stack."""
         stacks: list[StageOfStack] = []
         for number, stages in enumerate(self.stages):
             stream = jax.eval_shape(stages.first, shared, row_of(batches, 0))
@@ -112,6 +112,6 @@ class PipelineExecutor:
             specs, shapes = zip((self.streams[number], stream), *before)
             of = self.schedules[number], self.axis, specs, shapes, self.batches
             stacks.append(StageOfStack(stages, *of, shared, weights[number], batches))
-        # Many microbatches are added: in float32 even for narrower weights.
+        # In float32 even for narrower weights, since many microbatches are added.
         added = StageSums(jnp.float32(0), wide_zeros(shared) if trains else None)
         return _Carry(added, tuple(stack.begin(trains) for stack in stacks)), stacks

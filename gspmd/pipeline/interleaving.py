@@ -1,4 +1,4 @@
-"""Send stacked layers to the stages that compute them: with several rounds, those are not consecutive layers.
+"""Send stacked layers to the stages that compute them, which with several rounds are not consecutive layers.
 
 Stage q of S stores N/S of the N layers, from layer q·N/S on. R rounds divide them into R·S chunks, and stage s
 computes chunk r·S + s in round r. Each stage stores R chunks and computes R. The storing and the computing stages are
@@ -50,8 +50,8 @@ class StageChunk(NamedTuple):
 def in_rounds(x: jax.Array, spec: str | Spec, rounds: int) -> jax.Array:
     """Send consecutive layers [N, ...] of each stage to the stages that compute them in R rounds, for `pipelined`.
 
-    A chunk that a stage both stores and computes is not sent. The others take the fewest permutes possible, each of one
-    chunk, at most R - ⌊R/S⌋. The gradient returns in as many.
+    A chunk that a stage both stores and computes is not sent. The other chunks take the fewest permutes possible, each
+    of one chunk, at most R - ⌊R/S⌋. The gradient returns in the same number of permutes.
 
     Args:
         x: [N, ...]; each stage stores N/S consecutive layers.

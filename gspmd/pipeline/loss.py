@@ -177,7 +177,7 @@ def _summed(spec: Spec, x: jax.Array, axes: tuple[str, ...], kept: tuple[str, ..
 
 
 def _over_data(x: jax.Array, axis: str, data: tuple[str, ...]) -> jax.Array:
-    """Sum the figures of each pipeline to figures [R, N, ...] of all."""
+    """Sum the figures of each pipeline to figures [R, N, ...] of all pipelines."""
     if not data:
         return x[0]
     dims = "RNABC"[: x.ndim - 1]
@@ -193,7 +193,7 @@ def _partial_sum(x: jax.Array, data: tuple[str, ...]) -> jax.Array:
 
 
 def _whole(x: jax.Array) -> jax.Array:
-    """Return the array without `reduced` in its type."""
+    """Return an array without `reduced` in its type."""
     partition = _partition(x)
     return mapped(lambda piece: piece, partition, jax.P(*partition.partitions))(x) if partition.reduced else x
 

@@ -14,7 +14,7 @@ def cut_batch(tokens: jax.Array, spec: str | Spec, count: int) -> jax.Array:
 
     Args:
         tokens: [B, L], or with other dimensions after B.
-        spec: how they are sharded, such as `"B_xL"`; its first dimension is cut.
+        spec: the spec of the tokens, such as `"B_xL"`; its first dimension is cut.
         count: M, the number of microbatches.
 
     Returns:

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure  # slow to import; only pictures need it
+    from matplotlib.figure import Figure  # slow to import, and only needed for pictures
 
 Ticks = Sequence[Mapping[str, Sequence[Any]]]
 """The slots of each tick by kind: for each stage the `Work` that it does, or None."""
@@ -64,7 +64,7 @@ def figure(title: str, ticks: Ticks) -> "Figure":
 
     slots = [(kind, slot) for tick in ticks for kind, slot in tick.items()]
     kinds, stages, several = dict.fromkeys(kind for kind, _ in slots), len(slots[0][1]), _has_rounds(ticks)
-    # A backward pass repeats the forward pass, and has two products for each of its products, one for weights.
+    # A backward pass repeats the forward pass, and has two products for each forward product, one of them for weights.
     lengths = {"forward": 1.0, "backward": 2.0 if "weights" in kinds else 3.0, "weights": 1.0}
     whole = sum(lengths[kind] for kind, _ in slots)
     made = Figure(figsize=(max(6.0, min(20.0, 0.28 * whole)), 1.1 + 0.45 * stages), dpi=150)

@@ -53,8 +53,8 @@ class Schedule:
         microbatches: M, the number of parts of a batch that follow one another.
         rounds: R, the number of chunks of layers of each stage.
         ticks: for each tick its slots, by kind: `"forward"`, `"backward"`, and `"weights"`. With the last, backward
-            passes are split: `"backward"` computes gradients of inputs, `"weights"` those of weights. If a tick lacks a
-            kind, no stage does that kind of work in it.
+            passes are split: `"backward"` computes gradients of inputs, and `"weights"` gradients of weights. If a tick
+            lacks a kind, no stage does that kind of work in it.
         stack: the number of the stack of blocks whose work this is, from 0 (see `in_stacks`).
         stacks: the number of stacks that a microbatch goes through.
 
@@ -117,7 +117,7 @@ class Schedule:
     def in_stacks(self, count: int) -> "tuple[Schedule, ...]":
         """Return the schedules of several stacks of blocks, which every microbatch goes through one after the other.
 
-        All have the same ticks. A stack takes what another one sent in the tick before.
+        All have the same ticks. A stack receives what another stack sent in the previous tick.
 
         Args:
             count: the number of stacks.
@@ -158,7 +158,7 @@ class Schedule:
 
     @cached_property
     def inputs(self) -> Mapping[tuple[str, int, int], int]:
-        """The place of a chunk's input by kind, tick and stage, held from its forward to its backward pass."""
+        """The place by kind, tick and stage in which a chunk's input is held from its forward to its backward pass."""
         return self._places("forward", "backward")
 
     @cached_property
@@ -222,7 +222,7 @@ def phases(schedules: Sequence[Schedule]) -> Iterator[range]:
     """Yield runs of consecutive ticks with the same kinds of work in every stack.
 
     Args:
-        schedules: those of all stacks.
+        schedules: the schedules of all stacks.
     """
     numbers = range(len(schedules[0].ticks))
     for _, ticks in groupby(numbers, key=lambda number: [tuple(schedule.ticks[number]) for schedule in schedules]):

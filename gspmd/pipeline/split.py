@@ -1,4 +1,4 @@
-"""Split a function in two parts: the first computes some of its results, the second the others from kept values.
+"""Split a function in two parts: the first computes some results, the second the other results from kept values.
 
 Zero-bubble schedules split a backward pass in this way: the first part is the gradient of its input, for which the
 previous stage waits; the second part is the gradients of weights, for which no stage waits. Only operations that depend
@@ -41,8 +41,8 @@ def split(f: Callable[[Tree, Tree], tuple[Tree, Tree]], fixed: Tree, moving: Tre
 
     Args:
         f: (fixed, moving) -> (early, late).
-        fixed: arguments that both parts are given; operations that use nothing else run in both parts.
-        moving: arguments that only the first part is given.
+        fixed: arguments of both parts; operations that use nothing else run in both parts. moving: arguments of the
+            first part only.
 
     Returns:
         The two parts.

@@ -1,4 +1,4 @@
-"""One stage of a pipeline in one stack of blocks: the work of its slots, and what it sends to its neighbours."""
+"""One stage of a pipeline in one stack of blocks: the work of its slots, and its permutes to neighbouring stages."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -49,7 +49,7 @@ class Stages:
 
 
 Streams = tuple[jax.Array, ...]
-"""The arrays that a stage sends to the next: the stream of its stack and, after another stack, that one's output."""
+"""The arrays that a stage sends to the next: the stream of its stack and, if any, the output of the previous stack."""
 
 
 class StackState(NamedTuple):
@@ -78,11 +78,10 @@ class StageOfStack:
         stages: the functions to compute.
         schedule: the order in which they run.
         axis: the mesh axis of the stages.
-        streams: the specs of what a stage sends to the next.
-        shapes: their shapes.
+        streams: the specs of the arrays that a stage sends to the next. shapes: the shapes of these arrays.
         batches: number of microbatches that the loss averages over.
         shared: the weights that every stage has.
-        weights: [rounds, layers, ...], those of the stage in this stack.
+        weights: [rounds, layers, ...], the weights of the stage in this stack.
         microbatches: the inputs, [M, ...].
     """
 
@@ -147,7 +146,7 @@ class StageOfStack:
     def forward(
         self, state: StackState, sums: StageSums, rows: "TickSlots", ended: Streams
     ) -> tuple[StackState, StageSums]:
-        """Compute a chunk's forward pass; `ended` is what the stack before sent to the first stage, if there is one."""
+        """Compute a chunk's forward pass; `ended` is the output of the previous stack for the first stage, if any."""
         row = self._mine(rows)
         batch = row_of(self.microbatches, row.microbatch)
         number, is_first, is_last = self._chunk(row)
@@ -166,7 +165,7 @@ class StageOfStack:
     def backward(
         self, state: StackState, sums: StageSums, rows: "TickSlots", ending: jax.Array | None
     ) -> tuple[StackState, StageSums]:
-        """Compute a chunk's backward pass; `ending` is what the stack after sent to the last stage, if there is one."""
+        """Compute a chunk's backward pass; `ending` is the cotangent from the next stack for the last stage, if any."""
         row = self._mine(rows)
         number, _, is_last = self._chunk(row)
         x, *before = (row_of(held, row.input) for held in state.inputs)

@@ -86,7 +86,7 @@ class Dataflow:
     users: defaultdict[Value, list[Operation]] = field(default_factory=lambda: defaultdict(list))
 
     def uses(self, value: Value) -> int:
-        """Return how often a value is used, as a result of the program too."""
+        """Return the number of uses of a value, including uses as a result of the program."""
         return len(self.users[value]) + self.results.count(value)
 
 

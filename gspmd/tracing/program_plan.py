@@ -32,7 +32,7 @@ class PlannedStep:
     Attributes:
         step: kind, mesh axes, bytes and seconds of one execution.
         trips: the number of times that it runs.
-        equation: the equation it belongs to.
+        equation: the equation to which it belongs.
         number: its number among the steps of that equation.
         dtype: the dtype that a collective sends, as HLO names it: `f32`, `bf16`; empty in a forecast.
         first: equation and number of an earlier step, whose result this one uses instead of running: the same result,

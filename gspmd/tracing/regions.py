@@ -184,7 +184,7 @@ class Region:
             return region._new()
         what = expression(equation)
         captured = self._captured(equation, operands)
-        # A device's place in the mesh is invariant in all loops, but each loop captures it from the one around it.
+        # A device's place in the mesh is invariant in all loops, but each loop captures it from the surrounding loop.
         apart = (captured,) if region.is_loop and "axis_index" in what[1] else ()
         number, barrierless = (self.numbering.of(*what, id(region), *apart, *side) for side in _sides(operands, region))
         return Value(number, barrierless, region, barrierless)
@@ -195,7 +195,7 @@ class Region:
         return self._hoisted([self._value(var) for var in equation.invars], hoists and not has_effects(equation))
 
     def _recomputed(self, equation: Any, operands: list[Value]) -> list[Value]:
-        """Return the operands of a call; recomputed ones of a backward pass are behind an optimization barrier."""
+        """Return the operands of a call; recomputed operands of a backward pass come after an optimization barrier."""
         kept = equation.params.get("prevent_cse", False) if equation.primitive.name in RECOMPUTED else False
         each = (kept,) * len(operands) if isinstance(kept, bool) else kept
         waits = [one and equation.params["differentiated"] for one in each]

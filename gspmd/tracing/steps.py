@@ -61,12 +61,12 @@ class TracedStep:
         return not (self.buffer or self.flops or self.first)
 
     def times(self, trips: int) -> "TracedStep":
-        """Return the same operations in a loop, which has only permutes and products."""
+        """Return the operations in a loop of so many trips; loops have only permutes and products."""
         again = {step: sent * trips for step, sent in self.again.items()}
         return replace(self, flops=self.flops * trips, permuted=self.permuted * trips, again=again)
 
     def in_dtype(self, dtype: Any) -> "TracedStep":
-        """Return the same collective in another dtype; None for its own."""
+        """Return the collective in another dtype; None keeps its own dtype."""
         if dtype is None or not self.dtype:
             return self
         name = hlo_name(dtype.name)
@@ -75,8 +75,8 @@ class TracedStep:
     def as_executed(self, step: Step, mesh: Mapping[str, int]) -> Iterator[tuple[Step, StepKey | None]]:
         """Yield the planned step with the traced figures, each with the step whose result it shares, if any.
 
-        Under vmap figures exceed the planned ones, since a plan is that of one example. A looped step is split into the
-        permutes that only it sends, and those that each other step has sent before.
+        Under vmap figures exceed the planned ones, since a plan is for one example. A looped step is split into the
+        permutes that only it sends, and the permutes that each other step has sent before.
         """
         permutes: list[tuple[int, StepKey | None]] = [(self.permuted, None)]
         permutes += [(sent, first) for first, sent in self.again.items()]

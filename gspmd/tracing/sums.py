@@ -52,7 +52,7 @@ class Change(NamedTuple):
 
 
 Changes = Mapping[int, Change]
-"""The changes in one call of a planned program, by the number of the step; that of a mark by the number 0."""
+"""The changes in one call of a planned program, by the number of the step; a mark has the number 0."""
 
 
 Found = dict[Path, dict[int, Change]]
@@ -64,7 +64,7 @@ class _Reduction:
 
     Attributes:
         place: the place of its operation in the program.
-        steps: this operation, and those that are merged into it.
+        steps: this operation, and the operations that are merged into it.
         cuts: the slices that each device keeps of the result.
         converted: the narrower dtype that is reduced, if the result is converted; otherwise empty.
     """
@@ -96,7 +96,7 @@ class _Program:
 
     Args:
         flow: the program.
-        found: the changes; those of this program and of all that it calls are added.
+        found: the changes; the changes of this program and of all programs that it calls are added.
     """
 
     def __init__(self, flow: Dataflow, found: Found):
@@ -190,7 +190,7 @@ class _Program:
         return added[1]
 
     def _sum(self, total: Value | None) -> tuple[Value | None, _Reduction] | None:
-        """Return the two parts of a sum of which the second is an all-reduce; None if there is no such sum."""
+        """Return the two parts of a sum whose second part is an all-reduce; None if there is no such sum."""
         made = self.flow.makers.get(total)
         if made is None or made.name not in _SUMS:
             return None
@@ -203,7 +203,7 @@ class _Program:
         return None
 
     def _reshaped(self, value: Value | None) -> Value | None:
-        """Return the value that is given another shape or dtype to make this one, and is used for nothing else."""
+        """Return the value from which this one is made by a change of shape or dtype, if it has no other use."""
         while value is not None and self._uses(value) == 1 and (made := self.flow.makers.get(value)):
             if made.name in _RESHAPES or is_reshape(made.equation) or _is_whole(made.equation):
                 value = made.operands[made.name == _PUT]
@@ -212,7 +212,7 @@ class _Program:
         return value
 
     def _uses(self, value: Value | None) -> int:
-        """Return how often a value is used, other than as the place of a slice that covers it."""
+        """Return the number of uses of a value, without uses as the place of a slice that covers it."""
         covered = (each for each in self.flow.users[value] if each.name == _PUT and _is_whole(each.equation))
         return self.flow.uses(value) - sum(each.operands[0] == value for each in covered)
 

@@ -128,7 +128,7 @@ def _merge_notes(shared: Sequence[PlannedStep], numbering: Numbering) -> Iterato
 def _steps(
     jaxpr: Jaxpr, region: Region, changes: Mapping[Path, Changes], path: Path = (), is_backward: bool = False
 ) -> Iterator[PlannedStep]:
-    """Yield a program's planned steps, of a conditional only those of its largest branch.
+    """Yield a program's planned steps; a conditional counts as its largest branch.
 
     A scan of no trips has none.
     """

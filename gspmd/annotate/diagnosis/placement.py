@@ -23,7 +23,7 @@ def unfit_array(spec: Any, shape: tuple[int, ...], mesh: Any, doing: str) -> Spe
 
 
 def other_type(spec: Any, actual: Any, doing: str) -> SpecError:
-    """Return the error of an array whose type, `actual`, is not that of the spec."""
+    """Return the error of an array whose type, `actual`, does not agree with the spec."""
     fact = f"the spec says '{spec}', and the array is '{actual}' by its type."
     moved = re.search(r"operand \d+", doing)
     what = "x" if moved is None else moved[0].replace(" ", "_")  # In an equation x may be the name of another one.
@@ -37,7 +37,7 @@ def other_type(spec: Any, actual: Any, doing: str) -> SpecError:
 
 
 def on_another_mesh(spec: Any, there: Mapping[str, int], here: Mapping[str, int], doing: str) -> SpecError:
-    """The error of an array whose type has another mesh than the one in force."""
+    """Return the error of an array whose type has a mesh other than the mesh in force."""
     fact = f"the array is on another mesh, of {_mesh_text(there)}, and the mesh in force has {_mesh_text(here)}."
     return report(SpecError, doing, [_of_whole(spec, fact, _bring_here(spec))])
 

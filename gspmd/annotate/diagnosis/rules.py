@@ -1,4 +1,4 @@
-"""The rules of a whole equation, for texts whose specs may have faults of their own.
+"""The rules of a whole equation, for texts whose specs may also have faults.
 
 A product has two operands, of which one may be a group; a sum has no groups; every term of a sum has all the
 dimensions of the result. The remedy names the equations to write instead, wherever they are known.

@@ -1,4 +1,4 @@
-"""Faults of sizes: those of a spec or an equation on a mesh, for the sizes or the shapes of its arrays.
+"""Faults of the sizes or shapes of arrays for a spec or an equation on a mesh.
 
 Here a spec is any object with the fields of a `Spec`: `Spec` imports this module, which cannot import it in turn.
 """
@@ -73,7 +73,7 @@ def _unknown_axes(spec: Any, at: int, mesh: Mapping[str, int]) -> list[Fault]:
 
 
 def _spelled(spec: Any, axes: Sequence[str], mesh: Mapping[str, int]) -> str:
-    """The mesh axis whose name the letters of a suffix spell, if they do (those of a partial sum are sorted)."""
+    """Return the mesh axis whose name the letters of a suffix spell, if any (a partial sum's letters are sorted)."""
     if len(axes) < 2 or any(len(a) > 1 for a in axes):
         return ""
     arrange = sorted if axes is spec.partial or axes is spec.reduced else list
@@ -124,7 +124,7 @@ def _over(axes: Sequence[str], mesh: Mapping[str, int]) -> str:
 
 
 def unfit_sizes(equation: Any, sizes: Any, faults: Iterable[Sequence[Fault]]) -> SpecError:
-    """The error of an equation that does not fit its sizes; `faults` are those of each of its specs."""
+    """Return the error of an equation that does not fit its sizes; `faults` has the faults of each spec."""
     if not isinstance(sizes, Mapping):
         return SpecError(
             f"cannot shard {equation.text or str(equation)!r} for the sizes {shown(sizes)}.\n"
@@ -136,7 +136,7 @@ def unfit_sizes(equation: Any, sizes: Any, faults: Iterable[Sequence[Fault]]) ->
 
 
 def unfit_shapes(equation: Any, shapes: Any) -> SpecError:
-    """The error of shapes that are not those of the operands, or that give one dimension two sizes."""
+    """Return the error of shapes that do not match the operands, or that give one dimension two sizes."""
     if not _are_sequences([shapes]) or not _are_sequences(shapes):
         return _no_shapes(equation, shapes)
     counts = [len(shape) if operand.group else 1 for operand, shape in zip(equation.operands, shapes)]
