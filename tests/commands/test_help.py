@@ -1,9 +1,11 @@
 """--help and misspelled flags are answered before JAX starts, in lines as wide as the terminal."""
 
+import ast
 import json
 import re
 import subprocess
 import sys
+import tomllib
 from dataclasses import fields, is_dataclass
 
 import pytest
@@ -132,3 +134,23 @@ def test_the_page_of_commands_is_renewed_and_has_every_flag(pytestconfig):
     # Common flags come first.
     common = chapters["gspmd train"].index("**Common**"), chapters["gspmd train"].index("`--steps`")
     assert common[0] < common[1] < chapters["gspmd train"].index("**Others**")
+
+
+def test_help_has_the_address_of_the_documentation(capsys, pytestconfig):
+    urls = tomllib.loads((pytestconfig.rootpath / "pyproject.toml").read_text())["project"]["urls"]
+    assert main.main(["--help"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == f"Documentation: {urls['Documentation']}"
+
+
+def test_no_message_sends_the_user_of_a_wheel_to_a_file_of_the_tree(pytestconfig):
+    """Pages are named by their addresses; only docstrings, which developers read, name files."""
+    for folder in ("gspmd", "models"):
+        for path in (pytestconfig.rootpath / folder).rglob("*.py"):
+            tree = ast.parse(path.read_text())
+            told = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+            for node in ast.walk(tree):
+                if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in told:
+                    assert not re.search(r"(?<!main/)\bdocs/\w", node.value), f"{path}:{node.lineno}"
+    for name, module in TYPED.items():
+        assert not re.search(r"(?<!main/)\bdocs/\w", module.__doc__), name
+    assert not re.search(r"(?<!main/)\bdocs/\w", page_of_commands())
