@@ -22,10 +22,10 @@ from statistics import mean
 from typing import Any
 
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from page import INK, style, write_between
+from page import INK, called, style, write_between
 
+from gspmd.display import images
 from gspmd.training.checkpoints import newest
 from gspmd.training.toml import from_mapping
 from gspmd_models import ModelConfig
@@ -183,7 +183,8 @@ def _draw(results: Mapping[str, Any], path: Path) -> None:
             axes.legend(frameon=False, loc="upper right", title="at the end, mean of the seeds", title_fontsize=8)
     figure.axes[0].set_ylabel("held-out bits per byte", color=INK)
     path.parent.mkdir(parents=True, exist_ok=True)
-    FigureCanvasAgg(figure).print_png(str(path))
+    ends = ", ".join(f"{name} {mean(_ends(row)):.3f}" for name, row in results.items() if _ends(row))
+    images.save(figure, path, "held-out bits per byte", ends, called())
 
 
 def _curves(axes: Axes, name: str, row: Mapping[str, Any], *, dashed: bool) -> None:

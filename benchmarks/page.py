@@ -1,9 +1,16 @@
 """Output of benchmarks: figures in a file, tables between two marks of a page, and labels in a plot."""
 
 import json
+import shlex
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+
+def called() -> str:
+    """Return the command line of this benchmark, as its docstring has it."""
+    return shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
 
 
 def write_between(path: Path, marks: tuple[str, str], content: str) -> None:

@@ -22,10 +22,10 @@ from statistics import mean
 from typing import Any
 
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from page import INK, style, write_between
+from page import INK, called, style, write_between
 
+from gspmd.display import images
 from gspmd.training.checkpoints import newest
 from gspmd.training.toml import from_mapping
 from gspmd_models import ModelConfig
@@ -141,7 +141,8 @@ def _draw(runs: Mapping[str, Sequence[Mapping[str, Any]]], path: Path) -> None:
     by_step.legend(frameon=False, loc="upper right", title="cross-entropy at the end", title_fontsize=8)
     by_step.set_ylabel("cross-entropy of a predicted token, nats", color=INK)
     path.parent.mkdir(parents=True, exist_ok=True)
-    FigureCanvasAgg(figure).print_png(str(path))
+    ends = ", ".join(f"{name} {_losses(rows)[-1]:.3f}" for name, rows in runs.items())
+    images.save(figure, path, "cross-entropy", ends, called())
 
 
 def _curve(axes: Axes, name: str, along: Sequence[float], losses: Sequence[float]) -> None:

@@ -13,6 +13,7 @@ import stat
 import sys
 import tomllib
 from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -264,6 +265,17 @@ def _too_deep() -> ReadError:
 
 def _too_long() -> ReadError:
     return ReadError(f"it has a number of more than {sys.get_int_max_str_digits():,} digits")
+
+
+def similar_file(path: str) -> str:
+    """Return a suggestion of the file with the most similar name in the folder of a missing one; empty if none is."""
+    folder, name = os.path.split(path)
+    try:
+        there = [each.name for each in os.scandir(folder or ".") if each.is_file()]
+    except (OSError, ValueError):  # There is no such folder, or none could have this name.
+        return ""
+    near = get_close_matches(name, there, n=1, cutoff=0.7)
+    return f"Did you mean {os.path.join(folder, near[0])!r}? " if near else ""
 
 
 def _reason(error: OSError | ValueError) -> ReadError:

@@ -1,13 +1,16 @@
 """Files that others wrote: read, or refused by one reason, in bounded time and memory."""
 
 import os
+import re
 import time
 import tracemalloc
 
 import pytest
 
 from gspmd import reading
-from gspmd.reading import MissingError, ReadError, parse_json, parse_toml, read_json, read_text
+from gspmd.annotate.errors import LayoutError
+from gspmd.layouts import Layout
+from gspmd.reading import MissingError, ReadError, parse_json, parse_toml, read_json, read_text, similar_file
 
 DEEP = 100_000
 JSON = {
@@ -100,3 +103,14 @@ def test_the_size_is_bounded_and_so_is_the_memory(tmp_path):
 def test_links_to_elsewhere_are_inside_and_ways_up_are_not():
     assert not reading.is_inside("a\0b")
     assert reading.is_inside("a..b/c..")
+
+
+def test_a_missing_file_is_answered_with_the_most_similar_name_of_its_folder(tmp_path, monkeypatch):
+    (tmp_path / "layout.toml").write_text("")
+    (tmp_path / "layouts.d").mkdir()
+    assert similar_file(str(tmp_path / "layuot.toml")) == f"Did you mean '{tmp_path}/layout.toml'? "
+    with pytest.raises(LayoutError, match=re.escape(f"Did you mean '{tmp_path}/layout.toml'?")):
+        Layout.load(str(tmp_path / "layuot.toml"))
+    monkeypatch.chdir(tmp_path)
+    assert similar_file("layot.toml") == "Did you mean 'layout.toml'? "
+    assert [similar_file(name) for name in ("other.txt", "none/layout.toml", "", "a" * 300, "\0/x")] == [""] * 5

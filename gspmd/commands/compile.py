@@ -1,5 +1,6 @@
 """`gspmd compile`: compile a program for devices that are not attached, and report its memory and its time."""
 
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -52,7 +53,7 @@ def main(argv: Sequence[str], script: str = "", settings: CompileSettings | None
         layout, mesh = layout_of(settings), mesh_of(settings, asked)
         layout = layout.resolved(settings.model.sizes(settings.batch, settings.length), mesh)
         show_remat(console, settings.model, layout, mesh, settings.batch, settings.length, settings.dtype)
-    save(settings, report)
+    save(settings, report, shlex.join([*(("python", f"scripts/{script}") if script else ("gspmd", "compile")), *argv]))
     return 0 if report.fits else 1
 
 
@@ -199,7 +200,7 @@ def say_chosen(layout: Layout) -> None:
     print(*layout.chosen, sep="\n", end="\n" * bool(layout.chosen), file=sys.stderr)
 
 
-def save(settings: CompileSettings, report: Report) -> None:
+def save(settings: CompileSettings, report: Report, command: str) -> None:
     """Write the files of the flags; a program that its compiler refuses only has figures."""
     if settings.json:
         Path(settings.json).write_text(report.to_json())
@@ -213,4 +214,4 @@ def save(settings: CompileSettings, report: Report) -> None:
     if settings.trace:
         perfetto.write(report.timeline, settings.trace)
     if settings.gantt:
-        gantt.draw(report.timeline, settings.gantt)
+        gantt.draw(report.timeline, settings.gantt, command)

@@ -7,7 +7,7 @@ import ast
 import inspect
 import re
 import textwrap
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import cache
 from itertools import pairwise
@@ -138,16 +138,43 @@ def choices_of(hint: Any) -> tuple:
     return (None, *choices) if NoneType in arms else tuple(choices)
 
 
-def flags_of(cls: type, default: Any, prefix: str = "") -> dict[str, tuple[str, ...]]:
-    """Return the flags that tyro makes of a dataclass of settings, each with its choices, if it has some.
+@dataclass(frozen=True)
+class Flag:
+    """A flag that tyro makes of a setting.
+
+    Attributes:
+        name: the flag, such as "--model.heads"; for a boolean the one that turns it on.
+        table: the prefix of its table with a dot, such as "model."; empty without one.
+        field: the name of the setting.
+        choices: the values that it takes, if they are few.
+        default: its value if it is not given.
+        text: what is written about it.
+    """
+
+    name: str
+    table: str
+    field: str
+    choices: tuple[str, ...]
+    default: Any
+    text: str
+
+    @property
+    def off(self) -> str:
+        """The flag that turns it off; empty if it has a value."""
+        if not isinstance(self.default, bool) or self.choices:
+            return ""
+        return f"--{self.table}no-{self.name.removeprefix(f'--{self.table}')}"
+
+
+def every_flag(cls: type, default: Any, table: str = "") -> Iterator[Flag]:
+    """Yield the flags that tyro makes of a dataclass of settings.
 
     Args:
         cls: the dataclass.
         default: an instance, which says which optional tables there are.
-        prefix: the prefix of its flags, such as "model.".
+        table: the prefix of its flags, such as "model.".
     """
-    found: dict[str, tuple[str, ...]] = {}
-    hints = get_type_hints(cls, include_extras=True)
+    hints, texts = get_type_hints(cls, include_extras=True), documented(cls)
     for field in fields(cls):
         hint, value = hints[field.name], getattr(default, field.name)
         marks = get_args(hint)[1:] if get_origin(hint) is Annotated else ()
@@ -156,12 +183,17 @@ def flags_of(cls: type, default: Any, prefix: str = "") -> dict[str, tuple[str, 
         named = next((mark.name for mark in marks if getattr(mark, "name", None)), field.name).replace("_", "-")
         if is_dataclass(value):
             merged = tyro.conf.OmitArgPrefixes in marks
-            found |= flags_of(type(value), value, prefix if merged else f"{prefix}{named}.")
-        elif isinstance(value, bool) and choices_of(hint) == ():
-            found |= {f"--{prefix}{named}": (), f"--{prefix}no-{named}": ()}
-        else:
-            bare = get_args(hint)[0] if marks else hint
-            found[f"--{prefix}{named}"] = tuple(map(str, choices_of(bare)))
+            yield from every_flag(type(value), value, table if merged else f"{table}{named}.")
+            continue
+        choices = tuple(map(str, choices_of(get_args(hint)[0] if marks else hint)))
+        yield Flag(f"--{table}{named}", table, field.name, choices, value, texts.get(field.name, ""))
+
+
+def flags_of(cls: type, default: Any) -> dict[str, tuple[str, ...]]:
+    """Return the flags of a dataclass of settings, each with its choices, if it has some; see `every_flag`."""
+    found: dict[str, tuple[str, ...]] = {}
+    for flag in every_flag(cls, default):
+        found |= {flag.name: flag.choices, **({flag.off: ()} if flag.off else {})}
     return found
 
 

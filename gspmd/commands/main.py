@@ -19,6 +19,7 @@ from typing import Any, TextIO
 
 import gspmd
 from gspmd.display import terminal
+from gspmd.display.manual import DOCS
 from gspmd.interruption import end, end_as_usual, end_at_once, number_of
 
 #: Command -> its description. Each is a module of this package with `run(argv, script, settings) -> exit code`.
@@ -227,5 +228,7 @@ def _overview() -> Any:
     rows = [Text.assemble("  gspmd ", (name.ljust(width), "bold cyan"), f"  {does}") for name, does in COMMANDS.items()]
     title = Text.assemble(("gspmd", "bold"), f" {gspmd.__version__}: {gspmd.__doc__[0].lower()}{gspmd.__doc__[1:]}")
     examples = [Text(f"  {line}", style="dim") for line in _EXAMPLES]
-    closing = "gspmd COMMAND --help lists a command's flags; gspmd --version prints the version."
+    closing = (
+        f"gspmd COMMAND --help lists a command's flags; gspmd --version prints the version.\nDocumentation: {DOCS}"
+    )
     return Text("\n").join([title, Text(), *rows, Text(), *examples, Text(), Text(closing)])

@@ -5,7 +5,7 @@
     gspmd train --resume --out runs/001                # --resume 300: from there
     gspmd train --explain                              # what its step will send
     gspmd train --from DIR --data 'text/*.jsonl'       # from a public checkpoint
-    gspmd train --model mixer:Mixer --layout own.toml  # docs/your-model.md
+    gspmd train --model mixer:Mixer --layout own.toml  # a model of yours
 
 Figures, events, checkpoints and pictures go to --out.
 """
@@ -54,7 +54,7 @@ class RunSettings:
     weights and tokenizer that the run begins with; from [model] only remat is used."""
     model_class: Annotated[str, tyro.conf.arg(name="model", metavar="MODULE:NAME")] = ""
     """A custom model, such as mixer:Mixer for the class Mixer of mixer.py, whose fields become the flags of [model];
-    in a file, class in [model]. docs/your-model.md builds one."""
+    in a file, class in [model]. See https://github.com/gspmd/gspmd/tree/main/docs/your-model.md."""
     model: ModelConfig = field(default_factory=ModelConfig)
     training: tyro.conf.OmitArgPrefixes[TrainingConfig] = field(default_factory=TrainingConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)

@@ -10,7 +10,7 @@ from gspmd.annotate import LayoutError
 from gspmd.annotate.errors import listed, shown, suggestion
 from gspmd.layouts.rules.keys import OVERRIDES, PHASES, SERVING
 from gspmd.layouts.rules.own import declared, is_own_encoder, sections
-from gspmd.reading import LARGEST_TOML, ReadError, parse_toml, read_text
+from gspmd.reading import LARGEST_TOML, MissingError, ReadError, parse_toml, read_text, similar_file
 
 _PRESETS = files(__package__).joinpath("presets")
 
@@ -52,8 +52,9 @@ def text_of(name: str | PathLike) -> str:
     try:
         return read_text(path, LARGEST_TOML)
     except ReadError as error:
+        near = similar_file(path) if isinstance(error, MissingError) else ""
         raise LayoutError(
-            f"cannot read the layout file '{path}': {error}.\n  A name without a slash or .toml is a preset."
+            f"cannot read the layout file '{path}': {error}.\n  {near}A name without a slash or .toml is a preset."
         ) from None
 
 

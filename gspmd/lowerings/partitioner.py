@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from gspmd import jax_internals
 from gspmd.annotate.parser import OPEN
 from gspmd.annotate.spec import Spec
+from gspmd.display import manual
 
 
 def splits_badly(mesh: Mapping[str, int]) -> bool:
@@ -46,7 +47,8 @@ def open_where_it_may_abort(spec: Spec, mesh: Mapping[str, int]) -> str:
     sizes = ", ".join(f"{axis}={size}" for axis, size in mesh.items())
     return (
         f"'{spec}' leaves a dimension to the compiler, which may end the process on a mesh of {sizes}: not all are"
-        f" powers of one prime (docs/compiler.md).\n  Name its mesh axes, or leave it unsharded: '{_closed(spec)}'."
+        f" powers of one prime ({manual.page('compiler.md')}).\n"
+        f"  Name its mesh axes, or leave it unsharded: '{_closed(spec)}'."
     )
 
 

@@ -14,11 +14,13 @@ from functools import cached_property
 from heapq import heappop, heappush
 from itertools import groupby
 from os import PathLike
+from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 from gspmd.annotate.errors import PlanError, shown, suggestion
 from gspmd.annotate.validation import whole
+from gspmd.display import images
 from gspmd.pipeline.picture import figure, text
 
 if TYPE_CHECKING:
@@ -215,7 +217,7 @@ class Schedule:
         Args:
             path: the file to write.
         """
-        self.figure().savefig(path)
+        images.save(self.figure(), Path(path), self.describe(), f"bubble {self.bubble:.0%}")
 
 
 def phases(schedules: Sequence[Schedule]) -> Iterator[range]:

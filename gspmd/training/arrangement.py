@@ -10,6 +10,7 @@ from jax.sharding import AxisType, Mesh
 
 import gspmd
 from gspmd import host
+from gspmd.display import manual
 from gspmd.hardware.chips import slice_of
 from gspmd.layouts import Layout
 from gspmd.training.config import ShardingConfig, TrainingConfig
@@ -126,7 +127,10 @@ def _mesh(shape: Mapping[str, int], devices: Sequence[jax.Device], sharding: Sha
     if (slices := len({slice_of(device) for device in devices})) > 1:
         raise ConfigError(
             "cannot make a mesh:",
-            [f"the devices are of {slices} TPU slices, and commands run on one. Compile for several: docs/slices.md."],
+            [
+                f"the devices are of {slices} TPU slices, and commands run on one.",
+                f"Compile for several: {manual.page('slices.md')}.",
+            ],
         )
     kind = AxisType.Explicit if sharding.axis_types == "explicit" else AxisType.Auto
     return jax.make_mesh(tuple(shape.values()), tuple(shape), axis_types=(kind,) * len(shape), devices=devices)

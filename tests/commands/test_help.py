@@ -1,18 +1,21 @@
 """--help and misspelled flags are answered before JAX starts, in lines as wide as the terminal."""
 
+import ast
 import json
 import re
 import subprocess
 import sys
+import tomllib
 from dataclasses import fields, is_dataclass
 
 import pytest
 
-from gspmd.commands import compile_settings, export_settings, generate_settings, main, settings
+from gspmd.commands import compile_settings, completion, export_settings, generate_settings, main, settings
 from gspmd.commands.described import documented
 from gspmd.commands.search import settings as search_settings
 from gspmd.training.config import ShardingConfig, TrainingConfig
 from gspmd_models import ModelConfig
+from scripts.document_commands import page_of_commands
 
 TYPED = {
     "train": settings, "generate": generate_settings, "export": export_settings, "search": search_settings,
@@ -115,3 +118,39 @@ def test_the_texts_of_all_fields_are_read():
         texts = documented(table)
         missing = [each.name for each in fields(table) if each.name not in texts and not is_dataclass(each.type)]
         assert set(missing) <= {"model", "training", "lora", "optimizer", "sharding"}
+
+
+def test_the_page_of_commands_is_renewed_and_has_every_flag(pytestconfig):
+    written = (pytestconfig.rootpath / "docs" / "commands.md").read_text()
+    assert written == page_of_commands(), "run: python scripts/document_commands.py"
+    chapters = {text.split("\n")[0]: text for text in re.split(r"\n## ", written)}
+    of_model = chapters.pop("Flags of a model")
+    for name, words in completion.known().items():
+        text = chapters[f"gspmd {name.split()[0]}"]
+        tables = {flag for flag in words.flags if flag in ("--model.latent", "--model.lora")}  # None, or tables
+        missing = [flag for flag in {*words.flags} - tables if f"`{flag}`" not in text + of_model]
+        missing = [flag for flag in missing if f"`{flag} " not in text + of_model]
+        assert {*missing} <= {"--help", "--help-all", "-h"}, name
+    # Common flags come first.
+    common = chapters["gspmd train"].index("**Common**"), chapters["gspmd train"].index("`--steps`")
+    assert common[0] < common[1] < chapters["gspmd train"].index("**Others**")
+
+
+def test_help_has_the_address_of_the_documentation(capsys, pytestconfig):
+    urls = tomllib.loads((pytestconfig.rootpath / "pyproject.toml").read_text())["project"]["urls"]
+    assert main.main(["--help"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == f"Documentation: {urls['Documentation']}"
+
+
+def test_no_message_sends_the_user_of_a_wheel_to_a_file_of_the_tree(pytestconfig):
+    """Pages are named by their addresses; only docstrings, which developers read, name files."""
+    for folder in ("gspmd", "models"):
+        for path in (pytestconfig.rootpath / folder).rglob("*.py"):
+            tree = ast.parse(path.read_text())
+            told = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+            for node in ast.walk(tree):
+                if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in told:
+                    assert not re.search(r"(?<!main/)\bdocs/\w", node.value), f"{path}:{node.lineno}"
+    for name, module in TYPED.items():
+        assert not re.search(r"(?<!main/)\bdocs/\w", module.__doc__), name
+    assert not re.search(r"(?<!main/)\bdocs/\w", page_of_commands())

@@ -170,7 +170,7 @@ def test_labels_that_would_overlap_move_apart():
 
 def test_the_curve_says_what_it_is_and_of_which_run(tmp_path, monkeypatch):
     saved = []
-    monkeypatch.setattr(plots, "_save", lambda figure, path: saved.append(figure))
+    monkeypatch.setattr(plots.images, "save", lambda figure, *_: saved.append(figure))
     plots.loss_curve(list(rows()), tmp_path / "loss.png", "001 · zero-3 on 8 devices")
     plots.expert_load(list(rows()), tmp_path / "experts.png", "001 · zero-3 on 8 devices")
     (axes,) = saved[0].axes
@@ -181,7 +181,7 @@ def test_the_curve_says_what_it_is_and_of_which_run(tmp_path, monkeypatch):
 
 def test_held_out_text_far_above_the_rest_is_cut_off_and_labels_are_not(tmp_path, monkeypatch):
     drawn = []
-    monkeypatch.setattr(plots, "_save", lambda figure, path: drawn.append(figure))
+    monkeypatch.setattr(plots.images, "save", lambda figure, *_: drawn.append(figure))
     steps = range(1, 61)
     early = [{"step": at, "bits_per_byte": 1.0 + 40 / at**2, "val_bits_per_byte": 1.1 + 40 / at} for at in steps]
     plots.loss_curve(early, tmp_path / "loss.png", "a run")
@@ -202,7 +202,7 @@ def test_a_short_run_can_be_drawn(tmp_path):
 
 def test_steps_are_whole_numbers_on_the_axis_of_a_short_run(tmp_path, monkeypatch):
     drawn = []
-    monkeypatch.setattr(plots, "_save", lambda figure, path: drawn.append(figure))
+    monkeypatch.setattr(plots.images, "save", lambda figure, *_: drawn.append(figure))
     plots.loss_curve(list(rows(steps=5)), tmp_path / "loss.png")
     ticks = drawn[0].axes[0].get_xticks()
     assert all(tick == int(tick) for tick in ticks), ticks

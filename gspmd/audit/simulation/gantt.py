@@ -21,6 +21,7 @@ from gspmd.audit.simulation.bars import (
 )
 from gspmd.audit.simulation.machine import Span
 from gspmd.audit.simulation.timeline import Timeline, amount, checked_timeline
+from gspmd.display import images
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure  # Slow to import; only pictures need it.
@@ -34,9 +35,16 @@ _MARK = 9.0
 """Font size of a loop's mark, in points."""
 
 
-def draw(timeline: Timeline, path: str | Path) -> None:
-    """Draw a timeline into a file, in the format of its suffix (.png, .svg, ...); see `figure`."""
-    figure(timeline).savefig(file_path(path))
+def draw(timeline: Timeline, path: str | Path, command: str = "") -> None:
+    """Draw a timeline into a file, in the format of its suffix (.png, .svg, ...); see `figure`.
+
+    Args:
+        timeline: from `gspmd.audit.timeline`.
+        path: the file; a PNG also carries the version of gspmd, the figures of the title, and the command.
+        command: the command line that made the timeline.
+    """
+    made, file = figure(timeline), file_path(path)
+    images.save(made, file, _heading(timeline), " ".join(_figures(timeline).split()), command)
 
 
 def figure(timeline: Timeline) -> "Figure":
@@ -170,12 +178,15 @@ def _frame(
     axes.tick_params(length=0, labelsize=9, labelcolor=INK)
     axes.grid(axis="x", color="#dfe4e9", linewidth=0.6, zorder=1)
     axes.spines[:].set_visible(False)
-    mesh = " ".join(f"{axis}={size}" for axis, size in timeline.mesh.items())
-    chips = f"{prod(timeline.mesh.values())} {timeline.chip.describe(timeline.mesh)}"
-    heading = f"{timeline.name or 'program'} on one of {chips}, {mesh}"
-    axes.set_title(heading, loc="left", fontsize=11, weight="bold", color=INK, pad=22)
+    axes.set_title(_heading(timeline), loc="left", fontsize=11, weight="bold", color=INK, pad=22)
     at = {"xy": (0, 1), "xycoords": "axes fraction", "xytext": (0, 6), "textcoords": "offset points"}
     axes.annotate(_figures(timeline), **at, fontsize=9.5, color=INK)
+
+
+def _heading(timeline: Timeline) -> str:
+    mesh = " ".join(f"{axis}={size}" for axis, size in timeline.mesh.items())
+    chips = f"{prod(timeline.mesh.values())} {timeline.chip.describe(timeline.mesh)}"
+    return f"{timeline.name or 'program'} on one of {chips}, {mesh}"
 
 
 def _figures(timeline: Timeline) -> str:

@@ -445,7 +445,7 @@ def unknown_key(key: str, known: Iterable[str]) -> tuple[str, str]:
       >>> unknown_key("mixer.w_im", ["ffn.w_in", "mixer.taps", "mixer.w_in"])
       ("the layout has no line 'mixer.w_im'.", "Did you mean 'mixer.w_in'? [mixer] has taps and w_in.")
       >>> unknown_key("attention.w_gate", ["attention.w_q", "ffn.w_gate"])[1]
-      "Did you mean 'ffn.w_gate'? docs/layouts.md lists every key."
+      "Did you mean 'ffn.w_gate'? `gspmd layouts keys` lists every key."
     """
     if key in RENAMED:
         return (
@@ -459,7 +459,7 @@ def unknown_key(key: str, known: Iterable[str]) -> tuple[str, str]:
     likely = [each for each in known if each not in KEYS] if lines else known
     near = _same_name(section, name, likely) or suggestion(key, likely)
     if not is_custom:
-        return f"no layout has a key {shown(key)}.", f"{near}docs/layouts.md lists every key."
+        return f"no layout has a key {shown(key)}.", f"{near}`gspmd layouts keys` lists every key."
     has = f"[{section}] has {listed(lines)}." if lines else f"It has no section [{section}]."
     return f"the layout has no line {shown(key)}.", f"{near}{has}"
 

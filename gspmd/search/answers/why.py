@@ -99,7 +99,7 @@ def _line(candidate: Candidate, key: str) -> tuple[str, str]:
         near = get_close_matches(key, known, _NEAREST, cutoff=0.0)
         raise LayoutError(
             f"no line of the search is called {key!r}.\n  Nearest are {listed(map(repr, near))}. "
-            "The lines of the layout that was found are all in its file (--out), and docs/layouts.md has every key."
+            "The lines of the layout that was found are all in its file (--out); `gspmd layouts keys` lists every key."
         )
     return known[key]
 

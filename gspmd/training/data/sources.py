@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from gspmd.reading import ReadError, parse_json
+from gspmd.reading import ReadError, parse_json, similar_file
 from gspmd.training.toml import ConfigError
 
 #: Largest number of bytes that are encoded as one text; longer documents are cut.
@@ -81,8 +81,9 @@ def matching(patterns: Sequence[str]) -> list[Path]:
         names = [pattern] if os.path.isfile(pattern) else glob.glob(pattern, recursive=True)
         files = {Path(name) for name in names if os.path.isfile(name)}
         if not files:
-            folder = f" It is a folder; write '{pattern.rstrip('/')}/**/*.txt'."
-            faults.append(f"no file matches {pattern!r}.{folder if os.path.isdir(pattern) else ''}")
+            near = similar_file(pattern)
+            folder = f"It is a folder; write '{pattern.rstrip('/')}/**/*.txt'."
+            faults.append(f"no file matches {pattern!r}. {folder if os.path.isdir(pattern) else near}".rstrip())
         paths |= files
     if faults:
         raise ConfigError("cannot find the data:", faults)

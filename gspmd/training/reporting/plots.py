@@ -7,11 +7,12 @@ from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.collections import QuadMesh
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
+
+from gspmd.display import images
 
 _INK, _MUTED, _FAINT, _BLUE, _RED, _GREEN = "#22272e", "#57606a", "#d8dee6", "#1f6feb", "#d1495b", "#2a9d68"
 # The largest number of columns of a heat map: more would be too narrow to see.
@@ -59,7 +60,7 @@ def loss_curve(rows: Sequence[dict[str, Any]], path: str | Path, name: str = "")
     dots = [step for step, _ in seen], [value for _, value in seen]
     axes.plot(*dots, "o", color=_RED, markersize=5, clip_on=False, zorder=3)
     _label_ends(axes, ends)
-    _save(figure, path)
+    images.save(figure, path, name or "loss curve", f"{steps[-1]} steps" if steps else "")
 
 
 def _label_ends(axes: Axes, ends: Sequence[tuple[float, str, str]]) -> None:
@@ -117,7 +118,7 @@ def expert_load(rows: Sequence[dict[str, Any]], path: str | Path, name: str = ""
     bar.ax.tick_params(colors=_INK, length=0)
     bar.set_label("times an equal share", color=_INK)
     bar.outline.set_visible(False)
-    _save(figure, path)
+    images.save(figure, path, name or "load of every expert", f"{rows[-1]['step']} steps")
     return True
 
 
@@ -195,7 +196,3 @@ def _smooth(values: np.ndarray) -> np.ndarray:
     w0, w1, w2 = (moment(np.ones(len(values)), power) for power in range(3))
     v0, v1 = (moment(values, power) for power in range(2))
     return (w2 * v0 - w1 * v1) / (w0 * w2 - w1**2)
-
-
-def _save(figure: Figure, path: str | Path) -> None:
-    FigureCanvasAgg(figure).print_png(str(path))

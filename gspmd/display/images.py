@@ -1,0 +1,23 @@
+"""Pictures that say how they were made: a PNG carries version, title, figures, and the command that drew it."""
+
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+
+def save(figure: Any, path: str | Path, title: str, figures: str, command: str = "") -> None:
+    """Write a matplotlib figure to a file, in the format of its suffix; a PNG also carries the texts given.
+
+    They are text chunks of the PNG with the keywords of its standard, section 11.3.3: Software, which is this version,
+    Title, Description and Source.
+
+    Args:
+        figure: the picture, a `matplotlib.figure.Figure`.
+        path: the file.
+        title: the heading.
+        figures: the numbers that the picture is about, with their units.
+        command: the command line that drew it, if there is one.
+    """
+    texts = {"Software": f"gspmd {version('gspmd')}", "Title": title, "Description": figures, "Source": command}
+    carried = {name: text for name, text in texts.items() if text}
+    figure.savefig(path, metadata=carried if Path(path).suffix.lower() == ".png" else None)

@@ -1,0 +1,12 @@
+"""The documentation, for messages: installed packages have no docs/."""
+
+DOCS = "https://github.com/gspmd/gspmd/tree/main/docs"
+
+
+def page(name: str) -> str:
+    """Return the address of a page of the documentation.
+
+    >>> page("slices.md")
+    'https://github.com/gspmd/gspmd/tree/main/docs/slices.md'
+    """
+    return f"{DOCS}/{name}"
