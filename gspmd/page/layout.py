@@ -19,6 +19,8 @@ from jax.sharding import AbstractMesh, AxisType
 import gspmd
 from gspmd.annotate.errors import LayoutError, NotationError, PlanError, SpecError, listed, shown, suggestion
 from gspmd.annotate.spec import Spec
+from gspmd.audit.offline.cuda import require_cuda_plugin
+from gspmd.audit.offline.libtpu import require_libtpu
 from gspmd.audit.offline.names import Named, read_name, shapes
 from gspmd.display.units import amount_of_bytes, amount_of_flops, amount_of_seconds, mesh_text
 from gspmd.hardware.chips import Chip, chip
@@ -198,6 +200,7 @@ class LayoutAnswer:
         return {
             "mesh": mesh_text(self.mesh),
             "slice": slice_of(self.chip, prod(self.mesh.values())),
+            "uncompiled": compiler_fault(self.chip),
             "totals": totals | _said(**totals),
             "rows": self._rows(plan.entries),
             "kinds": _kinds(plan.entries),
@@ -269,17 +272,19 @@ class LayoutAnswer:
                 raise BadRequest(f"the line {shown(f'{key} = {text}')} is none of a layout that a search found.")
         with TemporaryDirectory() as folder:
             path = Path(folder, "found.toml")
-            path.write_text(self._document(self.own, PRICED), encoding="utf-8")
+            path.write_text(self.document(self.own), encoding="utf-8")
             return replace(Layout.load(path), name="found")
 
     @property
     def toml(self) -> str:
         """The layout as a file: based on the one that was chosen, or with all lines of one that was found."""
         if self.own:
-            return self._document(self.own | self.changes, self.request.lowering or PRICED)
-        return self._document(self.changes, self.request.lowering)
+            return self.document(self.own | self.changes)
+        return self.document(self.changes)
 
-    def _document(self, lines: Mapping[str, str], lowering: str) -> str:
+    def document(self, lines: Mapping[str, str]) -> str:
+        """Return a file with these lines: of a layout that was found, under the lowering that a search prices."""
+        lowering = self.request.lowering or (PRICED if self.own else "")
         sections: defaultdict[str, list[str]] = defaultdict(list)
         for key, text in lines.items():
             section, _, name = key.partition(".")
@@ -325,6 +330,15 @@ def slice_of(chip: Chip, devices: int) -> str:
         if prod(shape) * named.cores == devices:
             with suppress(PlanError):
                 return read_name(named.name).name
+    return ""
+
+
+def compiler_fault(of: Chip) -> str:
+    """Return why nothing can be compiled for a chip here; empty if it can."""
+    try:
+        (require_cuda_plugin if of.is_switch else require_libtpu)(of.name, of)
+    except PlanError as error:
+        return str(error)
     return ""
 
 

@@ -29,7 +29,7 @@ EQUATION_TASKS, LAYOUT_TASKS = ("choices", "plan", "compare"), ("shelf", "layout
 """The tasks of `gspmd.page.tasks` that a page may ask for; those of layouts have a process of their own."""
 SHORT = "gspmd.page.tasks:Tasks"
 """The class of these tasks."""
-TOLD = ("search",)
+TOLD = ("search", "compile")
 """The tasks whose answers are told part by part. Each has a process of its own, which ends if its page goes away."""
 
 
@@ -72,7 +72,7 @@ def application(
         if isinstance(given, Response):
             return given
         if desk.waiting.borrowed_tokens:
-            return _refused(503, f"another {task} is under way, in another window perhaps; stop it first.")
+            return _refused(503, f"another one ({task}) is under way, in another window perhaps; stop it first.")
         return _Told(desk, task, given, ending)
 
     async def ask(request: Request, task: str, desk: _Desk) -> Response:
@@ -116,10 +116,8 @@ class _Told(Response):
     If the page goes away, or its button stops it, the connection ends, and the process that answers with it.
     """
 
-    media_type = "application/x-ndjson"
-
     def __init__(self, desk: _Desk, task: str, given: Mapping[str, Any], ending: Callable[[], bool]):
-        super().__init__()
+        super().__init__(media_type="application/x-ndjson")
         del self.headers["content-length"]
         self._desk, self._task, self._given, self._ending = desk, task, given, ending
 

@@ -162,6 +162,45 @@ def test_a_search_is_stopped_and_faults_are_shown(open_page):
     assert "there is no topology 'tpu-v5p:1x'" in page.inner_text("#search-fault")
 
 
+@pytest.mark.slow
+def test_a_compilation_is_shown_and_its_timeline_zooms(open_page):
+    pytest.importorskip("libtpu", reason="libtpu is not installed")
+    page = open_page("/layout?config=tiny&mesh=x=2,y=2&batch=16&length=64&chip=tpu-v5e", ready="#answer[data-answered]")
+    page.set_default_timeout(5 * PATIENCE)
+    page.click("#compile-start")
+    page.wait_for_selector("#compile[data-compiled]:not([data-compiled=''])")
+    assert page.inner_text("#compile-said") == "Compiled for tpu-v5e:2x2."
+    assert "planned and compiled, bytes sent per device" in page.inner_text("#comparison")
+    seen = lambda: [float(n) for n in page.get_attribute("#timeline svg", "viewBox").split()]  # noqa: E731
+    whole = seen()
+    page.click("#zoom-in")
+    half = seen()
+    assert half[2:] == pytest.approx([n / 2 for n in whole[2:]], abs=0.01)
+    page.focus("#timeline")
+    page.keyboard.press("ArrowRight")
+    assert seen()[0] == pytest.approx(half[0] + 0.2 * half[2], abs=0.01)
+    for _ in range(9):
+        page.keyboard.press("ArrowRight")
+    assert seen()[0] + seen()[2] == pytest.approx(whole[0] + whole[2], abs=0.01)  # not beyond its end
+    page.keyboard.press("-")
+    page.keyboard.press("-")
+    assert seen() == pytest.approx(whole, abs=0.01)
+    page.locator("#timeline").hover()
+    page.keyboard.down("Control")
+    page.mouse.wheel(0, -100)
+    page.keyboard.up("Control")
+    wide = "document.querySelector('#timeline svg').getAttribute('viewBox').split(' ')[2]"
+    page.wait_for_function(f"w => Number({wide}) < w", arg=whole[2])
+    page.click("#zoom-all")
+    assert seen() == whole
+
+
+def test_what_has_no_compiler_cannot_be_compiled_and_says_why(open_page):
+    page = open_page(f"{TINY}&chip=mi300x", ready="#answer[data-answered]")
+    assert page.is_disabled("#compile-start")
+    assert "gspmd compiles for GPUs of NVIDIA only" in page.inner_text("#compile-said")
+
+
 def test_a_caret_stands_under_the_fault(open_page):
     page = open_page()
     page.fill("#equation", "BLE_xyw, E_xF_yz -> BLF_yzx")

@@ -8,6 +8,7 @@ from typing import Any
 
 from gspmd import host
 from gspmd.annotate.errors import NotationError
+from gspmd.commands.page.compiling import CompileRequest, compiled
 from gspmd.commands.page.search import Searcher, SearchRequest, WhyRequest
 from gspmd.page.layout import Shelf
 from gspmd.page.requests import Texts
@@ -26,7 +27,8 @@ class LongTasks:
     """
 
     def __init__(self, configs: Path, folder: Path | None = None):
-        self._searcher = Searcher(Shelf(configs, folder))
+        self._shelf = Shelf(configs, folder)
+        self._searcher = Searcher(self._shelf)
 
     def warm(self) -> None:
         """Start JAX without devices, as `gspmd search` does."""
@@ -38,12 +40,17 @@ class LongTasks:
         known: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
             "search": partial(self._search, tell=tell),
             "why": self._why,
+            "compile": partial(self._compile, tell=tell),
         }
         return answered(known[task], given)
 
     def _search(self, given: Mapping[str, Any], tell: Tell) -> dict[str, Any]:
         request = SearchRequest.read(given)
         return _faults_told(request, lambda: self._searcher.search(request, tell))
+
+    def _compile(self, given: Mapping[str, Any], tell: Tell) -> dict[str, Any]:
+        request = CompileRequest.read(given)
+        return _faults_told(request, lambda: compiled(request, self._shelf, tell))
 
     def _why(self, given: Mapping[str, Any]) -> dict[str, Any]:
         request = WhyRequest.read(given)

@@ -1,6 +1,7 @@
 // The page of a layout: a training step of a model, its costs by line, and what a change of a spec changes.
 
 import {ask, byId, copying, Latest, make} from "./shared.js";
+import {compiling} from "./compile.js";
 import {searching} from "./search.js";
 
 const FIELDS = ["config", "layout", "mesh", "chip", "batch", "length", "microbatches", "remat", "lowering", "beside"];
@@ -83,6 +84,7 @@ function show(answer, given, since) {
   draw(answer);
   before = {...answer.totals, name: given.layout};
   search.offer(answer.slice);
+  compiler.offer(answer.uncompiled);
   if (fields.beside.value) other.ask({...given, own: "", layout: fields.beside.value, mesh: shelf.layouts[fields.beside.value] && meshFor(fields.beside.value), lines: ""});
   document.title = `${given.config} in ${fields.layout.value} · gspmd`;
   box.dataset.answered = JSON.stringify(given);
@@ -189,7 +191,7 @@ function use(found) {
   changed("pushState");
 }
 
-const search = searching(question, use);
+const search = searching(question, use), compiler = compiling(question);
 shelf = await ask("shelf", {});
 const options = {config: Object.keys(shelf.configs), layout: Object.keys(shelf.layouts), chip: shelf.chips, remat: ["", ...shelf.remats], lowering: ["", ...shelf.lowerings], beside: ["", ...Object.keys(shelf.layouts)]};
 const empty = {remat: "as the model has it", lowering: "its own", beside: "nothing"};
