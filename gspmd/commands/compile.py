@@ -127,8 +127,17 @@ def mesh_of(settings: CompileSettings, target: Topology) -> jax.sharding.Mesh:
     return target.mesh(shape, sharding.axis_types)
 
 
-def compiled(settings: CompileSettings, target: Topology, called: str = "") -> Report:
-    """Compile and report for one slice; `called` names the program in progress, by default its model and layout."""
+def compiled(
+    settings: CompileSettings, target: Topology, called: str = "", tell: Callable[[str], None] | None = None
+) -> Report:
+    """Compile and report for one slice.
+
+    Args:
+        settings: the program.
+        target: the slice, or the nodes.
+        called: names the program in progress, by default its model and layout.
+        tell: receives the phase in progress; by default it is shown on the terminal.
+    """
     config, layout, mesh = settings.model, layout_of(settings), mesh_of(settings, target)
     program, args, options = program_of(settings, layout, mesh)
     if own.is_own(settings):
@@ -141,17 +150,31 @@ def compiled(settings: CompileSettings, target: Topology, called: str = "") -> R
     flops /= 1 if settings.phase == "train" else 3  # A backward pass is two forward passes.
     named = called or f"{parameters:,} parameters, {layout.name}, {target.name}"
     console = printing.console(stderr=True)
-    with gspmd.lowering(layout.lowering or "auto"), Progress(console, named) as progress:
+    given = settings.sharding.compiled_with
 
-        def tell(doing: str) -> None:
+    def run(tell: Callable[[str], None]) -> Report:
+        with gspmd.lowering(layout.lowering or "auto"):
+            return compile_offline(
+                program,
+                *args,
+                topology=target,
+                mesh=mesh,
+                compiler_options=given,
+                flops=flops,
+                progress=tell,
+                **options,
+            )
+
+    if tell is not None:
+        return run(tell)
+    with Progress(console, named) as progress:
+
+        def show(doing: str) -> None:
             if not console.is_terminal:
                 progress.note(f"{named}: {doing}")
             progress.begin(f"{named}: {doing}")
 
-        given = settings.sharding.compiled_with
-        return compile_offline(
-            program, *args, topology=target, mesh=mesh, compiler_options=given, flops=flops, progress=tell, **options
-        )
+        return run(show)
 
 
 def flops_of_row(settings: CompileSettings) -> float:

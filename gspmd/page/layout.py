@@ -3,11 +3,13 @@
 import re
 import shlex
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from math import prod
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import jax
@@ -15,16 +17,21 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType
 
 import gspmd
-from gspmd.annotate.errors import LayoutError, NotationError, SpecError, shown, suggestion
+from gspmd.annotate.errors import LayoutError, NotationError, PlanError, SpecError, listed, shown, suggestion
 from gspmd.annotate.spec import Spec
+from gspmd.audit.offline.cuda import require_cuda_plugin
+from gspmd.audit.offline.libtpu import require_libtpu
+from gspmd.audit.offline.names import Named, read_name, shapes
 from gspmd.display.units import amount_of_bytes, amount_of_flops, amount_of_seconds, mesh_text
-from gspmd.hardware.chips import chip
+from gspmd.hardware.chips import Chip, chip
 from gspmd.layouts import Layout
 from gspmd.layouts.read import is_path, preset_names
 from gspmd.lowerings.in_force import lowering, planned_for
 from gspmd.page import limits
 from gspmd.page.requests import BadRequest, Texts, read_mesh
 from gspmd.reading import ReadError, read_toml, whole_number
+from gspmd.search.answers.document import PRICED
+from gspmd.search.writing import mesh_lines
 from gspmd.tracing.program_plan import PlannedStep
 from gspmd.training import OptimizerConfig
 from gspmd.training.reporting.memory import device_bytes
@@ -32,12 +39,16 @@ from gspmd.training.step import Update, abstract_program
 from gspmd.training.step.building import abstract_gradients
 from gspmd.training.toml import ConfigError, from_mapping
 from gspmd_models import ModelConfig
+from gspmd_models.config import REMATS
 from gspmd_models.step import Language
 
 
 @dataclass(frozen=True)
 class LayoutRequest(Texts):
-    """A training step of a model in a layout; `lines` are changes of it, a `key = spec` on each line."""
+    """A training step of a model in a layout; `lines` are changes of it, a `key = spec` on each line.
+
+    `own` has all lines of a layout that was found by a search, instead of `layout`; `remat` is the model's if empty.
+    """
 
     config: str = ""
     layout: str = ""
@@ -48,12 +59,14 @@ class LayoutRequest(Texts):
     microbatches: str = "1"
     dtype: str = "bfloat16"
     lowering: str = ""
+    remat: str = ""
     lines: str = ""
+    own: str = ""
 
     @classmethod
     def longest(cls, name: str) -> int:
         """Return the most characters of a field."""
-        return limits.LINES if name == "lines" else limits.TEXT
+        return limits.LINES if name in ("lines", "own") else limits.TEXT
 
 
 class Shelf:
@@ -101,12 +114,24 @@ class Shelf:
         Raises:
             NotationError: there is none of this name.
         """
+        return from_mapping(ModelConfig, self._tables(name)["model"], source=f"config {name}")
+
+    def path(self, name: str) -> Path:
+        """Return the file of a config.
+
+        Raises:
+            NotationError: there is none of this name.
+        """
+        self._tables(name)
+        return self._configs / f"{name}.toml"
+
+    def _tables(self, name: str) -> dict[str, Any]:
         configs = self.configs()
         if name not in configs:
             raise NotationError(
                 f"no config is called {shown(name)}.\n  {suggestion(name, configs)}Choose from the list."
             )
-        return from_mapping(ModelConfig, configs[name]["model"], source=f"config {name}")
+        return configs[name]
 
     def layout(self, name: str) -> Layout:
         """Load a layout.
@@ -129,11 +154,16 @@ class LayoutAnswer:
 
     def __init__(self, request: LayoutRequest, shelf: Shelf):
         self.request, self.chip = request, chip(request.chip)
-        self.model, self.base = shelf.model(request.config), shelf.layout(request.layout)
+        self.model = shelf.model(request.config)
+        if request.remat:
+            if request.remat not in REMATS:
+                raise NotationError(f"remat is {shown(request.remat)}.\n  Choose one of {listed(REMATS)}.")
+            self.model = replace(self.model, remat=request.remat)
         self.batch, self.length, self.microbatches = (
-            _count(getattr(request, name), name) for name in ("batch", "length", "microbatches")
+            read_count(getattr(request, name), name) for name in ("batch", "length", "microbatches")
         )
-        self.changes = dict(read_lines(request.lines))
+        self.own, self.changes = dict(read_lines(request.own)), dict(read_lines(request.lines))
+        self.base = self._own_layout() if self.own else shelf.layout(request.layout)
         layout = self.base.override(self.changes)
         self.written = layout.lowered(request.lowering) if request.lowering else layout
         source = self.length if self.model.encoder_layers else 0
@@ -169,6 +199,8 @@ class LayoutAnswer:
         }
         return {
             "mesh": mesh_text(self.mesh),
+            "slice": slice_of(self.chip, prod(self.mesh.values())),
+            "uncompiled": compiler_fault(self.chip),
             "totals": totals | _said(**totals),
             "rows": self._rows(plan.entries),
             "kinds": _kinds(plan.entries),
@@ -229,29 +261,85 @@ class LayoutAnswer:
             for key, text in table.items():
                 yield f"{prefix}.{key}" if prefix else key, _text(text), _text(before.get(key, ""))
 
+    def _own_layout(self) -> Layout:
+        """Return the layout whose lines the request has.
+
+        Raises:
+            BadRequest: a line is not written as a search writes one.
+        """
+        for key, text in self.own.items():
+            if not (_KEY.fullmatch(key) and _SPECS.fullmatch(text)):
+                raise BadRequest(f"the line {shown(f'{key} = {text}')} is none of a layout that a search found.")
+        with TemporaryDirectory() as folder:
+            path = Path(folder, "found.toml")
+            path.write_text(self.document(self.own), encoding="utf-8")
+            return replace(Layout.load(path), name="found")
+
     @property
     def toml(self) -> str:
-        """The layout as a file that is based on the one that was chosen."""
+        """The layout as a file: based on the one that was chosen, or with all lines of one that was found."""
+        if self.own:
+            return self.document(self.own | self.changes)
+        return self.document(self.changes)
+
+    def document(self, lines: Mapping[str, str]) -> str:
+        """Return a file with these lines: of a layout that was found, under the lowering that a search prices."""
+        lowering = self.request.lowering or (PRICED if self.own else "")
         sections: defaultdict[str, list[str]] = defaultdict(list)
-        for key, text in self.changes.items():
+        for key, text in lines.items():
             section, _, name = key.partition(".")
             quoted = f'"{name}"' if "." in name else name
             sections[section].append(f"{quoted} = {_toml(text)}")
-        if self.request.lowering:
-            sections["lowering"].append(f'default = "{self.request.lowering}"')
-        head = [f'# {self.request.config} on {mesh_text(self.mesh)}, {self.batch} x {self.length}, {self.chip.name}.',
-                f'base = "{self.request.layout}"']  # fmt: skip
-        return "\n".join([*head, *("\n".join(["", f"[{name}]", *lines]) for name, lines in sections.items()), ""])
+        if lowering:
+            sections["lowering"].append(f'default = "{lowering}"')
+        mesh = read_mesh(self.request.mesh) or {"x": 1}
+        about = f"# {self.request.config} on {mesh_text(mesh)}, {self.batch} x {self.length}, {self.chip.name}."
+        first = "\n".join(["", "[mesh]", *mesh_lines(mesh)]) if self.own else f'base = "{self.request.layout}"'
+        return "\n".join(
+            [about, first, *("\n".join(["", f"[{name}]", *inside]) for name, inside in sections.items()), ""]
+        )
 
     @property
     def command(self) -> str:
-        """The command that trains the model in this layout."""
-        words = ["gspmd", "train", "--config", self.request.config, "--layout", self.request.layout]
+        """The command that trains the model in this layout; one that was found is in the file."""
+        layout = "layout.toml" if self.own else self.request.layout
+        words = ["gspmd", "train", "--config", self.request.config, "--layout", layout]
         words += ["--mesh", mesh_text(self.mesh), "--batch", str(self.batch), "--length", str(self.length)]
         words += ["--microbatches", str(self.microbatches)] if self.microbatches > 1 else []
-        words += ["--lowering", self.request.lowering] if self.request.lowering else []
-        words += [word for key, text in self.changes.items() for word in ("--set", f"{key}={text}")]
+        words += ["--model.remat", self.request.remat] if self.request.remat else []
+        if not self.own:
+            words += ["--lowering", self.request.lowering] if self.request.lowering else []
+            words += [word for key, text in self.changes.items() for word in ("--set", f"{key}={text}")]
         return shlex.join(words)
+
+
+_KEY, _SPECS = re.compile(r"[a-z][a-z0-9_.]*"), re.compile(r"[A-Za-z0-9_{},.() ?-]+")
+"""Keys and specs of a layout that was found, which are written into a file of it."""
+
+
+def slice_of(chip: Chip, devices: int) -> str:
+    """Return the name of a slice, or of nodes, that has a number of devices; empty if there is none.
+
+    >>> from gspmd.hardware.chips import CHIPS
+    >>> slice_of(CHIPS["tpu-v5p"], 64), slice_of(CHIPS["h100"], 4), slice_of(CHIPS["tpu-v5p"], 2)
+    ('tpu-v5p:4x4x4', 'h100:4', 'tpu-v5p:1x1x2')
+    """
+    lines = [(*(1,) * (chip.torus - 1), devices)] if not chip.is_switch else [(devices,)]
+    for shape in (*shapes(chip), *lines):
+        named = Named(chip, shape)
+        if prod(shape) * named.cores == devices:
+            with suppress(PlanError):
+                return read_name(named.name).name
+    return ""
+
+
+def compiler_fault(of: Chip) -> str:
+    """Return why nothing can be compiled for a chip here; empty if it can."""
+    try:
+        (require_cuda_plugin if of.is_switch else require_libtpu)(of.name, of)
+    except PlanError as error:
+        return str(error)
+    return ""
 
 
 def read_lines(text: str) -> Iterator[tuple[str, str]]:
@@ -274,7 +362,12 @@ def read_lines(text: str) -> Iterator[tuple[str, str]]:
             yield key.strip(), value.strip()
 
 
-def _count(text: str, what: str) -> int:
+def read_count(text: str, what: str) -> int:
+    """Read a batch, a length, or a number of microbatches.
+
+    Raises:
+        NotationError: it is no whole number, or too large.
+    """
     number = whole_number(text)
     if not number or number > limits.COUNT:
         raise NotationError(f"{what} is {shown(text)}.\n  Write a whole number from 1 to {limits.COUNT:,}.")

@@ -38,3 +38,9 @@ BASES = 16
 
 LAYOUT_SECONDS = 120.0
 """Seconds of the answer to a layout, whose model is traced."""
+
+SEARCH_SECONDS = 900.0
+"""Seconds of a search, and of a compilation; the page has a button that ends them sooner."""
+
+BEATS = 0.5
+"""Seconds between two lines of an answer that is told part by part, so that a page that has gone is noticed."""

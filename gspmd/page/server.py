@@ -1,10 +1,13 @@
 """The server of the page: its files, and the answers that its scripts ask for."""
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+import json
+import queue
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 import anyio
 from starlette.applications import Starlette
@@ -15,7 +18,7 @@ from starlette.routing import Route
 
 from gspmd.display import theme
 from gspmd.page import limits
-from gspmd.page.guard import Application, Guard
+from gspmd.page.guard import Application, Guard, Receive, Scope, Send
 from gspmd.page.requests import BadRequest, read_object
 from gspmd.page.worker import Ended, TooLong, Worker
 
@@ -24,18 +27,28 @@ PAGES = {"/": "equation.html", "/layout": "layout.html"}
 """The pages, by path."""
 EQUATION_TASKS, LAYOUT_TASKS = ("choices", "plan", "compare"), ("shelf", "layout")
 """The tasks of `gspmd.page.tasks` that a page may ask for; those of layouts have a process of their own."""
+SHORT = "gspmd.page.tasks:Tasks"
+"""The class of these tasks."""
+TOLD = ("search", "compile")
+"""The tasks whose answers are told part by part. Each has a process of its own, which ends if its page goes away."""
 
 
-def application(port: int, configs: Path, folder: Path | None = None) -> Application:
+def application(
+    port: int, configs: Path, folder: Path | None = None, long: str = "", ending: Callable[[], bool] = lambda: False
+) -> Application:
     """Return the page as an ASGI application.
 
     Args:
         port: the port on which it will be served, which its requests have to name.
         configs: the folder of the shipped configs.
         folder: the folder whose layouts may be read, if there is one.
+        long: the class of the tasks that take minutes, `module:name`, which stand above this package.
+        ending: returns whether the server is about to end, and answers that take minutes with it.
     """
-    equations = _Desk(Worker(), lambda: limits.SECONDS)
-    layouts = _Desk(Worker(configs, *([] if folder is None else [folder])), lambda: limits.LAYOUT_SECONDS)
+    folders = [configs] if folder is None else [configs, folder]
+    equations = _Desk(Worker(SHORT), lambda: limits.SECONDS)
+    layouts = _Desk(Worker(SHORT, *folders), lambda: limits.LAYOUT_SECONDS)
+    longer = {task: _Desk(Worker(long, *folders), lambda: limits.SEARCH_SECONDS) for task in TOLD if long}
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -43,16 +56,29 @@ def application(port: int, configs: Path, folder: Path | None = None) -> Applica
         try:
             yield
         finally:
-            equations.worker.close()
-            layouts.worker.close()
+            for desk in (equations, layouts, *longer.values()):
+                desk.worker.close()
 
-    async def ask(request: Request, task: str, desk: _Desk) -> Response:
+    async def read(request: Request) -> dict[str, Any] | Response:
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             return _refused(415, "the body has to be of type application/json.")
         try:
-            given = read_object(await request.body())
+            return read_object(await request.body())
         except BadRequest as error:
             return _refused(400, str(error))
+
+    async def tell(request: Request, task: str, desk: _Desk) -> Response:
+        given = await read(request)
+        if isinstance(given, Response):
+            return given
+        if desk.waiting.borrowed_tokens:
+            return _refused(503, f"another one ({task}) is under way, in another window perhaps; stop it first.")
+        return _Told(desk, task, given, ending)
+
+    async def ask(request: Request, task: str, desk: _Desk) -> Response:
+        given = await read(request)
+        if isinstance(given, Response):
+            return given
         if desk.waiting.statistics().tasks_waiting >= limits.WAITING:
             return _refused(503, "too many requests wait for an answer.")
         try:
@@ -69,6 +95,10 @@ def application(port: int, configs: Path, folder: Path | None = None) -> Applica
     routes.append(Route("/figures.css", _figures))
     for desk, tasks in ((equations, EQUATION_TASKS), (layouts, LAYOUT_TASKS)):
         routes += [Route(f"/api/{task}", partial(ask, task=task, desk=desk), methods=["POST"]) for task in tasks]
+    for task, desk in longer.items():
+        routes.append(Route(f"/api/{task}", partial(tell, task=task, desk=desk), methods=["POST"]))
+    if longer:
+        routes.append(Route("/api/why", partial(ask, task="why", desk=longer["search"]), methods=["POST"]))
     inner = Starlette(routes=routes, lifespan=lifespan, exception_handlers={HTTPException: _unknown})
     return Guard(inner, port, frozenset(PAGES))
 
@@ -78,6 +108,60 @@ class _Desk:
 
     def __init__(self, worker: Worker, seconds: Callable[[], float]):
         self.worker, self.seconds, self.waiting = worker, seconds, anyio.CapacityLimiter(1)
+
+
+class _Told(Response):
+    """An answer in lines of JSON: notes, then the status and the last part.
+
+    If the page goes away, or its button stops it, the connection ends, and the process that answers with it.
+    """
+
+    def __init__(self, desk: _Desk, task: str, given: Mapping[str, Any], ending: Callable[[], bool]):
+        super().__init__(media_type="application/x-ndjson")
+        del self.headers["content-length"]
+        self._desk, self._task, self._given, self._ending = desk, task, given, ending
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        notes: queue.SimpleQueue[str] = queue.SimpleQueue()
+
+        def answer() -> str:
+            try:
+                call = self._desk.worker.ask(self._task, self._given, self._desk.seconds(), notes.put)
+            except (TooLong, Ended) as error:
+                call = 504 if isinstance(error, TooLong) else 503, json.dumps({"refused": str(error)})
+            return f'{{"status": {call[0]}, "answer": {call[1].strip()}}}'
+
+        ended = False
+
+        async def watch() -> None:
+            try:
+                while (await receive())["type"] != "http.disconnect":
+                    pass
+            finally:  # Also if the whole page is ended: the thread that waits for the answer cannot be.
+                while not ended:
+                    self._desk.worker.interrupt()
+                    with anyio.CancelScope(shield=True):
+                        await anyio.sleep(limits.BEATS)
+
+        async def speak() -> None:
+            while True:
+                if self._ending():
+                    self._desk.worker.interrupt()
+                lines = "".join(f"{notes.get().strip()}\n" for _ in range(notes.qsize()))
+                await send({"type": "http.response.body", "body": (lines or "{}\n").encode(), "more_body": True})
+                await anyio.sleep(limits.BEATS)
+
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        async with anyio.create_task_group() as group:
+            group.start_soon(watch)
+            group.start_soon(speak)
+            try:
+                last = await anyio.to_thread.run_sync(answer, limiter=self._desk.waiting)
+            finally:
+                ended = True
+            group.cancel_scope.cancel()
+        lines = "".join(f"{notes.get().strip()}\n" for _ in range(notes.qsize()))
+        await send({"type": "http.response.body", "body": f"{lines}{last}\n".encode()})
 
 
 def _names() -> list[str]:

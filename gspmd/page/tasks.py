@@ -39,14 +39,11 @@ class Tasks:
             return
         self._compare({"equation": "BE_x, EF_x -> BF_x", "sizes": "B=8,E=8,F=8", "mesh": "x=2"})
 
-    def run(self, task: str, given: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
-        """Return the HTTP status of a request, and the answer: `refused` with the reason if no page sends it."""
-        try:
-            return 200, self._known[task](given)
-        except BadRequest as error:
-            return 400, {"refused": str(error)}
-        except MemoryError:
-            return 200, fault_record(PlanError("there is not enough memory for this.\n  Try a smaller mesh."))
+    def run(
+        self, task: str, given: Mapping[str, Any], tell: Callable[[Mapping[str, Any]], None] = lambda note: None
+    ) -> tuple[int, dict[str, Any]]:
+        """Return the HTTP status of a request, and the answer; these tasks are short, and tell nothing before it."""
+        return answered(self._known[task], given)
 
     def _choices(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return what the fields of the page offer."""
@@ -57,6 +54,7 @@ class Tasks:
     def _shelf(self, given: Mapping[str, Any]) -> dict[str, Any]:
         """Return the models and layouts that a page may name, and what each config trains with."""
         from gspmd.page.layout import Shelf
+        from gspmd_models.config import REMATS
 
         if given:
             raise BadRequest("the shelf takes no fields.")
@@ -73,6 +71,7 @@ class Tasks:
         }
         return {
             "configs": configs,
+            "remats": REMATS,
             "layouts": {name: mesh_text(shelf.layout(name).mesh_for(DEVICES)) for name in shelf.layouts()},
         } | self._choices({})
 
@@ -91,6 +90,18 @@ class Tasks:
 
     def _compare(self, given: Mapping[str, Any]) -> dict[str, Any]:
         return _answer(given, EquationAnswer.compared)
+
+
+def answered(
+    task: Callable[[Mapping[str, Any]], dict[str, Any]], given: Mapping[str, Any]
+) -> tuple[int, dict[str, Any]]:
+    """Return the HTTP status of a request, and the answer: `refused` with the reason if no page sends it."""
+    try:
+        return 200, task(given)
+    except BadRequest as error:
+        return 400, {"refused": str(error)}
+    except MemoryError:
+        return 200, fault_record(PlanError("there is not enough memory for this.\n  Try a smaller mesh."))
 
 
 def _answer(given: Mapping[str, Any], part: Callable[[EquationAnswer], dict[str, Any]]) -> dict[str, Any]:

@@ -1,21 +1,27 @@
 """Answers in a process of their own, which is ended if one takes too long.
 
-The processes speak in lines of JSON. A process answers one line after the other, by a function that it looks up by name
-in `gspmd.page.tasks`, and ends when its input is closed, at once if the page ends while it still computes.
+The processes speak in lines of JSON. A process answers one line after the other, by the tasks of a class that the
+server names, and ends when its input is closed, at once if the page ends while it still computes. Before an answer
+there may be notes: how far it is, and the parts that are known already.
 """
 
 import json
 import os
+import pkgutil
 import queue
+import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from threading import Lock, Thread
+from time import monotonic
 from typing import Any
 
 _MODULE = "gspmd.page.worker"
+_NOTE = "note "
+"""How the line of a note begins."""
 
 
 class TooLong(RuntimeError):
@@ -30,11 +36,12 @@ class Worker:
     """A process that answers requests, one at a time; it is started when it is needed, and again if it has ended.
 
     Args:
+        tasks: the class whose tasks the process runs, `module:name`; it is called with the folders.
         folders: those of the configs and of the user's layouts, for a process that plans layouts.
     """
 
-    def __init__(self, *folders: Path):
-        self._folders = folders
+    def __init__(self, tasks: str, *folders: Path):
+        self._tasks, self._folders = tasks, folders
         self._process: subprocess.Popen[str] | None = None
         self._answers: queue.Queue[str | None] = queue.Queue()
         self._lock, self._closed = Lock(), False
@@ -44,13 +51,16 @@ class Worker:
         with self._lock:
             self._start()
 
-    def ask(self, task: str, given: Mapping[str, Any], seconds: float) -> tuple[int, str]:
+    def ask(
+        self, task: str, given: Mapping[str, Any], seconds: float, tell: Callable[[str], object] = lambda note: None
+    ) -> tuple[int, str]:
         """Return the HTTP status of a request, and the answer as JSON.
 
         Args:
             task: the name of a task.
             given: the object of the request.
             seconds: the longest that it may take, without the start of the process.
+            tell: receives each note as JSON.
 
         Raises:
             TooLong: it took longer.
@@ -62,7 +72,11 @@ class Worker:
             try:
                 process.stdin.write(json.dumps([task, given]) + "\n")
                 process.stdin.flush()
+                last = monotonic() + seconds
                 answer = self._answers.get(timeout=seconds)
+                while answer is not None and answer.startswith(_NOTE):
+                    tell(answer.removeprefix(_NOTE))
+                    answer = self._answers.get(timeout=max(0.0, last - monotonic()))
             except queue.Empty:
                 self._stop()
                 raise TooLong(f"the answer took more than {seconds:g} seconds, and was given up.") from None
@@ -74,12 +88,16 @@ class Worker:
             status, _, body = answer.partition(" ")
             return int(status), body
 
+    def interrupt(self) -> None:
+        """End the process; the answer that is waited for is lost, and the next request starts another one."""
+        process = self._process
+        if process is not None:  # Without the lock: somebody may wait for an answer.
+            _kill(process)
+
     def close(self) -> None:
         """End the process for good."""
         self._closed = True
-        process = self._process
-        if process is not None:  # Without the lock: somebody may wait for an answer.
-            process.kill()
+        self.interrupt()
         with self._lock:
             self._stop()
 
@@ -93,7 +111,7 @@ class Worker:
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
         # Nothing runs on a device, and a TPU or GPU belongs to the program that trains.
         environment |= {"JAX_PLATFORMS": "cpu"}
-        argv = [sys.executable, "-P", "-m", _MODULE, *map(str, self._folders)]
+        argv = [sys.executable, "-P", "-m", _MODULE, self._tasks, *map(str, self._folders)]
         self._process = subprocess.Popen(
             argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, encoding="utf-8", env=environment,
             start_new_session=True,  # an interrupt of the terminal is for the page, which ends this process
@@ -109,12 +127,19 @@ class Worker:
     def _stop(self) -> None:
         process, self._process = self._process, None
         if process is not None:
-            process.kill()
+            _kill(process)
             process.wait()
             for stream in (process.stdin, process.stdout):
                 if stream is not None:
                     with suppress(OSError):  # What was not written is lost with the process.
                         stream.close()
+
+
+def _kill(process: "subprocess.Popen[str]") -> None:
+    """End a process, and those that it started: it leads a group of its own."""
+    if process.poll() is None:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 def _read(process: subprocess.Popen[str], answers: "queue.Queue[str | None]") -> None:
@@ -133,15 +158,18 @@ def main() -> None:
     os.dup2(2, 1)
     requests: queue.Queue[str] = queue.Queue()
     Thread(target=_listen, args=(requests,), daemon=True).start()
-    from gspmd.page.tasks import Tasks
-
-    tasks = Tasks(*map(Path, sys.argv[1:]))
+    tasks = pkgutil.resolve_name(sys.argv[1])(*map(Path, sys.argv[2:]))
     tasks.warm()
     answers.write("ready\n")
+
+    def tell(note: Mapping[str, Any]) -> None:
+        answers.write(f"{_NOTE}{json.dumps(note)}\n")
+        answers.flush()
+
     while True:
         answers.flush()
         task, given = json.loads(requests.get())
-        status, answer = tasks.run(task, given)
+        status, answer = tasks.run(task, given, tell)
         answers.write(f"{status} {json.dumps(answer)}\n")
 
 

@@ -47,14 +47,19 @@ def document(
     """
     blocks = [
         "\n".join(f"# {line}".rstrip() for line in header),
-        "\n".join(["[mesh]", *_mesh(mesh)]),
+        "\n".join(["[mesh]", *mesh_lines(mesh)]),
         f'[lowering]\ndefault = "{lowering}"',
         *(_block(name, keys, lines, comments) for name, keys in _sections(lines)),
     ]
     return "\n\n".join(blocks) + "\n"
 
 
-def _mesh(mesh: Mapping[str, int]) -> Iterator[str]:
+def mesh_lines(mesh: Mapping[str, int]) -> Iterator[str]:
+    """Yield the lines of `[mesh]`: its axes, and how devices are factored over them.
+
+    >>> [*mesh_lines({"x": 2, "y": 4})]
+    ['axes = ["x", "y"]', 'factor = ["y", "x"]']
+    """
     axes, devices = tuple(mesh), prod(mesh.values())
     # The `factor` list that gives this mesh without --mesh, if there is one.
     fits = (order for count in range(1, len(axes) + 1) for order in permutations(axes, count)

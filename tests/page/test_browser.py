@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 from statistics import median
+from urllib.parse import unquote
 from urllib.request import urlopen
 
 import pytest
@@ -98,6 +99,106 @@ def test_typing_gives_the_plan(open_page):
     assert page.locator("#plan-figure .step").count() == len(plan.steps)
     assert page.locator("#steps-figure .step").count() == len(plan.steps)
     assert page.title() == "B_xyzLE -> BLE_xyz · gspmd"
+
+
+TINY = "/layout?config=tiny&mesh=x=1,y=2&batch=16&length=64"
+
+
+def _searched(page):
+    page.click("#search-start")
+    page.wait_for_selector("#search[data-searched]:not([data-searched=''])")
+
+
+def test_a_search_is_shown_asked_about_and_used(open_page):
+    page = open_page(TINY, ready="#answer[data-answered]")
+    assert page.input_value("#topology") == "tpu-v5p:1x1x2"
+    _searched(page)
+    found = page.locator("#found-totals tbody tr").first.inner_text()
+    assert "y=2, remat full" in found
+    line = page.locator('#found-lines tr[data-line="ffn.w_in"]')
+    assert "differs" in line.get_attribute("class")
+    line.locator("button").focus()
+    page.keyboard.press("Enter")
+    page.wait_for_selector("#why table")
+    assert page.inner_text("#why h3").startswith("ffn.w_in = EF_y: ")
+    assert "ffn.w_in" in page.inner_text("#why table")
+    page.fill("#why-spec", "E_yF")
+    page.keyboard.press("Enter")
+    page.wait_for_function("() => document.querySelector('#why h3')?.textContent.startsWith('ffn.w_in = E_yF: ')")
+    page.fill("#why-spec", "E_qF")
+    page.click("#why-ask")
+    page.wait_for_selector("#why .fault")
+    page.locator("#frontier .point").first.focus()
+    assert page.inner_text("#point") == page.locator("#frontier .point title").first.text_content()
+    page.keyboard.press("Tab")
+    assert page.inner_text("#point") == page.locator("#frontier .point title").nth(1).text_content()
+    page.locator("#frontier .point").nth(2).hover()
+    assert page.inner_text("#point") == page.locator("#frontier .point title").nth(2).text_content()
+    assert "# found with    gspmd search" in unquote(page.get_attribute("#found-file", "href"))
+    page.click("#use")
+    page.wait_for_function("() => document.querySelector('#totals thead').textContent.includes('found by search')")
+    assert page.input_value('#lines [data-key="ffn.w_in"]') == "EF"
+    assert "own=embedding.table" in page.url
+    page.reload()
+    page.wait_for_selector("#answer[data-answered]")
+    assert page.input_value('#lines [data-key="ffn.w_in"]') == "EF"
+    assert page.input_value("#layout") == "found by search"
+
+
+def test_a_search_is_stopped_and_faults_are_shown(open_page):
+    page = open_page(TINY, ready="#answer[data-answered]")
+    for name in ("meshes", "parts", "recomputed"):
+        page.select_option(f"#{name}", "every")
+    page.fill("#topology", "tpu-v5p:4x4x4")
+    page.click("#search-start")
+    page.wait_for_function("() => document.querySelector('#search-said').textContent.startsWith('Searching: ')")
+    page.click("#search-stop")
+    page.wait_for_function("() => document.querySelector('#search-said').textContent === 'Stopped.'")
+    page.fill("#topology", "tpu-v5p:1x")
+    page.wait_for_function("() => !document.querySelector('#search-start').disabled")
+    page.wait_for_timeout(1500)  # The process is ended when the server has noticed.
+    page.click("#search-start")
+    page.wait_for_selector("#search-fault pre")
+    assert "there is no topology 'tpu-v5p:1x'" in page.inner_text("#search-fault")
+
+
+@pytest.mark.slow
+def test_a_compilation_is_shown_and_its_timeline_zooms(open_page):
+    pytest.importorskip("libtpu", reason="libtpu is not installed")
+    page = open_page("/layout?config=tiny&mesh=x=2,y=2&batch=16&length=64&chip=tpu-v5e", ready="#answer[data-answered]")
+    page.set_default_timeout(5 * PATIENCE)
+    page.click("#compile-start")
+    page.wait_for_selector("#compile[data-compiled]:not([data-compiled=''])")
+    assert page.inner_text("#compile-said") == "Compiled for tpu-v5e:2x2."
+    assert "planned and compiled, bytes sent per device" in page.inner_text("#comparison")
+    seen = lambda: [float(n) for n in page.get_attribute("#timeline svg", "viewBox").split()]  # noqa: E731
+    whole = seen()
+    page.click("#zoom-in")
+    half = seen()
+    assert half[2:] == pytest.approx([n / 2 for n in whole[2:]], abs=0.01)
+    page.focus("#timeline")
+    page.keyboard.press("ArrowRight")
+    assert seen()[0] == pytest.approx(half[0] + 0.2 * half[2], abs=0.01)
+    for _ in range(9):
+        page.keyboard.press("ArrowRight")
+    assert seen()[0] + seen()[2] == pytest.approx(whole[0] + whole[2], abs=0.01)  # not beyond its end
+    page.keyboard.press("-")
+    page.keyboard.press("-")
+    assert seen() == pytest.approx(whole, abs=0.01)
+    page.locator("#timeline").hover()
+    page.keyboard.down("Control")
+    page.mouse.wheel(0, -100)
+    page.keyboard.up("Control")
+    wide = "document.querySelector('#timeline svg').getAttribute('viewBox').split(' ')[2]"
+    page.wait_for_function(f"w => Number({wide}) < w", arg=whole[2])
+    page.click("#zoom-all")
+    assert seen() == whole
+
+
+def test_what_has_no_compiler_cannot_be_compiled_and_says_why(open_page):
+    page = open_page(f"{TINY}&chip=mi300x", ready="#answer[data-answered]")
+    assert page.is_disabled("#compile-start")
+    assert "gspmd compiles for GPUs of NVIDIA only" in page.inner_text("#compile-said")
 
 
 def test_a_caret_stands_under_the_fault(open_page):

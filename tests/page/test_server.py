@@ -9,12 +9,13 @@ import socket
 import subprocess
 import sys
 import time
-from contextlib import closing
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
 from starlette.testclient import TestClient
 
+from gspmd.commands.page.command import LONG
 from gspmd.page import limits, server, worker
 from gspmd.page.guard import HEADERS
 
@@ -225,7 +226,7 @@ def test_what_takes_too_long_is_ended_and_the_next_is_answered(monkeypatch):
 
 
 def test_a_worker_that_dies_is_replaced():
-    made = worker.Worker()
+    made = worker.Worker(server.SHORT)
     assert made.ask("plan", ASKED, 60)[0] == 200
     os.kill(made._process.pid, signal.SIGKILL)
     made._process.wait()
@@ -309,15 +310,98 @@ def _wait(until, seconds: float = 90) -> None:
         time.sleep(0.1)
 
 
+LONG_SEARCH = {
+    "config": "llama-2-70b", "layout": "zero-3", "mesh": "x=4,y=8,z=8", "batch": "1024", "length": "4096",
+    "topology": "tpu-v5p:4x8x8", "meshes": "every", "parts": "every", "recomputed": "every",
+}  # fmt: skip
+"""A search that takes minutes."""
+
+
+@contextmanager
+def _served(tmp_path):
+    """A page in a process of its own, and its port."""
+    port = _free()
+    argv = [sys.executable, "-m", "gspmd", "page", "--no-browser", "--port", str(port)]
+    process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path)
+    try:
+        _wait(lambda: _answers(port))
+        yield process, port
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+        process.stderr.close()
+
+
+def _asked(port: int, task: str, given: dict) -> socket.socket:
+    """Ask for an answer that is told part by part, and wait for its first note."""
+    body = json.dumps(given).encode()
+    head = "".join(f"{name}: {value}\r\n" for name, value in WELL.items()).replace(str(PORT), str(port))
+    connection = socket.create_connection(("127.0.0.1", port), timeout=90)
+    connection.sendall(f"POST /api/{task} HTTP/1.1\r\n{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+    heard = b""
+    while b'"said"' not in heard:
+        more = connection.recv(4096)
+        assert more, heard
+        heard += more
+    return connection
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_search_ends_with_the_page_that_asked_and_with_the_server(tmp_path):
+    with _served(tmp_path) as (process, port):
+        before = set(_children(process.pid))
+        with closing(_asked(port, "search", LONG_SEARCH)):
+            (searching,) = set(_children(process.pid)) - before
+            body = json.dumps(LONG_SEARCH).encode()
+            head = "".join(f"{name}: {value}\r\n" for name, value in WELL.items()).replace(str(PORT), str(port))
+            again = f"POST /api/search HTTP/1.1\r\n{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
+            assert _raw(port, again).startswith(b"HTTP/1.1 503")
+        _wait(lambda: _has_ended(searching), 20)  # The connection was closed, as by Stop.
+        with closing(_asked(port, "search", LONG_SEARCH)):
+            children = _children(process.pid)
+            assert set(children) - before - {searching}
+            process.send_signal(signal.SIGINT)
+            process.wait(30)
+        _wait(lambda: all(_has_ended(pid) for pid in children), 20)
+        assert "Traceback" not in process.stderr.read()
+
+
+def test_a_search_that_takes_too_long_is_given_up(monkeypatch):
+    monkeypatch.setattr(limits, "SEARCH_SECONDS", 2.0)
+    with TestClient(server.application(PORT, CONFIGS, None, LONG), base_url=f"http://{HOST}") as client:
+        answer = client.post("/api/search", json=LONG_SEARCH, headers=WELL)
+        assert answer.status_code == 200
+        assert answer.headers["content-type"] == "application/x-ndjson"
+        last = json.loads(answer.text.splitlines()[-1])
+        assert last["status"] == 504
+        assert "took more than 2 seconds" in last["answer"]["refused"]
+        refused = client.post("/api/search", json={"topology": 1}, headers=WELL).text.splitlines()[-1]
+        assert json.loads(refused) == {"status": 400, "answer": {"refused": "field topology is 1, and not a text."}}
+        why = client.post("/api/why", json={"token": "1", "key": "ffn.w_in", "spec": "EF"}, headers=WELL).json()
+        assert "this search has ended" in why["fault"]["message"]
+
+
+@pytest.mark.parametrize("task", ["search", "why"])
+def test_a_search_is_for_this_page_alone(task):
+    with TestClient(server.application(PORT, CONFIGS, None, LONG), base_url=f"http://{HOST}") as client:
+        assert client.post(f"/api/{task}", json={}, headers=WELL | {"Origin": "http://evil.example"}).status_code == 403
+        assert (
+            client.post(f"/api/{task}", content="{}", headers=WELL | {"Content-Type": "text/plain"}).status_code == 415
+        )
+        assert client.post(f"/api/{task}", json={}, headers=WELL | {"Host": "evil.example"}).status_code == 421
+        assert client.get(f"/api/{task}", headers={"Host": HOST}).status_code == 405
+
+
 def test_it_listens_to_this_machine_alone():
-    from gspmd.commands.page import _listen
+    from gspmd.commands.page.command import _listen
 
     with closing(_listen(None)) as listening:
         assert listening.getsockname()[0] == "127.0.0.1"
 
 
 def test_bad_flags_have_one_message(capsys):
-    from gspmd.commands import page
+    from gspmd.commands.page import command as page
 
     for flags, message in (
         (["--port", "x"], "'x' is not a port"),
@@ -331,7 +415,7 @@ def test_bad_flags_have_one_message(capsys):
 
 
 def test_without_its_extra_it_names_what_to_install(monkeypatch, capsys):
-    from gspmd.commands import page
+    from gspmd.commands.page import command as page
 
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     assert page.run([]) == 2

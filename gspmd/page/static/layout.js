@@ -1,9 +1,11 @@
 // The page of a layout: a training step of a model, its costs by line, and what a change of a spec changes.
 
 import {ask, byId, copying, Latest, make} from "./shared.js";
+import {compiling} from "./compile.js";
+import {searching} from "./search.js";
 
-const FIELDS = ["config", "layout", "mesh", "chip", "batch", "length", "microbatches", "lowering", "beside"];
-const USUAL = {config: "llama-2-70b", layout: "megatron-1d", mesh: "", chip: "tpu-v5p", batch: "256", length: "2048", microbatches: "1", lowering: "", beside: ""};
+const FIELDS = ["config", "layout", "mesh", "chip", "batch", "length", "microbatches", "remat", "lowering", "beside"];
+const USUAL = {config: "llama-2-70b", layout: "megatron-1d", mesh: "", chip: "tpu-v5p", batch: "256", length: "2048", microbatches: "1", remat: "", lowering: "", beside: ""};
 const TOTALS = [["seconds", "time"], ["hidden_seconds", "hidden in loops"], ["wire_bytes", "sent"], ["flops", "work"], ["held_bytes", "state and gradients"]];
 
 const APART = ["moe", "cross", "encoder", "prefill", "decode", "cache", "pipeline"];
@@ -11,6 +13,9 @@ const APART = ["moe", "cross", "encoder", "prefill", "decode", "cache", "pipelin
 const fields = Object.fromEntries(FIELDS.map((name) => [name, byId(name)]));
 const latest = new Latest("layout", show), other = new Latest("layout", showBeside);
 let changes = {}, before, shelf, base = {};
+/** The lines of a layout that a search found, which stands in the list of layouts as long as it is used. */
+let own = "";
+const FOUND = "found by search";
 
 function values() {
   return Object.fromEntries(FIELDS.map((name) => [name, fields[name].value]));
@@ -18,13 +23,15 @@ function values() {
 
 function question() {
   const {beside, ...given} = values();
-  return {...given, lines: Object.entries(changes).map(([key, spec]) => `${key} = ${spec}`).join("\n")};
+  if (own) given.layout = "";
+  return {...given, own, lines: Object.entries(changes).map(([key, spec]) => `${key} = ${spec}`).join("\n")};
 }
 
 function address() {
   const query = new URLSearchParams();
   for (const [name, value] of Object.entries(values())) if (value !== USUAL[name]) query.set(name, value);
   for (const [key, spec] of Object.entries(changes)) query.append("set", `${key}=${spec}`);
+  if (own) query.set("own", own);
   return `/layout?${query.toString().replaceAll("%2C", ",").replaceAll("%3D", "=")}`;
 }
 
@@ -46,6 +53,8 @@ function fromAddress() {
   const query = new URLSearchParams(location.search);
   changes = Object.fromEntries(query.getAll("set").map((text) => [text.slice(0, text.indexOf("=")), text.slice(text.indexOf("=") + 1)]));
   const given = {...USUAL, ...Object.fromEntries(query)};
+  own = given.own ?? "";
+  if (own) given.layout = FOUND;
   given.mesh ||= shelf.layouts[given.layout] ?? "x=4";
   for (const name of FIELDS) {
     const field = fields[name];
@@ -74,8 +83,10 @@ function show(answer, given, since) {
   box.hidden = false;
   draw(answer);
   before = {...answer.totals, name: given.layout};
-  if (fields.beside.value) other.ask({...given, layout: fields.beside.value, mesh: shelf.layouts[fields.beside.value] && meshFor(fields.beside.value), lines: ""});
-  document.title = `${given.config} in ${given.layout} · gspmd`;
+  search.offer(answer.slice);
+  compiler.offer(answer.uncompiled);
+  if (fields.beside.value) other.ask({...given, own: "", layout: fields.beside.value, mesh: shelf.layouts[fields.beside.value] && meshFor(fields.beside.value), lines: ""});
+  document.title = `${given.config} in ${fields.layout.value} · gspmd`;
   box.dataset.answered = JSON.stringify(given);
   performance.measure("answer", {start: since, end: performance.now()});
 }
@@ -169,14 +180,27 @@ function typed(event) {
   changed("replaceState");
 }
 
+/** Put a layout that was found into the editor: its lines, its mesh, and what it recomputes. */
+function use(found) {
+  own = Object.entries(found.lines).map(([key, spec]) => `${key} = ${spec}`).join("\n");
+  changes = {};
+  for (const [name, value] of [["mesh", found.mesh], ["microbatches", String(found.microbatches)], ["lowering", ""]]) fields[name].value = value;
+  if (found.remat) fields.remat.value = found.remat;
+  if (![...fields.layout.options].some((each) => each.value === FOUND)) fields.layout.append(make("option", {}, FOUND));
+  fields.layout.value = FOUND;
+  changed("pushState");
+}
+
+const search = searching(question, use), compiler = compiling(question);
 shelf = await ask("shelf", {});
-const options = {config: Object.keys(shelf.configs), layout: Object.keys(shelf.layouts), chip: shelf.chips, lowering: ["", ...shelf.lowerings], beside: ["", ...Object.keys(shelf.layouts)]};
-const empty = {lowering: "its own", beside: "nothing"};
+const options = {config: Object.keys(shelf.configs), layout: Object.keys(shelf.layouts), chip: shelf.chips, remat: ["", ...shelf.remats], lowering: ["", ...shelf.lowerings], beside: ["", ...Object.keys(shelf.layouts)]};
+const empty = {remat: "as the model has it", lowering: "its own", beside: "nothing"};
 for (const [name, names] of Object.entries(options)) {
   fields[name].replaceChildren(...names.map((value) => make("option", {value}, value || empty[name])));
   fields[name].addEventListener("change", () => {
-    if (name === "layout") {
+    if (name === "layout" && fields.layout.value !== FOUND) {
       changes = {};
+      own = "";
       fields.mesh.value = meshFor(fields.layout.value);
     }
     changed("pushState");

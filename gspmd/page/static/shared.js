@@ -26,6 +26,30 @@ export async function ask(task, given, signal) {
   }
 }
 
+/** Ask for an answer that comes part by part: each note goes to a function, and the last part is returned. */
+export async function follow(task, given, signal, tell) {
+  try {
+    const response = await fetch(`/api/${task}`, {
+      method: "POST", headers: {"Content-Type": "application/json"}, body: JSON.stringify(given), signal,
+    });
+    if (!response.ok) return await response.json();
+    const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+    for (let text = ""; ;) {
+      const {value, done} = await reader.read();
+      if (done) return {refused: "the answer ended before its end."};
+      const lines = (text + value).split("\n");
+      text = lines.pop();
+      for (const note of lines.map((line) => JSON.parse(line))) {
+        if (note.answer) return note.answer;
+        tell(note);
+      }
+    }
+  } catch (error) {
+    if (error.name === "AbortError") return {stopped: true};
+    return {refused: "gspmd page does not answer; it may have been ended in its terminal."};
+  }
+}
+
 /** Ask for the latest question only: while one is under way, later ones replace one another. */
 export class Latest {
   constructor(task, show) {

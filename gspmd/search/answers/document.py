@@ -138,13 +138,19 @@ def of_lines(
         lowering: the lowering that the file sets.
         mesh: sizes of the mesh axes, if they are not those of the case.
     """
+    kept = ordered(lines)
+    return writing.document(
+        header, mesh or case.mesh, {_named(line): line.text for line in kept}, lowering, dict(_comments(kept, said))
+    )
+
+
+def ordered(lines: Iterable[LayoutLine]) -> list[LayoutLine]:
+    """Return lines in the order of a file: sections and keys as in the presets; those of a custom model as they are."""
     kept = [*lines]
     if all(line.key in KEYS for line in kept):
         order = {name: number for number, name in enumerate(KEYS)}
         kept.sort(key=lambda line: (_SECTIONS.index(line.section or line.key.partition(".")[0]), order[line.key]))
-    return writing.document(
-        header, mesh or case.mesh, {_named(line): line.text for line in kept}, lowering, dict(_comments(kept, said))
-    )
+    return kept
 
 
 def lowering_of(phase: str) -> str:
@@ -169,10 +175,10 @@ def _comments(lines: Sequence[LayoutLine], said: Mapping[str, LineCost]) -> Iter
     for line in lines:
         if line.choice in first:
             yield _named(line), f"with {first[line.choice]}"
-        elif line.choice in said and not line.section and line.key not in _DERIVED:
+        elif line.choice in said and not line.section and line.key not in DERIVED:
             first[line.choice] = line.key
             yield _named(line), str(said[line.choice])
 
 
-_DERIVED = ("embedding.tokens",)
+DERIVED = ("embedding.tokens",)
 """Keys that are sharded as another key which is written later."""

@@ -49,7 +49,7 @@ class Placed:
 
 
 def placed_presets(
-    candidates: Iterable[Candidate], ranges: Iterable[Range] = (), names: Iterable[str] | None = None
+    candidates: Iterable[Candidate], ranges: Iterable[Range] = (), names: Iterable[str | Layout] | None = None
 ) -> list[Placed]:
     """Place every preset on its best mesh, with its best order of mesh axes; those that fit first, the cheapest first.
 
@@ -58,7 +58,7 @@ def placed_presets(
     Args:
         candidates: the meshes.
         ranges: further numbers of microbatches, searched for presets that fit.
-        names: presets, or layout files; all presets if not given.
+        names: presets, layout files, or layouts; all presets if not given.
     """
     # These are the numbers that the search tried: several microbatches have to gain enough for a preset too.
     ranges, every = [*ranges], [*candidates]

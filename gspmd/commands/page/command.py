@@ -18,6 +18,8 @@ from gspmd.commands import configs
 from gspmd.commands.arguments import Parser
 from gspmd.reading import folder_fault, whole_number
 
+LONG = "gspmd.commands.page.tasks:LongTasks"
+"""The tasks of the page that take minutes."""
 _PORT = 8765
 _PORTS = 20
 """Ports that are tried in turn if none is given."""
@@ -60,10 +62,11 @@ def run(argv: Sequence[str], script: str = "", settings: argparse.Namespace | No
         port = listening.getsockname()[1]
         from gspmd.page import limits
 
+        served = application(port, configs.FOLDER, options.layouts, LONG, lambda: server.should_exit)
         config = uvicorn.Config(
-            application(port, configs.FOLDER, options.layouts), log_level="warning", lifespan="on", ws="none",
+            served, log_level="warning", lifespan="on", ws="none",
             server_header=False,
-            limit_concurrency=limits.CONNECTIONS, timeout_graceful_shutdown=1, h11_max_incomplete_event_size=2**15,
+            limit_concurrency=limits.CONNECTIONS, timeout_graceful_shutdown=2, h11_max_incomplete_event_size=2**15,
         )  # fmt: skip
         server = uvicorn.Server(config)
         address = f"http://127.0.0.1:{port}/"

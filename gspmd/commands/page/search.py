@@ -1,0 +1,243 @@
+"""The search that a page asks for: `gspmd search` from the layout that is shown, told part by part."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+from gspmd.annotate.errors import LayoutError, PlanError
+from gspmd.commands.search.command import limit_of, parse, refuse_unsearched, spaces
+from gspmd.commands.search.missing import nothing_fits
+from gspmd.commands.search.settings import SearchSettings
+from gspmd.commands.search.slice import Slice
+from gspmd.commands.search.written import header, plus_or_minus, seconds, where
+from gspmd.display.units import amount_of_bytes, mesh_text
+from gspmd.figures.frontier import frontier_figure
+from gspmd.page.equation import inline
+from gspmd.page.layout import LayoutAnswer, LayoutRequest, Shelf
+from gspmd.page.requests import Texts
+from gspmd.search import Answer, Search
+from gspmd.search.answers import Candidate, NoneFits, SearchResult, document, find
+from gspmd.search.answers.document import DERIVED, LineCost, changed, ordered, remarks
+from gspmd.search.answers.frontier import frontier
+from gspmd.search.answers.presets import Placed, picks_of, placed_presets
+from gspmd.search.answers.why import Why, why
+
+Tell = Callable[[Mapping[str, Any]], None]
+
+
+@dataclass(frozen=True)
+class SearchRequest(LayoutRequest):
+    """A search from a shown layout: on a slice, on the shown mesh or on every one, in any number of microbatches."""
+
+    topology: str = ""
+    meshes: str = "this"
+    parts: str = "this"
+    recomputed: str = "this"
+
+
+@dataclass(frozen=True)
+class WhyRequest(Texts):
+    """A question about a line of the layout that was found: `token` is that of the search."""
+
+    token: str = ""
+    key: str = ""
+    spec: str = ""
+
+
+class Searcher:
+    """The searches of a process: the last one stays, so that its lines can be asked about.
+
+    Args:
+        shelf: the models and layouts that a page may name.
+    """
+
+    def __init__(self, shelf: Shelf):
+        self._shelf = shelf
+        self._tokens = count(1)
+        self._token = ""
+        self._found: SearchResult | None = None
+
+    def search(self, request: SearchRequest, tell: Tell) -> dict[str, Any]:
+        """Search, and tell each part as soon as it is known: `found`, `lines` and `frontier`.
+
+        Raises:
+            NotationError, ConfigError: the request names what is not there, what does not fit, or what is not searched.
+        """
+        self._token, self._found = "", None
+        shown = LayoutAnswer(request, self._shelf)
+        argv = arguments(request, shown)
+        settings = parse(["--config", str(self._shelf.path(request.config)), *argv])
+        target = Slice.named(settings.topology)
+        say = lambda text: tell({"said": text})  # noqa: E731
+        refuse_unsearched(settings, target)
+        every = spaces(settings)
+        try:
+            finding = find(every(target), limit_of(settings, target), say)
+        except NoneFits as fault:
+            raise PlanError(nothing_fits(fault, settings, target, every, say)) from None
+        self._token, self._found = f"{next(self._tokens)}", finding
+        say("what the shown layout costs in the same space")
+        beside = placed(finding, shown)
+        tell({"found": self._told(finding, beside, settings, target)})
+        say("the cost of each line, and of the next best")
+        said = dict(remarks(finding.best, finding.answer))
+        top = header(settings, target, finding, ["--config", request.config, *argv])
+        toml = document(finding.best, finding.answer, top, said)
+        tell({"lines": lines_of(finding, said), "toml": toml})
+        front = frontier(finding.best, tell=say)
+        marks = [("found", finding.answer)]
+        if beside.answer and beside.candidate.named == finding.best.named:
+            marks.append(("shown", beside.answer))
+        drawn = frontier_figure(
+            [(each.answer.bytes, each.answer.seconds) for each in front],
+            [(name, answer.bytes, answer.seconds) for name, answer in marks],
+            finding.best.limit, where(finding.best),
+        )  # fmt: skip
+        points = [cost(each.answer) for each in front]
+        tell({"frontier": {"points": points, "figure": inline(drawn)}})
+        return {"token": self._token}
+
+    def _told(self, finding: SearchResult, beside: Placed, settings: SearchSettings, target: Slice) -> dict[str, Any]:
+        best = finding.best
+        return cost(finding.answer) | {
+            "token": self._token,
+            "topology": target.name,
+            "mesh": best.named,
+            "remat": best.remat,
+            "microbatches": best.microbatches,
+            "where": where(best),
+            "error": plus_or_minus(settings).strip(),
+            "bound": finding.bound,
+            "proof": finding.proof,
+            "limit": best.limit,
+            "said_limit": amount_of_bytes(best.limit),
+            "lines": written(best, finding.answer),
+            "shown": placed_record(beside),
+        }
+
+    def why(self, request: WhyRequest) -> dict[str, Any]:
+        """Return the cost of another spec in a line, by part of the cost.
+
+        Raises:
+            LayoutError: the search is gone, there is no such line, or the spec is none of its options.
+        """
+        if self._found is None or request.token != self._token:
+            raise LayoutError("this search has ended, and another process answers now.\n  Search again, then ask.")
+        return why_record(why(self._found.best, request.key.strip(), request.spec.strip()))
+
+
+def arguments(request: SearchRequest, shown: LayoutAnswer) -> list[str]:
+    """Return the flags of `gspmd search` for a request, after --config: each is read here, and written again."""
+    flags = ["--topology", Slice.named(request.topology).name]
+    if request.meshes == "this":
+        flags += ["--mesh", mesh_text({axis: size for axis, size in shown.mesh.items() if size > 1} or {"x": 1})]
+    flags += ["--batch", f"{shown.batch}", "--length", f"{shown.length}"]
+    if request.parts == "this":
+        flags += ["--microbatches", f"{shown.microbatches}"]
+    if request.dtype != "bfloat16":
+        flags += ["--dtype", str(shown.subject.dtype)]
+    if request.recomputed == "this":
+        flags += ["--remat", shown.model.remat_name]
+    return flags
+
+
+def cost(answer: Answer) -> dict[str, Any]:
+    """Return the seconds and bytes of an answer, also as `gspmd search` prints them."""
+    said = {"said_seconds": seconds(answer.seconds), "said_bytes": amount_of_bytes(answer.bytes)}
+    return {"seconds": answer.seconds, "bytes": answer.bytes} | said
+
+
+def written(candidate: Candidate, answer: Answer) -> dict[str, str]:
+    """Return the lines of an answer: key, with the section that it overrides in, to text."""
+    return {_key(line.section, line.key): line.text for line in ordered(candidate.phase.lines(answer.picks))}
+
+
+def _key(section: str, key: str) -> str:
+    return f"{section}.{key}" if section else key
+
+
+def placed(finding: SearchResult, shown: LayoutAnswer) -> Placed:
+    """Return the shown layout in the space of a search: on its own mesh, if that was searched, or on its best one."""
+    mesh = {axis: size for axis, size in shown.mesh.items() if size > 1}
+    own = [each for each in finding.candidates if {**each.phase.case.mesh} == mesh]
+    if not own:
+        return placed_presets(finding.promising, finding.ranges, [shown.written])[0]
+    alike = (shown.model.remat_name, shown.microbatches)
+    candidate = min(own, key=lambda each: ((each.remat, each.microbatches) != alike, each.free.seconds))
+    try:
+        layout = shown.written.resolved(candidate.sizes, shown.mesh)
+        answer = picks_of(candidate, Search(candidate.unlimited), layout)
+    except LayoutError as error:
+        reason = error.faults[0].fact if error.faults else str(error).splitlines()[0]
+        return Placed("shown", candidate, shown.mesh, reason=reason)
+    return Placed("shown", candidate, shown.mesh, answer)
+
+
+def placed_record(placed: Placed) -> dict[str, Any]:
+    """Return the shown layout as the search prices it, or the reason why it is not in the space."""
+    if placed.answer is None:
+        return {"reason": placed.reason}
+    candidate = placed.candidate
+    return cost(placed.answer) | {"where": where(candidate), "fits": placed.fits,
+                                  "lines": written(candidate, placed.answer)}  # fmt: skip
+
+
+def lines_of(finding: SearchResult, said: Mapping[str, LineCost]) -> list[dict[str, Any]]:
+    """Return the lines of the answer, the first of each choice with its cost and the next best spec."""
+    candidate, answer = finding.best, finding.answer
+    rows, first = [], dict[str, str]()
+    for line in ordered(candidate.phase.lines(answer.picks)):
+        key = _key(line.section, line.key)
+        row: dict[str, Any] = {"key": key, "spec": line.text}
+        if line.choice in first:
+            row["with"] = first[line.choice]
+        elif (remark := said.get(line.choice)) and not line.section and line.key not in DERIVED:
+            first[line.choice] = key
+            row |= {"seconds": remark.seconds, "said": str(remark), "more": remark.more}
+            row |= _next(candidate, answer, line.choice, remark)
+        rows.append(row)
+    return rows
+
+
+def _next(candidate: Candidate, answer: Answer, choice: str, remark: LineCost) -> dict[str, Any]:
+    if remark.other is None:
+        return {}
+    (section, key), text = next(changed(candidate, choice, answer, remark.other))
+    return {"next": {"key": _key(section, key), "spec": text}}
+
+
+def why_record(asked: Why) -> dict[str, Any]:
+    """Return the table of a question as `gspmd search --why` prints it, with its numbers."""
+    ours, theirs = asked.best, asked.answer
+    rows = [(name, before, after) for name, before, after in asked.terms] + [("a step", ours.seconds, theirs.seconds)]
+    terms = [
+        {
+            "name": name,
+            "found": before,
+            "asked": after,
+            "said": [seconds(before), seconds(after), _more(after - before)],
+        }
+        for name, before, after in rows
+    ]
+    more = theirs.seconds / ours.seconds - 1
+    most = "" if theirs.complete else "at most "
+    held = [
+        amount_of_bytes(ours.bytes),
+        amount_of_bytes(theirs.bytes),
+        _more(theirs.bytes - ours.bytes, amount_of_bytes),
+    ]
+    return {
+        "key": asked.key,
+        "spec": asked.text,
+        "title": f"{asked.key} = {asked.text}: {most}{seconds(theirs.seconds)}, {more:+.2%}",
+        "over": asked.over,
+        "said_over": amount_of_bytes(asked.over),
+        "terms": terms,
+        "held": {"found": ours.bytes, "asked": theirs.bytes, "said": held},
+        "lines": [list(row) for row in asked.lines],
+    }
+
+
+def _more(amount: float, said: Callable[[float], str] = seconds) -> str:
+    return f"{'-' if amount < 0 else '+'}{said(abs(amount))}"
