@@ -82,6 +82,9 @@ class Guard:
         except Refused as error:
             if not started:
                 await _refuse(guarded, error)
+        except asyncio.CancelledError:  # The page is ending, and has waited for this answer long enough.
+            if not started:
+                await _refuse(guarded, Refused(503, "the page is ending."))
         except Exception:
             if started:
                 raise

@@ -6,6 +6,7 @@ It is served by this machine to this machine alone, until Ctrl-C ends it. Nothin
 """
 
 import argparse
+import logging
 import socket
 import sys
 import webbrowser
@@ -68,11 +69,21 @@ def run(argv: Sequence[str], script: str = "", settings: argparse.Namespace | No
             server_header=False,
             limit_concurrency=limits.CONNECTIONS, timeout_graceful_shutdown=2, h11_max_incomplete_event_size=2**15,
         )  # fmt: skip
-        server = uvicorn.Server(config)
         address = f"http://127.0.0.1:{port}/"
-        print(f"gspmd page: {address}   (Ctrl-C ends it)", flush=True)
-        if not options.no_browser:
-            Thread(target=webbrowser.open, args=(address,), daemon=True).start()
+
+        class Server(uvicorn.Server):
+            """A server that says when it answers, so that nobody asks before."""
+
+            async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+                await super().startup(sockets)
+                if self.started:
+                    print(f"gspmd page: {address}   (Ctrl-C ends it)", flush=True)
+                    if not options.no_browser:
+                        Thread(target=webbrowser.open, args=(address,), daemon=True).start()
+
+        server = Server(config)
+        # Answers that are pending when the page ends are cancelled on purpose, which is no error of the server.
+        logging.getLogger("uvicorn.error").addFilter(lambda record: not server.should_exit)
         server.run(sockets=[listening])
     return 0
 
