@@ -28,6 +28,7 @@ from gspmd.layouts import Layout
 from gspmd.layouts.read import is_path, preset_names
 from gspmd.lowerings.in_force import lowering, planned_for
 from gspmd.page import limits
+from gspmd.page.equation import inline
 from gspmd.page.requests import BadRequest, Texts, read_mesh
 from gspmd.reading import ReadError, read_toml, whole_number
 from gspmd.search.answers.document import PRICED
@@ -211,6 +212,7 @@ class LayoutAnswer:
             "lines": [{"key": key, "spec": text, "base": base} for key, text, base in self._lines()],
             "chosen": list(self.layout.chosen),
             "notes": list(plan.notes),
+            "figure": inline(self.layout.figure()),
             "toml": self.toml,
             "command": self.command,
         }

@@ -81,6 +81,14 @@ def test_the_numbers_are_those_of_the_trace(lines):
     assert answer["mesh"] == ",".join(f"{axis}={size}" for axis, size in mesh.items())
 
 
+def test_the_figure_is_that_of_the_layout():
+    mesh = {"x": 2, "y": 2, "z": 1}
+    model = from_mapping(ModelConfig, read_toml(CONFIGS / "tiny.toml")["model"])
+    sizes = Language(model, jnp.dtype("float32")).sizes(16, 64)
+    layout = Layout.load("megatron-1d").override({"ffn.hidden": "B_xLF"}).resolved(sizes, mesh)
+    assert layout.figure().body in _run(ASKED | {"lines": "ffn.hidden = B_xLF"})["figure"]
+
+
 def test_every_equation_names_its_lines():
     rows = {row["equation"]: row["lines"] for row in _run(ASKED)["rows"]}
     product = next(equation for equation in rows if equation.startswith("B_xLE, (EF_yz, EF_yz)"))

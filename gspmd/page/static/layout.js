@@ -1,6 +1,6 @@
 // The page of a layout: a training step of a model, its costs by line, and what a change of a spec changes.
 
-import {ask, byId, copying, Latest, make} from "./shared.js";
+import {ask, byId, copying, Latest, make, place} from "./shared.js";
 import {compiling} from "./compile.js";
 import {searching} from "./search.js";
 
@@ -114,6 +114,7 @@ function draw(answer) {
     make("th", {scope: "row"}, row.what), make("td", {class: "number"}, row.said_bytes, share(row.bytes / answer.capacity.bytes)))),
     make("tr", {}, make("th", {scope: "row"}, "the chip has"), make("td", {class: "number"}, answer.capacity.said_bytes)));
   drawLines(answer.lines);
+  place(byId("layout-figure"), answer.figure, 1.2);
   byId("command").textContent = answer.command;
   byId("download").href = `data:application/toml;charset=utf-8,${encodeURIComponent(answer.toml)}`;
   byId("spoken").textContent = `${answer.totals.said_seconds}, ${answer.totals.said_wire_bytes} sent.`;
