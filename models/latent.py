@@ -97,8 +97,9 @@ class LatentAttention(Attention):
         Args:
             q: [B, L, H, D], rotated.
             latent: [B, L, Z].
-            context: the context of the step. in_order: whether tokens are in the order of the text, as in a prompt, and
-                not in the order of a ring: then the keys of a sequence that is sharded along L are gathered.
+            context: the context of the step.
+            in_order: whether tokens are in the order of the text, as in a prompt, and not in the order of a ring: then
+                the keys of a sequence that is sharded along L are gathered.
         """
         assert self.config.latent is not None
         query, of_latent, rank = self.at.spec("query"), self.at.spec("latent"), self.config.latent.rank
