@@ -107,10 +107,11 @@ def with_memory(
         context: the context of the decoder's own tokens.
         layout: the layout of the decoder.
         memory: [B, T, E], placed as `cross.memory`.
-        length: L, the number of tokens of a row of targets. segments: [B, L], the segments of the targets, placed as
-            `batch_spec`, in the order of the text; None if every row is one target, which attends to segment 1 of the
-            source. source_segments: [B, T], the segments of the source, placed likewise; None if every row is one
-            source without padding.
+        length: L, the number of tokens of a row of targets.
+        segments: [B, L], the segments of the targets, placed as `batch_spec`, in the order of the text; None if every
+            row is one target, which attends to segment 1 of the source.
+        source_segments: [B, T], the segments of the source, placed likewise; None if every row is one source without
+            padding.
     """
     if source_segments is None:
         return replace(context, memory=memory)

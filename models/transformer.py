@@ -419,7 +419,8 @@ def embedded_source(
 
     Args:
         config: the model.
-        layout: the layout of the decoder, including the encoder's section. weights: the weights of the embedding.
+        layout: the layout of the decoder, including the encoder's section.
+        weights: the weights of the embedding.
         source: [B, T], as for `Transformer.hidden`.
         segments: the segments of the source, from `in_encoder`.
         dtype: compute dtype.
@@ -436,7 +437,8 @@ def memory_of(config: ModelConfig, layout: Layout, output: Layer, x: jax.Array) 
 
     Args:
         config: the model.
-        layout: the layout of the decoder, including the encoder's section. output: the encoder's last norm.
+        layout: the layout of the decoder, including the encoder's section.
+        output: the encoder's last norm.
         x: [B, T, E], the residual stream after the encoder's last block.
     """
     inner = layout.stack(ENCODER)

@@ -18,8 +18,8 @@ class Kind:
 
     Attributes:
         choices: number of experts to which each token is sent; None if it is `MoEConfig.k`.
-        jitter: half-width of the random factor on the router's input, by the router's paper. z_weight: weight of the
-            z-loss, by the router's paper.
+        jitter: half-width of the random factor on the router's input, by the router's paper.
+        z_weight: weight of the z-loss, by the router's paper.
         by_experts: whether experts choose tokens, instead of tokens choosing experts.
         noisy: whether a second matrix gives the width of the noise on the logits.
         scored: whether scores, groups of experts, a bias for choosing experts and a factor of the gates can be set.
@@ -64,13 +64,14 @@ class MoEConfig:
         dense_feed_forward: width of dense layers; 0 for the width of an expert.
         router: "noisy-top-k" (Shazeer et al. 2017), "gshard" (Lepikhin et al. 2020), "switch" (Fedus et al. 2021),
             "st-moe" (Zoph et al. 2022), "top-k" (as Mixtral's), or "expert-choice" (Zhou et al. 2022).
-        k: choices per token for noisy-top-k and top-k; None means 2. In other routers k is fixed. renormalize: whether
-            top-k's gates are divided by their sum, as in Mixtral; False keeps probabilities.
+        k: choices per token for noisy-top-k and top-k; None means 2. In other routers k is fixed.
+        renormalize: whether top-k's gates are divided by their sum, as in Mixtral; False keeps probabilities.
         scores: "softmax" of all logits, or "sigmoid" of each (DeepSeek-V3): the scores by which top-k chooses experts,
             and which are the gates.
         expert_groups: number of groups of consecutive experts; top-k chooses a token's experts from the best few.
-        kept_groups: number of groups from which each token chooses; None for all. group_best: number of a group's best
-            experts whose scores are added to give the group's score: 2 in DeepSeek-V3, 1 in V2.
+        kept_groups: number of groups from which each token chooses; None for all.
+        group_best: number of a group's best experts whose scores are added to give the group's score: 2 in DeepSeek-V3,
+            1 in V2.
         choice_bias: whether top-k chooses by score plus a bias of each expert, which does not enter the gates and is
             not trained by a loss.
         bias_rate: change of that bias after every training step: up for experts with fewer choices than the mean, and

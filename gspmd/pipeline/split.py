@@ -41,8 +41,8 @@ def split(f: Callable[[Tree, Tree], tuple[Tree, Tree]], fixed: Tree, moving: Tre
 
     Args:
         f: (fixed, moving) -> (early, late).
-        fixed: arguments of both parts; operations that use nothing else run in both parts. moving: arguments of the
-            first part only.
+        fixed: arguments of both parts; operations that use nothing else run in both parts.
+        moving: arguments of the first part only.
 
     Returns:
         The two parts.

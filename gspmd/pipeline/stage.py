@@ -78,7 +78,8 @@ class StageOfStack:
         stages: the functions to compute.
         schedule: the order in which they run.
         axis: the mesh axis of the stages.
-        streams: the specs of the arrays that a stage sends to the next. shapes: the shapes of these arrays.
+        streams: the specs of the arrays that a stage sends to the next.
+        shapes: the shapes of these arrays.
         batches: number of microbatches that the loss averages over.
         shared: the weights that every stage has.
         weights: [rounds, layers, ...], the weights of the stage in this stack.

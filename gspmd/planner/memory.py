@@ -46,9 +46,10 @@ class Intermediate:
     Attributes:
         spec: its spec.
         buffers: its memory; none for an operand as it was given, which is counted separately.
-        front: the dimension that is stored in front of the others, if it is not the first. read: the values from which
-            the tensor is made. fused: whether a fusion makes the tensor, and writes it in any order at no cost. A
-            fusion that reads it computes it again, so it is never stored as a whole.
+        front: the dimension that is stored in front of the others, if it is not the first.
+        read: the values from which the tensor is made.
+        fused: whether a fusion makes the tensor, and writes it in any order at no cost. A fusion that reads it computes
+            it again, so it is never stored as a whole.
         level: the length of the chain of instructions up to this one; those of one level run one after the other.
     """
 

@@ -37,8 +37,9 @@ class Plan:
         sizes: dimension sizes of the whole tensors.
         mesh: mesh axis sizes.
         dtypes: dtype of each operand, group members one by one.
-        chip: the hardware figures that determine the seconds. lowering: the lowering of the plan: `"xla"`,
-            `"blocking"`, `"looped"` or `"looped:<schedule>"`. For `"auto"`, the cheaper of `"blocking"` and `"looped"`.
+        chip: the hardware figures that determine the seconds.
+        lowering: the lowering of the plan: `"xla"`, `"blocking"`, `"looped"` or `"looped:<schedule>"`. For `"auto"`,
+            the cheaper of `"blocking"` and `"looped"`.
         routine: moves, local products and outputs, as `gspmd.einsum` runs them.
         inputs, outputs: the tensors of the operands and of the results.
         pinned: the specs of `via`; the gradients of a pinned plan mirror it.

@@ -182,7 +182,8 @@ class Found:
             is proved, and `bound` is 0.
         bytes: the most bytes that a device holds at any moment.
         bound: a lower bound on the seconds of all layouts on all given meshes; 0 if the search was stopped before it
-            had reached all meshes. complete: whether the layout is proved to be the cheapest on all meshes.
+            had reached all meshes.
+        complete: whether the layout is proved to be the cheapest on all meshes.
     """
 
     layout: Layout

@@ -333,8 +333,8 @@ def held(jaxpr: Jaxpr, devices: int, moment: Moment | None = None) -> Held:
 
     Args:
         jaxpr: the program.
-        devices: number of devices over which an array with an unknown is divided, for finding the moment. moment: the
-            moment to use, from a program that differs only in sizes.
+        devices: number of devices over which an array with an unknown is divided, for finding the moment.
+        moment: the moment to use, from a program that differs only in sizes.
     """
     arguments = Counter(array for var in jaxpr.invars if (array := HeldArray.of(var.aval)) is not None)
     results = Counter(

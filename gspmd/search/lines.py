@@ -45,8 +45,9 @@ class Lines:
         fixed: lines whose spec, or via, is given and is their only option.
         trained: lines of parameters, whose gradient and optimizer state have separate lines.
         around: mesh axes that are present whatever is chosen, with their sizes, such as the axis of a pipeline's
-            stages. beside: the axes of `around` along which pipelines run side by side: every batch is sharded over
-            them, before its unknown.
+            stages.
+        beside: the axes of `around` along which pipelines run side by side: every batch is sharded over them, before
+            its unknown.
     """
 
     layout: Layout

@@ -136,7 +136,8 @@ def render(source: str, name: str, variables: Mapping[str, Any], doing: str) -> 
     Args:
         source: the template.
         name: its name, for messages.
-        variables: the variables that it can read. doing: the beginning of messages.
+        variables: the variables that it can read.
+        doing: the beginning of messages.
 
     Raises:
         CheckpointError: the template is faulty, refuses the messages, or exceeds a limit; or a variable is not plain

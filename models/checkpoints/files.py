@@ -137,9 +137,9 @@ class Files:
         """Read a region of a parameter, cast to the dtype of `out`.
 
         Args:
-            out: the destination, with the region's shape, except for dimensions that are merged into one. name: the
-                tensor. form: the place of the parameter in the tensor: (heads, head size, embed) in (heads · head size,
-                embed).
+            out: the destination, with the region's shape, except for dimensions that are merged into one.
+            name: the tensor.
+            form: the place of the parameter in the tensor: (heads, head size, embed) in (heads · head size, embed).
             region: one slice for each dimension of `form.split`.
 
         Returns:

@@ -37,9 +37,9 @@ class GenerationConfig:
     """The entries of a generation_config.json that decide how tokens are drawn.
 
     Attributes:
-        settings: fields of `Sampling` that the file sets; only a temperature of 0 if `do_sample` is false. beams: the
-            number of beams; 1 if the file asks for none. unsupported: entries that ask for anything else that would
-            change the texts.
+        settings: fields of `Sampling` that the file sets; only a temperature of 0 if `do_sample` is false.
+        beams: the number of beams; 1 if the file asks for none.
+        unsupported: entries that ask for anything else that would change the texts.
     """
 
     settings: Mapping[str, Any]

@@ -133,8 +133,8 @@ def make_batch(
 
     Args:
         config: the configuration of the model.
-        layout: the layout for decoding, as for `phases`; the number of rows selects its alternatives. prefill: the
-            layout for reading prompts, likewise; None for the same layout.
+        layout: the layout for decoding, as for `phases`; the number of rows selects its alternatives.
+        prefill: the layout for reading prompts, likewise; None for the same layout.
         mesh: devices with the layouts' axes.
         prompts: the token ids of each prompt; at least one prompt. With an encoder they follow the start token of each
             text, and may be empty; None if all are empty.
@@ -250,8 +250,9 @@ def token_ids(vocabulary: int, texts: Sequence[Sequence[int]], empty: str, calle
 
     Args:
         vocabulary: number of tokens.
-        texts: the token ids of each text. empty: the error for an empty text. called: the name by which an error counts
-            texts.
+        texts: the token ids of each text.
+        empty: the error for an empty text.
+        called: the name by which an error counts texts.
 
     Raises:
         GenerationError: a text is empty, or has a token that is not in the vocabulary.

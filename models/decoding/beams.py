@@ -43,7 +43,8 @@ class BeamSearch:
         end_scores: [G, b] float32, the scores of the best texts that have ended, the best first.
         end_texts: [G, b, M] int32, their tokens.
         end_lengths: [G, b] int32, the number of their tokens, without a stop token; -1 for a text that does not exist
-            yet. going: [G] bool, whether a beam may still become better than the texts that have ended.
+            yet.
+        going: [G] bool, whether a beam may still become better than the texts that have ended.
         undefined: [G] bool, whether some logits have been NaN or infinite.
         step: int32, the number of new tokens of each beam.
     """
@@ -193,8 +194,9 @@ def likeliest(logits: jax.Array, spec: Spec, count: int) -> tuple[jax.Array, jax
     n · count int32 of each row are gathered.
 
     Args:
-        logits: [B, V] float32. spec: the spec of the logits. count: the number of tokens to find; fewer if the
-            vocabulary has fewer.
+        logits: [B, V] float32.
+        spec: the spec of the logits.
+        count: the number of tokens to find; fewer if the vocabulary has fewer.
 
     Returns:
         [B, C] float32 log-probabilities, the largest first, and [B, C] int32 tokens; among equal ones the lowest token
@@ -248,8 +250,9 @@ def begin(cache: Cache, tokens: jax.Array, groups: int, texts: int, beams: int, 
     Args:
         cache: the cache of the prompts without their last tokens.
         tokens: [G · b] int32, these last tokens.
-        groups: number of texts with rows, G. texts: how many of these are real. beams: the number of beams of each
-            text, b.
+        groups: number of texts with rows, G.
+        texts: how many of these are real.
+        beams: the number of beams of each text, b.
         room: the most tokens of a text, M, or more.
     """
     lowest: Any = np.full((groups, beams), _LOWEST)

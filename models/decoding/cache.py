@@ -174,7 +174,7 @@ def empty_cache(
 
     Raises:
         SpecError, ValueError: as for `abstract_cache`; or totals are missing, or given although nothing depends on
-        them.
+            them.
     """
     shapes = abstract_cache(config, layout, mesh, batch, length, dtype, int8=int8, source_length=source_length)
     if (shapes.totals is None) != (totals is None):

@@ -101,9 +101,10 @@ def on_rows(
         cache: the cache.
         sources: [R] int32, as for `copy_rows`.
         layout: the layout that places the cache.
-        name: the action of `body`, for the plan. body: a function from the pieces of an array [N, B, ...] and of the
-            sources to a new piece; the same object in every call, so that programs are reused. line: the line that
-            places the cache.
+        name: the action of `body`, for the plan.
+        body: a function from the pieces of an array [N, B, ...] and of the sources to a new piece; the same object in
+            every call, so that programs are reused.
+        line: the line that places the cache.
     """
     held = cache_spec(layout, line, latent=cache.values is None)
     rows = Spec(("B",), (held.axes_of("B"),))

@@ -33,7 +33,8 @@ class Program:
         layout: the layout of the phase, with one spec for every key.
         step: the pure function.
         arguments: the step's abstract arguments: weights, tokens (with their counts, except in decoding) and, except in
-            encoding, the cache. donated: index of the argument that the step overwrites, the cache; None for encoding.
+            encoding, the cache.
+        donated: index of the argument that the step overwrites, the cache; None for encoding.
         stored: index of the argument that is stored once and read in every step: the weights.
         tokens: number of tokens that one execution reads, over all rows.
     """

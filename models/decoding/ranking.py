@@ -42,8 +42,9 @@ class Served:
         seconds: seconds of the step, `collectives` + `products` + `attention`; only a looped lowering overlaps them.
         collectives: seconds of the planned collectives.
         products: seconds of the planned matrix products; a product takes the larger of its compute time and its memory
-            time. attention: seconds of the attention to cached and new tokens, counted in the same way; a decode step
-            reads its whole cache.
+            time.
+        attention: seconds of the attention to cached and new tokens, counted in the same way; a decode step reads its
+            whole cache.
         wire_bytes: bytes that one device sends.
         held_bytes: bytes of weights and cache.
         reason: why the layout does not fit; empty if it does.

@@ -249,7 +249,8 @@ class Chunk:
         angles: the result of `angles_at` for the positions of the chunk's tokens, by the kind of a layer and the mesh
             axes that shard B and L; empty unless queries and keys are rotated.
         growth: the factors of queries at these positions, in layers whose queries grow; None if there are no such
-            layers. rings: for each stack of layers, whether its cache is a ring, as in sliding and chunked layers.
+            layers.
+        rings: for each stack of layers, whether its cache is a ring, as in sliding and chunked layers.
         counts: [B] int32, number of real tokens of each row; None for all.
         fresh: whether the cache holds no tokens yet.
     """

@@ -38,8 +38,8 @@ class Dropout:
 
         Args:
             key: the two words of a threefry key.
-            group, expert, slot: the group, expert and slot of each row, three arrays of one shape. first, size: the
-            first feature, and the number of features.
+            group, expert, slot: the group, expert and slot of each row, three arrays of one shape.
+            first, size: the first feature, and the number of features.
 
         Returns:
             The factors, in the rows' shape with a last dimension of `size`, float32.

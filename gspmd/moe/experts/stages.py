@@ -24,8 +24,9 @@ class StageEquation:
 
     Attributes:
         routine: the routine.
-        inputs, outputs: the tensors of the routine. weights: the numbers of the inputs that are moved once. sums: the
-        numbers of the outputs that are added up over the chunks and then reduced once.
+        inputs, outputs: the tensors of the routine.
+        weights: the numbers of the inputs that are moved once.
+        sums: the numbers of the outputs that are added up over the chunks and then reduced once.
     """
 
     routine: Routine

@@ -20,7 +20,8 @@ class Sequences:
     """The ordered subsets of a number of axes, shortest first: number 0 is empty.
 
     Attributes:
-        axes: the axes of each sequence, major first. mask: the axes of each sequence as a set.
+        axes: the axes of each sequence, major first.
+        mask: the axes of each sequence as a set.
         rank: the number of axes before an axis, by sequence and axis; -1 if the sequence lacks the axis.
         append: the sequence with one more axis at its end, by sequence and axis; -1 if it has that axis.
         prefix, suffix: the axes before its last j axes, and its last j axes, by sequence and j.

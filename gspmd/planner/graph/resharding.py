@@ -34,10 +34,12 @@ def move(
 
     Args:
         src, dst: the present spec of the tensor, and the spec to which it is brought. Both have the same dimensions,
-        and the axes of the partial sum of `dst` are a subset of the axes of the partial sum of `src`. sizes, mesh: size
-        of each dimension of the whole tensor, and of each mesh axis. itemsize: bytes per element on the wire. chip: the
-        chip whose links determine the seconds. operand: how the steps name the tensor. reduce: how a partial sum is
-        reduced, `"sum"` or `"max"`; a reduce-scatter cannot take a maximum.
+            and the axes of the partial sum of `dst` are a subset of the axes of the partial sum of `src`.
+        sizes, mesh: size of each dimension of the whole tensor, and of each mesh axis.
+        itemsize: bytes per element on the wire.
+        chip: the chip whose links determine the seconds.
+        operand: how the steps name the tensor.
+        reduce: how a partial sum is reduced, `"sum"` or `"max"`; a reduce-scatter cannot take a maximum.
 
     Returns:
         The steps, cheapest in seconds (in whole picoseconds), then in bytes, then in number.

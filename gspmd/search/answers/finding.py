@@ -56,11 +56,11 @@ class SearchResult(Printed):
 
     Attributes:
         best: the mesh of the cheapest answer that fits.
-        answer: the answer on that mesh. candidates: all meshes that were tried, in the order of their costs or of lower
-            bounds on them.
+        answer: the answer on that mesh.
+        candidates: all meshes that were tried, in the order of their costs or of lower bounds on them.
         bound: a lower bound on the cost of all layouts of the candidates; if the answer is in one microbatch, of all
-            layouts in one microbatch. several: if the answer is in one microbatch, a lower bound on the cost in
-            several.
+            layouts in one microbatch.
+        several: if the answer is in one microbatch, a lower bound on the cost in several.
         ranges: the further numbers of microbatches that were searched.
         complete: whether the search was not interrupted.
         refused: meshes that cannot be searched, with the reason.

@@ -28,7 +28,8 @@ class Range:
     """A range of numbers of microbatches on one mesh, with one choice of remat.
 
     Args:
-        phase: the problem that bounds all these numbers. options: the options of its choices, as text.
+        phase: the problem that bounds all these numbers.
+        options: the options of its choices, as text.
         counts: the numbers, ascending.
         make: makes the problem of one number.
         limit: bytes that a device may hold.

@@ -32,8 +32,9 @@ class Objective(Protocol):
     """Make training rows of a part of a corpus.
 
     Attributes:
-        borders: whether the borders of texts are kept. paired: whether texts form pairs. predicts_texts: whether whole
-            texts, or whole targets, are predicted, and not only spans of them.
+        borders: whether the borders of texts are kept.
+        paired: whether texts form pairs.
+        predicts_texts: whether whole texts, or whole targets, are predicted, and not only spans of them.
     """
 
     borders: ClassVar[bool]

@@ -330,7 +330,8 @@ def _tokenize(
         fraction: share that is held out.
         progress: shows how far it is.
         names: the names of everything that is written: the tokens of both parts, and optionally the beginnings of their
-            texts. rooms: for pairs, the largest number of tokens of each side; None for other texts.
+            texts.
+        rooms: for pairs, the largest number of tokens of each side; None for other texts.
     """
     field, prompt = fields
     whole = sum(size for size, _ in stamps.values())

@@ -143,8 +143,9 @@ def text_pieces(file: BinaryIO, cut: int | None = None) -> Iterator[tuple[int, b
     of UTF-8.
 
     Args:
-        file: an open file at the beginning of the text. cut: the number of bytes after which part 1 begins, reduced by
-            up to three so that no character is cut; None if everything is part 0.
+        file: an open file at the beginning of the text.
+        cut: the number of bytes after which part 1 begins, reduced by up to three so that no character is cut; None if
+            everything is part 0.
 
     Yields:
         The number of the part, and a piece of it.

@@ -32,8 +32,9 @@ def show_tensors(console: Console, title: str, placed: tables.Placed, mesh: Any,
     Args:
         console: where to print.
         title: the title of the table.
-        placed: a spec and a global shape by name. mesh: the mesh of the specs. dtype: the dtype of all tensors except
-            token ids (int32) and logits (float32).
+        placed: a spec and a global shape by name.
+        mesh: the mesh of the specs.
+        dtype: the dtype of all tensors except token ids (int32) and logits (float32).
     """
     narrow = jnp.dtype(dtype).itemsize
     itemsize = {name: 4 if name in ("embedding.tokens", "output.logits") else narrow for name in placed}

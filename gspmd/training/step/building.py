@@ -132,7 +132,8 @@ def initial_state(
 
     Args:
         model, layout, update: as for `training_step`.
-        values: the parameters in float32, placed, by path. mesh: the mesh of the parameters.
+        values: the parameters in float32, placed, by path.
+        mesh: the mesh of the parameters.
     """
     return _state(initial, model, layout, values, update, mesh)
 

@@ -34,9 +34,10 @@ def _read(
     """Read latent attention, the factor of its scores, layers without experts, and groups of experts.
 
     Args:
-        json, fields, faults: as for `Agreement.read`. dense: the entries of layers without experts. groups: the
-        defaults of the number of groups of experts and of the number of groups kept; None if topk_method says whether
-        there are groups.
+        json, fields, faults: as for `Agreement.read`.
+        dense: the entries of layers without experts.
+        groups: the defaults of the number of groups of experts and of the number of groups kept; None if topk_method
+            says whether there are groups.
     """
     values: dict[str, Any] = {key: json.get(key, default) for key, default in _DEFAULTS.items()}
     plain = json.get("qk_nope_head_dim", 128)

@@ -51,8 +51,8 @@ class Stored:
             "(HD)E", and 1 is a dimension of size 1. If the tensor holds several parameters, bars separate them where
             they follow each other: "(HD|KD|KD)E" has all queries, then all keys, then all values; "(K(QD|D|D))E" for
             each key head its Q queries, the key and the value; "E(F(1|1))" two matrices whose columns alternate.
-        part: the number of the parameter among these. paired: the tensor's name in a parallel block with two norms, if
-            that differs.
+        part: the number of the parameter among these.
+        paired: the tensor's name in a parallel block with two norms, if that differs.
         offset: the constant that the model adds to the stored numbers: 1 for norms that scale by 1 + w.
         gated: its name in a feed-forward layer with a gate, if that differs.
     """
