@@ -104,7 +104,8 @@ def _of_parser(parser: Parser) -> Iterator[str]:
     if rows := [*_rows(parser)]:
         yield "| flag | what it does |\n| --- | --- |\n" + "\n".join(rows) + "\n"
     for name, sub in parser.subcommands.items():
-        yield f"### {parser.prog} {name}\n\n{sub.description[:1].upper()}{sub.description[1:]}.\n"
+        does = sub.description or ""
+        yield f"### {parser.prog} {name}\n\n{does[:1].upper()}{does[1:]}.\n"
         yield "| flag | what it does |\n| --- | --- |\n" + "\n".join(_rows(sub)) + "\n"
 
 
