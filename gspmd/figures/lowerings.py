@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from gspmd.display.units import amount_of_seconds
-from gspmd.figures.canvas import Canvas, centered
+from gspmd.figures.canvas import Canvas, width_in
 from gspmd.figures.figure import Figure
 
 _WIDE, _BAR, _BETWEEN, _ROW, _LEFT = 460.0, 15.0, 3.0, 54.0, 82.0
@@ -85,5 +85,5 @@ def _draw(canvas: Canvas, bar: BarLike, y: float, scale: float) -> None:
     title = f"{bar.step.name}{loop}: {bar.step.amount}, {amount_of_seconds(bar.step.seconds)}"
     with canvas.group(class_="bar", data_step=bar.number, data_kind=bar.step.kind, title=title):
         canvas.rect(left, top, wide, _BAR, bar.step.kind, rx=2)
-        if centered(bar.step.name, "small") + 8 < wide:
+        if width_in(bar.step.name, "small") + 8 < wide:
             canvas.text(left + wide / 2, top + 11, bar.step.name, "small inverse", "middle")
