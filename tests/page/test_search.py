@@ -52,7 +52,7 @@ def searched(tasks):
 def finding():
     """The answer of the functions themselves."""
     argv = ["--config", "tiny", "--batch", "16", "--length", "64"]
-    settings, target = parse(argv, "", ""), Slice.named("tpu-v5p:2x1x1")
+    settings, target = parse(argv), Slice.named("tpu-v5p:2x1x1")
     sizes = 16, 64, "bfloat16"
     workload = Workload(
         replace(settings.model, remat="full"), target.chip, *sizes, phase="train", microbatches=1,
