@@ -43,6 +43,10 @@ class Parser(argparse.ArgumentParser):
             flag = message.split()[2].partition("=")[0]
             flags = {*self.flags}.union(*(each.flags for each in self.subcommands.values()))
             message += f"\n  {suggestion(flag, flags)}{self.prog} --help lists all flags."
+        elif message.startswith("the following arguments are required: ") and self.subcommands:
+            message += f"\n  Give one of {', '.join(self.subcommands)}."
+        elif "\n" not in message:
+            message += f"\n  {self.prog} --help says what it takes."
         self.exit(2, f"{self.prog}: {message}\n")
 
 

@@ -16,7 +16,7 @@ import gspmd
 import gspmd_models as models
 from gspmd import host
 from gspmd.commands import automatic, hub, overview, runner
-from gspmd.commands.generate_settings import GenerateSettings, ServingSharding, parse
+from gspmd.commands.generate_settings import DOING, GenerateSettings, ServingSharding, parse
 from gspmd.commands.settings import RunSettings
 from gspmd.commands.source import Source, layout_of, own_run, tokenizer_of
 from gspmd.display import console as printing
@@ -34,8 +34,6 @@ from gspmd.training.reporting import report
 from gspmd.training.run.signals import Stop
 from gspmd.training.syntax import lines_searched
 from gspmd_models import checkpoints, decoding
-
-_DOING = "cannot generate text:"
 
 
 def run(argv: Sequence[str], script: str = "", settings: GenerateSettings | None = None) -> int:
@@ -66,10 +64,6 @@ def main(argv: Sequence[str], script: str = "", settings: GenerateSettings | Non
 def generate(settings: GenerateSettings) -> int:
     """Continue the prompts, or explain what the programs would send and hold."""
     prompts, sampling = prompts_of(settings), decoding.Sampling(**settings.sampling.given)
-    if not settings.checkpoint:
-        raise ConfigError(_DOING, ["--checkpoint names the folder of the model; it is missing."])
-    if "" in settings.stop:
-        raise ConfigError(_DOING, ["--stop is empty, so every text would end at once; give at least one character."])
     refuse_with_beams(settings)
     folder, console = Path(hub.found(settings.checkpoint)), printing.console(120, stderr=True)
     if run := own_run(folder):
@@ -78,11 +72,9 @@ def generate(settings: GenerateSettings) -> int:
     config = decoding.for_serving(source.config)
     sampling = sampling_of(console, settings, folder if source.run is None else folder / "tokenizer")
     if settings.unstacked and config.encoder_layers:
-        raise ConfigError(
-            _DOING, ["--unstacked is for decoder-only models, and this one has an encoder; leave it out."]
-        )
+        raise ConfigError(DOING, ["--unstacked is for decoder-only models, and this one has an encoder; leave it out."])
     if settings.chat and config.encoder_layers:
-        raise ConfigError(_DOING, ["--chat is for decoder-only models, and this one has an encoder; leave it out."])
+        raise ConfigError(DOING, ["--chat is for decoder-only models, and this one has an encoder; leave it out."])
     ids = ids_of(settings, source.tokenizer, prompts, source=bool(config.encoder_layers))
     stops = sorted(source.tokenizer.ends)
     decoding.check_beams(
@@ -146,7 +138,7 @@ def beginnings(
     for flag, given in (("target-prompt", settings.target_prompt), ("source-length", settings.source_length)):
         if given:
             fault = f"--{flag} is for models with an encoder, and this model is decoder-only: it continues --prompt."
-            raise ConfigError(_DOING, [fault, "Leave it out."])
+            raise ConfigError(DOING, [fault, "Leave it out."])
     return ids, {}
 
 
@@ -163,7 +155,7 @@ def sampling_of(console: Console, settings: GenerateSettings, folder: Path) -> d
     if found.unsupported and use == "whole":
         which = "it" if len(found.unsupported) == 1 else "them"
         remedy = f"--generation-config supported leaves {which} out, and --generation-config ignored the whole file."
-        raise ConfigError(_DOING, [found.fault, remedy])
+        raise ConfigError(DOING, [found.fault, remedy])
     taken = {} if settings.beams else {name: each for name, each in found.settings.items() if name not in given}
     said = [f"{name} {each:g}" for name, each in taken.items()]
     said += [f"{name} left out" for name in found.unsupported]
@@ -185,12 +177,12 @@ def refuse_with_beams(settings: GenerateSettings) -> None:
     changed += [name for name in ("samples", "seed") if getattr(settings, name) != getattr(usual, name)]
     if settings.beams and changed:
         named = ", ".join(f"--{name.replace('_', '-')}" for name in changed)
-        raise ConfigError(_DOING, [f"--beams finds the likeliest text and draws none; leave out {named}."])
+        raise ConfigError(DOING, [f"--beams finds the likeliest text and draws none; leave out {named}."])
     searching = [name for name in ("length_penalty", "n_best") if getattr(settings, name) != getattr(usual, name)]
     if not settings.beams and searching:
         named = ", ".join(f"--{name.replace('_', '-')}" for name in searching)
         verb, pronoun = ("is", "it") if len(searching) == 1 else ("are", "them")
-        raise ConfigError(_DOING, [f"{named} {verb} for beam search; add --beams, or leave {pronoun} out."])
+        raise ConfigError(DOING, [f"{named} {verb} for beam search; add --beams, or leave {pronoun} out."])
 
 
 def generate_own(
@@ -275,7 +267,7 @@ def refuse_for_own(settings: GenerateSettings, subject: Own) -> None:
     if lines_searched(settings.sharding.layout) is not None:
         faults.append("no layout is searched for it here; leave --layout out for that of the run, or name a file.")
     if faults:
-        raise ConfigError(_DOING, faults)
+        raise ConfigError(DOING, faults)
 
 
 def arranged(
@@ -287,11 +279,11 @@ def arranged(
 ) -> tuple[ServingSharding, str | Layout]:
     """Return the sharding and the layout of --layout; for `auto`, a layout that is found, on its mesh."""
     sharding = settings.sharding
-    if not automatic.asks_for_search(sharding.layout, _DOING):
+    if not automatic.asks_for_search(sharding.layout, DOING):
         return sharding, sharding.layout
     if settings.prefill_layout or settings.decode_layout:
         fault = "--layout auto finds the layout of both phases; leave out --prefill-layout and --decode-layout."
-        raise ConfigError(_DOING, [fault])
+        raise ConfigError(DOING, [fault])
     from gspmd.commands.automatic.searched import for_serving  # The search, which no other layout needs.
 
     with Progress(console, "Starting the devices"):
@@ -334,7 +326,7 @@ def ids_of(
     before = [{"role": "system", "content": settings.system}] if settings.system else []
     before += messages_of(settings.messages) if settings.messages else []
     if settings.system and any(turn["role"] == "system" for turn in before[1:]):
-        raise ConfigError(_DOING, [f"{settings.messages!r} has a message of the system too; leave out --system."])
+        raise ConfigError(DOING, [f"{settings.messages!r} has a message of the system too; leave out --system."])
     chats = [[*before, {"role": "user", "content": prompt}] for prompt in prompts] or [before]
     variables = dict(map(variable_of, settings.chat_variable))
     return [tokenizer.chat(turns, template=settings.chat_template, **variables) for turns in chats]
@@ -353,7 +345,7 @@ def variable_of(given: str) -> tuple[str, Any]:
     taken = ("self", "messages", "template", "prompt", "add_generation_prompt")
     if not equals or not name.isidentifier() or name in taken:
         fault = f"--chat-variable {given!r} is not NAME=VALUE, with the name of a variable that the template reads."
-        raise ConfigError(_DOING, [fault])
+        raise ConfigError(DOING, [fault])
     try:
         return name, parse_json(value)
     except ReadError:
@@ -369,11 +361,11 @@ def messages_of(name: str) -> list[dict[str, Any]]:
     try:
         found = read_json(name)
     except ReadError as error:
-        raise ConfigError(_DOING, [f"the messages in {name!r} cannot be read: {error}."]) from None
+        raise ConfigError(DOING, [f"the messages in {name!r} cannot be read: {error}."]) from None
     turns = found if isinstance(found, list) else []
     if not turns or not all(isinstance(turn, dict) and isinstance(turn.get("role"), str) for turn in turns):
         fault = f'{name!r} must be a list of messages, [{{"role": "user", "content": "..."}}, ...].'
-        raise ConfigError(_DOING, [fault])
+        raise ConfigError(DOING, [fault])
     return turns
 
 
@@ -392,18 +384,18 @@ def prompts_of(settings: GenerateSettings) -> list[str]:
     names = ("system", "messages", "chat-template", "chat-variable")
     flags = [flag for flag in names if getattr(settings, flag.replace("-", "_"))]
     if flags and not settings.chat:
-        raise ConfigError(_DOING, [f"--{flags[0]} is for a chat; add --chat, or leave it out."])
+        raise ConfigError(DOING, [f"--{flags[0]} is for a chat; add --chat, or leave it out."])
     if name:
         try:
             prompts.append(sys.stdin.read() if name == "-" else read_text(name))
         except (OSError, UnicodeDecodeError, ReadError) as error:
             reason = error if isinstance(error, ReadError) else getattr(error, "strerror", None) or "it is not UTF-8"
-            raise ConfigError(_DOING, [f"the prompt in {name!r} cannot be read: {reason}."]) from None
+            raise ConfigError(DOING, [f"the prompt in {name!r} cannot be read: {reason}."]) from None
     given = (*prompts, settings.system)
     if any("\ud800" <= letter <= "\udfff" for prompt in given for letter in prompt):  # Bytes that Python escaped.
-        raise ConfigError(_DOING, ["a prompt is not UTF-8."])
+        raise ConfigError(DOING, ["a prompt is not UTF-8."])
     if not prompts and not settings.messages:
-        raise ConfigError(_DOING, ["there is no prompt; give --prompt TEXT, or --prompt-file FILE (- for stdin)."])
+        raise ConfigError(DOING, ["there is no prompt; give --prompt TEXT, or --prompt-file FILE (- for stdin)."])
     return prompts
 
 

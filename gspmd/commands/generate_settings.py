@@ -21,6 +21,9 @@ import tyro
 
 from gspmd.commands import configs, flags
 from gspmd.training import ShardingConfig
+from gspmd.training.toml import ConfigError
+
+DOING = "cannot generate text:"
 
 COMMON = (
     "checkpoint", "prompt", "prompt_file", "chat", "samples", "tokens", "beams", "temperature", "top_k", "top_p",
@@ -144,6 +147,14 @@ def parse(argv: Sequence[str], script: str = "") -> GenerateSettings:
     Args:
         argv: the flags.
         script: the file in scripts/ that runs the command, for the help.
+
+    Raises:
+        ConfigError: there is no checkpoint, or an empty string would end every text.
     """
     prog, description = configs.called(__doc__, "gspmd generate", script)
-    return flags.parse_flags(GenerateSettings, argv, GenerateSettings(), description, prog, COMMON)
+    settings = flags.parse_flags(GenerateSettings, argv, GenerateSettings(), description, prog, COMMON)
+    if not settings.checkpoint:
+        raise ConfigError(DOING, ["--checkpoint names the folder of the model; it is missing."])
+    if "" in settings.stop:
+        raise ConfigError(DOING, ["--stop is empty, so every text would end at once; give at least one character."])
+    return settings

@@ -209,7 +209,7 @@ def _without_command(name: str) -> int:
     """Handle arguments that are not a command: print the list of commands, the version, or the nearest name."""
     from gspmd.display.console import console
 
-    if name in ("", "-h", "--help"):
+    if name in ("", "-h", "--help", "--help-all"):
         console().print(_overview(), soft_wrap=True)
         return 0
     if name == "--version":

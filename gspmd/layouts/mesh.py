@@ -22,7 +22,8 @@ def factorise(devices: int, axes: Sequence[str], order: Sequence[str]) -> dict[s
     """
     count = whole(devices)
     if count is None or not 1 <= count < _MOST:
-        raise LayoutError(f"no mesh has {shown(devices)} devices.\n  Give a whole number of devices, 1 or more.")
+        remedy = f"Give a whole number of devices, from 1 to {_MOST - 1:,}."
+        raise LayoutError(f"no mesh has {shown(devices)} devices.\n  {remedy}")
     if unknown := [axis for axis in order if axis not in axes]:
         has = f"it has {', '.join(axes)}" if axes else "it has none"
         raise LayoutError(

@@ -170,7 +170,8 @@ def run(
     if is_unknown(ctx.mesh) and not all(isinstance(step, UnknownStep) for step in steps):
         raise PlanError(f"cannot search the placement of '{name}': its steps are planned only once it is known.")
     pairs = enumerate(zip(in_specs, arrays, strict=True))
-    ins = tuple(input_partition(ctx, spec, x, number, name) for number, (spec, x) in pairs)
+    arrays = tuple(placed_input(ctx, spec, x, number, name) for number, (spec, x) in pairs)
+    ins = tuple(spec.partition_spec() for spec in in_specs)
     outs = jax.tree.map(Spec.partition_spec, out_specs, is_leaf=lambda leaf: isinstance(leaf, Spec))
     return _jitted(PlannedProgram(name, tuple(steps), None, hidden_seconds), body, ins, outs)(*arrays)
 
@@ -242,13 +243,16 @@ def _typed(spec: jax.P, x: jax.Array) -> jax.Array:
     return jax.reshard(x, spec) if spec.unreduced or spec.reduced else x
 
 
-def input_partition(ctx: Context, spec: Spec, x: Any, number: int, name: str) -> jax.P:
-    """Return the `jax.P` of operand `number` of the computation `name`, and check that the array has it."""
+def placed_input(ctx: Context, spec: Spec, x: Any, number: int, name: str) -> Any:
+    """Return operand `number` of the computation `name`, after a check that it is placed as the spec says.
+
+    Under Explicit axes its type is then that of the spec, also in mesh axes of size 1.
+    """
     if ctx.explicit:
-        check_type(x, spec, f"cannot use operand {number + 1} of '{name}' as '{spec}'")
-    elif spec.partial or spec.reduced:
+        return check_type(x, spec, f"cannot use operand {number + 1} of '{name}' as '{spec}'")
+    if spec.partial or spec.reduced:
         raise PlanError(partial_under_auto(spec))
-    return spec.partition_spec()
+    return x
 
 
 def partial_under_auto(spec: Spec) -> str:

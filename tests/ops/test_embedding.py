@@ -109,6 +109,15 @@ def test_ids_may_be_narrower_than_the_size_of_the_table(dtype, lowering, make_me
     np.testing.assert_array_equal(np.flatnonzero(gradient[:, 0]), np.sort(ids[read]))
 
 
+@pytest.mark.parametrize("lowering", ["blocking", "xla"])
+def test_mesh_axes_of_size_1_place_nothing(make_mesh, lowering):
+    """Ids that nobody placed are placed on one device, whatever axes the spec names: other axes shard nothing there."""
+    with jax.set_mesh(make_mesh({"x": 1, "y": 1}, "explicit")), gspmd.lowering(lowering):
+        found = embed(jnp.array([[0, 2]]), jnp.arange(6.0).reshape(3, 2), "B_xL, V_yE -> B_xLE")
+        assert str(jax.typeof(found)) == "float32[1@x,2,2]"
+    np.testing.assert_array_equal(found, [[[0, 1], [4, 5]]])
+
+
 def test_repeated_ids_add_up_in_float32(make_mesh):
     table, ids = jnp.zeros((2, 4), jnp.bfloat16), jnp.zeros((1, 1024), jnp.int32)
     with jax.set_mesh(make_mesh({"x": 2}, "auto")):

@@ -9,7 +9,7 @@ import jax
 from gspmd.annotate.annotation import annotate
 from gspmd.annotate.errors import PlanError
 from gspmd.annotate.spec import Spec
-from gspmd.lowerings.program import Context, input_partition, own_promotion
+from gspmd.lowerings.program import Context, own_promotion, placed_input
 from gspmd.lowerings.scopes import program_scope
 
 
@@ -31,9 +31,9 @@ def left_to_compiler(
     outs = jax.tree.map(Spec.partition_spec, out_specs, is_leaf=lambda leaf: isinstance(leaf, Spec))
     with jax.named_scope(program_scope(name)) if name else nullcontext(), own_promotion():
         if ctx.explicit:
-            for number, (spec, x) in enumerate(zip(in_specs, arrays, strict=True)):
-                input_partition(ctx, spec, x, number, name or getattr(f, "__name__", "f"))
-            return jax.sharding.auto_axes(f, axes=tuple(ctx.mesh), out_sharding=outs)(*arrays)
+            pairs, called = enumerate(zip(in_specs, arrays, strict=True)), name or getattr(f, "__name__", "f")
+            given = [placed_input(ctx, spec, x, number, called) for number, (spec, x) in pairs]
+            return jax.sharding.auto_axes(f, axes=tuple(ctx.mesh), out_sharding=outs)(*given)
         if not ctx.mesh:  # arrays are not sharded here
             return f(*arrays)
         if ctx.in_shard_map:
