@@ -77,7 +77,7 @@ def _dot(canvas: Canvas, x: float, y: float, name: str, held: float, took: float
 
 
 class _Scale:
-    """From a figure to its place on an axis, from 0 to 1, with room at both ends; and back."""
+    """Map a figure to its place on an axis, from 0 to 1, with room at both ends, and back."""
 
     def __init__(self, least: float, most: float, logarithmic: bool):
         self._log = logarithmic

@@ -1,4 +1,4 @@
-"""From a call to the function that runs it: the lowering is chosen, and its two passes become one JAX function.
+"""Turn a call into the function that runs it: the lowering is chosen, and its two passes become one JAX function.
 
 Only the chosen lowering is imported.
 """

@@ -234,7 +234,7 @@ class LayoutAnswer:
 
     @cached_property
     def _sections(self) -> dict[str, dict[str, str]]:
-        """By section, the lines of each spec, as the canonical text of the spec."""
+        """Map each section to the lines of each spec, as the canonical text of the spec."""
         found: defaultdict[str, dict[str, str]] = defaultdict(dict)
         for key, text in self.layout.table.items():
             section, _, name = key.partition(".")

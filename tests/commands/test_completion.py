@@ -40,7 +40,7 @@ def test_bash_completes(capsys, tmp_path):
 
 
 def test_its_flags_are_those_of_the_help(capsys, monkeypatch):
-    """Those of --help-all, which tyro lists."""
+    """The flags of --help-all, which tyro lists."""
     monkeypatch.setenv("COLUMNS", "120")
     for name in ("train", "generate", "export", "search", "compile"):
         with pytest.raises(SystemExit):

@@ -103,7 +103,7 @@ def test_nowhere_to_say_it(console):
 
 
 class _Handle:
-    """What IPython's `display` returns: a place whose content is replaced."""
+    """The handle that IPython's `display` returns: a place whose content is replaced."""
 
     def __init__(self, shown: list):
         self.shown = shown

@@ -164,7 +164,7 @@ AGAIN = r"\b(?:remat2?|checkpoint)\["
 
 
 def test_blocks_whose_kinds_do_not_repeat_are_computed_again_one_by_one(config, make_mesh):
-    """Those that do, after others, are computed again in their loop."""
+    """Layers that repeat after others are computed again in their loop."""
     layout, mesh = Layout.load("replicated"), make_mesh({"x": 1, "y": 1, "z": 1})
 
     def again(**changes):

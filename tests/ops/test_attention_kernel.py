@@ -99,7 +99,7 @@ def test_values_and_gradients(case, on_tpu, make_mesh, place):
 
 
 def test_blocks_are_shorter_with_a_short_window():
-    """By the time of a step: 1,024 tokens without a window, and for one as long; 512 for shorter ones."""
+    """Take the fastest block by the time of a step: 1,024 tokens without a window, and for one as long; 512 for shorter ones."""
     blocks_of = lambda length, window, size=256: splash._Schedule.of(length, size, Limits(window=window))  # noqa: E731
     sizes = {window: blocks_of(8192, window).block for window in (None, 4096, 1024, 512, 128)}
     assert sizes == {None: 1024, 4096: 1024, 1024: 1024, 512: 512, 128: 512}
@@ -272,7 +272,7 @@ def test_what_the_kernel_takes(on_tpu, make_mesh):
 
 
 def test_new_tokens_over_a_cache_are_cut_into_chunks_without_the_kernel(on_tpu, make_mesh):
-    """Where a chunk begins depends on the length of each row, and the kernel's mask is the same for all."""
+    """The start of a chunk depends on the length of each row, and the kernel's mask is the same for all."""
     q, k, v = _arrays(130, 2, 1, 64)
     held, lengths = jnp.ones((2, 16, 1, 64)), jnp.array([3, 0])
 

@@ -154,7 +154,7 @@ def test_blocks_that_no_query_sees_are_left_out(causal, limits):
 
 @pytest.mark.parametrize("reach", [1, 2, 5, 9])
 def test_blocks_move_with_the_position_of_the_first_query(reach):
-    """As above, from any position: all pairs that are seen are in one block, of as few as a window can touch."""
+    """Do the same from any position: all pairs that are seen are in one block, of as few as a window can touch."""
     for queries, keys, block in ((24, 48, (1, 4, 6)), (21, 80, (1, 7, 5)), (8, 30, (1, 8, 4))):
         blocks = Blocks(*block)
         for ahead in (-40, -3, 0, 1, 7, 26, 50, 90):
@@ -173,7 +173,7 @@ def test_blocks_move_with_the_position_of_the_first_query(reach):
 
 @pytest.mark.parametrize("by", ["offset", "shards"])
 def test_a_window_leaves_out_products_from_any_position(by, make_mesh):
-    """Of 32,768 keys, 8,192 queries multiply 4 by 3 blocks of 2,048, wherever they are, and not 4 by 16."""
+    """With 32,768 keys, 8,192 queries multiply 4 by 3 blocks of 2,048, wherever they are, and not 4 by 16."""
     long, short = (jax.ShapeDtypeStruct((1, length, 2, 8), jnp.bfloat16) for length in (32768, 8192))
     options = {"window": 2048} | ({"offset": jnp.int32(12345)} if by == "offset" else {})
     queries, query = (short, "BLHD") if by == "offset" else (long, "BL_xHD")
@@ -185,7 +185,7 @@ def test_a_window_leaves_out_products_from_any_position(by, make_mesh):
 
 
 def test_a_window_or_a_chunk_leaves_out_products(make_mesh):
-    """Of blocks of 2,048 tokens, 136 are causal, 31 in a window of 2,048, and 24 or 16 in chunks of two or one."""
+    """With blocks of 2,048 tokens, 136 are causal, 31 in a window of 2,048, and 24 or 16 in chunks of two or one."""
     q = jax.ShapeDtypeStruct((1, 32768, 2, 8), jnp.bfloat16)
 
     def trips(**more):

@@ -1,4 +1,4 @@
-"""From a question to an answer: meshes, the best of them, the file, presets in the space, and why not."""
+"""A question and its answer: meshes, the best of them, the file, presets in the space, and why not."""
 
 import itertools
 import random

@@ -310,7 +310,7 @@ def test_a_template_that_does_not_end_is_ended(source, fault, monkeypatch):
 
 @pytest.mark.skipif(shutil.which("ps") is None, reason="needs ps, which every macOS has")
 def test_where_the_system_bounds_no_memory_it_is_watched(monkeypatch):
-    """As on macOS: no limit of the system's, and the process is ended once it holds too much."""
+    """Without a limit of the system, as on macOS, the process is ended once it holds too much."""
     monkeypatch.setattr(chats, "_WATCHED", True)
     monkeypatch.setattr(chats, "_BYTES", 2**28)
     assert spoken("{{ messages[0].content }}").chat_text([USER]) == USER["content"]
