@@ -99,7 +99,7 @@ def test_values_and_gradients(case, on_tpu, make_mesh, place):
 
 
 def test_blocks_are_shorter_with_a_short_window():
-    """Take the fastest block by the time of a step: 1,024 tokens without a window, and for one as long; 512 for shorter ones."""
+    """Blocks have 1,024 tokens without a window, or with one as long, and 512 with shorter windows."""
     blocks_of = lambda length, window, size=256: splash._Schedule.of(length, size, Limits(window=window))  # noqa: E731
     sizes = {window: blocks_of(8192, window).block for window in (None, 4096, 1024, 512, 128)}
     assert sizes == {None: 1024, 4096: 1024, 1024: 1024, 512: 512, 128: 512}

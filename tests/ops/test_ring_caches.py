@@ -169,7 +169,7 @@ def test_chunks_of_new_tokens_begin_at_another_place_of_each_row(lowering, tiny_
 
 @pytest.mark.parametrize("reach", ["window", "chunk"])
 def test_new_tokens_past_the_reach_are_not_multiplied_with_cached_keys(reach, make_mesh):
-    """Among 16 new tokens 4 see cached keys, with 5 tokens in reach: 4 · 8 products of a head with those, and 16 · 16."""
+    """Among 16 new tokens 4 see cached keys, with 5 in reach: 4 · 8 products of a head with those, and 16 · 16."""
     q, held, lengths = jnp.ones((1, 16, 2, 4)), jnp.ones((1, 8, 2, 4)), jnp.array([6])
 
     def attend(q, **options):
