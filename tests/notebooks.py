@@ -39,11 +39,22 @@ def run(name):
     environment.pop("XLA_FLAGS", None)  # a notebook says itself how many devices it wants
     with TemporaryDirectory() as folder:
         client = NotebookClient(book, timeout=1200, coalesce_streams=True, resources={"metadata": {"path": folder}})
+        # A kernel asks commands for the colors of a terminal, whose codes would be kept as text.
+        plain = "import os\nfor name in ('FORCE_COLOR', 'CLICOLOR_FORCE', 'CLICOLOR'): os.environ.pop(name, None)"
+        book.cells.insert(0, nbformat.v4.new_code_cell(plain))
         with client.setup_kernel(env=environment):
             for number, cell in enumerate(book.cells):
                 client.execute_cell(cell, number)
+        del book.cells[0]
     for cell in book.cells:
         cell.metadata.pop("execution", None)  # times of day
+        if cell.cell_type == "code":
+            # Progress and warnings of libraries, which come or not; and counts begin after the cell that is gone.
+            cell.outputs = [each for each in cell.outputs if each.get("name") != "stderr"]
+            cell.execution_count = None if cell.execution_count is None else cell.execution_count - 1
+            for each in cell.outputs:
+                if each.output_type == "execute_result":
+                    each.execution_count = cell.execution_count
     return book
 
 
