@@ -74,7 +74,7 @@ def _gpus() -> Iterator[Row]:
 
 
 def _measured() -> Iterator[Row]:
-    for cells in _table("gpus.md", "Two training steps were measured on that H200"):
+    for cells in _table("gpus.md", "Two training steps were measured on the same H200"):
         ratio = float(cells["simulated / measured"])
         yield Row(
             "training, GPU", cells["step"], "1 H200", cells["measured"], cells["simulated"], ratio, "gpus.md#times"

@@ -130,9 +130,9 @@ def measured(layout: str, tokens: int, column: str) -> Cell:
 
     from gspmd.audit import timeline, topology
     from gspmd.audit.hlo import parse
-    from gspmd.lowerings import in_force
+    from gspmd.lowerings import names
 
-    in_force.LOWERINGS = (*in_force.LOWERINGS, "looped:one-way")  # measured although it is not a public choice
+    names.LOWERINGS = (*names.LOWERINGS, "looped:one-way")  # measured although it is not a public choice
     target = topology(TOPOLOGY)
     mesh = target.mesh(MESH)
     layer, operands = feed_forward(layout, tokens, mesh, COLUMNS[column][0])

@@ -159,12 +159,14 @@ def chip(name: "str | Chip") -> Chip:
 
 
 def not_another(asked: str, known: Iterable[str]) -> list[str]:
-    """Return the names of chips that `asked` may misspell: another letter before the number is another chip.
+    """Return the names of chips that `asked` may misspell; none if it is the name of another chip, such as V100.
 
-    >>> not_another("v100", ["h100", "h200"]), not_another("h10", ["h100"])
-    (['h200'], ['h100'])
+    >>> not_another("v100", ["h100", "h200"]), not_another("h10", ["h100"]), not_another("h100", ["h100"])
+    ([], ['h100'], ['h100'])
     """
-    return [each for each in known if each[1:] != asked[1:] or not asked[1:].isdecimal()]
+    known = list(known)
+    is_other = asked[1:].isdecimal() and asked not in known and any(each[1:] == asked[1:] for each in known)
+    return [] if is_other else known
 
 
 def slice_of(device: Any) -> int:

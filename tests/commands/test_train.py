@@ -93,7 +93,7 @@ def test_the_text_at_the_end_is_as_long_as_the_context_has_room_for():
         said, model = io.StringIO(), dataclasses.replace(models.ModelConfig(), context_length=context)
         settings = RunSettings(model=model, training=TrainingConfig(**flags))
         found = train.with_fitting_sample(Console(file=said, width=500), settings, None)
-        return found.training.sample_bytes, said.getvalue()
+        return found.training.sampled, said.getvalue()
 
     assert fitted(None) == fitted(260) == (256, "")  # the prompt is "def "
     said = "The text at the end has 60 new tokens, not 256 (--sample-bytes): the model was made for 64, and the prompt"
@@ -132,7 +132,7 @@ def test_a_resume_may_name_the_checkpoint_that_its_run_began_with(files, monkeyp
     begun = of_checkpoint(RunSettings(checkpoint="public"), ["--from", "public"])
     (tmp_path / "config.json").write_text(json.dumps(kept_settings(begun)))
     by_folder = dataclasses.replace(begun, training=out)
-    assert of_checkpoint(by_folder, ["--resume", "--from", "public", "--model.remat", "none"]) is by_folder
+    assert of_checkpoint(by_folder, ["--resume", "--from", "public", "--model.remat", "none"]) == by_folder
     file = RunSettings(checkpoint="public", training=out)  # which has a model of its own, that does not count
     by_file = of_checkpoint(file, ["--config", "finetune", "--from", "public", "--resume"])
     assert (by_file.model, by_file.training.tokenizer) == (begun.model, "public")
@@ -194,7 +194,7 @@ BAD = {
     ),
     "another field": (
         ["--data-field", "body", "--data", "texts.jsonl"],
-        "'texts.jsonl': line 200 has no field 'body'; it has 'text', 'id'. See --data-field.",
+        "'texts.jsonl': line 1 has no field 'body'; it has 'text', 'id'. See --data-field.",
     ),
     "rounds without stages": (
         ["--config", "tiny", "--rounds", "2"],

@@ -116,7 +116,7 @@ def test_the_plan_of_a_reduced_operand_leaves_its_gradient_partial():
 def test_a_type_and_an_equation_that_disagree_are_an_error(make_mesh):
     with jax.set_mesh(make_mesh(SIZES)):
         x, w = gspmd.annotate(numbers(4, 8), "B_xE"), gspmd.annotate(numbers(8, 4), "EF")
-        with pytest.raises(SpecError, match=r"gspmd\.reshard\(x, 'EF -> EF reduced-x'\)"):
+        with pytest.raises(SpecError, match=r"gspmd\.reshard\(operand_2, 'EF -> EF reduced-x'\)"):
             gspmd.einsum("B_xE, EF reduced-x -> B_xF", x, w)
         with pytest.raises(SpecError, match="the array is 'EF reduced-x' by its type"):
             gspmd.einsum("B_xE, EF -> B_xF", x, gspmd.reshard(w, "EF -> EF reduced-x"))

@@ -404,7 +404,7 @@ def test_activations_of_both_stacks():
     [
         (
             {"positions": "relativ"},
-            "it must be one of rotary, relative, sinusoidal, learned, none. Did you mean 'relative'?",
+            "it must be one of rotary, relative, alibi, sinusoidal, learned, none. Did you mean 'relative'?",
         ),
         ({"relative_buckets": 8}, 'relative_buckets is 8, and positions are rotary; set positions = "relative"'),
         ({"encoder_layers": 2, "block": "parallel"}, "block is parallel, and cross-attention has a norm of its own"),

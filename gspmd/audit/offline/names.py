@@ -101,9 +101,8 @@ def read_name(name: str) -> Named:
     tail, times, number = "".join(tail.split()).partition("*")
     chip = _chip(head)
     if chip is None:
-        near = (
-            suggestion(head, not_another(head, _gpus())) or suggestion(f"tpu-{_plain(head)}", POD_CHIPS) if head else ""
-        )
+        gpus = not_another(head, _gpus())
+        near = suggestion(head, gpus) or suggestion(f"tpu-{_plain(head)}", POD_CHIPS) if head and gpus else ""
         raise PlanError(_no_such(name, f"no chip is called {shown(head)}" if head else "it lacks a chip", near))
     if not re.fullmatch(r"[1-9]\d{0,8}(x[1-9]\d{0,8})*", tail):
         fact = f"{shown(tail)} is not a shape" if tail else "it lacks a shape"

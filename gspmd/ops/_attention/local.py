@@ -66,6 +66,8 @@ def at_one_width(
         q, k, v: [B, L, H, D] and [B, T, K, D], with D of any width.
     """
     width = max(x.shape[3] for x in (q, k, v))
+    if q.shape[3] == k.shape[3] == v.shape[3]:
+        return attend(q, k, v)
     padding = (((0, 0),) * 3 + ((0, width - x.shape[3]),) for x in (q, k, v))
     out, *others = attend(*(jnp.pad(x, each) if any(each[3]) else x for x, each in zip((q, k, v), padding)))
     return out[..., : v.shape[3]], *others
