@@ -167,7 +167,7 @@ def test_ids_that_lie_elsewhere_are_refused_with_where_they_belong(config, make_
             )
         with pytest.raises(SpecError, match="B_xL") as error:
             model(ids)
-    remedy = "gspmd.annotate(x, 'B_xL')" if elsewhere else "gspmd.reshard(x, 'BL -> B_xL')"
+    remedy = "gspmd.annotate(x, 'B_xL')" if elsewhere else "gspmd.reshard(operand_1, 'BL -> B_xL')"
     assert f"with {remedy}" in str(error.value) or f": {remedy}" in str(error.value)
 
 

@@ -136,37 +136,39 @@ def test_blocks_that_no_query_sees_are_left_out(causal, limits):
     """Every pair that is seen is in exactly one block, and every block has one, or is the only one of its queries."""
     for rows, queries, keys, block in ((2, 24, 24, (1, 4, 6)), (1, 24, 10, (1, 8, 4)), (1, 21, 21, (1, 7, 5))):
         blocks, count = Blocks(*block), np.zeros((rows, queries, keys), int)
-        starts = blocks.starts_in_text(rows, queries, keys, causal, limits)
+        starts = blocks.starts(rows, queries, keys, causal, limits)
         of_keys, of_queries = np.arange(keys)[None], np.arange(queries)[:, None]
         relative = of_keys - of_queries
         seen = np.ones_like(relative, bool) if not causal else relative <= 0
         seen = seen if limits.window is None else seen & (relative > -limits.window)
         seen = seen if limits.chunk is None else seen & (of_keys // limits.chunk == of_queries // limits.chunk)
-        for row, query, key, new, first in starts:
+        for row, query, key, new in starts:
             here = slice(row, row + block[0]), slice(query, query + block[1]), slice(max(key, new), key + block[2])
             count[here] += 1
             others = (starts[:, 0] == row) & (starts[:, 1] == query)
-            assert first == (new == starts[others, 3].min())
+            assert (new == blocks.first_key(query, keys, limits)) == (new == starts[others, 3].min())
             assert seen[here[1:]].any() or others.sum() == 1
         assert count.max() == 1
         assert (count == 1)[:, seen].all()
 
 
+@pytest.mark.parametrize("name", ["window", "chunk"])
 @pytest.mark.parametrize("reach", [1, 2, 5, 9])
-def test_blocks_move_with_the_position_of_the_first_query(reach):
+def test_blocks_move_with_the_position_of_the_first_query(name, reach):
     """Do the same from any position: all pairs that are seen are in one block, of as few as a window can touch."""
+    limits = Limits(**{name: reach})
     for queries, keys, block in ((24, 48, (1, 4, 6)), (21, 80, (1, 7, 5)), (8, 30, (1, 8, 4))):
         blocks = Blocks(*block)
         for ahead in (-40, -3, 0, 1, 7, 26, 50, 90):
-            starts = np.asarray(blocks.starts_from(jnp.int32(ahead), 1, queries, keys, reach))
+            starts = np.asarray(blocks.starts(1, queries, keys, True, limits, jnp.int32(ahead)))
             assert len(starts) == queries // block[1] * blocks.in_reach(reach) < queries // block[1] * (keys / block[2])
             count = np.zeros((queries, keys), int)
             relative = np.arange(keys)[None] - np.arange(queries)[:, None] - ahead
-            for _, query, key, new, first in starts:
+            for _, query, key, new in starts:
                 assert 0 <= key <= keys - block[2]
                 count[query : query + block[1], max(key, new) : key + block[2]] += 1
                 others = starts[starts[:, 1] == query, 3]
-                assert first == (new == others.min())
+                assert (new == blocks.first_key(query, keys, limits, ahead)) == (new == others.min())
             assert count.max() == 1
             assert (count == 1)[(relative <= 0) & (relative > -reach)].all()
 

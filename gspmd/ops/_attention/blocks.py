@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from functools import partial
 from math import ceil, isqrt
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -42,44 +43,63 @@ class Blocks:
         fitting = min(max(fitting // query_block, 1), rows)
         return cls(max(n for n in range(1, fitting + 1) if rows % n == 0), query_block, key_block)
 
-    def starts_in_text(
-        self, rows: int, queries: int, keys: int, causal: bool, limits: Limits = UNLIMITED
-    ) -> np.ndarray:
-        """Return [n, 5]: row, query, key, the first key that no earlier block has, and 1 for the queries' first block.
+    def starts(
+        self,
+        rows: int,
+        queries: int,
+        keys: int,
+        causal: bool,
+        limits: Limits = UNLIMITED,
+        ahead: jax.Array | None = None,
+    ) -> np.ndarray | jax.Array:
+        """Return [n, 4] starts of blocks: row, query, key, and the first key that no earlier block has.
 
         Keys come innermost. `causal` leaves out blocks whose keys all come after their queries. `limits` also leaves
         out those before the window or the chunk of all their queries. Queries that see nothing still have a block.
-        """
-        found, last = [], (keys - 1) // self.keys
-        for row in range(0, rows, self.rows):
-            for query in range(0, queries, self.queries):
-                begin = 0 if limits.reach is None else max(limits.first_place(query), 0) // self.keys
-                begin, end = min(begin, last) * self.keys, min(keys, query + self.queries) if causal else keys
-                for key in range(begin, end, self.keys):
-                    found.append((row, query, min(key, keys - self.keys), key, key == begin))
-        return np.array(found, np.int32).reshape(-1, 5)
 
-    def starts_from(self, ahead: jax.Array, rows: int, queries: int, keys: int, reach: int) -> jax.Array:
-        """Return the same for queries that see the last `reach` keys at most, and begin at place `ahead` of the keys.
-
-        So places of blocks are known when the program runs. Their number is the most that a window touches. Chunks
-        begin at positions, which `ahead` does not give, so their blocks are those of a window.
+        With `limits` and `ahead`, which is that of `Terms`, the places of the blocks are known when the program runs.
+        Their number is the most that a window touches.
         """
-        each = [
-            (row, query, number)
-            for row in range(0, rows, self.rows)
-            for query in range(0, queries, self.queries)
-            for number in range(self.in_reach(reach))
-        ]
-        row, query, number = np.array(each, np.int32).reshape(-1, 3).T
-        # All blocks in reach are computed, so the last of them is at most the last there is.
-        last = ceil(keys / self.keys) - self.in_reach(reach)
-        key = (((query + ahead - reach + 1) // self.keys).clip(0, last) + number) * self.keys
-        return jnp.stack([row, query, jnp.minimum(key, keys - self.keys), key, number == 0], axis=1)
+        if ahead is not None and limits.reach is not None:
+            each = [
+                (row, query, number)
+                for row in range(0, rows, self.rows)
+                for query in range(0, queries, self.queries)
+                for number in range(self.in_reach(limits.reach))
+            ]
+            row, query, number = np.array(each, np.int32).reshape(-1, 3).T
+            key = self.first_key(query, keys, limits, ahead) + number * self.keys
+            return jnp.stack([row, query, jnp.minimum(key, keys - self.keys), key], axis=1)
+        return np.array(
+            [
+                (row, query, min(key, keys - self.keys), key)
+                for row in range(0, rows, self.rows)
+                for query in np.arange(0, queries, self.queries)
+                for key in range(
+                    self.first_key(query, keys, limits),
+                    min(keys, int(query) + self.queries) if causal else keys,
+                    self.keys,
+                )
+            ],
+            np.int32,
+        ).reshape(-1, 4)
 
     def in_reach(self, reach: int) -> int:
         """Return the largest number of blocks of keys that a block of queries sees, at any position."""
         return (self.queries + reach - 1 + self.keys - 2) // self.keys + 1
+
+    def first_key(self, query: Any, keys: int, limits: Limits, ahead: jax.Array | None = None) -> Any:
+        """Return the start of the first block of keys of the block of queries that begins at `query`."""
+        if limits.reach is None:
+            return 0
+        last = (keys - 1) // self.keys
+        if ahead is None:
+            first = limits.first_place(query)
+        else:
+            # Chunks begin at positions, which `ahead` does not give: a query sees at most the last keys in its reach.
+            # All blocks in reach are computed, so the last of them is at most the last there is.
+            first, last = query + ahead - limits.reach + 1, last + 1 - self.in_reach(limits.reach)
+        return (first // self.keys).clip(0, last) * self.keys
 
 
 def _even(size: int, most: int, multiple: int) -> int:
@@ -100,15 +120,18 @@ class Form:
 
     def starts(self, q: jax.Array, k: jax.Array, terms: Terms) -> np.ndarray | jax.Array:
         """Return the starts of the blocks of queries [B, K, Q, L, D] and keys [B, T, K, D] that some query sees."""
-        rows, queries, keys = q.shape[0], q.shape[3], k.shape[1]
+        causal, (limits, ahead) = self.causal and terms.ahead is None, self.reach(k.shape[1], terms)
+        return self.blocks.starts(q.shape[0], q.shape[3], k.shape[1], causal, limits, ahead)
+
+    def reach(self, keys: int, terms: Terms) -> tuple[Limits, jax.Array | None]:
+        """Return the limits by which blocks are left out, and `ahead` if it moves them; no limits for all blocks."""
         limits = terms.limits if self.causal else UNLIMITED
-        # Positions of causal attention differ by at least as much as places in the array, in zigzag order too.
-        if terms.ahead is None or limits.reach is None:
-            return self.blocks.starts_in_text(rows, queries, keys, self.causal and terms.ahead is None, limits)
-        # With `ahead` they differ by just as much.
-        if self.blocks.in_reach(limits.reach) < ceil(keys / self.blocks.keys):
-            return self.blocks.starts_from(terms.ahead, rows, queries, keys, limits.reach)
-        return self.blocks.starts_in_text(rows, queries, keys, causal=False)
+        # Positions of causal attention differ by at least as much as places in the array, in zigzag order too. With
+        # `ahead` they differ by just as much.
+        if limits.reach is None or terms.ahead is None:
+            return limits, None
+        few = self.blocks.in_reach(limits.reach) < ceil(keys / self.blocks.keys)
+        return (limits, terms.ahead) if few else (UNLIMITED, None)
 
 
 def attended(form: Form, q, k, v, terms: Terms, dtype, scales=(), sinks=None) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -123,12 +146,13 @@ def attended(form: Form, q, k, v, terms: Terms, dtype, scales=(), sinks=None) ->
         scales: the scales [B, T, K] of keys and of values, and optionally `rest_scales`, as for `attend`; or empty.
         sinks: [H], one more logit for each head, without a value; None for none.
     """
-    blocks, shape = form.blocks, q.shape
+    blocks, shape, reach = form.blocks, q.shape, form.reach(k.shape[1], terms)
     block = (blocks.rows, *shape[1:3], blocks.queries)
 
     def step(carry, at):
         state, out, top, total = carry
-        state = Attended(*(jnp.where(at[4] == 1, start, x) for start, x in zip(nothing, state)))
+        first = at[3] == blocks.first_key(at[1], k.shape[1], *reach)
+        state = Attended(*(jnp.where(first, start, x) for start, x in zip(nothing, state)))
         q_block, k_block, v_block, *of_scales = _cut(form, at, q, k, v, *scales)
         part = _terms(form, at, terms)
         visible, again = _seen(form, at, part), _again(form, at, k.shape[1])

@@ -63,7 +63,11 @@ def test_figures_are_those_of_what_is_predicted(program, documents, tmp_path):
     begin, placed = program
     program = begin()
     state = fit(
-        dataclasses.replace(CONFIG, validation_every=0, final_validation_batches=0), program, documents, tmp_path, CONSOLE
+        dataclasses.replace(CONFIG, validation_every=0, final_validation_batches=0),
+        program,
+        documents,
+        tmp_path,
+        CONSOLE,
     )
     rows, batches = metrics.read(tmp_path), placed[: CONFIG.steps]
     assert [row["predicted"] for row in rows[:-1]] == [counted(batch).sum() for batch in batches]
