@@ -1,5 +1,6 @@
 """Checkpoints of transformers give its logits in any layout, its greedy text, and come back to it."""
 
+import inspect
 from dataclasses import replace
 
 import jax
@@ -61,7 +62,7 @@ def test_alibi_of_falcon_is_that_of_transformers(heads, transformers, placing, f
     import torch
 
     falcon = transformers.models.falcon.modeling_falcon
-    monkeypatch.setattr(falcon, "build_alibi_tensor", falcon.build_alibi_tensor.__wrapped__)
+    monkeypatch.setattr(falcon, "build_alibi_tensor", inspect.unwrap(falcon.build_alibi_tensor))
     torch.manual_seed(0)
     sizes = {"vocab_size": 50, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": heads}
     theirs = transformers.FalconForCausalLM(transformers.FalconConfig(**sizes, alibi=True, initializer_range=0.3))
@@ -74,7 +75,8 @@ def test_alibi_of_falcon_is_that_of_transformers(heads, transformers, placing, f
 def test_transformers_has_one_exponent_for_all_mpts(transformers, monkeypatch):
     """Once it reads `alibi_bias_max`, `mpt_biases` in conftest.py and the note in the docs are not needed."""
     module = transformers.models.mpt.modeling_mpt
-    monkeypatch.setattr(module.MptModel, "build_mpt_alibi_tensor", module.MptModel.build_mpt_alibi_tensor.__wrapped__)
+    original = inspect.unwrap(module.MptModel.build_mpt_alibi_tensor)  # behind every correction of conftest.py
+    monkeypatch.setattr(module.MptModel, "build_mpt_alibi_tensor", original)
     ids, found = np.arange(9)[None], []
     for most in (8, 16):
         entries = CASES["mpt"][1] | {"attn_config": {"alibi_bias_max": most}, "initializer_range": 1.0}
