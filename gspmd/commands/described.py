@@ -53,7 +53,8 @@ class Describe:
                 continue
             default = getattr(info.default, field.name, ...) if is_dataclass(info.default) else ...
             if default is ...:
-                default = field.default if field.default is not MISSING else field.default_factory()  # type: ignore
+                made = field.default_factory
+                default = field.default if made is MISSING else made()  # every setting has one of the two
             hint = self._annotated(hints[field.name], field.name, default)
             shown.append(StructFieldSpec(field.name, hint, default, self._text(texts.get(field.name, ""), default)))
         return StructConstructorSpec(_maker(cls), tuple(shown))

@@ -21,7 +21,7 @@ from typing import Any
 
 _MODULE = "gspmd.page.worker"
 _NOTE = "note "
-"""How the line of a note begins."""
+"""The beginning of the line of a note."""
 
 
 class TooLong(RuntimeError):

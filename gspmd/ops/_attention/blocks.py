@@ -116,7 +116,7 @@ class Form:
     scale: float
     causal: bool
     width: int | None = None
-    """How many numbers of a key are before its rest, as of `attend`."""
+    """Width of the part of a key before its rest, as for `attend`."""
 
     def starts(self, q: jax.Array, k: jax.Array, terms: Terms) -> np.ndarray | jax.Array:
         """Return the starts of the blocks of queries [B, K, Q, L, D] and keys [B, T, K, D] that some query sees."""

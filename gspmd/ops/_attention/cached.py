@@ -203,7 +203,7 @@ class _CachedAttention:
     cached: tuple[str, ...]
     """The names of the cache's arrays, some of `_CACHED`."""
     width: int | None
-    """How many of a key's first numbers are its value; None for values of their own."""
+    """Number of a key's first numbers that are also its value; None for separate values."""
     name: str
     has_new: bool
     """Whether the new tokens have keys of their own."""
