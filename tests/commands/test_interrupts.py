@@ -35,7 +35,7 @@ PACKAGE, SCRIPT = "run_module('gspmd', run_name='__main__')", "run_path({!r}, ru
         ("numpy", PACKAGE, ["train"], "SIGINT"),
         ("gspmd.commands.train", PACKAGE, ["train"], "SIGTERM"),
         ("gspmd.commands.train", PACKAGE, ["train"], "SIGHUP"),
-        ("jax", SCRIPT.format(str(ROOT / "scripts" / "generate.py")), [], "SIGINT"),
+        ("jax", SCRIPT.format(str(ROOT / "scripts" / "generate.py")), ["--checkpoint", ".", "--prompt", "A"], "SIGINT"),
     ],
     ids=["explain", "help", "train", "terminated", "hung up", "script"],
 )
