@@ -288,7 +288,7 @@ def test_a_faulty_template_is_one_message(source, fault):
     [
         (
             "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
-            "it takes more than 2 seconds",
+            "it takes more than (2|12) seconds",  # of the processor, or, on a busy machine, of the clock
         ),
         (
             "{% set n = namespace(x='ab') %}{% for a in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
