@@ -371,7 +371,7 @@ def compared(kept: dict[str, Any]) -> Iterator[str]:
 
 def parts(kept: dict[str, Any]) -> Iterator[str]:
     """Yield a table of the shares of each step's time, and the largest parts by source line."""
-    yield "| step | products | other kernels | of these slices | waiting | of this for | hidden | largest |"
+    yield "| step | products | other kernels | slices among them | waiting | waiting for | hidden | largest parts |"
     yield "|:--|--:|--:|--:|--:|:--|--:|:--|"
     for name, found in compiled_rows(kept):
         step, waits = found["step"], sorted(found["waits"].items(), key=lambda wait: -wait[1])[:2]

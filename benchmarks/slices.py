@@ -70,8 +70,8 @@ def measured(kept: Kept, slices: int) -> dict[str, Any]:
 def growth(kept: Kept, names: Sequence[str]) -> Iterator[str]:
     """Yield a table of the step on growing numbers of slices."""
     yield (
-        "| slices | chips | step | of one slice | over the network, a chip | planned | seconds on the network "
-        "| waited for | all bytes, compiled / planned |"
+        "| slices | chips | step | throughput of a chip, relative to one slice | sent over the network by a chip "
+        "| as planned | seconds on the network | waiting | all bytes, compiled / planned |"
     )
     yield "|--:|--:|--:|--:|--:|--:|--:|--:|--:|"
     alone = measured(kept, 1)
