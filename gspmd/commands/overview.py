@@ -35,7 +35,7 @@ def facts(source: Source, sizes: decoding.Sizes, mesh: Mesh, dtype: str) -> dict
 
 
 def facts_of_own(name: str, model: Own, layout: Layout, mesh: Mesh) -> dict[str, str]:
-    """Describe the same for a custom model."""
+    """Return the custom model and the devices in a few lines."""
     chosen = {"chosen": "; ".join(layout.chosen)} if layout.chosen else {}
     return {
         "devices": host.describe(list(mesh.devices.flat)),

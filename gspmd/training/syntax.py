@@ -40,7 +40,7 @@ class Processes:
     Attributes:
         address: host and port of the first process.
         processes: the number of processes.
-        process: this one's number.
+        process: the number of this process.
     """
 
     address: str
@@ -104,14 +104,11 @@ AUTO = "auto"
 
 
 def lines_searched(layout: str) -> str | None:
-    """Return the file whose lines `--layout` asks to search; `""` for a model whose lines are known.
+    """Return the file of `--layout auto:FILE`, `""` for `--layout auto`, and None for the name of a layout.
 
     Example:
         >>> lines_searched("auto"), lines_searched("auto:mixer.toml"), lines_searched("zero-3")
         ('', 'mixer.toml', None)
-
-    Returns:
-        None if it names a layout.
     """
     name, _, file = layout.partition(":")
     return file if name == AUTO else None

@@ -78,7 +78,7 @@ def _faults(found: Any) -> list[str]:
     faults = []
     if missing := [each for each in METHODS if not callable(getattr(found, each, None))]:
         faults.append(f"it is not a model: it lacks {listed(missing)} of the protocol gspmd.training.model.Model.")
-    # The standard library has no function for this, and its types know no such attribute.
+    # The standard library has no function for this, and its type stubs lack the attribute.
     if not found.__dataclass_params__.frozen:  # type: ignore[attr-defined]
         faults.append("its settings could change; write @dataclass(frozen=True).")
     faults += [
@@ -90,7 +90,7 @@ def _faults(found: Any) -> list[str]:
 
 
 def beside(name: str, folder: Path) -> str:
-    """Prefix the name of a model with a folder that has its module; otherwise return it unchanged.
+    """Prefix the name of a model with a folder, if this folder has the model's module.
 
     >>> beside("mixer:Mixer", Path("there"))
     'mixer:Mixer'
@@ -139,6 +139,6 @@ def with_model(
     typed = typed_with(cls, find(given or beside(written, folder)))
     of_model = {key: value for key, value in table.items() if key != "class"}
     training = values.get("training", {})
-    if isinstance(training, Mapping):  # A model from which no text is sampled does not need the sample's length either.
+    if isinstance(training, Mapping):  # `gspmd train` samples no text from a custom model.
         training = {"sample_bytes": 0, **training}
     return typed, {**values, "model_class": name, "model": of_model, "training": training}

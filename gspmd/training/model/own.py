@@ -1,4 +1,4 @@
-"""A custom model in the form from which steps are built: results of its methods are checked, and faults named."""
+"""A custom model as a `Trainable`: whatever the methods of the user's class return is checked, and faults are named."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -23,10 +23,10 @@ _OF_STEP = ("loss", "gradient_norm", "learning_rate", "non_finite", "bits_per_by
 
 @dataclass(frozen=True)
 class Own:
-    """A custom model, computed in a dtype.
+    """A custom model whose loss is computed in a dtype.
 
     Attributes:
-        model: the settings, an instance of the class.
+        model: an instance of the user's class, with the model's settings.
         dtype: the dtype of matrices in its loss.
     """
 
@@ -42,7 +42,7 @@ class Own:
         """Return the size of every dimension.
 
         Raises:
-            ConfigError: the model returns anything else.
+            ConfigError: the method of the class returns anything else.
         """
         return self._sizes(batch, length, least=1)
 
@@ -65,7 +65,7 @@ class Own:
         return {dim: size for dim, size in one.items() if 0 < size == two.get(dim)}
 
     def parameters(self, layout: Layout) -> dict[str, Parameter]:
-        """Return every parameter by its path, as the model has it.
+        """Return every parameter by its path, as the class declares it.
 
         Raises:
             ConfigError: the model returns anything except parameters, or gives no sizes for their dimensions.
@@ -150,10 +150,10 @@ class Own:
         return microbatches
 
     def for_loss(self, layout: Layout, microbatches: int) -> Layout:
-        """Return the layout for the loss, whose parameters are `EF reduced-x` where [gradients] has partial sums.
+        """Return the layout for the loss: a parameter is `EF reduced-x` in it if its gradient is a partial sum over x.
 
-        The same holds with several microbatches: only the equations of the model would say which other gradients may
-        stay partial sums.
+        That is so where [gradients] says it, also with several microbatches: only the equations of the model would tell
+        which other gradients can stay partial sums.
         """
         lines = {each.line for each in self.parameters(layout).values()}
         gradients = {line: Spec.parse(layout.gradient(line)) for line in sorted(lines)}
@@ -237,7 +237,7 @@ class Own:
         """Return the spec, shape and dtype of every array that the model keeps, for `batch` texts of `room` tokens.
 
         Raises:
-            ConfigError: the model returns anything except `Kept`, or has no sizes of its dimensions.
+            ConfigError: the model returns anything except `Kept`, or gives no sizes for the dimensions.
             LayoutError: the layout lacks a line, or it has other dimensions.
         """
         given: Any = cast(Decoder, self.model).kept()  # checked below, since the class is a user's
@@ -253,7 +253,7 @@ class Own:
                 raise LayoutError(f"{fact}, and its line {each.line} = '{spec}' has {listed(spec.dims)}.")
             if missing := [dim for dim in each.dims if dim not in sizes]:
                 raise self._error(
-                    [f"{name!r}, which it keeps, has dimension {listed(missing)}, of which sizes gives no size."]
+                    [f"{name!r}, which it keeps, has dimension {listed(missing)}, for which sizes gives no size."]
                 )
             shape = (*((each.layers,) if each.layers else ()), *(sizes[dim] for dim in each.dims))
             found[name] = _stacked(each, spec), shape, jnp.dtype(jnp.float32 if each.float32 else self.dtype)
@@ -267,7 +267,7 @@ class Own:
         position: jax.Array,
         kept: Mapping[str, jax.Array],
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Return the logits of some tokens of every text, and the arrays that the model keeps after them.
+        """Return the logits at the given tokens of every text, and the arrays that the model keeps after these tokens.
 
         Raises:
             ConfigError: the model returns anything else; the message names every fault.

@@ -40,7 +40,7 @@ def compare(
     """Refuse processes whose facts differ; all of them have to call this.
 
     Args:
-        facts: returns values that JSON can express by name, nested or not, such as settings; it is not called for a
+        facts: returns values by name, nested or not, that JSON can express, such as settings; it is not called for a
             single process.
         doing: the beginning of the message.
 

@@ -37,10 +37,10 @@ _questions = _meetings = 0
 
 
 def expect(given: str) -> None:
-    """Let a fault before `join` reach the processes that this one was to join, since they wait for it.
+    """Let a fault before `join` reach the processes that this one was to join, since they wait for this one.
 
     Args:
-        given: as in `join`, taken from the flags: settings may be faulty before they are read; "" for none.
+        given: as in `join`, looked up in the flags, since reading all settings may fail; "" for none.
     """
     global _expected
     _expected = given
@@ -269,9 +269,10 @@ def fail(code: int, message: str, *, sure: bool = True) -> None:
 def _come_to_tell(code: int, message: str) -> bool:
     """Meet the expected processes to tell them of a fault. Return whether this process has printed it.
 
-    The first process prints it, once it has arrived, through the watch. Another one prints it itself if the first does
-    not arrive soon, and then goes on waiting, since the first one would wait for it. An interrupted process does not
-    wait: it tells the first one if that is listening. Nobody waits yet for a first one that has not arrived.
+    Once this process and the first one have met, the first one prints the fault, through the watch. If the first one
+    does not arrive soon, this process prints the fault itself, and goes on waiting, since the first one would wait for
+    it. An interrupted process does not wait: it tells the first one only if that is already listening, since before
+    that no process waits for this one.
     """
     spoken, interrupted = threading.Event(), code > 128
 

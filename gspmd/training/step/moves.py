@@ -24,8 +24,8 @@ class Moves:
     Attributes:
         to_loss: brings parameters to the specs in which the loss takes them.
         gradients_to_optimizer: brings gradients from the specs in which the loss leaves them to the optimizer's specs.
-            to_optimizer: brings parameters to the optimizer's specs.
-        to_parameters: brings parameters back.
+        to_optimizer: brings parameters to the optimizer's specs.
+        to_parameters: brings updated parameters back to their own specs.
         parameters: each parameter's own spec; None if not given.
         loss: the spec per parameter in which the loss takes it; None if not given.
 
