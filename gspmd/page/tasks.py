@@ -18,7 +18,7 @@ DEVICES = 32
 
 
 class Tasks:
-    """All that a page may ask for, by name.
+    """The tasks that a page may ask for, by name.
 
     Args:
         configs: the folder of the shipped configs; None for a process that plans no layouts.
