@@ -47,7 +47,7 @@ def operations(flops: Any) -> float:
 
 
 def argument_numbers(name: str, given: Any, count: int) -> tuple[int, ...]:
-    """Return numbers of arguments, counted from 0 or from the end, as for `jax.jit`.
+    """Return the numbers of arguments, counted from 0; given numbers may count from the end, as for `jax.jit`.
 
     Args:
         name: the name of the keyword, for the error.

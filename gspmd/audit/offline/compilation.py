@@ -60,7 +60,7 @@ def compile_offline(
             of a decode step, which are stored once and read in every step. In JAX's default order a TPU may have to
             reorder a weight before its product. Other arguments keep the order that their formats give.
         out_shardings: shardings of the results, as for `jax.jit`; needed for a donated argument whose order in memory
-            is chosen.
+            the compiler chooses.
         compiler_options: options for this program, as for `jax.jit`: `{"xla_tpu_scoped_vmem_limit_kib": 81920}`.
         flops: model FLOPs of one execution over all devices, for the MFU; by default those of the matrix products.
         progress: called with the name of each phase as it starts: "planning", "lowering", "compiling", "reading".
