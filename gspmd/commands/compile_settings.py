@@ -96,7 +96,7 @@ class CompileSettings:
 
 
 def parse(argv: Sequence[str], script: str = "") -> CompileSettings:
-    """Return the settings: those of the file, replaced by flags."""
+    """Return the settings of the file, overridden by flags."""
     file, name = file_of(argv, DEFAULT)
     said = {name: getattr(file.training, name) for name in ("batch", "length", *TRAINED)}
     said["source_length"] = source_length_of(file)

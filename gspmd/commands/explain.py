@@ -1,4 +1,4 @@
-"""`gspmd explain`: plan an equation, and draw the plan with those of its gradients."""
+"""`gspmd explain`: plan an equation, and draw its plan and the plans of its gradients."""
 
 import argparse
 import sys

@@ -375,7 +375,7 @@ def prompts_shown(settings: GenerateSettings, prompts: Sequence[str]) -> Sequenc
 
 
 def prompts_of(settings: GenerateSettings) -> list[str]:
-    """Return the prompts: those of the flags, then that of the file. A chat may have only messages, and no prompt.
+    """Return the prompts: first of the flags, then of the file. A chat may have only messages, and no prompt.
 
     Raises:
         ConfigError: there is no prompt, or it cannot be read; or flags of a chat are given without --chat.

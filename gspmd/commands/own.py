@@ -70,7 +70,7 @@ def trainable(settings: Any, dtype: str = "") -> Trainable:
 
     Args:
         settings: with `model` and `sharding`.
-        dtype: the dtype of computation; by default that of [training].
+        dtype: the dtype of computation; by default, `dtype` of [training].
     """
     of, sharding = jnp.dtype(dtype or settings.training.dtype), settings.sharding
     return (

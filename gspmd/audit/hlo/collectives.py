@@ -162,7 +162,7 @@ def _rings(scheduled: Instruction, group: int) -> tuple[int, ...]:
 
     - A strategy lists them as cores, `cores:{4 4 4}`.
     - A gather by `1DAllGather...` has one ring.
-    - On a SparseCore the data is in as many parts as there are colors. All parts travel along the same rings of chips,
+    - On a SparseCore the data is divided into one part per color. All parts travel along the same rings of chips,
       in different orders and directions, so the rings of the first are returned. If both devices of each chip are in
       the group, a ring of 2 is added.
     """

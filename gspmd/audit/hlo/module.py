@@ -215,7 +215,7 @@ class Module:
         entry: the computation that runs first.
         computations: every computation by name.
         frames: stack frames by number.
-        is_scheduled: whether the order of instructions is that of execution.
+        is_scheduled: whether the instructions are in the order of execution.
         devices: number of devices that run it; 1 if the text does not say.
         kernels: the TPU compiler's schedules of Pallas kernels, by the instruction that calls the kernel.
     """

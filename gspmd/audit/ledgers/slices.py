@@ -27,9 +27,9 @@ def by_bytes(
 ) -> list[Entry]:
     """Return the entries of a program of several slices under the names, kinds and axes of the steps that they run.
 
-    A step gets as many executions as it has trips, of collectives with exactly the kinds, axes and bytes of its parts:
-    first collectives with its own name, then collectives without a name. A step gets no collective if one of its parts
-    is not found.
+    A step with n trips gets n executions of collectives with exactly the kinds, axes and bytes of its parts: first of
+    collectives with its own name, then of collectives without a name. A step gets no collective if one of its parts is
+    not found.
 
     Args:
         steps: the planned steps that run.

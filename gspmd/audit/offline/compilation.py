@@ -62,7 +62,7 @@ def compile_offline(
         out_shardings: shardings of the results, as for `jax.jit`; needed for a donated argument whose order in memory
             the compiler chooses.
         compiler_options: options for this program, as for `jax.jit`: `{"xla_tpu_scoped_vmem_limit_kib": 81920}`.
-        flops: model FLOPs of one execution over all devices, for the MFU; by default those of the matrix products.
+        flops: model FLOPs of one execution over all devices, for the MFU; by default the FLOPs of its matrix products.
         progress: called with the name of each phase as it starts: "planning", "lowering", "compiling", "reading".
 
     Returns:

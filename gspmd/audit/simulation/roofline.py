@@ -159,7 +159,7 @@ def _updates(instruction: Instruction) -> slice:
     if instruction.opcode == "dynamic-update-slice":
         return slice(1, 2)
     arrays = len(instruction.operands) // 2 if instruction.opcode == "scatter" else 0
-    return slice(arrays + 1, 2 * arrays + 1)  # Arrays, one operand of indices, and as many updates.
+    return slice(arrays + 1, 2 * arrays + 1)  # The operands of a scatter are n arrays, indices, and n updates.
 
 
 def _taken(user: Instruction, number: int, source: Instruction) -> int:

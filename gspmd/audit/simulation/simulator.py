@@ -37,9 +37,9 @@ def timeline(
       ahead, the device waits. The device also waits for the host at a conditional, and in a loop whose trips are not
       known.
     - **Collectives** take `gspmd.hardware.links.occupancy`, along the rings that the compiler names; if it names none,
-      a mesh axis is one ring, or those of `torus`. A permute by the same number of places along one axis (a step of a
-      ring) takes its bytes over one link per place, in one direction (`gspmd.audit.simulation.links`). Groups that no
-      mesh axes span are one ring.
+      along the rings of `torus`, or along one ring for each mesh axis. A permute by the same number of places along one
+      axis (a step of a ring) takes its bytes over one link per place, in one direction
+      (`gspmd.audit.simulation.links`). Groups that no mesh axes span are one ring.
     - **Asynchronous collectives** overlap with the instructions between start and done, where the device waits for the
       rest.
     - **Links**: a mesh axis has two directions. A collective other than a shift uses both, on all of its axes.
@@ -55,8 +55,8 @@ def timeline(
         module: an optimized and scheduled program, `gspmd.audit.hlo.parse(compiled.as_text())`.
         chip: the hardware to simulate.
         mesh: sizes of the mesh axes, in the order of the devices.
-        flops: operations of the model, per device and step, for `mfu`; by default those of the program's matrix
-            products.
+        flops: operations of the model, per device and step, for `mfu`; by default the operations of the program's
+            matrix products.
         torus: mesh axis -> sizes of its torus axes (`Topology.rings`); by default, each mesh axis is one torus axis.
 
     Returns:
