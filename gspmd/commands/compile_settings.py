@@ -107,7 +107,7 @@ def parse(argv: Sequence[str], script: str = "") -> CompileSettings:
     settings = flags.parse_flags(typed, argv, default, description, prog, COMMON)
     faults: list[str] = []
     if is_own(settings):
-        from gspmd.commands import own  # which imports JAX, as the model has done
+        from gspmd.commands import own  # This imports JAX, as the model has done already.
 
         own.refuse(settings, "cannot compile a custom model:")
         if settings.phase != "train":

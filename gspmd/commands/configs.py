@@ -29,7 +29,7 @@ def find(name: str) -> str:
         return name
     shipped = sorted(path.stem for path in FOLDER.glob("*.toml"))
     if name not in shipped:
-        from gspmd.training.toml import ConfigError  # imported here: with it comes JAX
+        from gspmd.training.toml import ConfigError  # Imported here, since it imports JAX.
 
         near = suggestion(name, shipped)
         known = f"{near}Shipped are {', '.join(shipped)}; or give the path of a TOML file."

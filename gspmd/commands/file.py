@@ -82,7 +82,7 @@ def checked_source(settings: S, default: Any) -> tuple[S, list[str]]:
 
 
 def group_faults(model: ModelConfig, batch: int, length: int, source_length: int) -> list[str]:
-    """Return a fault if the model's groups of tokens for experts do not divide a batch, and one for its sources."""
+    """Return a fault if the experts' number of token groups does not divide a batch, and another for its sources."""
     groups = model.moe and model.moe.groups
     lengths = {"tokens": length} | (
         {"tokens of the sources": source_length} if getattr(model, "encoder_layers", 0) else {}

@@ -178,7 +178,7 @@ def _sizes(options: argparse.Namespace, layout: Layout) -> dict[str, int]:
         given = {name: value for name in ("batch", "length") if (value := getattr(options, name)) is not None}
         training = replace(file.training, **given)
         if is_own(file):
-            from gspmd.training.model import Own  # which imports JAX, as the model has done
+            from gspmd.training.model import Own  # This imports JAX, as the model has done already.
 
             sizes = Own(file.model).sizes(training.batch, training.length)
         else:

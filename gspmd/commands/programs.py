@@ -168,7 +168,7 @@ def explain(console: Console, settings: RunSettings, arrangement: Arrangement, s
 def sample(
     settings: RunSettings, arrangement: Arrangement, params: Tree, tokenizer: checkpoints.Tokenizer | None = None
 ) -> str:
-    """Return the prompt with the trained model's continuation; for an encoder–decoder, with its output for it."""
+    """Return the prompt with the trained model's continuation; for an encoder–decoder, the output for this source."""
     training, tokenizer = settings.training, tokenizer or bytes_of(settings.model)
     model = merge(models.with_arrays(abstract_model(settings, arrangement), params))
     encode = tokenizer.source if settings.model.encoder_layers else tokenizer.encode

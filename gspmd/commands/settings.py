@@ -109,7 +109,7 @@ def of_checkpoint(settings: RunSettings, argv: Sequence[str]) -> RunSettings:
     if fixed:
         fault = f"the checkpoint {settings.checkpoint!r} already gives the model; leave out {', '.join(fixed)}."
         raise ConfigError("cannot begin with this checkpoint:", [fault])
-    from gspmd_models import checkpoints  # which imports JAX; flags are read without it
+    from gspmd_models import checkpoints  # This imports JAX, without which flags are read.
 
     model = replace(checkpoints.model_config(settings.checkpoint), remat=settings.model.remat)
     if model.context_length is not None:  # A model trained on longer sequences can write longer ones.
@@ -144,7 +144,7 @@ def adapted(settings: RunSettings) -> RunSettings:
 
 def facts_of(settings: RunSettings) -> dict[str, Any]:
     """Return, by name, the settings on which the processes of a run must agree before they start their devices."""
-    from gspmd.commands.own import module_of  # which imports JAX; flags are read without it
+    from gspmd.commands.own import module_of  # This imports JAX, without which flags are read.
 
     facts = to_mapping(settings)
     del facts["config"], facts["sharding"]["distributed"]  # A path and a process number, which may differ.

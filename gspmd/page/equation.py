@@ -62,7 +62,7 @@ class EquationAnswer:
         }
 
     def compared(self) -> dict[str, Any]:
-        """Return what stands beside the plan: alternatives, lowerings, gradients."""
+        """Return what the page shows beside the plan: alternatives, lowerings, gradients."""
         plan = self.plan
         lowered = {name: self._planned(name, self.request.via) for name in COMPARED}
         timetables = {name: (each.seconds, bars(each)) for name, each in lowered.items()}

@@ -104,7 +104,7 @@ def application(
 
 
 class _Desk:
-    """A process that answers, the requests that wait for it, and a function that returns the most seconds of each."""
+    """A process that answers, the requests that wait for it, and a function that returns how long each may take."""
 
     def __init__(self, worker: Worker, seconds: Callable[[], float]):
         self.worker, self.seconds, self.waiting = worker, seconds, anyio.CapacityLimiter(1)

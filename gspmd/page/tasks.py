@@ -95,7 +95,7 @@ class Tasks:
 def answered(
     task: Callable[[Mapping[str, Any]], dict[str, Any]], given: Mapping[str, Any]
 ) -> tuple[int, dict[str, Any]]:
-    """Return the HTTP status of a request, and the answer: `refused` with the reason if no page sends it."""
+    """Return the HTTP status of a request, and the answer: `refused`, with the reason, if no page would send it."""
     try:
         return 200, task(given)
     except BadRequest as error:

@@ -232,8 +232,8 @@ class ShardingConfig:
     """The devices, the mesh over them, and the layout on it."""
 
     layout: str = "gshard"
-    """A preset's name, the path of a layout file (in a settings file, relative to its folder), or auto, for runs and
-    generated text: a layout is then searched for the devices at hand, or for --mesh."""
+    """A preset's name, the path of a layout file (in a settings file, relative to its folder), or auto (only in
+    `gspmd train` and `gspmd generate`): a layout is then searched for the devices at hand, or for --mesh."""
     set: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
     """One change to the layout, such as ffn.w_in=E_xF_y; repeatable."""
     lowering: Lowering | None = None

@@ -131,8 +131,8 @@ def _wrapped(module: Module, instruction: Instruction, devices: int) -> Collecti
 def _fused(module: Module, fusion: Instruction, devices: int) -> Collective | None:
     """Return the collective in a fusion of the TPU compiler.
 
-    A reduce-scatter is an all-reduce fused with a slice there. An asynchronous collective is three fusions: one starts
-    it, one computes products meanwhile and passes it on, one waits for it.
+    There, a reduce-scatter is an all-reduce fused with a slice, and an asynchronous collective is three fusions: one
+    starts it, one computes products meanwhile and passes it on, and one waits for it.
     """
     inner = module.computations[fusion.called[0]]
     phase = _ASYNCHRONOUS.get(inner.root.attribute("custom_call_target").strip('"'), "sync")

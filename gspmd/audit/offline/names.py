@@ -25,7 +25,7 @@ SPELLINGS = {"a100-80gb": "a100", "h100-80gb": "h100"}
 """Other names of GPUs, besides those of chips.toml."""
 
 CORES = {"tpu-v3": 2, "tpu7x": 2}
-"""Number of devices of one chip, if it is not one (see `libtpu.py`)."""
+"""Number of devices of one chip, for chips that are more than one device (see `libtpu.py`)."""
 
 
 def shapes(chip: Chip, slices: int = 1) -> Iterator[tuple[int, ...]]:

@@ -38,7 +38,7 @@ class Report(Printed):
         buffers: the largest arrays of one device, largest first: arguments and temporaries. If it was not compiled,
             temporaries are the values of the traced function, some of which the compiler would have merged.
         compile_seconds: seconds of tracing, lowering and compiling.
-        reason: why it does not fit; in the words of a compiler that refuses it, with its binary units converted to
+        reason: why it does not fit; if a compiler refuses it, in the compiler's words, with binary units converted to
             decimal ones.
     """
 

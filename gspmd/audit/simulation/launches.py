@@ -7,9 +7,9 @@ from gspmd.hardware.chips import Chip
 GRAPH_KERNELS = 5
 """XLA records this many kernels in a row, or more, as one CUDA graph, which the host launches as a whole.
 
-Source: XLA's flag `xla_gpu_graph_min_graph_size`. The compiled text does not show graphs: they are made of the kernels
-(openxla/xla, command_buffer_conversion_pass.cc), of fusions, copies, and calls of cuBLAS and cuDNN, but neither of
-collectives nor of loops.
+Source: XLA's flag `xla_gpu_graph_min_graph_size`. The compiled text does not show graphs. XLA makes them of fusions,
+copies, and calls of cuBLAS and cuDNN, but not of collectives or loops (openxla/xla,
+command_buffer_conversion_pass.cc).
 """
 
 _CONTROL = ("while", "conditional", "call", "async-start", "send", "recv", "infeed", "outfeed")

@@ -1,4 +1,4 @@
-"""Run a function on a mesh, with its gradients, and compare its arrays with the same function's on one device."""
+"""Run a function and its gradients on a mesh, and compare the arrays with the results on one device."""
 
 from collections.abc import Callable
 from typing import Any

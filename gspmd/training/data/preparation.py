@@ -58,7 +58,7 @@ def load(
 
     Args:
         patterns: paths or glob patterns (`**` for folders within folders); none for the standard library.
-        fraction: share of the bytes held out; with whole files, between half and twice that.
+        fraction: share of the bytes held out; if whole files are held out, they have between half and twice this share.
         tokenizer: with `backend` and `ends`, as `gspmd_models.checkpoints.Tokenizer`; None if tokens are bytes.
         field: field of a record with its text.
         prompt: field of a record with its prompt. Its tokens come before the text, each as its complement `~t`: they

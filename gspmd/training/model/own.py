@@ -152,8 +152,8 @@ class Own:
     def for_loss(self, layout: Layout, microbatches: int) -> Layout:
         """Return the layout for the loss: a parameter is `EF reduced-x` in it if its gradient is a partial sum over x.
 
-        That is so where [gradients] says it, also with several microbatches: only the equations of the model would tell
-        which other gradients can stay partial sums.
+        These are the gradients that [gradients] writes as partial sums, even with several microbatches: which others
+        could stay partial sums depends on the equations of the model, which are not known here.
         """
         lines = {each.line for each in self.parameters(layout).values()}
         gradients = {line: Spec.parse(layout.gradient(line)) for line in sorted(lines)}

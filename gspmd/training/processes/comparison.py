@@ -45,8 +45,8 @@ def compare(
         doing: the beginning of the message.
 
     Raises:
-        ConfigError: values differ; the message, the same in all processes, lists for each name the processes of each
-            value.
+        ConfigError: values differ; the message, the same in all processes, says for each name which processes have
+            which value.
     """
     if count() == 1:
         return

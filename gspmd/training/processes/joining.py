@@ -189,9 +189,9 @@ def gathered(text: str) -> list[str]:
 def meet(before: str) -> None:
     """Wait until all processes have called this, so that they begin the next program together.
 
-    Call it between the compilation of a program that all of them run and its first run. There they open connections
-    for its collectives, and Gloo waits for 30 seconds for each; but one process may have found in the cache a program
-    that another one compiles for minutes.
+    Call it between the compilation of a program that all of them run and its first run. In the first run they open
+    connections for its collectives, and Gloo waits for each only 30 seconds; but one process may have found in the
+    cache a program that another one compiles for minutes.
 
     Args:
         before: the next program, for the message.

@@ -20,7 +20,7 @@ _ONCE = {
     errno.EFBIG: "once files may be larger",
     **dict.fromkeys((errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENOTEMPTY), "once that is moved away"),
     **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "once it may be written"),
-    errno.ENOENT: "",  # it is made anew
+    errno.ENOENT: "",  # A missing folder is made again.
 }
 _held: dict[Path, int] = {}
 """The open folders that this process has locked."""
@@ -50,7 +50,7 @@ class Unwritable(Exception):
 
 
 def choose_out(out: str, *, resume: bool, step: int | None = None) -> Path:
-    """Return the run's folder, created if needed, checked to be writable, and locked against other runs (`held`).
+    """Return the run's folder, created if needed, checked to be writable, and locked against other runs.
 
     Args:
         out: the folder; "" for the newest run on a resume, and for a new folder under runs/ otherwise.
