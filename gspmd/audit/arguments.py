@@ -42,7 +42,7 @@ def operations(flops: Any) -> float:
     """
     number = isinstance(flops, Real) and not isinstance(flops, bool)
     if not number or not isfinite(flops) or flops < 0:
-        raise PlanError(f"flops={shown(flops)} is not a number of FLOPs.\n  Give those of one execution, 0 or more.")
+        raise PlanError(f"flops={shown(flops)} is not a number of FLOPs.\n  Give what one execution has, 0 or more.")
     return flops
 
 

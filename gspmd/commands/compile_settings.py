@@ -135,7 +135,7 @@ def parse(argv: Sequence[str], script: str = "") -> CompileSettings:
             for name in ("weights", "cache") if getattr(settings, name) == "int8"
         ]  # fmt: skip
     if settings.sharding.platform or settings.sharding.devices or settings.sharding.distributed:
-        faults.append("--topology says which devices there are; leave --platform, --devices and --distributed out.")
+        faults.append("--topology already names the devices; leave --platform, --devices and --distributed out.")
     read_name(settings.topology)
     if settings.smallest and settings.sharding.mesh:
         faults.append("--smallest tries slices of many sizes; leave --mesh out.")

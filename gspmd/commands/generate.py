@@ -326,7 +326,7 @@ def ids_of(
     before = [{"role": "system", "content": settings.system}] if settings.system else []
     before += messages_of(settings.messages) if settings.messages else []
     if settings.system and any(turn["role"] == "system" for turn in before[1:]):
-        raise ConfigError(DOING, [f"{settings.messages!r} has a message of the system too; leave out --system."])
+        raise ConfigError(DOING, [f"{settings.messages!r} already has a system message; leave out --system."])
     chats = [[*before, {"role": "user", "content": prompt}] for prompt in prompts] or [before]
     variables = dict(map(variable_of, settings.chat_variable))
     return [tokenizer.chat(turns, template=settings.chat_template, **variables) for turns in chats]

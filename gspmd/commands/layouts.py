@@ -67,7 +67,7 @@ def make_parser() -> Parser:
     keys.add_argument("section", values=SECTIONS, nargs="?", default="", help=f"one of {', '.join(SECTIONS)}")
     check = add("check", check_layout, "check a layout for the sizes of a model, on a mesh or a number of devices")
     check.add_argument("layout", values=preset_names(), help="a preset's name, or a TOML file")
-    check.add_argument("--all", action="store_true", help="print every fault, and not only the first ones")
+    check.add_argument("--all", action="store_true", help="print every fault, not only the first ones")
     check.add_argument("--set", action="append", default=[], metavar="KEY=SPEC", help="one change; repeatable")
     check.add_argument("--mesh", type=numbers, help="sizes of the mesh axes, such as x=4,y=2")
     check.add_argument("--devices", type=int, help="number of devices, which the layout's rule factors into a mesh")

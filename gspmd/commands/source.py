@@ -70,7 +70,7 @@ def tokenizer_of(folder: Path, model: Any = None) -> checkpoints.Tokenizer:
     """
     kept = folder / "tokenizer"
     if (kept / checksums.FILE).exists() and (fault := checksums.fault_of(kept)):  # Earlier versions wrote none.
-        remedy = "A resume of the run writes it anew."
+        remedy = "Resume the run, which writes it again."
         raise ConfigError("cannot read the tokenizer of the run:", [f"{str(kept)!r} is damaged: {fault}.", remedy])
     return checkpoints.tokenizer(kept) if kept.is_dir() else bytes_of(model)
 

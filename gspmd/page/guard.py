@@ -84,7 +84,7 @@ class Guard:
                 await _refuse(guarded, error)
         except asyncio.CancelledError:  # The page is ending, and has waited for this answer long enough.
             if not started:
-                await _refuse(guarded, Refused(503, "the page is ending."))
+                await _refuse(guarded, Refused(503, "the page is shutting down."))
         except Exception:
             if started:
                 raise

@@ -271,7 +271,7 @@ class LayoutAnswer:
         """
         for key, text in self.own.items():
             if not (_KEY.fullmatch(key) and _SPECS.fullmatch(text)):
-                raise BadRequest(f"the line {shown(f'{key} = {text}')} is none of a layout that a search found.")
+                raise BadRequest(f"the line {shown(f'{key} = {text}')} is not one that a search writes.")
         with TemporaryDirectory() as folder:
             path = Path(folder, "found.toml")
             path.write_text(self.document(self.own), encoding="utf-8")

@@ -103,7 +103,7 @@ class Worker:
 
     def _start(self) -> subprocess.Popen[str]:
         if self._closed:
-            raise Ended("the page is about to end.")
+            raise Ended("the page is shutting down.")
         if self._process is not None and self._process.poll() is None:
             return self._process
         self._stop()

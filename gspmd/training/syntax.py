@@ -69,7 +69,7 @@ def parse_processes(text: str) -> Processes:
         fault = f"distributed has port {int(port)}; give one from 1 to 65535, in {text!r}."
     elif int(given["process"]) >= int(given["processes"]):
         most = int(given["processes"]) - 1
-        fault = f"distributed has processes 0 to {most}, but this one is to be process {int(given['process'])}."
+        fault = f"distributed has processes 0 to {most}, but this one would be process {int(given['process'])}."
     if fault:
         raise ConfigError(f"cannot read the processes {text!r}:", [fault])
     return Processes(address, int(given["processes"]), int(given["process"]))

@@ -435,7 +435,7 @@ def test_a_chat_is_the_system_then_the_turns_of_a_file_then_the_prompt(tmp_path)
         ),
         (
             ["--chat", "--messages", "system.json", "--system", "s"],
-            "ConfigError: cannot generate text:\n  'system.json' has a message of the system too; leave out --system.",
+            "ConfigError: cannot generate text:\n  'system.json' already has a system message; leave out --system.",
         ),
     ],
 )

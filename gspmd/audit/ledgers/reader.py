@@ -63,7 +63,7 @@ def of_module(module: Module, mesh: Mapping[str, int], chip: Chip | None = None)
     if module.devices not in (1, prod(mesh.values())):
         raise PlanError(
             f"cannot name the mesh axes of {module.name}: {module.devices} devices run it, and the mesh "
-            f"{mesh_text(mesh)} has {prod(mesh.values())}.\n  Give mesh=, the one that it was compiled for."
+            f"{mesh_text(mesh)} has {prod(mesh.values())}.\n  Give mesh=, the mesh that it was compiled for."
         )
     reader = _ModuleReader(module, mesh, chip)
     entries, flops = reader.read(module.entry, 1)

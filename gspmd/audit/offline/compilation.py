@@ -191,7 +191,7 @@ def _mesh(given: Any, target: Topology, args: Any) -> jax.sharding.Mesh:
             raise PlanError(
                 f"cannot compile for {target.name}: there are two meshes, {mesh_text(mesh.shape)} and "
                 f"{mesh_text(meshes[-1].shape)}.\n"
-                "  Place every argument on the same one."
+                "  Place every argument on the same mesh."
             )
     return meshes[-1]
 

@@ -146,9 +146,9 @@ def _impossible_nodes(chip: Chip, shape: tuple[int, ...]) -> str:
     if len(shape) > 2:
         return f"GPUs come as nodes x GPUs of a node, and {sizes} has {len(shape)} dimensions"
     if shape[-1] > node:
-        return f"a node of {chip.name} has {node} GPUs, and {sizes} takes {shape[-1]} of one"
+        return f"a node of {chip.name} has {node} GPUs, and {sizes} takes {shape[-1]} of one node"
     if len(shape) == 2 and shape[0] > 1 and shape[1] != node:
-        return f"a node of {chip.name} has {node} GPUs, and of several nodes {sizes} takes only {shape[1]} each"
+        return f"a node of {chip.name} has {node} GPUs, and {sizes} takes only {shape[1]} of each node"
     if (count := prod(shape)) > MOST_DEVICES:
         return f"gspmd describes {MOST_DEVICES:,} GPUs or fewer, and {sizes} has {count:,}"
     return ""

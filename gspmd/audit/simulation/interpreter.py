@@ -21,8 +21,8 @@ Value = int | dict | None
 
 
 _OVERFLOW_NOTE = (
-    "the compiler's estimates of some instructions overflowed; their seconds are those of products of their sizes, or "
-    "of their bytes"
+    "the compiler's estimates of some instructions overflowed; their seconds are computed from the sizes of their "
+    "products, or from their bytes"
 )
 
 

@@ -19,7 +19,7 @@ NOTABLE = 0.02
 NOTABLE_SLICES = 0.1
 """The share of a step from which the slices that loops copy out of stacks are reported."""
 
-_MODELLED = "times are modelled: products of cuBLAS, other kernels by their bytes, launches, collectives of NCCL"
+_MODELLED = "times are modelled: products as in cuBLAS, other kernels by their bytes, launches, collectives as in NCCL"
 
 
 def timeline(

@@ -253,8 +253,8 @@ def check_stream(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
     if "text" in names:
         faults.insert(0, "the text differs: other files, other contents, or another validation_fraction.")
     if faults:
-        remedy = "Leave the data's flags out to go on with what the run began with, or start anew in another --out."
-        raise ConfigError("cannot resume: the batches would not be those that the run began with.", [*faults, remedy])
+        remedy = "Leave out the flags of the data to use the run's own data, or start anew in another --out."
+        raise ConfigError("cannot resume: the batches would differ from those of the run so far.", [*faults, remedy])
 
 
 class _Windows:

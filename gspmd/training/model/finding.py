@@ -34,7 +34,7 @@ def find(name: str) -> type:
     doing = f"cannot use the model {name!r}:"
     match = _NAME.fullmatch(name.replace(".py:", ":"))
     if not match:
-        raise ConfigError(doing, ["a model is named MODULE:NAME, as mixer:Mixer for the class Mixer of mixer.py."])
+        raise ConfigError(doing, ["a model is named MODULE:NAME, such as mixer:Mixer for the class Mixer of mixer.py."])
     module = _imported(doing, match["module"], Path(match["folder"]))
     found = getattr(module, match["name"], None)
     if found is None:
@@ -61,7 +61,7 @@ def _imported(doing: str, name: str, folder: Path) -> ModuleType:
         raise ConfigError(doing, [f"its module imports {error.name!r}, which is not installed."]) from None
     there = _file(name, folder)
     if there and module.__file__ and not Path(module.__file__).resolve().is_relative_to(there.resolve()):
-        fault = f"Python has another module {name!r} already, {module.__file__}; give the file another name."
+        fault = f"Python already has another module {name!r}, {module.__file__}; give the file another name."
         raise ConfigError(doing, [fault])
     return module
 

@@ -53,10 +53,8 @@ class Own:
             for dim, size in found.items()
         )
         if not good:
-            fault = (
-                f"sizes has to return letters with whole numbers above 0, as {{'B': 8, 'E': 64}}, and not {found!r}."
-            )
-            raise self._error([fault])
+            fault = "sizes has to return letters with whole numbers above 0, such as {'B': 8, 'E': 64}"
+            raise self._error([f"{fault}, and not {found!r}."])
         return dict(found)
 
     def fixed_sizes(self) -> dict[str, int]:
@@ -76,7 +74,7 @@ class Own:
         sizes, faults = self.fixed_sizes(), []
         for path, each in found.items():
             if not (isinstance(path, str) and all(part.isidentifier() for part in path.split("."))):
-                faults.append(f"a parameter's path is names with dots between them, 'blocks.w_in', and not {path!r}.")
+                faults.append(f"a parameter's path has to be names joined by dots, 'blocks.w_in', and not {path!r}.")
             elif not isinstance(each, Parameter):
                 faults.append(f"parameter {path!r} has to be a gspmd.training.model.Parameter, and is {each!r:.200}.")
             elif not each.dims or "N" in each.dims:
@@ -205,7 +203,7 @@ class Own:
             faults.append(f"the figures of loss lack 'cross_entropy', and have {listed(map(repr, figures)) or 'none'}.")
         faults += [f"figure {name!r} of loss has to be a scalar, and is {_shown(figure)}."
                    for name, figure in figures.items() if not _is_scalar(figure)]  # fmt: skip
-        faults += [f"figure {name!r} is one that every step has; take another name." for name in _OF_STEP
+        faults += [f"every step has a figure {name!r} already; take another name." for name in _OF_STEP
                    if name in figures]  # fmt: skip
         if faults:
             raise self._error(faults)
@@ -283,7 +281,8 @@ class Own:
             faults.append(f"step has to return logits {list(wanted)}, and not {_shown(logits)}.")
         for name in dict.fromkeys((*kept, *after)):
             if name not in after or name not in kept:
-                faults.append(f"step {'lost' if name in kept else 'added'} {name!r} of what is kept.")
+                did = "lost" if name in kept else "added"
+                faults.append(f"step has to return the arrays of kept, and {did} {name!r}.")
                 continue
             before, now = kept[name], after[name]
             if (getattr(now, "shape", None), getattr(now, "dtype", None)) != (before.shape, before.dtype):
