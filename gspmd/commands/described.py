@@ -57,7 +57,7 @@ class Describe:
                 default = field.default if made is MISSING else made()  # every setting has one of the two
             hint = self._annotated(hints[field.name], field.name, default)
             shown.append(StructFieldSpec(field.name, hint, default, self._text(texts.get(field.name, ""), default)))
-        return StructConstructorSpec(_maker(cls), tuple(shown))
+        return StructConstructorSpec(_constructor(cls), tuple(shown))
 
     def _annotated(self, hint: Any, name: str, default: Any) -> Any:
         """Return the type of a field with annotations for tyro: its flag is hidden, in the common group, or has a text
@@ -101,7 +101,7 @@ def _first_clause(text: str) -> str:
     return re.split(r"[.;:] ", text, maxsplit=1)[0].rstrip(".") + "."
 
 
-def _maker(cls: type) -> Any:
+def _constructor(cls: type) -> Any:
     """Return a constructor of the class, whose errors pass through tyro."""
 
     def make(**values: Any) -> Any:

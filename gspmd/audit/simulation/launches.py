@@ -31,7 +31,7 @@ def launched(computation: Computation, communicating: frozenset[str], chip: Chip
         row.clear()
 
     for instruction in computation.instructions:
-        if instruction.name in communicating or _parts(instruction):
+        if instruction.name in communicating or _divides_graphs(instruction):
             close()
         elif runs(computation, instruction, chip):
             row.append(instruction.name)
@@ -39,6 +39,6 @@ def launched(computation: Computation, communicating: frozenset[str], chip: Chip
     return frozenset(found)
 
 
-def _parts(instruction: Instruction) -> bool:
+def _divides_graphs(instruction: Instruction) -> bool:
     """Return whether the kernels before and after an instruction are in different graphs."""
     return instruction.opcode in _CONTROL or instruction.opcode.endswith(("-start", "-done"))

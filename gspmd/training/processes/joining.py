@@ -23,14 +23,14 @@ from gspmd.training.toml import ConfigError
 # draws its pictures.
 _JOINING, _DEPARTURE = 300, 300
 # Seconds to wait for the first process to read the text; the others may have less to read. They watch it meanwhile.
-_PATIENCE = 24 * 3600
+_READING = 24 * 3600
 # Seconds for all processes to reach a common point, such as the end of a compilation. They are watched meanwhile, so
 # only processes that have diverged, or one that hangs, exceed it.
 _MEETING = 2 * 3600
 # Seconds for a fault before `join` to reach the first process; after that, the faulty process prints it itself.
-_UNHEARD = 10
+_TELLING = 10
 # Seconds for an interrupt before `join` to reach the first process, if that is listening.
-_QUICKLY = 1
+_INTERRUPTING = 1
 _watch: Watch | None = None
 _given = _expected = ""
 _questions = _meetings = 0
@@ -171,7 +171,7 @@ def told(make: Callable[[], str]) -> str:
     key = f"gspmd/agreed/{_questions}"
     if first():
         _client().key_value_set(key, make())
-    return _interruptibly(_client().blocking_key_value_get, key, _PATIENCE * 1000)
+    return _interruptibly(_client().blocking_key_value_get, key, _READING * 1000)
 
 
 def gathered(text: str) -> list[str]:
@@ -183,7 +183,7 @@ def gathered(text: str) -> list[str]:
     keys = [f"gspmd/gathered/{_questions}/{process}" for process in range(count())]
     _client().key_value_set(keys[index()], text)
     get = _client().blocking_key_value_get
-    return [_interruptibly(get, key, _PATIENCE * 1000) for key in keys] if first() else []
+    return [_interruptibly(get, key, _READING * 1000) for key in keys] if first() else []
 
 
 def meet(before: str) -> None:
@@ -281,13 +281,13 @@ def _come_to_tell(code: int, message: str) -> bool:
             spoken.set()
             print(message, file=sys.stderr, flush=True)
 
-    late = threading.Timer(_UNHEARD, say)
+    late = threading.Timer(_TELLING, say)
     late.daemon = True
     late.start()
     try:
         at = _found(_expected)
         if at.processes > 1 and not (interrupted and at.process == 0):
-            _come(at, _QUICKLY if interrupted else arrival.LIMIT)
+            _come(at, _INTERRUPTING if interrupted else arrival.LIMIT)
     except Exception:  # For example an unreadable address: the earlier fault is reported.
         pass
     late.cancel()

@@ -72,7 +72,7 @@ def plan_moves(
     """
     loss = parameters if loss is None else loss
     given = _map(lambda spec: spec.cotangent, loss)
-    by = _map(_on_the_way, parameters, parameters if gradients is None else gradients, given)
+    by = _map(_between, parameters, parameters if gradients is None else gradients, given)
     first, then = _mover(given, by, reshard), _mover(by, optimizer, reshard)
     return Moves(
         _mover(parameters, loss, reshard),
@@ -84,7 +84,7 @@ def plan_moves(
     )
 
 
-def _on_the_way(parameter: Spec, gradient: Spec, given: Spec) -> Spec:
+def _between(parameter: Spec, gradient: Spec, given: Spec) -> Spec:
     return given if gradient == parameter else gradient
 
 
