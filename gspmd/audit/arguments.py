@@ -42,12 +42,12 @@ def operations(flops: Any) -> float:
     """
     number = isinstance(flops, Real) and not isinstance(flops, bool)
     if not number or not isfinite(flops) or flops < 0:
-        raise PlanError(f"flops={shown(flops)} is not a number of FLOPs.\n  Give those of one execution, 0 or more.")
+        raise PlanError(f"flops={shown(flops)} is not a number of FLOPs.\n  Give what one execution has, 0 or more.")
     return flops
 
 
 def argument_numbers(name: str, given: Any, count: int) -> tuple[int, ...]:
-    """Return numbers of arguments, counted from 0 or from the end, as for `jax.jit`.
+    """Return the numbers of arguments, counted from 0; given numbers may count from the end, as for `jax.jit`.
 
     Args:
         name: the name of the keyword, for the error.

@@ -1,5 +1,5 @@
 """The commands of `gspmd`, listed in `main.COMMANDS`; scripts/ runs the same ones from a checkout.
 
-Reading order: main, runner, flags, described, configs, then a file for the settings of each command, which imports no
-JAX, and one for what it does; for train: settings, programs, train.
+Reading order: main, runner, flags, described, configs; then, for each command, the file of its settings, which imports
+no JAX, and the file that runs it (for train: settings, programs, train).
 """

@@ -1,4 +1,4 @@
-"""Flags of commands without settings files: a parser whose errors are one message with a remedy, and sizes by name."""
+"""The parser of commands without settings files, whose errors are one message with a remedy; and NAME=SIZE flags."""
 
 import argparse
 import re
@@ -10,11 +10,11 @@ from gspmd.reading import WHOLE, whole_number
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser of flags that are written out, whose errors name the nearest flag or word.
+    """A parser that accepts no abbreviated flags, and whose errors name the nearest flag or word.
 
     Attributes:
-        flags: its flags, each with the values that a shell proposes.
-        words: the words that a shell proposes in place of flags.
+        flags: its flags, each with the values that shell completion proposes.
+        words: the words that shell completion proposes where no flag is expected.
         subcommands: the parsers of its subcommands.
     """
 
@@ -23,10 +23,10 @@ class Parser(argparse.ArgumentParser):
         self.words: tuple[str, ...] = ()
         self.subcommands: Mapping[str, Parser] = {}
         super().__init__(allow_abbrev=False, **options)
-        self.add_argument("--help-all", action="help", help=argparse.SUPPRESS)  # as of commands with more flags
+        self.add_argument("--help-all", action="help", help=argparse.SUPPRESS)  # As in commands with more flags.
 
     def add_argument(self, *names: Any, values: Iterable[str] = (), **options: Any) -> argparse.Action:
-        """Add a flag or an argument, as argparse does, with values that a shell proposes."""
+        """Add a flag or an argument, as argparse does, with the values that shell completion proposes."""
         given = tuple(values) or tuple(options.get("choices", ()))
         if names[0].startswith("-"):
             self.flags[names[-1]] = given
@@ -51,13 +51,13 @@ class Parser(argparse.ArgumentParser):
 
 
 def numbers(text: str) -> dict[str, int]:
-    """Return sizes by name.
+    """Parse pairs NAME=SIZE, separated by commas.
 
     >>> numbers("x=4,y=2")
     {'x': 4, 'y': 2}
 
     Raises:
-        ArgumentTypeError: it is not NAME=SIZE with commas between them, or a name comes twice.
+        ArgumentTypeError: a pair is not NAME=SIZE, or a name is given twice.
     """
     pairs = [pair.partition("=") for pair in text.split(",")]
     for name, equals, size in pairs:

@@ -33,8 +33,8 @@ def run(argv: Sequence[str], script: str = "", settings: CompileSettings | None 
 
     Args:
         argv: the flags.
-        script: the file in scripts/ that runs it instead, for the help.
-        settings: those of the flags, if they are read already.
+        script: the file in scripts/ that was started in place of `gspmd`, for the help.
+        settings: the settings, if the flags are read already.
     """
     begin, called = partial(main, script=script, settings=settings), "" if script else "gspmd compile"
     return runner.guarded(begin, argv, called, errors=(GenerationError,), interrupted="Interrupted.")
@@ -58,7 +58,7 @@ def main(argv: Sequence[str], script: str = "", settings: CompileSettings | None
 
 
 def smallest(settings: CompileSettings, asked: Topology) -> Report:
-    """Return the report for the smallest slice, or the fewest GPUs, that the model fits on, or for the most."""
+    """Return the report for the smallest slice, or the fewest GPUs, that the model fits on; if none, the largest."""
     report, reason = None, ""
     layout = phase_layout(settings)  # A fault of the layout itself is the same on every slice.
     if settings.phase == "train":
@@ -67,7 +67,7 @@ def smallest(settings: CompileSettings, asked: Topology) -> Report:
         try:
             mesh_of(settings, target)
         except (gspmd.LayoutError, gspmd.PlanError) as error:  # No mesh of this size works.
-            reason = reason or f"Of {target.name}: {error}"
+            reason = reason or f"On {target.name}: {error}"
             continue
         report = compiled(settings, target)
         if report.fits:
@@ -98,7 +98,7 @@ def phase_layout(settings: CompileSettings) -> Layout:
 
 
 def mesh_of(settings: CompileSettings, target: Topology) -> jax.sharding.Mesh:
-    """Return the mesh of a slice that divides the sizes in the layout of the phase that is compiled."""
+    """Return the mesh of a slice, after checking that it divides the sizes in the layout of the compiled phase."""
     sharding, layout, config = settings.sharding, phase_layout(settings), settings.model
     source = settings.source_length or settings.length
     tokens = {"encode": source, "decode": 1}.get(settings.phase, settings.length)
@@ -135,8 +135,8 @@ def compiled(
     Args:
         settings: the program.
         target: the slice, or the nodes.
-        called: names the program in progress, by default its model and layout.
-        tell: receives the phase in progress; by default it is shown on the terminal.
+        called: the name of the program in messages of progress; by default, its model and layout.
+        tell: receives each phase of the compilation as it begins; by default, the terminal shows it.
     """
     config, layout, mesh = settings.model, layout_of(settings), mesh_of(settings, target)
     program, args, options = program_of(settings, layout, mesh)
@@ -178,7 +178,7 @@ def compiled(
 
 
 def flops_of_row(settings: CompileSettings) -> float:
-    """Return the FLOPs of one row, with those of a backward pass."""
+    """Return the FLOPs of one row of the batch, including a backward pass."""
     config, source = settings.model, settings.source_length or settings.length
     if settings.phase == "encode":
         return source * config.flops_per_source_token(source)
@@ -224,13 +224,13 @@ def say_chosen(layout: Layout) -> None:
 
 
 def save(settings: CompileSettings, report: Report, command: str) -> None:
-    """Write the files of the flags; a program that its compiler refuses only has figures."""
+    """Write the files that flags name; if the compiler refuses the program, there are only figures to write."""
     if settings.json:
         Path(settings.json).write_text(report.to_json())
     if not report.timeline:
         unwritten = [f"--{name}" for name in ("hlo", "trace", "gantt") if getattr(settings, name)]
         if unwritten:
-            print(f"There is no program that fits: {', '.join(unwritten)} left nothing.", file=sys.stderr)
+            print(f"The program does not fit, so nothing was written for {' and '.join(unwritten)}.", file=sys.stderr)
         return
     if settings.hlo:
         Path(settings.hlo).write_text(report.hlo)

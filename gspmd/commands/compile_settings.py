@@ -1,4 +1,4 @@
-"""Whether a model fits on TPUs or GPUs that are not attached, and what it costs: the answer of the real compiler.
+"""Ask the real compiler whether a model fits on TPUs or GPUs that are not attached, and what it costs there.
 
     gspmd compile --config palm-540b --layout weight-stationary-2d \
         --topology tpu-v4:4x4x4 --phase decode --batch 512 --length 2048
@@ -44,18 +44,19 @@ class CompileSettings:
     config: str = DEFAULT
     """TOML file with a table [model], and perhaps [training], [lora], [optimizer] and [sharding]."""
     topology: str = "tpu-v4:4x4x4"
-    """Chip and torus, such as tpu-v4:4x4x4, tpu-v5p:8x8x16 or tpu-v6e:16x16; or GPUs of a node, and before them nodes,
-    such as h100:8, h100:16x8 or gb200:2x72."""
+    """Chip and torus, such as tpu-v4:4x4x4, tpu-v5p:8x8x16 or tpu-v6e:16x16; or the GPUs of a node, such as h100:8; or
+    the number of nodes and the GPUs of each, such as h100:16x8 or gb200:2x72."""
     phase: Literal["forward", "train", "encode", "prefill", "decode"] = "forward"
-    """Program to compile. forward: tokens to logits, weights in --dtype. train: a whole update, as in `gspmd train`;
-    your own --model has only this phase. encode, prefill, decode: what `gspmd generate` runs, an encoder on
-    --source-length tokens of every row, --length tokens of every row into a cache, or one token after a full cache."""
+    """Program to compile. forward: tokens to logits, weights in --dtype. train: a whole update, as in `gspmd train`; a
+    custom model has only this phase. The others are the programs of `gspmd generate`. encode: an encoder reads
+    --source-length tokens of every row. prefill: --length tokens of every row are read into a cache. decode: every row
+    gets one token after a full cache."""
     batch: int = 32
     """Sequences, over all devices."""
     length: int = 256
     """Tokens of a sequence; for a prefill, the tokens that it reads at once."""
     source_length: int = 0
-    """Tokens of an encoder's source; if not given, that of [training], and 0 for --length."""
+    """Tokens of an encoder's source, by default as in [training]; 0 for --length."""
     microbatches: int = 1
     """Parts of a training step's batch, as in `gspmd train`."""
     parameter_dtype: Literal["float32", "bfloat16"] = "float32"
@@ -65,8 +66,7 @@ class CompileSettings:
     room: int = 0
     """Number of tokens that a row of the cache can hold; 0 for --length."""
     prefill_layout: str = ""
-    """Another layout for --phase encode or prefill, which reads weights as --layout shards them: preset or TOML
-    file."""
+    """Another layout for --phase encode or prefill, a preset or TOML file; weights stay as --layout shards them."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Dtype that the model computes in."""
     weights: Literal["dtype", "int8"] = "dtype"
@@ -74,11 +74,11 @@ class CompileSettings:
     cache: Literal["dtype", "int8"] = "dtype"
     """Dtype in which serving stores keys and values; int8 has a float32 scale for each token and head."""
     smallest: bool = False
-    """Look for the fewest devices of this chip that the model fits on: slices of TPUs that double in size, or parts of
-    a node of GPUs and then 1, 2, 4, ... nodes. Of each size the layout's own mesh is tried; with another --mesh the
-    model may fit on fewer."""
+    """Look for the fewest devices of this chip that the model fits on: TPU slices that double in size, or parts of a
+    node of GPUs and then 1, 2, 4, ... nodes. At each size only the layout's own mesh is tried; with another --mesh the
+    model may fit on fewer devices."""
     details: bool = False
-    """Give every step that the compiler changed its own row; by default, steps that it combined share one."""
+    """Give each step that the compiler changed a row of its own; by default, steps that it combined share a row."""
     json: str = ""
     """File for the figures, as JSON."""
     hlo: str = ""
@@ -88,7 +88,7 @@ class CompileSettings:
     gantt: str = ""
     """PNG file for the timeline."""
     model_class: Annotated[str, tyro.conf.arg(name="model", metavar="MODULE:NAME")] = ""
-    """A custom model, as in `gspmd train`; without --config, the model alone."""
+    """A custom model, as in `gspmd train`; without --config, all other settings have their defaults."""
     model: ModelConfig = field(default_factory=ModelConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
     optimizer: tyro.conf.OmitArgPrefixes[OptimizerConfig] = field(default_factory=OptimizerConfig)
@@ -96,7 +96,7 @@ class CompileSettings:
 
 
 def parse(argv: Sequence[str], script: str = "") -> CompileSettings:
-    """Return the settings: those of the file, replaced by flags."""
+    """Return the settings of the file, overridden by flags."""
     file, name = file_of(argv, DEFAULT)
     said = {name: getattr(file.training, name) for name in ("batch", "length", *TRAINED)}
     said["source_length"] = source_length_of(file)
@@ -107,7 +107,7 @@ def parse(argv: Sequence[str], script: str = "") -> CompileSettings:
     settings = flags.parse_flags(typed, argv, default, description, prog, COMMON)
     faults: list[str] = []
     if is_own(settings):
-        from gspmd.commands import own  # which imports JAX, as the model has done
+        from gspmd.commands import own  # This imports JAX, as the model has done already.
 
         own.refuse(settings, "cannot compile a custom model:")
         if settings.phase != "train":
@@ -135,7 +135,7 @@ def parse(argv: Sequence[str], script: str = "") -> CompileSettings:
             for name in ("weights", "cache") if getattr(settings, name) == "int8"
         ]  # fmt: skip
     if settings.sharding.platform or settings.sharding.devices or settings.sharding.distributed:
-        faults.append("--topology says which devices there are; leave --platform, --devices and --distributed out.")
+        faults.append("--topology already names the devices; leave --platform, --devices and --distributed out.")
     read_name(settings.topology)
     if settings.smallest and settings.sharding.mesh:
         faults.append("--smallest tries slices of many sizes; leave --mesh out.")

@@ -71,7 +71,7 @@ def run(argv: Sequence[str], script: str = "", settings: argparse.Namespace | No
     Args:
         argv: the flags.
         script: unused, as for `parse`.
-        settings: those of the flags, if they are read already.
+        settings: the settings, if the flags are read already.
     """
     print(SCRIPTS[(settings or parse(argv)).shell](known()), end="")
     return 0
@@ -109,7 +109,7 @@ def _with_names(flags: Mapping[str, Sequence[str]]) -> dict[str, Sequence[str]]:
 
 
 def bash(known: Mapping[str, Words]) -> str:
-    """Return the script for bash: one function, which looks up the command and the word before the last one."""
+    """Return the script for bash: one function, which looks up the command and the previous word."""
     commands = [f"        {shlex.quote(name)})\n{_bash_of(words)}            ;;" for name, words in known.items()]
     pairs = "|".join(shlex.quote(name) for name in known if " " in name)
     return _BASH.format(commands=" ".join(COMMANDS), pairs=pairs, cases="\n".join(commands))

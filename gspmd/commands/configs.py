@@ -1,4 +1,4 @@
-"""The configurations that are shipped, and the introduction of a command in its help."""
+"""The shipped configurations, and the description of a command in its help."""
 
 import os
 import re
@@ -14,7 +14,7 @@ FOLDER = _PACKAGE / "configs" if (_PACKAGE / "configs").is_dir() else _PACKAGE.p
 
 
 def find(name: str) -> str:
-    """Return the path of a configuration's file, from that path or from the name of a shipped one.
+    """Return the path of a configuration's file, given this path or the name of a shipped configuration.
 
     A file takes precedence over a shipped configuration with its name.
 
@@ -29,11 +29,13 @@ def find(name: str) -> str:
         return name
     shipped = sorted(path.stem for path in FOLDER.glob("*.toml"))
     if name not in shipped:
-        from gspmd.training.toml import ConfigError  # imported here: with it comes JAX
+        from gspmd.training.toml import ConfigError  # Imported here, since it imports JAX.
 
         near = suggestion(name, shipped)
         known = f"{near}Shipped are {', '.join(shipped)}; or give the path of a TOML file."
-        raise ConfigError(f"cannot read config {name!r}:", ["there is no such file, and none is shipped.", known])
+        raise ConfigError(
+            f"cannot read config {name!r}:", ["there is no such file, and no config of this name is shipped.", known]
+        )
     return str(FOLDER / f"{name}.toml")
 
 
@@ -55,7 +57,7 @@ def called(documentation: str, command: str, script: str) -> tuple[str | None, s
 
 
 def fitted(description: str, width: int) -> str:
-    """Return the description of a command, with examples and their comments, in lines of a width.
+    """Wrap the description of a command, with examples and their comments, to a width.
 
     >>> print(fitted("Train.\\n\\n    gspmd train --steps 9  # for a while\\n\\nFigures go to --out.", 30))
     Train.
@@ -83,7 +85,7 @@ def fitted(description: str, width: int) -> str:
 
 
 def _continued(command: str, width: int) -> str:
-    """Return a command on several lines of a width, as a shell reads them."""
+    """Break a command into lines of a width, joined by backslashes."""
     words = re.split(r" (?=--)", command)  # A flag stays with its value.
     lines = [words[0]]
     for word in words[1:]:

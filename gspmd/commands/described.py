@@ -1,6 +1,6 @@
-"""Flags as their help describes them: the docstrings of fields as running text, and only common flags in a short help.
+"""The help of flags: the docstrings of fields of settings as running text, and only the common flags in a short help.
 
-tyro makes a flag of every field. The rule here gives it the fields of the settings, with what it prints about each.
+tyro makes a flag of every field of a dataclass. The rule here tells tyro the fields and the text to print for each.
 """
 
 import ast
@@ -23,7 +23,7 @@ _OURS = ("gspmd", "gspmd_models")
 
 
 class RefusedError(Exception):
-    """A dataclass refuses the values of flags. Not a ValueError, which tyro would print itself."""
+    """The values of flags are refused by a dataclass. Not a ValueError, which tyro would print itself."""
 
     def __init__(self, faults: Collection[str]):
         self.faults = tuple(faults)
@@ -44,7 +44,7 @@ class Describe:
         cls = info.type
         if not (isinstance(cls, type) and is_dataclass(cls)):
             return None
-        if cls.__module__.partition(".")[0] not in _OURS:  # A custom model, whose fields are described in any way.
+        if cls.__module__.partition(".")[0] not in _OURS:  # A custom model may describe its fields in any way.
             return None
         hints, texts = get_type_hints(cls, include_extras=True), documented(cls)
         shown = []
@@ -57,10 +57,11 @@ class Describe:
                 default = field.default if made is MISSING else made()  # every setting has one of the two
             hint = self._annotated(hints[field.name], field.name, default)
             shown.append(StructFieldSpec(field.name, hint, default, self._text(texts.get(field.name, ""), default)))
-        return StructConstructorSpec(_maker(cls), tuple(shown))
+        return StructConstructorSpec(_constructor(cls), tuple(shown))
 
     def _annotated(self, hint: Any, name: str, default: Any) -> Any:
-        """Return the type of a field with what tyro reads there: hidden, in the common group, or with its default."""
+        """Return the type of a field with annotations for tyro: its flag is hidden, in the common group, or has a text
+        for its default."""
         if is_dataclass(default):
             if self.common is None:
                 return hint
@@ -83,7 +84,7 @@ class Describe:
         return Annotated[hint, tyro.conf.arg(**said)] if said else hint
 
     def _text(self, text: str, default: Any) -> str:
-        """Return the text of a flag; of a pair of flags, what the first of them does."""
+        """Return the text of a flag; for a pair of flags, the text of the first one."""
         if isinstance(default, bool) and text.startswith("Whether "):
             text = text.removeprefix("Whether ").removeprefix("to ")
             text = text[:1].upper() + text[1:]
@@ -100,8 +101,8 @@ def _first_clause(text: str) -> str:
     return re.split(r"[.;:] ", text, maxsplit=1)[0].rstrip(".") + "."
 
 
-def _maker(cls: type) -> Any:
-    """Return the class, with an error that goes through tyro if it refuses its values."""
+def _constructor(cls: type) -> Any:
+    """Return a constructor of the class, whose errors pass through tyro."""
 
     def make(**values: Any) -> Any:
         try:
@@ -116,7 +117,7 @@ def _maker(cls: type) -> Any:
 
 
 def _flagged(fault: str, names: Collection[str]) -> str:
-    """Return a fault that begins with the name of a setting with its flag instead.
+    """Return a fault with the flag in place of the setting's name, if it begins with one of these names.
 
     >>> _flagged("sample_bytes must not be negative, but is -1.", {"sample_bytes"})
     '--sample-bytes must not be negative, but is -1.'
@@ -144,12 +145,12 @@ class Flag:
     """A flag that tyro makes of a setting.
 
     Attributes:
-        name: the flag, such as "--model.heads"; for a boolean the one that turns it on.
-        table: the prefix of its table with a dot, such as "model."; empty without one.
+        name: the flag, such as "--model.heads"; for a boolean, the flag that turns it on.
+        table: the prefix of its table with a dot, such as "model."; empty without a table.
         field: the name of the setting.
-        choices: the values that it takes, if they are few.
-        default: its value if it is not given.
-        text: what is written about it.
+        choices: the values that the flag takes, if they are few.
+        default: the value of the setting without the flag.
+        text: the documentation of the setting.
     """
 
     name: str
@@ -161,7 +162,7 @@ class Flag:
 
     @property
     def off(self) -> str:
-        """The flag that turns it off; empty if it has a value."""
+        """The flag that turns a boolean off; empty if the flag takes a value."""
         if not isinstance(self.default, bool) or self.choices:
             return ""
         return f"--{self.table}no-{self.name.removeprefix(f'--{self.table}')}"
@@ -206,9 +207,9 @@ def _sentence(text: str) -> str:
 
 @cache
 def documented(cls: type) -> Mapping[str, str]:
-    """Return what is written about each field of a dataclass, as running text by name; of its bases too.
+    """Return the documentation of each field of a dataclass and of its bases, by name, as running text.
 
-    It is the docstring below the field, or the entry under `Attributes` in that of the class.
+    It is the docstring below the field, or the entry under `Attributes` in the docstring of the class.
 
     >>> documented(RefusedError)
     {}
@@ -217,7 +218,7 @@ def documented(cls: type) -> Mapping[str, str]:
     for each in reversed(cls.__mro__):
         try:
             tree = ast.parse(textwrap.dedent(inspect.getsource(each)))
-        except (OSError, TypeError, SyntaxError):  # A class that was made, or a built-in one.
+        except (OSError, TypeError, SyntaxError):  # A class without source: built-in, or made at run time.
             continue
         body = tree.body[0].body if isinstance(tree.body[0], ast.ClassDef) else []
         _, _, attributes = (inspect.getdoc(each) or "").partition("\nAttributes:\n")

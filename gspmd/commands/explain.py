@@ -1,4 +1,4 @@
-"""`gspmd explain`: plan an equation, and draw the plan with those of its gradients."""
+"""`gspmd explain`: plan an equation, and draw its plan and the plans of its gradients."""
 
 import argparse
 import sys
@@ -15,13 +15,13 @@ from gspmd.planner import drawing
 def run(argv: Sequence[str], script: str = "", settings: argparse.Namespace | None = None) -> int:
     """Print the plan and write its pictures; return the exit code.
 
-    It is 2 for bad input, which gets one message on stderr, and if a picture cannot be written, which gets one for each
-    file after the plan.
+    The exit code is 2 for bad input, with one message on stderr; and if pictures cannot be written, with a message for
+    each of them after the plan.
 
     Args:
         argv: the flags.
-        script: the file in scripts/ that runs it instead, for the help and the messages.
-        settings: those of the flags, if they are read already.
+        script: the file in scripts/ that was started in place of `gspmd`, for the help and the messages.
+        settings: the settings, if the flags are read already.
     """
     options = settings or parse(argv, script)
     try:

@@ -1,4 +1,4 @@
-"""An equation on a mesh: its plan, drawn as the papers draw it, with the plans of its gradients.
+"""Plan an equation on a mesh, and draw the plan as the papers do, with the plans of its gradients.
 
     gspmd explain "BLE_xyz, E_xF_yz -> BLF_yzx" --mesh x=4,y=4,z=4 --sizes B=512,L=1,E=18432,F=73728 --svg plan.svg
 
@@ -35,6 +35,6 @@ def make_parser(prog: str) -> Parser:
     parser.add_argument("--lowering", default="auto", help=f"one of {', '.join(LOWERINGS)} (default: %(default)s)")
     parser.add_argument("--via", help='specs of the operands in the local einsum, such as "BLE_x, E_xF_yz"')
     parser.add_argument("--no-gradients", dest="gradients", action="store_false", help="leave the gradients out")
-    parser.add_argument("--json", action="store_true", help="print plain data instead of the figure")
+    parser.add_argument("--json", action="store_true", help="print the plan as JSON, and draw nothing")
     pictures.add_flags(parser, "the plan")
     return parser

@@ -22,8 +22,8 @@ def run(argv: Sequence[str], script: str = "", settings: ExportSettings | None =
 
     Args:
         argv: the flags.
-        script: the file in scripts/ that runs it instead, for the help.
-        settings: those of the flags, if they are read already.
+        script: the file in scripts/ that was started in place of `gspmd`, for the help.
+        settings: the settings, if the flags are read already.
     """
     begin = partial(main, script=script, settings=settings)
     return runner.guarded(begin, argv, called="" if script else "gspmd export")
@@ -63,5 +63,5 @@ def longest(source: Source) -> int:
 
 
 def promised(kept: Path) -> int:
-    """Return the longest sequence, in tokens, of the checkpoint that a run began with; 0 if it began with none."""
+    """Return the context length of the checkpoint that a run began with, in tokens; 0 if it began with none."""
     return described(kept).config.context_length or 0 if (kept / "config.json").exists() else 0

@@ -30,7 +30,7 @@ class File:
     model_class: str = ""
 
     def beside(self, folder: Path) -> "File":
-        """Return these settings, with a relative path of a custom model taken from `folder`."""
+        """Return these settings, with a relative path of a custom model resolved against `folder`."""
         return replace(self, model_class=finding.beside(self.model_class, folder))
 
 
@@ -40,11 +40,11 @@ def is_own(settings: Any) -> bool:
 
 
 def file_of(argv: Sequence[str], default: str) -> tuple[File, str]:
-    """Return the tables of the settings file that flags name, and its name: none for a custom model without one.
+    """Return the tables of the settings file that flags name, and its name, which is empty if a custom model has none.
 
     Args:
         argv: the flags; --config and --model are read here, since the other defaults come from the file.
-        default: the config of a command without flags.
+        default: the config to read if the flags name none.
     """
     early = EarlyFlags.of(argv)
     if early.model and not early.config:
@@ -56,7 +56,7 @@ def file_of(argv: Sequence[str], default: str) -> tuple[File, str]:
 
 
 def source_length_of(file: File) -> int:
-    """Return the tokens of a source in the file's [training]; 0 if its model has no encoder, or nothing reads one."""
+    """Return `source_length` of the file's [training]; 0 if its model has no encoder, or its objective no source."""
     has_encoder = getattr(file.model, "encoder_layers", 0) > 0
     return file.training.source_length if has_encoder and file.training.objective != "next-token" else 0
 
@@ -65,9 +65,8 @@ def checked_source(settings: S, default: Any) -> tuple[S, list[str]]:
     """Return the settings of a command with `--source-length` and `--phase`, and the faults of their source.
 
     Args:
-        settings: the settings, as changed by flags; returned without a source if flags took the encoder of the file
-            away.
-        default: those of the file.
+        settings: the settings, as changed by flags. If flags removed the encoder, they are returned without a source.
+        default: the settings of the file.
     """
     given: Any = settings
     if given.source_length < 0:
@@ -83,7 +82,7 @@ def checked_source(settings: S, default: Any) -> tuple[S, list[str]]:
 
 
 def group_faults(model: ModelConfig, batch: int, length: int, source_length: int) -> list[str]:
-    """Return the faults of the groups of a model's experts, for batches of these lengths of targets and sources."""
+    """Return a fault if the experts' number of token groups does not divide a batch, and another for its sources."""
     groups = model.moe and model.moe.groups
     lengths = {"tokens": length} | (
         {"tokens of the sources": source_length} if getattr(model, "encoder_layers", 0) else {}

@@ -32,8 +32,8 @@ from gspmd.training.toml import ConfigError, Dataclass, from_mapping, load_toml,
 
 T = TypeVar("T", bound=Dataclass)
 
-# Booleans are pairs, --tied and --no-tied. With only the flag that changes the default, the existing flags would
-# depend on the file with the defaults, and a run could not be resumed with the flags that began it.
+# Each boolean is a pair of flags, --tied and --no-tied. If only the flag that changes the default existed, the set of
+# flags would depend on the file with the defaults, and a run could not be resumed with the flags that began it.
 _STYLE = (tyro.conf.AvoidSubcommands,)
 HELP = {"-h", "--help", "--help-all"}
 
@@ -70,8 +70,8 @@ class EarlyFlags:
         >>> EarlyFlags.of(["--steps", "many", "--resume", "300", "--distributed=auto"])
         EarlyFlags(..., resume=True, ..., distributed='auto', ...)
         """
-        # argparse, as tyro uses it, so that both take the same word for the value of a flag; and with optional values,
-        # so that it refuses nothing.
+        # tyro uses argparse too, so both take the same word as the value of a flag. Values are optional, so that
+        # nothing is refused.
         parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
         for field in fields(cls):
             if field.name == "resume":
@@ -97,13 +97,14 @@ def parse(
 
     Args:
         cls: a dataclass of settings. If it has a field `model_class`, `--model` or `class` in [model] names a custom
-            model, whose fields then are those of [model] (`gspmd.training.model.finding`); for such a model without
-            `--config`, `default` is not read.
-        argv: the flags. `--config FILE` names the TOML file. `--resume` without it starts from the settings of the run,
-            without its platform, its number of devices if `--devices` or `--mesh` is given, its meshes if `--devices`
-            is, its `--set` if `--layout` or `--set` is, and its changes of layout if `--layout` or `--relayout` is.
-            `--resume STEP` is `--resume --resume-step STEP`, and excludes another step.
-        default: the TOML file if neither is given.
+            model, whose fields then replace the fields of [model] (`gspmd.training.model.finding`); for such a model
+            without `--config`, `default` is not read.
+        argv: the flags. `--config FILE` names the TOML file. `--resume` without `--config` starts from the settings of
+            the run, without its platform and without the settings that flags replace: `--devices` replaces its
+            number of devices and its meshes, `--mesh` its number of devices, `--set` its `--set`, `--relayout` its
+            changes of layout, and `--layout` its `--set`, its changes of layout and its schedule of stages.
+            `--resume STEP` means `--resume --resume-step STEP`; the step may be given only once.
+        default: the TOML file if neither flag is given.
         find: maps the name in --config, or `default`, to the path of the TOML file.
         description: for --help.
         prog: the program name in --help; `sys.argv[0]` if not given.
@@ -162,8 +163,8 @@ def parse_flags(
         base: the settings without flags.
         description: for --help.
         prog: the program name in --help; `sys.argv[0]` if not given.
-        common: names of the settings whose flags --help shows; --help-all shows all flags, and so does --help if there
-            are none.
+        common: names of the settings whose flags --help shows; --help-all shows all flags. If empty, --help shows all
+            flags too.
 
     Raises:
         ConfigError: flags belong to a table that the settings do not have, or settings do not fit one another.
@@ -179,7 +180,7 @@ def parse_flags(
     options: dict[str, Any] = {"prog": prog, "default": base, "config": _STYLE, "registry": registry}
     if helps:
         parts = description.strip().split("\n\n")
-        if brief:  # It fits on a screen with the first paragraph and the examples.
+        if brief:  # With only the first paragraph and the examples, the help fits on a screen.
             examples = [part for part in parts[1:] if part.startswith("    ")]
             parts = [parts[0], *examples, f"{name} --help-all tells more, and lists all flags."]
         _print_help(cls, fitted("\n\n".join(parts), get_terminal_size().columns), options)
@@ -196,7 +197,7 @@ def parse_flags(
 
 
 class _LikeOutput(io.StringIO):
-    """Text in memory, with the encoding of standard output, and a terminal if that is one: tyro draws by that."""
+    """Text in memory that reports the encoding of standard output, and whether it is a terminal, for tyro."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -209,7 +210,7 @@ class _LikeOutput(io.StringIO):
 
 
 def _print_help(cls: type[Dataclass], description: str, options: Mapping[str, Any]) -> NoReturn:
-    """Print tyro's help with a description, whose lines tyro would join, and exit."""
+    """Print tyro's help with our own description, whose lines tyro would join, and exit."""
     shown = _LikeOutput()
     with suppress(SystemExit), redirect_stdout(shown):
         tyro.cli(cls, args=["--help"], description="", **options)
@@ -221,7 +222,7 @@ def _print_help(cls: type[Dataclass], description: str, options: Mapping[str, An
 
 @contextmanager
 def _wide() -> Iterator[None]:
-    """Let tyro wrap no line of a message, whose lines are read."""
+    """Keep tyro from wrapping its messages, whose lines `_in_short` parses."""
     before = os.environ.get("COLUMNS")
     os.environ["COLUMNS"] = "10000"
     try:
@@ -233,13 +234,13 @@ def _wide() -> Iterator[None]:
 
 
 def _merged(cls: type[Dataclass]) -> list[str]:
-    """Return the tables whose settings are flags without the table's name."""
+    """Return the tables whose names are left out of their flags."""
     hints = typing.get_type_hints(cls, include_extras=True)
     return [name for name, hint in hints.items() if tyro.conf.OmitArgPrefixes in typing.get_args(hint)]
 
 
 def _in_short(message: str, prog: str, merged: Collection[str]) -> str:
-    """Return a message of tyro's, a box with the help of similar flags, in a few lines with a remedy.
+    """Shorten a message of tyro, a box with the help of similar flags, to a few lines with a remedy.
 
     >>> box = "| Unrecognized options: --stpes, 3 |\\n| Perhaps you meant: |\\n|     --steps INT |"
     >>> print(_in_short(box, "gspmd train", []))
@@ -276,7 +277,8 @@ def _in_short(message: str, prog: str, merged: Collection[str]) -> str:
 
 
 def _near(flag: str, known: Sequence[str], merged: Collection[str]) -> list[str]:
-    """Return the flags that a misspelled one may mean: those of a table that flags do not name, or the most similar."""
+    """Return the flags that an unknown flag may mean: itself without its table, if flags leave that out, or the most
+    similar ones."""
     table, dot, rest = flag.removeprefix("--").partition(".")
     if dot and table in merged:
         return [f"--{rest}"]
@@ -284,14 +286,14 @@ def _near(flag: str, known: Sequence[str], merged: Collection[str]) -> list[str]
 
 
 _ABSENT = {"model.moe": "no experts", "model.lora": "no adapters", "model.latent": "no latent attention"}
-"""The parts of a model that a configuration without a table lacks."""
+"""Table -> what a configuration without this table has instead, for messages."""
 
 
 def _refuse_absent(argv: Sequence[str], base: Dataclass) -> None:
-    """Refuse flags of a table that the settings do not have: the parser would know no such flags.
+    """Refuse flags of a table that the settings lack, which the parser would only report as unknown.
 
     Raises:
-        ConfigError: it names the tables, and where to write them.
+        ConfigError: there are such flags; the message names their tables, and says where to write them.
     """
     faults = {}
     for flag in (word.partition("=")[0] for word in argv if word.startswith("--")):
@@ -340,7 +342,7 @@ def _hyphened(flag: str) -> str:
 
 
 def _carried_over(settings: dict[str, Any], given: EarlyFlags) -> dict[str, Any]:
-    """Return the settings of a run for a resume, without those of a machine and those that a flag replaces."""
+    """Return a run's settings for its resume, without those that depend on the machine or that a flag replaces."""
     dropped = {"platform", "distributed"}
     if given.devices is not None or given.mesh is not None:
         dropped.add("devices")
@@ -349,7 +351,7 @@ def _carried_over(settings: dict[str, Any], given: EarlyFlags) -> dict[str, Any]
     if given.layout is not None or given.set is not None:
         dropped.add("set")
     if given.layout is not None:
-        dropped |= {"rounds", "schedule"}  # They belong to the stages of the layout before.
+        dropped |= {"rounds", "schedule"}  # They belong to the stages of the previous layout.
     training, sharding = settings.get("training", {}), settings.get("sharding", {})
     changed = training.get("relayout", ()) if isinstance(training, dict) and isinstance(sharding, dict) else None
     if not isinstance(changed, list | tuple) or not all(isinstance(change, str) for change in changed):

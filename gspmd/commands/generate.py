@@ -41,8 +41,8 @@ def run(argv: Sequence[str], script: str = "", settings: GenerateSettings | None
 
     Args:
         argv: the flags.
-        script: the file in scripts/ that runs it instead, for the help.
-        settings: those of the flags, if they are read already.
+        script: the file in scripts/ that was started in place of `gspmd`, for the help.
+        settings: the settings, if the flags are read already.
     """
     begin = partial(main, script=script, settings=settings)
     return runner.guarded(begin, argv, called="" if script else "gspmd generate")
@@ -143,7 +143,7 @@ def beginnings(
 
 
 def sampling_of(console: Console, settings: GenerateSettings, folder: Path) -> decoding.Sampling:
-    """Return the settings of sampling of the flags, or else of the file in a folder; print those of the file.
+    """Return the sampling settings of the flags, completed from generation_config.json; print what that file gives.
 
     Raises:
         ConfigError: the file asks for settings that are not supported, and no flag says to leave them out.
@@ -250,7 +250,7 @@ def refuse_for_own(settings: GenerateSettings, subject: Own) -> None:
     faults = []
     if not subject.decodes:
         faults.append(
-            f"{subject.name}, a custom model, lacks the methods kept and step, which read token after "
+            f"{subject.name}, a custom model, lacks the methods kept and step, which decode token by "
             "token; see gspmd.training.model.Decoder."
         )
     for flag in ("beams", "target-prompt", "source-length"):
@@ -265,7 +265,7 @@ def refuse_for_own(settings: GenerateSettings, subject: Own) -> None:
         if getattr(settings, flag.replace("-", "_")):
             faults.append(f"--{flag}: a custom model has one layout for reading and decoding; give it as --layout.")
     if lines_searched(settings.sharding.layout) is not None:
-        faults.append("no layout is searched for it here; leave --layout out for that of the run, or name a file.")
+        faults.append("no layout is searched for it here; leave --layout out to use the run's own, or name a file.")
     if faults:
         raise ConfigError(DOING, faults)
 
@@ -277,14 +277,14 @@ def arranged(
     begins: Sequence[Sequence[int]],
     given: dict[str, Any],
 ) -> tuple[ServingSharding, str | Layout]:
-    """Return the sharding and the layout of --layout; for `auto`, a layout that is found, on its mesh."""
+    """Return the sharding and the layout of --layout; for `auto`, the layout that a search finds, and its mesh."""
     sharding = settings.sharding
     if not automatic.asks_for_search(sharding.layout, DOING):
         return sharding, sharding.layout
     if settings.prefill_layout or settings.decode_layout:
         fault = "--layout auto finds the layout of both phases; leave out --prefill-layout and --decode-layout."
         raise ConfigError(DOING, [fault])
-    from gspmd.commands.automatic.searched import for_serving  # The search, which no other layout needs.
+    from gspmd.commands.automatic.searched import for_serving  # Only this layout needs the search.
 
     with Progress(console, "Starting the devices"):
         devices = start(sharding, host_devices=1)
@@ -315,7 +315,7 @@ def unless_stopped(bursts: Iterator[decoding.Burst], stop: Stop) -> Iterator[dec
 def ids_of(
     settings: GenerateSettings, tokenizer: checkpoints.Tokenizer, prompts: Sequence[str], *, source: bool = False
 ) -> list[list[int]]:
-    """Return the ids that a model reads: of each prompt, of a source for its encoder, or of a chat.
+    """Return the token ids of each prompt, read as a text, as the source of an encoder, or as a turn of a chat.
 
     Raises:
         ConfigError: the file of messages cannot be read.
@@ -326,7 +326,7 @@ def ids_of(
     before = [{"role": "system", "content": settings.system}] if settings.system else []
     before += messages_of(settings.messages) if settings.messages else []
     if settings.system and any(turn["role"] == "system" for turn in before[1:]):
-        raise ConfigError(DOING, [f"{settings.messages!r} has a message of the system too; leave out --system."])
+        raise ConfigError(DOING, [f"{settings.messages!r} already has a system message; leave out --system."])
     chats = [[*before, {"role": "user", "content": prompt}] for prompt in prompts] or [before]
     variables = dict(map(variable_of, settings.chat_variable))
     return [tokenizer.chat(turns, template=settings.chat_template, **variables) for turns in chats]
@@ -356,7 +356,7 @@ def messages_of(name: str) -> list[dict[str, Any]]:
     """Return the turns in a file.
 
     Raises:
-        ConfigError: it cannot be read, or has anything else.
+        ConfigError: the file cannot be read, or does not hold a list of messages.
     """
     try:
         found = read_json(name)
@@ -370,12 +370,12 @@ def messages_of(name: str) -> list[dict[str, Any]]:
 
 
 def prompts_shown(settings: GenerateSettings, prompts: Sequence[str]) -> Sequence[str]:
-    """Return the beginnings of the texts as they are written: nothing before an answer in a chat."""
+    """Return what is printed before each generated text: its prompt, or nothing in a chat."""
     return [""] * max(1, len(prompts)) if settings.chat else prompts
 
 
 def prompts_of(settings: GenerateSettings) -> list[str]:
-    """Return the prompts: those of the flags, then that of the file. A chat may have only messages, and no prompt.
+    """Return the prompts: first of the flags, then of the file. A chat may have only messages, and no prompt.
 
     Raises:
         ConfigError: there is no prompt, or it cannot be read; or flags of a chat are given without --chat.
@@ -406,14 +406,14 @@ def write(
     bursts: Iterator[decoding.Burst],
     ended: set[int],
 ) -> None:
-    """Print texts as they are generated: the first one live, and each other one once the one before it has ended.
+    """Print the texts in order, each one live as soon as the text before it has ended.
 
     Args:
-        console: the console for everything except text.
-        prompts: the beginnings of the texts, each for the same number of them.
+        console: the console for messages, which are not part of a text.
+        prompts: the beginnings of the texts; each begins the same number of texts.
         texts: the texts, not yet begun.
         bursts: the tokens of the texts.
-        ended: receives the numbers of texts that end with a stop string, or at an id that is no token's.
+        ended: receives the numbers of texts that end with a stop string, or at an id for which there is no token.
     """
     each, at, count, first, seconds = len(texts) // len(prompts), 0, 0, 0.0, 0.0
     waiting: list[str] = []
@@ -422,7 +422,7 @@ def write(
         for burst in bursts:
             waiting_for.close()
             count += sum(map(len, burst.tokens))
-            if not (count or all(burst.ended)):  # beams are still searched
+            if not (count or all(burst.ended)):  # A beam search is still running.
                 continue
             if not waiting:
                 first, scores = burst.seconds, burst.scores if each > 1 else ()
@@ -445,12 +445,12 @@ def write(
                 break
     later = count - len(texts)
     speed = f", then {later / (seconds - first):,.1f} tokens per second" if later > 0 and seconds > first else ""
-    when = "the first" if speed or count <= len(texts) else "all"  # a search of beams gives all at once
+    when = "the first" if speed or count <= len(texts) else "all"  # A beam search yields all tokens together.
     console.print(f"{counted(count, 'token')}: {when} after {amount_of_seconds(first)}{speed}.", highlight=False)
     for number, text in enumerate(texts, 1):
         if text.unknown is not None:
             which = f"Text {number}" if len(texts) > 1 else "The text"
-            said = f"{which} ended at id {text.unknown:,}, which the model has a row for, and the tokenizer no token."
+            said = f"{which} ended at id {text.unknown:,}, for which the model has a row but the tokenizer no token."
             console.print(said, soft_wrap=True, highlight=False)
 
 

@@ -1,6 +1,6 @@
-"""Continue prompts with a public checkpoint or a trained run, in one layout to read them and one to decode.
+"""Continue prompts with a public checkpoint or a trained run, in one layout for reading them and one for decoding.
 
-For a model with an encoder, a prompt is the source that it reads, and a text is written for it.
+A model with an encoder reads each prompt as its source, and writes a text for it.
 
     gspmd generate --checkpoint DIR --prompt "def main():" --tokens 100
     gspmd generate --checkpoint DIR --prompt "Once" --samples 4 --temperature 0.8 --top-p 0.95
@@ -37,9 +37,9 @@ DRAWN = ("temperature", "top_k", "top_p", "min_p")
 
 @dataclass(frozen=True)
 class SamplingFlags:
-    """Settings of sampling, whose filters apply in this order. A setting that is not given is taken from
-    generation_config.json of the checkpoint, or of the one with which the run began; without that file, no filter
-    applies."""
+    """Settings of sampling; the filters apply in this order. A setting that is not given comes from
+    generation_config.json of the checkpoint, or of the checkpoint with which the run began; without this file, no
+    filter applies."""
 
     temperature: float | None = None
     """Divides the logits; 0 takes the likeliest token. 1 if neither this flag nor the file gives it."""
@@ -89,7 +89,7 @@ class GenerateSettings:
     """With --chat: the system's message, before all others."""
     messages: str = ""
     """With --chat: JSON file with the turns before each prompt, [{"role": "user", "content": "..."}, ...]. Without
-    --prompt they are answered themselves."""
+    --prompt the model answers these turns."""
     chat_template: str = ""
     """With --chat: the name of the template, where the checkpoint has several."""
     chat_variable: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
@@ -104,9 +104,9 @@ class GenerateSettings:
     beams: int = 0
     """Number of beams of a beam search for the likeliest text, in place of sampling; 0 for sampling."""
     length_penalty: float = 1.0
-    """Exponent of a text's length, by which the search divides its log-probability; more favours longer texts."""
+    """Power of a text's length by which the search divides its log-probability; a larger one favours longer texts."""
     n_best: int = 1
-    """Number of texts of each prompt that the search prints, the best first, each with its score; at most --beams."""
+    """Number of texts that the search prints for each prompt, the best first, each with its score; at most --beams."""
     seed: int = 0
     """Seed of the first text; each further text has the next seed, so it can be generated again by itself."""
     stop: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
@@ -122,14 +122,14 @@ class GenerateSettings:
     cache_length: int | None = None
     """Number of tokens of a text that the cache can hold; if not given, as many as are needed, or a few more."""
     source_length: int | None = None
-    """Number of tokens of a source that the cache can hold, likewise."""
+    """Number of tokens of a source that the cache can hold; if not given, as many as are needed, or a few more."""
     weights: Literal["int8"] | None = None
     """Dtype of stored matrices; int8 has a scale for every channel. The compute dtype if not given."""
     cache: Literal["int8"] | None = None
     """Dtype of stored keys and values; int8 has a scale for every token and head. The compute dtype if not given."""
     unstacked: bool = False
-    """Whether every block has separate weights, which TPUs load ahead of it: faster steps of few rows, longer
-    compilation."""
+    """Whether every block has separate weights, which TPUs load before the block begins: steps of few rows are faster,
+    and compilation takes longer."""
     dtype: Literal["float32", "bfloat16"] | None = None
     """Dtype of computation and weights; if not given, float32 on a CPU and bfloat16 elsewhere."""
     compile_cache: bool = True
@@ -154,7 +154,7 @@ def parse(argv: Sequence[str], script: str = "") -> GenerateSettings:
     prog, description = configs.called(__doc__, "gspmd generate", script)
     settings = flags.parse_flags(GenerateSettings, argv, GenerateSettings(), description, prog, COMMON)
     if not settings.checkpoint:
-        raise ConfigError(DOING, ["--checkpoint names the folder of the model; it is missing."])
+        raise ConfigError(DOING, ["--checkpoint is missing; it names the folder of the model."])
     if "" in settings.stop:
         raise ConfigError(DOING, ["--stop is empty, so every text would end at once; give at least one character."])
     return settings

@@ -1,4 +1,4 @@
-"""The header of a run, before its first step, with the placement of every tensor; and the same in a few words."""
+"""The header that a run prints before its first step, the placement of its tensors, and its title in pictures."""
 
 import math
 from collections.abc import Sequence
@@ -67,7 +67,7 @@ def _facts(settings: Any) -> dict[str, str]:
 
 
 def pipeline_of(settings: Any, arrangement: Arrangement) -> Schedule | None:
-    """Return the schedule of the stages in an arrangement; None if it has no stages."""
+    """Return the pipeline schedule of an arrangement; None if it has no stages."""
     if own.is_own(settings):
         return None
     training, sharding, mesh = settings.training, settings.sharding, arrangement.mesh.shape
@@ -76,7 +76,7 @@ def pipeline_of(settings: Any, arrangement: Arrangement) -> Schedule | None:
 
 
 def rounds_in(settings: Any, layout: Layout) -> int:
-    """Return how often a microbatch goes round the stages of one of a run's layouts; 1 if it has no stages."""
+    """Return how often a microbatch goes round the pipeline stages of a layout; 1 if it has no stages."""
     return settings.sharding.rounds if stages_axes(layout) else 1
 
 

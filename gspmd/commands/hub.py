@@ -1,4 +1,4 @@
-"""Checkpoints by their names on huggingface.co, of which huggingface_hub has a copy; nothing is downloaded here.
+"""Checkpoints that huggingface_hub has downloaded, by their names on huggingface.co; nothing is downloaded here.
 
 Source: *Understand caching* of huggingface_hub's documentation: `models--ORG--NAME` has `refs/`, whose files name a
 revision, and `snapshots/`, with a folder for each revision.
@@ -14,7 +14,7 @@ _NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
 
 def cache() -> Path:
-    """Return the folder where huggingface_hub keeps what it downloads, by the variables that it reads."""
+    """Return the folder where huggingface_hub keeps its downloads, according to its environment variables."""
     if given := os.environ.get("HF_HUB_CACHE"):
         return Path(given).expanduser()
     home = os.environ.get("HF_HOME") or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")

@@ -1,4 +1,4 @@
-"""Layouts: those that there are, their lines, whether they fit a model and a mesh, and how two of them differ.
+"""List layouts, show their lines, check them for a model and a mesh, and compare two of them.
 
     gspmd layouts list
     gspmd layouts show megatron-1d --toml > own.toml
@@ -67,7 +67,7 @@ def make_parser() -> Parser:
     keys.add_argument("section", values=SECTIONS, nargs="?", default="", help=f"one of {', '.join(SECTIONS)}")
     check = add("check", check_layout, "check a layout for the sizes of a model, on a mesh or a number of devices")
     check.add_argument("layout", values=preset_names(), help="a preset's name, or a TOML file")
-    check.add_argument("--all", action="store_true", help="print every fault, and not only the first ones")
+    check.add_argument("--all", action="store_true", help="print every fault, not only the first ones")
     check.add_argument("--set", action="append", default=[], metavar="KEY=SPEC", help="one change; repeatable")
     check.add_argument("--mesh", type=numbers, help="sizes of the mesh axes, such as x=4,y=2")
     check.add_argument("--devices", type=int, help="number of devices, which the layout's rule factors into a mesh")
@@ -75,7 +75,7 @@ def make_parser() -> Parser:
     check.add_argument("--config", default="", help="TOML file, or a shipped configuration, whose sizes are checked")
     check.add_argument("--model", default="", metavar="MODULE:NAME", help="a custom model, whose sizes are checked")
     check.add_argument("--batch", type=int, help="sequences; by default those of the config, or of gspmd train")
-    check.add_argument("--length", type=int, help="tokens of a sequence, likewise")
+    check.add_argument("--length", type=int, help="tokens of a sequence, with the same default")
     diff = add("diff", diff_layouts, "list the lines in which two layouts differ; exit code 1 if there are some")
     diff.add_argument("a", metavar="LAYOUT", values=preset_names(), help="a preset's name, or a TOML file")
     diff.add_argument("b", metavar="OTHER", values=preset_names(), help="another one")
@@ -89,7 +89,7 @@ def run(argv: Sequence[str], script: str = "", settings: argparse.Namespace | No
     Args:
         argv: the flags.
         script: unused, as for `parse`.
-        settings: those of the flags, if they are read already.
+        settings: the settings, if the flags are read already.
     """
     options = settings or parse(argv)
     try:
@@ -100,7 +100,7 @@ def run(argv: Sequence[str], script: str = "", settings: argparse.Namespace | No
 
 
 def list_presets(options: argparse.Namespace) -> int:
-    """Print the presets with the mesh axes that each has, and its first sentence."""
+    """Print the presets, each with its mesh axes and the first sentence of its file."""
     sheet = Sheet("", [Column("layout"), Column("mesh axes", goes=1), Column("what it shards", folds=True)])
     for name in preset_names():
         sheet.add(name, ", ".join(Layout.load(name).axes) or "none", escape(_summary(text_of(name))))
@@ -142,7 +142,7 @@ def list_keys(options: argparse.Namespace) -> int:
 
 
 def check_layout(options: argparse.Namespace) -> int:
-    """Check a layout, and print for what it holds."""
+    """Check a layout, and print the mesh and the sizes for which it has no fault."""
     changes = [change.partition("=") for change in options.set]
     if wrong := [f"{''.join(each)!r}" for each in changes if not all(each)]:
         fault = f"--set reads KEY=SPEC, such as ffn.w_in=E_xF_y, not {', '.join(wrong)}."
@@ -152,7 +152,9 @@ def check_layout(options: argparse.Namespace) -> int:
     mesh = options.mesh
     if options.devices is not None:
         if mesh:
-            raise ConfigError("cannot choose a mesh:", ["--mesh has its number of devices; leave --devices out."])
+            raise ConfigError(
+                "cannot choose a mesh:", ["--mesh already gives the number of devices; leave --devices out."]
+            )
         mesh = layout.mesh_for(options.devices, sizes)
     layout.check(sizes or None, mesh)
     what = [f"on {mesh_text(mesh)}"] if mesh else []
@@ -165,7 +167,7 @@ def check_layout(options: argparse.Namespace) -> int:
 
 
 def _sizes(options: argparse.Namespace, layout: Layout) -> dict[str, int]:
-    """Return the sizes that are asked for: those of a model, replaced by those of --sizes."""
+    """Return the sizes to check: those of a model, overridden by --sizes."""
     sizes: dict[str, int] = {}
     if options.config or options.model:
         from gspmd.commands.file import file_of, is_own, source_length_of
@@ -176,7 +178,7 @@ def _sizes(options: argparse.Namespace, layout: Layout) -> dict[str, int]:
         given = {name: value for name in ("batch", "length") if (value := getattr(options, name)) is not None}
         training = replace(file.training, **given)
         if is_own(file):
-            from gspmd.training.model import Own  # which imports JAX, as the model has done
+            from gspmd.training.model import Own  # This imports JAX, as the model has done already.
 
             sizes = Own(file.model).sizes(training.batch, training.length)
         else:

@@ -25,7 +25,7 @@ from gspmd.interruption import end, end_as_usual, end_at_once, number_of
 #: Command -> its description. Each is a module of this package with `run(argv, script, settings) -> exit code`.
 COMMANDS = {
     "explain": "show the plan of an equation on a mesh, drawn as the papers draw it",
-    "page": "open a page in the browser that plans equations and layouts as one types",
+    "page": "open a page in the browser that plans equations and layouts as you type",
     "train": "train a language model on text, every tensor placed by a layout",
     "generate": "continue prompts with a public checkpoint or a trained run, in any layout",
     "export": "write a trained run as a public checkpoint, which transformers loads",
@@ -114,7 +114,7 @@ def _written(command: Callable[[], int]) -> int:
         for stream in _streams():
             try:
                 stream.flush()
-            except OSError:  # Its remaining data would fail once more when the interpreter ends.
+            except OSError:  # Writing the remaining data would fail again when the interpreter ends.
                 os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
         return 1 if full else 128 + signal.SIGPIPE  # Also for a terminal: no SIGHUP has come.
 
@@ -153,14 +153,17 @@ def _run(name: str, flags: Sequence[str], file: str = "", ends: bool = False) ->
 
 
 def _among_others(flags: Sequence[str]) -> bool:
-    """Return whether this is one of several processes: the others wait for it, and hear of its faults, from the moment
-    it reads its flags, so it reads them when it is ready to join."""
+    """Return whether this is one of several processes.
+
+    The others wait for this process, and hear of its faults, from the moment it reads its flags; so it reads them only
+    when it is ready to join.
+    """
     return any(flag.partition("=")[0] == "--distributed" for flag in flags)
 
 
 @contextmanager
 def _ending_at_once() -> Iterator[None]:
-    """Let a signal end the process, in one line, while libraries are imported and there is nothing to save.
+    """Let a signal end the process with a one-line message, while libraries are imported and there is nothing to save.
 
     An exception could be raised anywhere in them, and some print it, or take it for a missing module.
     """
@@ -183,7 +186,7 @@ def _starting() -> Any:
 
 
 def _raises() -> bool:
-    """Return whether this process should react to an interrupt: it is not ignored, and not the caller's concern."""
+    """Return whether this process handles interrupts: they are not ignored, and no caller has its own handler."""
     usual = signal.getsignal(signal.SIGINT) in (signal.default_int_handler, end)
     return usual and current_thread() is main_thread()
 

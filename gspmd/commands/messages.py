@@ -1,10 +1,10 @@
-"""The message of an error as a command prints it: short enough to be read, with the first faults whole."""
+"""The message of an error as a command prints it: a few lines, with the first faults whole."""
 
 import re
 from collections.abc import Iterator, Sequence
 
 LINES = 8
-"""The most lines of a message. In a program, an error has all faults."""
+"""The most lines of a message that a command prints. The error itself lists all faults."""
 
 
 def told(error: BaseException) -> str:
@@ -24,7 +24,7 @@ def told(error: BaseException) -> str:
     first, *lines = f"{type(error).__name__}: {error}".splitlines()
     if len(lines) < LINES:
         return "\n".join([first, *lines])
-    # A remedy for all faults, which `Layout.mesh_for` knows.
+    # `Layout.mesh_for` ends its message with a remedy for all faults.
     last = [lines.pop()] if lines[-1].startswith("  With ") else []
     blocks = [*_blocks(lines)]
     kept: list[str] = []

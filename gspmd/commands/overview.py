@@ -35,7 +35,7 @@ def facts(source: Source, sizes: decoding.Sizes, mesh: Mesh, dtype: str) -> dict
 
 
 def facts_of_own(name: str, model: Own, layout: Layout, mesh: Mesh) -> dict[str, str]:
-    """Describe the same for a custom model."""
+    """Return the custom model and the devices in a few lines."""
     chosen = {"chosen": "; ".join(layout.chosen)} if layout.chosen else {}
     return {
         "devices": host.describe(list(mesh.devices.flat)),
@@ -57,7 +57,7 @@ def explain_own(console: Console, writer: decoding.Stepwise, params: Mapping[str
 
 
 def explain(console: Console, generator: models.Generator, sizes: decoding.Sizes) -> None:
-    """Print the plans of all programs, and the bytes that a device holds between them."""
+    """Print the plans of all programs, and the bytes of the arrays that a device holds throughout."""
     for line in dict.fromkeys((*sizes.prefill.chosen, *sizes.decode.chosen)):
         console.print(line, markup=False)
     reads = {"encode": f"{sizes.prefill_rows} × {sizes.source} tokens"}

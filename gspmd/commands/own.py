@@ -70,7 +70,7 @@ def trainable(settings: Any, dtype: str = "") -> Trainable:
 
     Args:
         settings: with `model` and `sharding`.
-        dtype: the dtype of computation; by default that of [training].
+        dtype: the dtype of computation; by default, `dtype` of [training].
     """
     of, sharding = jnp.dtype(dtype or settings.training.dtype), settings.sharding
     return (
@@ -81,9 +81,9 @@ def trainable(settings: Any, dtype: str = "") -> Trainable:
 
 
 def _rows_of(settings: Any) -> dict[str, Any]:
-    """Return which arrays a batch has besides tokens, as arguments of `Language`; other commands have no data."""
+    """Return which arrays a batch has besides tokens, as arguments of `Language`."""
     training = getattr(settings, "training", None)
-    if training is None:
+    if training is None:  # Commands other than train have no settings of data.
         pairs = {"packed": True, "source_length": getattr(settings, "source_length", 0) or settings.length}
         return pairs if settings.model.encoder_layers else {}
     return {
@@ -94,7 +94,7 @@ def _rows_of(settings: Any) -> dict[str, Any]:
 
 
 def facts(settings: Any, layout: Layout) -> dict[str, str]:
-    """Return the lines of a run's header that tell of the model and of its step."""
+    """Return the lines of a run's header that describe the model and its step."""
     training, model = settings.training, Own(settings.model)
     flops = training.batch * training.length * model.flops_per_token(layout, training.length)
     return {

@@ -10,7 +10,7 @@ ENDINGS = ("svg", "png")
 
 
 def add_flags(parser: argparse.ArgumentParser, what: str) -> None:
-    """Add the flags to a parser; `what` is drawn: "the plan"."""
+    """Add the flags to a parser; `what` says in their help what is drawn, such as "the plan"."""
     for ending in ENDINGS:
         say = f"also draw {what} as a picture in this file, which ends in .{ending}"
         parser.add_argument(f"--{ending}", metavar="FILE", type=_ends_in(ending), help=say)

@@ -1,7 +1,7 @@
 """The programs of a run in one of its arrangements: its update and its evaluation, and the state that they take.
 
-Each comes with its abstract form (shapes, dtypes and shardings in place of arrays), by which a program is checked,
-planned and explained without an array.
+Each has an abstract form (shapes, dtypes and shardings in place of arrays), with which a program is checked, planned
+and explained before any array exists.
 """
 
 from collections.abc import Callable
@@ -33,8 +33,10 @@ Tree = Any
 
 
 def make_program(console: Console, settings: RunSettings, arrangement: Arrangement) -> Program:
-    """Make the programs of an arrangement, with the state if the run begins here: otherwise it is restored, or
-    moved."""
+    """Make the programs of an arrangement, with the initial state if the run begins here.
+
+    Otherwise the state has shapes in place of arrays, and is restored or moved later.
+    """
     training, layout, mesh = settings.training, arrangement.layout, arrangement.mesh
     if arrangement.after:
         console.print(f"After step {arrangement.after}: {arrangement}.", markup=False)
@@ -96,7 +98,7 @@ def abstract_state(settings: RunSettings, arrangement: Arrangement) -> TrainStat
 
 
 def update_of(settings: RunSettings) -> Update:
-    """Return the update of a step, whatever the layout."""
+    """Return the settings of a step's update, which do not depend on the layout."""
     training = settings.training
     return Update(settings.optimizer, training.steps, training.microbatches, training.frozen, training.parameter_dtype)
 
@@ -166,7 +168,7 @@ def explain(console: Console, settings: RunSettings, arrangement: Arrangement, s
 def sample(
     settings: RunSettings, arrangement: Arrangement, params: Tree, tokenizer: checkpoints.Tokenizer | None = None
 ) -> str:
-    """Return the prompt as the trained model continues it; for an encoder–decoder, its output for that source."""
+    """Return the prompt with the trained model's continuation; for an encoder–decoder, the output for this source."""
     training, tokenizer = settings.training, tokenizer or bytes_of(settings.model)
     model = merge(models.with_arrays(abstract_model(settings, arrangement), params))
     encode = tokenizer.source if settings.model.encoder_layers else tokenizer.encode

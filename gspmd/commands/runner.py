@@ -43,14 +43,14 @@ def guarded(
 
     A run that SIGTERM ends returns 0 if it has a checkpoint to resume from, otherwise 143.
 
-    Errors of the user are one message on stderr; any other exception is a bug and keeps its traceback. In several
-    processes the first one prints the message, and all of them end.
+    An error of the user is one message on stderr; any other exception is a bug and keeps its traceback. If there are
+    several processes, the first one prints the message, and all of them end.
 
     Args:
         command: the function to run: it takes the flags, and returns an exit code or None.
         argv: the flags.
         called: the command line of the program, for the advice to resume; `python sys.argv[0]` if not given.
-        errors: further types of errors that are the user's.
+        errors: further exceptions that count as errors of the user.
         interrupted: the message for an interrupt that the command does not handle itself.
     """
     for stream in (sys.stdout, sys.stderr):  # --help and messages do not go through a console.
@@ -60,8 +60,8 @@ def guarded(
     for name in ("absl", "asyncio", "tensorboardX"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
     refused: tuple[type[Exception], ...] = (*_USER_ERRORS, *errors)
-    together = False  # Whether all processes come to this end.
-    sure = True  # Whether this process caused the fault, rather than perhaps the loss of another one.
+    together = False  # Whether all processes end in this way.
+    sure = True  # Whether the fault is this process's own; if not, another process may have been lost.
     try:
         with terminable(), _naming_files():
             _check_encoding(argv)
@@ -145,7 +145,7 @@ def _advice(step: int | None, out: Path, called: str, when: str = "To go on") ->
 def interrupts(out: Path, called: str = "") -> Iterator[None]:
     """Convert a signal or a full disk, at any point of a run, to an error that names the newest checkpoint.
 
-    If another process is lost, its message names the checkpoint in the same way.
+    If another process is lost, the message about it names the checkpoint in the same way.
 
     Raises:
         Interrupted: in place of KeyboardInterrupt, after SIGTERM or SIGHUP, or when standard output is closed.
@@ -170,13 +170,13 @@ def _saved(out: Path, called: str) -> str:
 
 
 def next_commands(out: Path, steps: int, prompt: str | None, called: str = "") -> dict[str, str]:
-    """Return the commands that train a run on, and that sample from it, by their purpose.
+    """Return the commands that continue a run, and that sample from it, by their purpose.
 
     Args:
         out: the run's folder.
         steps: number of steps that it has done.
         prompt: the beginning of the text; None if the model cannot generate text.
-        called: as in `guarded`; if not given, the file beside `sys.argv[0]` samples.
+        called: as in `guarded`; if not given, the commands name `sys.argv[0]` and the file beside it that samples.
 
     Example:
         >>> next_commands(Path("runs/001"), 800, "def ", "gspmd train")["to sample from it"]

@@ -50,11 +50,11 @@ class RunSettings:
     compile_cache: bool = True
     """Whether to keep compiled programs on disk for the next start."""
     checkpoint: Annotated[str, tyro.conf.arg(name="from")] = ""
-    """Folder of a public checkpoint, or the name of one that huggingface_hub has downloaded (ORG/NAME), with the model,
-    weights and tokenizer that the run begins with; from [model] only remat is used."""
+    """Folder of a public checkpoint, or the name of one that huggingface_hub has downloaded (ORG/NAME). The run begins
+    with its model, weights and tokenizer; of [model], only remat is used."""
     model_class: Annotated[str, tyro.conf.arg(name="model", metavar="MODULE:NAME")] = ""
-    """A custom model, such as mixer:Mixer for the class Mixer of mixer.py, whose fields become the flags of [model];
-    in a file, class in [model]. See https://github.com/gspmd/gspmd/tree/main/docs/your-model.md."""
+    """A custom model, such as mixer:Mixer for the class Mixer of mixer.py. Its fields become the flags of [model]; a
+    TOML file names it as class in [model]. See https://github.com/gspmd/gspmd/tree/main/docs/your-model.md."""
     model: ModelConfig = field(default_factory=ModelConfig)
     training: tyro.conf.OmitArgPrefixes[TrainingConfig] = field(default_factory=TrainingConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
@@ -62,14 +62,14 @@ class RunSettings:
     sharding: tyro.conf.OmitArgPrefixes[ShardingConfig] = field(default_factory=ShardingConfig)
 
     def beside(self, folder: Path) -> "RunSettings":
-        """Return these settings, with relative paths taken from `folder`, that of their file."""
+        """Return these settings, with relative paths resolved against `folder`, which holds the settings file."""
         return replace(
             self, checkpoint=hub.beside(self.checkpoint, folder), model_class=finding.beside(self.model_class, folder)
         )
 
 
 def parse(argv: Sequence[str], script: str = "") -> RunSettings:
-    """Return the settings of flags, and of the file or the run that they name.
+    """Return the settings from flags and from the file or run that the flags name.
 
     Args:
         argv: the flags.
@@ -86,13 +86,14 @@ def parse(argv: Sequence[str], script: str = "") -> RunSettings:
 
 
 def of_checkpoint(settings: RunSettings, argv: Sequence[str]) -> RunSettings:
-    """Return the settings, with the model and the tokenizer of the checkpoint that a run begins or began with.
+    """Return the settings, with the model and tokenizer of the checkpoint that the run begins or began with.
 
-    A resume by folder has both in the settings of the run. A resume with the flags that began it, `--from` among them,
-    is the same run, unless it names another checkpoint.
+    If a run is resumed from its folder, its settings already have both. If it is resumed with the flags that began it,
+    `--from` must name the same checkpoint.
 
     Raises:
-        ConfigError: flags describe the model, which the checkpoint does; or the run began with something else.
+        ConfigError: flags describe the model, which the checkpoint determines; or the resumed run began with another
+            checkpoint, or with random weights.
         CheckpointError: the checkpoint cannot be read.
     """
     resumed = settings.training.resume
@@ -108,7 +109,7 @@ def of_checkpoint(settings: RunSettings, argv: Sequence[str]) -> RunSettings:
     if fixed:
         fault = f"the checkpoint {settings.checkpoint!r} already gives the model; leave out {', '.join(fixed)}."
         raise ConfigError("cannot begin with this checkpoint:", [fault])
-    from gspmd_models import checkpoints  # which imports JAX; flags are read without it
+    from gspmd_models import checkpoints  # This imports JAX, without which flags are read.
 
     model = replace(checkpoints.model_config(settings.checkpoint), remat=settings.model.remat)
     if model.context_length is not None:  # A model trained on longer sequences can write longer ones.
@@ -118,7 +119,7 @@ def of_checkpoint(settings: RunSettings, argv: Sequence[str]) -> RunSettings:
 
 
 def _another_beginning(settings: RunSettings) -> str:
-    """Return a message if a run did not begin with the checkpoint that its resume names; empty if it did, or if
+    """Return a fault if the resumed run did not begin with the checkpoint of `--from`; empty if it did, or if that is
     unknown."""
     out = Path(settings.training.out) if settings.training.out else newest_run()
     try:
@@ -133,7 +134,7 @@ def _another_beginning(settings: RunSettings) -> str:
 
 
 def adapted(settings: RunSettings) -> RunSettings:
-    """Return the settings with the adapters of [lora] in the model, if any; a resumed model still has its own."""
+    """Return the settings with the adapters of [lora] in the model; a resumed model may already have them."""
     lora = settings.lora if settings.lora.rank else None
     if settings.model.lora not in (None, lora) and not settings.training.resume:
         fault = "adapters have their own table: write [lora] in place of [model.lora]."
@@ -142,11 +143,11 @@ def adapted(settings: RunSettings) -> RunSettings:
 
 
 def facts_of(settings: RunSettings) -> dict[str, Any]:
-    """Return the settings that the processes of a run must agree about before they start their devices, by name."""
-    from gspmd.commands.own import module_of  # which imports JAX; flags are read without it
+    """Return, by name, the settings on which the processes of a run must agree before they start their devices."""
+    from gspmd.commands.own import module_of  # This imports JAX, without which flags are read.
 
     facts = to_mapping(settings)
-    del facts["config"], facts["sharding"]["distributed"]  # The file of the settings, and the number of this process.
+    del facts["config"], facts["sharding"]["distributed"]  # A path and a process number, which may differ.
     named = {"layout": settings.sharding.layout}
     named |= {
         f"layout after {change.after}": change.layout for change in map(parse_relayout, settings.training.relayout)

@@ -23,7 +23,7 @@ from gspmd_models.finetuning.merging import merge
 
 @dataclass(frozen=True)
 class Source:
-    """The source of a model: a public checkpoint, or a run of ours (then with its settings)."""
+    """The source of a model: a public checkpoint, or a trained run with its settings."""
 
     folder: Path
     config: models.ModelConfig
@@ -41,7 +41,7 @@ class Source:
         return cls(folder, replace(run.model, lora=None), tokenizer_of(folder, run.model), run)
 
     def layout(self, name: str | Layout, sharding: ShardingConfig) -> Layout:
-        """Return a layout with the changes of `--set` and `--lowering`; without a name the run's own, or
+        """Return a layout with the changes of `--set` and `--lowering`; if `name` is empty, the run's own layout, or
         megatron-1d."""
         return layout_of(self.folder, self.run, name, sharding)
 
@@ -57,26 +57,26 @@ class Source:
 
 
 def bytes_of(model: Any) -> checkpoints.Tokenizer:
-    """Return the tokenizer of a model on bytes; that of an encoder–decoder has an end and sentinels."""
+    """Return the tokenizer of a model of bytes; for an encoder–decoder, it also has an end token and sentinels."""
     has_encoder = getattr(model, "encoder_layers", 0) > 0  # a custom model has other settings
     return checkpoints.byte_tokenizer(model.vocabulary if has_encoder else 256)
 
 
 def tokenizer_of(folder: Path, model: Any = None) -> checkpoints.Tokenizer:
-    """Return the tokenizer that a run keeps, or that of bytes (`bytes_of`).
+    """Return the tokenizer that a run keeps, or else the tokenizer of bytes (`bytes_of`).
 
     Raises:
         ConfigError: the kept tokenizer is damaged.
     """
     kept = folder / "tokenizer"
     if (kept / checksums.FILE).exists() and (fault := checksums.fault_of(kept)):  # Earlier versions wrote none.
-        remedy = "A resume of the run writes it anew."
+        remedy = "Resume the run, which writes it again."
         raise ConfigError("cannot read the tokenizer of the run:", [f"{str(kept)!r} is damaged: {fault}.", remedy])
     return checkpoints.tokenizer(kept) if kept.is_dir() else bytes_of(model)
 
 
 def layout_of(folder: Path, run: RunSettings | None, name: str | Layout, sharding: ShardingConfig) -> Layout:
-    """Return a layout with the changes of `--set` and `--lowering`; without a name the run's own, or megatron-1d."""
+    """Return a layout with the changes of `--set` and `--lowering`; by default the run's own layout, or megatron-1d."""
     own = Layout.load("megatron-1d")
     if run is not None and not name:
         found = lines_searched(run.sharding.layout) is not None

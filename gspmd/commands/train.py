@@ -39,8 +39,8 @@ def run(argv: Sequence[str], script: str = "", settings: RunSettings | None = No
 
     Args:
         argv: the flags.
-        script: the file in scripts/ that runs it instead, for the help and the command that resumes a run.
-        settings: those of the flags, if they are read already.
+        script: the file in scripts/ that was started in place of `gspmd`, for the help and the advice to resume.
+        settings: the settings, if the flags are read already.
     """
     called, errors = "" if script else CALLED, (checkpoints.CheckpointError,)
     return runner.guarded(partial(main, script=script, settings=settings), argv, called, errors)
@@ -82,10 +82,10 @@ class Checked:
     """A run that has passed every check, before anything is compiled or allocated.
 
     Attributes:
-        settings: the settings of the run, with the mesh that was found if it was searched.
-        arranged: every layout and mesh of the run in their order, with the shapes of the state in it.
+        settings: the settings of the run; for `--layout auto`, with the mesh that the search chose.
+        arranged: the arrangements of the run in order, each with the shapes of the state in it.
         tokenizer: the tokenizer of the text; None if tokens are bytes.
-        found: the layout of `--layout auto`; None for any other.
+        found: the layout that the search found; None without `--layout auto`.
         objective: makes the rows of a batch from the texts; None for windows of text.
     """
 
@@ -126,7 +126,7 @@ def check(console: Console, settings: RunSettings) -> Checked:
         kept = host.keep_compiled(settings.compile_cache)
         found = None
         if lines_searched(sharding.layout) is not None:
-            from gspmd.commands.automatic.searched import for_training  # the search, which no other run needs
+            from gspmd.commands.automatic.searched import for_training  # Only this run needs the search.
 
             devices = start(sharding)
             asked = File(settings.model, training, settings.lora, settings.optimizer, sharding)
@@ -141,7 +141,7 @@ def check(console: Console, settings: RunSettings) -> Checked:
             if not own.is_own(settings):
                 check_lowering_of_stages(settings.model, each.layout, each.mesh, sharding.schedule)
         if sharding.compiled_with:
-            from gspmd.audit import check_compiler_options  # the audit, which only these options need here
+            from gspmd.audit import check_compiler_options  # Only these options need the audit.
 
             check_compiler_options(sharding.compiled_with)
         progress.begin("Reading the settings")
@@ -185,12 +185,12 @@ def check_ours(
 def with_fitting_sample(
     console: Console, settings: RunSettings, tokenizer: checkpoints.Tokenizer | None
 ) -> RunSettings:
-    """Return the settings with as many tokens of the generated text as the model's context has room for.
+    """Return the settings, with the generated text shortened to what the model's context has room for.
 
-    If these are fewer, the console says so.
+    If it is shortened, the console says so.
 
     Raises:
-        ConfigError: there is nothing to begin the text with, or the context has no room for a token.
+        ConfigError: the prompt has no tokens, or the context has no room for another token.
     """
     training, model = settings.training, settings.model
     if not training.sampled:
@@ -218,8 +218,7 @@ def check_model(training: TrainingConfig, model: ModelConfig, tokens: int | None
 
     Args:
         training: the settings of training.
-        model: a model's settings, with `vocabulary`, `int8`, `stacked`, and `moe`: None, or with `groups`, `causal` and
-            `router`.
+        model: the settings of the model.
         tokens: number of ids of the tokenizer; None if tokens are bytes.
 
     Raises:
@@ -284,10 +283,10 @@ def arrange_run(console: Console, checked: Checked) -> Arranged:
 
 
 def run_loop(console: Console, checked: Checked, arranged: Arranged, called: str, began: float) -> None:
-    """Train; at the end draw the plots, write a sample, and print the commands that go on.
+    """Train; at the end draw the plots, write a sample, and print the commands to continue with.
 
     Raises:
-        Interrupted, Unwritable, Diverged: as in `fit`, and as in `runner.interrupts` outside of it.
+        Interrupted, Unwritable, Diverged: from `fit`, and from `runner.interrupts` around it.
     """
     settings, tokenizer, corpus, out = checked.settings, checked.tokenizer, arranged.corpus, arranged.out
     training, last = settings.training, checked.arranged[-1][0]

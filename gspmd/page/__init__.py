@@ -1,1 +1,1 @@
-"""A page on this machine that answers equations and layouts as one types: `gspmd page`."""
+"""A page on this machine that plans equations and layouts as you type: `gspmd page`."""

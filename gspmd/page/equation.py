@@ -26,7 +26,7 @@ class EquationAnswer:
     """The plan of a request, and everything that the page shows of it.
 
     Raises:
-        SpecError, PlanError: as of `gspmd.plan`.
+        SpecError, PlanError: as for `gspmd.plan`.
     """
 
     def __init__(self, request: EquationRequest):
@@ -62,7 +62,7 @@ class EquationAnswer:
         }
 
     def compared(self) -> dict[str, Any]:
-        """Return what stands beside the plan: alternatives, lowerings, gradients."""
+        """Return what the page shows beside the plan: alternatives, lowerings, gradients."""
         plan = self.plan
         lowered = {name: self._planned(name, self.request.via) for name in COMPARED}
         timetables = {name: (each.seconds, bars(each)) for name, each in lowered.items()}
@@ -134,7 +134,7 @@ def why(plan: Plan, best: Plan) -> str:
         parts.append(f"{amount_of_seconds(-links)} less on the links")
     if products < 0:
         parts.append(f"{amount_of_seconds(-products)} less in products")
-    return "; ".join(parts) + "." if parts else "The same seconds: it sends more, takes more steps, or comes later."
+    return "; ".join(parts) + "." if parts else "As fast, but it sends more, takes more steps, or comes later in order."
 
 
 def _seconds(plan: Plan, collective: bool) -> float:
@@ -152,7 +152,7 @@ def _added(plan: Plan) -> Spec:
 
 
 def inline(figure: Figure) -> str:
-    """Return a figure as an element of the page. Its style sheet is the page's: the policy forbids others."""
+    """Return a figure as an element of the page, without a style sheet: the policy forbids any but the page's own."""
     left, top, wide, high = (f"{value:.6g}" for value in figure.box)
     head = f'<svg xmlns="http://www.w3.org/2000/svg" class="gspmd-figure" role="img" width="{wide}" height="{high}"'
     label = f'viewBox="{left} {top} {wide} {high}" aria-label="{escape(figure.title)}: {escape(figure.description)}"'

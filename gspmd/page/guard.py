@@ -25,7 +25,7 @@ POLICY = "; ".join(
         "base-uri 'none'", "form-action 'none'", "frame-ancestors 'none'",
     )
 )  # fmt: skip
-"""Nothing is loaded but the files of the page itself, no script stands in a text, and no site may frame the page."""
+"""Only files of the page itself are loaded, no inline script runs, and no site may frame the page."""
 HEADERS = {
     "Content-Security-Policy": POLICY,
     "X-Content-Type-Options": "nosniff",
@@ -84,7 +84,7 @@ class Guard:
                 await _refuse(guarded, error)
         except asyncio.CancelledError:  # The page is ending, and has waited for this answer long enough.
             if not started:
-                await _refuse(guarded, Refused(503, "the page is ending."))
+                await _refuse(guarded, Refused(503, "the page is shutting down."))
         except Exception:
             if started:
                 raise
@@ -125,7 +125,7 @@ async def _body(scope: Scope, receive: Receive) -> bytes:
             while True:
                 message = await receive()
                 if message["type"] == "http.disconnect":
-                    raise Refused(400, "the body ended before its end.")
+                    raise Refused(400, "the connection ended before the whole body had arrived.")
                 body += message.get("body", b"")
                 if len(body) > limits.BODY:
                     raise largest

@@ -48,7 +48,7 @@ from gspmd_models.step import Language
 class LayoutRequest(Texts):
     """A training step of a model in a layout; `lines` are changes of it, a `key = spec` on each line.
 
-    `own` has all lines of a layout that was found by a search, instead of `layout`; `remat` is the model's if empty.
+    `own` has all lines of a layout that a search found, in place of `layout`; an empty `remat` is the model's own.
     """
 
     config: str = ""
@@ -66,7 +66,7 @@ class LayoutRequest(Texts):
 
     @classmethod
     def longest(cls, name: str) -> int:
-        """Return the most characters of a field."""
+        """Return the largest number of characters of a field."""
         return limits.LINES if name in ("lines", "own") else limits.TEXT
 
 
@@ -82,12 +82,12 @@ class Shelf:
         self._configs, self._folder = configs, None if folder is None else folder.resolve()
 
     def configs(self) -> dict[str, dict[str, Any]]:
-        """Return the tables of every config that has a model for the transformer, by name."""
+        """Return the tables of every config whose model is the transformer, not a custom one, by name."""
         found = {path.stem: read_toml(path) for path in sorted(self._configs.glob("*.toml"))}
         return {name: tables for name, tables in found.items() if "class" not in tables.get("model", {"class": 0})}
 
     def layouts(self) -> dict[str, str]:
-        """Return the layouts: the name under which a page asks for each, and that by which it is loaded."""
+        """Return the layouts: the name by which a page asks for each, to the name or path that loads it."""
         found = {name: name for name in preset_names()}
         if self._folder is not None:
             files = sorted(self._folder.glob("*.toml"))
@@ -103,7 +103,7 @@ class Shelf:
             try:
                 base = read_toml(path).get("base")
             except ReadError:
-                return True  # Loading it says what is wrong.
+                return True  # `Layout.load` reports the fault.
             if not isinstance(base, str) or not is_path(base):
                 return True
             path = path.parent / base
@@ -113,7 +113,7 @@ class Shelf:
         """Return the model of a config.
 
         Raises:
-            NotationError: there is none of this name.
+            NotationError: no config has this name.
         """
         return from_mapping(ModelConfig, self._tables(name)["model"], source=f"config {name}")
 
@@ -121,7 +121,7 @@ class Shelf:
         """Return the file of a config.
 
         Raises:
-            NotationError: there is none of this name.
+            NotationError: no config has this name.
         """
         self._tables(name)
         return self._configs / f"{name}.toml"
@@ -138,7 +138,7 @@ class Shelf:
         """Load a layout.
 
         Raises:
-            LayoutError: there is none of this name, or it cannot be read.
+            LayoutError: no layout has this name, or it cannot be read.
         """
         known = self.layouts()
         if name not in known:
@@ -150,7 +150,7 @@ class LayoutAnswer:
     """The training step of a request, planned.
 
     Raises:
-        NotationError, ConfigError: the request names what is not there, or what does not fit.
+        NotationError, ConfigError: the request names something that does not exist, or that does not fit.
     """
 
     def __init__(self, request: LayoutRequest, shelf: Shelf):
@@ -234,7 +234,7 @@ class LayoutAnswer:
 
     @cached_property
     def _sections(self) -> dict[str, dict[str, str]]:
-        """Map each section to the lines of each spec, as the canonical text of the spec."""
+        """Map each section to its specs in canonical text, and each spec to the lines that have it."""
         found: defaultdict[str, dict[str, str]] = defaultdict(dict)
         for key, text in self.layout.table.items():
             section, _, name = key.partition(".")
@@ -244,7 +244,7 @@ class LayoutAnswer:
         return found
 
     def _lines_of(self, equation: str) -> list[str]:
-        """Return the lines of the layout that an equation reads: of the section that has most of its specs."""
+        """Return the lines of the layout that an equation reads, in the section that has most of its specs."""
         specs = set()
         for word in re.findall(r"[^\s,()+>-][^\s,()+]*", equation):
             with suppress(SpecError):  # The name of an operation, an arrow, or the suffix of a partial sum.
@@ -271,7 +271,7 @@ class LayoutAnswer:
         """
         for key, text in self.own.items():
             if not (_KEY.fullmatch(key) and _SPECS.fullmatch(text)):
-                raise BadRequest(f"the line {shown(f'{key} = {text}')} is none of a layout that a search found.")
+                raise BadRequest(f"the line {shown(f'{key} = {text}')} is not one that a search writes.")
         with TemporaryDirectory() as folder:
             path = Path(folder, "found.toml")
             path.write_text(self.document(self.own), encoding="utf-8")
@@ -279,13 +279,13 @@ class LayoutAnswer:
 
     @property
     def toml(self) -> str:
-        """The layout as a file: based on the one that was chosen, or with all lines of one that was found."""
+        """The layout as a file: based on the chosen layout, or with all lines of a layout that a search found."""
         if self.own:
             return self.document(self.own | self.changes)
         return self.document(self.changes)
 
     def document(self, lines: Mapping[str, str]) -> str:
-        """Return a file with these lines: of a layout that was found, under the lowering that a search prices."""
+        """Return a layout file with these lines; if a search found them, with the lowering that the search prices."""
         lowering = self.request.lowering or (PRICED if self.own else "")
         sections: defaultdict[str, list[str]] = defaultdict(list)
         for key, text in lines.items():
@@ -303,7 +303,7 @@ class LayoutAnswer:
 
     @property
     def command(self) -> str:
-        """The command that trains the model in this layout; one that was found is in the file."""
+        """The command that trains the model in this layout; a layout that a search found is read from a file."""
         layout = "layout.toml" if self.own else self.request.layout
         words = ["gspmd", "train", "--config", self.request.config, "--layout", layout]
         words += ["--mesh", mesh_text(self.mesh), "--batch", str(self.batch), "--length", str(self.length)]
@@ -359,7 +359,7 @@ def read_lines(text: str) -> Iterator[tuple[str, str]]:
         if line.strip():
             if not (key.strip() and equals):
                 raise BadRequest(
-                    f"the line {shown(line.strip())} of a layout is no key and spec, such as ffn.w_in = E_xF_y."
+                    f"the line {shown(line.strip())} of a layout is not KEY = SPEC, such as ffn.w_in = E_xF_y."
                 )
             yield key.strip(), value.strip()
 
@@ -368,7 +368,7 @@ def read_count(text: str, what: str) -> int:
     """Read a batch, a length, or a number of microbatches.
 
     Raises:
-        NotationError: it is no whole number, or too large.
+        NotationError: the text is not a whole number, or the number is too large.
     """
     number = whole_number(text)
     if not number or number > limits.COUNT:
@@ -406,7 +406,7 @@ def _kinds(entries: Iterable[PlannedStep]) -> list[dict[str, Any]]:
 
 
 def planned(request: LayoutRequest, shelf: Shelf) -> dict[str, Any]:
-    """Return the record of a request; what does not fit the model is told as a fault of notation."""
+    """Return the record of a request; a ConfigError is raised as a NotationError, which the page shows."""
     try:
         return LayoutAnswer(request, shelf).record()
     except ConfigError as error:

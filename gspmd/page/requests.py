@@ -40,7 +40,7 @@ class Texts:
         """Read the fields from the object of a request.
 
         Raises:
-            BadRequest: a field is unknown, no text, or too long.
+            BadRequest: a field is unknown, is not a text, or is too long.
         """
         known = [each.name for each in fields(cls)]
         for name, value in given.items():
@@ -54,7 +54,7 @@ class Texts:
 
     @classmethod
     def longest(cls, name: str) -> int:
-        """Return the most characters of a field."""
+        """Return the largest number of characters of a field."""
         return limits.TEXT
 
 
@@ -79,11 +79,11 @@ def read_numbers(text: str, what: str, example: str) -> dict[str, int]:
 
     Args:
         text: what was typed; it may end in a comma.
-        what: what it gives the sizes of, for the error.
+        what: what has these sizes, for the error.
         example: a pair, for the remedy.
 
     Raises:
-        SpecError: lists every pair that is not a name and a whole number, or whose name was there before.
+        SpecError: lists every pair that is not a name and a whole number, or whose name was given before.
 
     Example:
         >>> read_numbers("x=4, y=8", "mesh axes", "x=4")

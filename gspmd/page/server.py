@@ -30,7 +30,7 @@ EQUATION_TASKS, LAYOUT_TASKS = ("choices", "plan", "compare"), ("shelf", "layout
 SHORT = "gspmd.page.tasks:Tasks"
 """The class of these tasks."""
 TOLD = ("search", "compile")
-"""The tasks whose answers are told part by part. Each has a process of its own, which ends if its page goes away."""
+"""The tasks that answer part by part. Each has a process of its own, which ends if its page goes away."""
 
 
 def application(
@@ -42,7 +42,7 @@ def application(
         port: the port on which it will be served, which its requests have to name.
         configs: the folder of the shipped configs.
         folder: the folder whose layouts may be read, if there is one.
-        long: the class of the tasks that take minutes, `module:name`, which stand above this package.
+        long: the class of the tasks that take minutes, as `module:name`, since this package may not import it.
         ending: returns whether the server is about to end, and answers that take minutes with it.
     """
     folders = [configs] if folder is None else [configs, folder]
@@ -52,7 +52,7 @@ def application(
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
-        await anyio.to_thread.run_sync(equations.worker.start)  # That of layouts starts when one is asked for.
+        await anyio.to_thread.run_sync(equations.worker.start)  # The process for layouts starts when it is asked.
         try:
             yield
         finally:
@@ -72,7 +72,7 @@ def application(
         if isinstance(given, Response):
             return given
         if desk.waiting.borrowed_tokens:
-            return _refused(503, f"another one ({task}) is under way, in another window perhaps; stop it first.")
+            return _refused(503, f"another request ({task}) is under way, perhaps in another window; stop it first.")
         return _Told(desk, task, given, ending)
 
     async def ask(request: Request, task: str, desk: _Desk) -> Response:
@@ -104,7 +104,7 @@ def application(
 
 
 class _Desk:
-    """A process that answers, the requests that wait for it, and a function that returns the most seconds of each."""
+    """A process that answers, the requests that wait for it, and a function that returns how long each may take."""
 
     def __init__(self, worker: Worker, seconds: Callable[[], float]):
         self.worker, self.seconds, self.waiting = worker, seconds, anyio.CapacityLimiter(1)
@@ -113,7 +113,7 @@ class _Desk:
 class _Told(Response):
     """An answer in lines of JSON: notes, then the status and the last part.
 
-    If the page goes away, or its button stops it, the connection ends, and the process that answers with it.
+    If the page goes away, or its button stops the answer, the connection ends, and so does the process that answers.
     """
 
     def __init__(self, desk: _Desk, task: str, given: Mapping[str, Any], ending: Callable[[], bool]):
@@ -137,7 +137,7 @@ class _Told(Response):
             try:
                 while (await receive())["type"] != "http.disconnect":
                     pass
-            finally:  # Also if the whole page is ended: the thread that waits for the answer cannot be.
+            finally:  # Also if the server ends: the thread that waits for the answer cannot be cancelled.
                 while not ended:
                     self._desk.worker.interrupt()
                     with anyio.CancelScope(shield=True):
@@ -169,7 +169,7 @@ def _names() -> list[str]:
 
 
 def _file(name: str) -> Callable[[Request], Awaitable[Response]]:
-    """Return an endpoint that answers with a file of the page, read now: no path of a request leads to a file."""
+    """Return an endpoint that answers with a file of the page, read now, so that no request can name another file."""
     content = files(__package__).joinpath("static").joinpath(name).read_bytes()
 
     async def answer(_: Request) -> Response:
@@ -184,7 +184,7 @@ async def _figures(_: Request) -> Response:
 
 
 async def _unknown(request: Request, error: Exception) -> Response:
-    """Answer a request for what is not there, or by a method that it does not take."""
+    """Answer a request for a path that does not exist, or with a method that the path does not take."""
     assert isinstance(error, HTTPException)
     if error.status_code == 405:
         return _refused(405, f"{request.method} is not a method of {request.url.path[:100]}.")

@@ -18,7 +18,7 @@ DEVICES = 32
 
 
 class Tasks:
-    """All that a page may ask for, by name.
+    """The tasks that a page may ask for, by name.
 
     Args:
         configs: the folder of the shipped configs; None for a process that plans no layouts.
@@ -95,7 +95,7 @@ class Tasks:
 def answered(
     task: Callable[[Mapping[str, Any]], dict[str, Any]], given: Mapping[str, Any]
 ) -> tuple[int, dict[str, Any]]:
-    """Return the HTTP status of a request, and the answer: `refused` with the reason if no page sends it."""
+    """Return the HTTP status of a request, and the answer: `refused`, with the reason, if no page would send it."""
     try:
         return 200, task(given)
     except BadRequest as error:

@@ -1,8 +1,8 @@
-"""Answers in a process of their own, which is ended if one takes too long.
+"""A separate process that computes answers, and that is ended if an answer takes too long.
 
-The processes speak in lines of JSON. A process answers one line after the other, by the tasks of a class that the
-server names, and ends when its input is closed, at once if the page ends while it still computes. Before an answer
-there may be notes: how far it is, and the parts that are known already.
+The processes exchange lines of JSON. The worker answers one line after the other, with the tasks of a class that the
+server names. It ends as soon as its input is closed, even if it still computes when the page ends. Notes may come
+before an answer: its progress, and the parts that are known already.
 """
 
 import json
@@ -29,7 +29,7 @@ class TooLong(RuntimeError):
 
 
 class Ended(RuntimeError):
-    """The process ended without an answer, for want of memory perhaps."""
+    """The process ended without an answer, perhaps because it had too little memory."""
 
 
 class Worker:
@@ -37,7 +37,7 @@ class Worker:
 
     Args:
         tasks: the class whose tasks the process runs, `module:name`; it is called with the folders.
-        folders: those of the configs and of the user's layouts, for a process that plans layouts.
+        folders: the folders of the configs and of the user's layouts, for a process that plans layouts.
     """
 
     def __init__(self, tasks: str, *folders: Path):
@@ -59,11 +59,11 @@ class Worker:
         Args:
             task: the name of a task.
             given: the object of the request.
-            seconds: the longest that it may take, without the start of the process.
+            seconds: the most seconds that the answer may take, not counting the start of the process.
             tell: receives each note as JSON.
 
         Raises:
-            TooLong: it took longer.
+            TooLong: the answer took longer.
             Ended: the process ended without an answer, or the page is about to end.
         """
         with self._lock:
@@ -91,7 +91,7 @@ class Worker:
     def interrupt(self) -> None:
         """End the process; the answer that is waited for is lost, and the next request starts another one."""
         process = self._process
-        if process is not None:  # Without the lock: somebody may wait for an answer.
+        if process is not None:  # Without the lock, which a thread that waits for an answer holds.
             _kill(process)
 
     def close(self) -> None:
@@ -103,11 +103,11 @@ class Worker:
 
     def _start(self) -> subprocess.Popen[str]:
         if self._closed:
-            raise Ended("the page is about to end.")
+            raise Ended("the page is shutting down.")
         if self._process is not None and self._process.poll() is None:
             return self._process
         self._stop()
-        # Imported from where this process has it, and never from the current folder.
+        # Modules are imported from where this process finds them, and never from the current folder.
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
         # Nothing runs on a device, and a TPU or GPU belongs to the program that trains.
         environment |= {"JAX_PLATFORMS": "cpu"}
@@ -174,7 +174,7 @@ def main() -> None:
 
 
 def _listen(requests: "queue.Queue[str]") -> None:
-    """Read the requests; end the process at once when there will be no more."""
+    """Read the requests; end the process as soon as standard input is closed."""
     for line in sys.stdin:
         requests.put(line)
     os._exit(0)

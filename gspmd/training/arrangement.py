@@ -85,7 +85,7 @@ def make_mesh(sharding: ShardingConfig, layout: Layout, sizes: Mapping[str, int]
     """Start the backend and make the mesh, with every axis of the layout.
 
     Args:
-        sharding: the requested mesh or number of devices; None for all devices.
+        sharding: the requested mesh or number of devices; if it names neither, all devices are used.
         layout: factors devices into a mesh that divides the sizes, if no mesh is given.
         sizes: sizes of the model's dimensions, as for `Layout.check`.
         host_devices: number of fake devices of a CPU if neither a mesh nor their number is requested.
@@ -98,14 +98,14 @@ def make_mesh(sharding: ShardingConfig, layout: Layout, sizes: Mapping[str, int]
     wanted = _wanted(sharding)
     if given:
         layout.check(sizes, given)
-    elif wanted:  # This raises before the devices are started.
+    elif wanted:  # A fault is raised before the devices are started.
         given = layout.mesh_for(wanted, sizes)
     devices = start(sharding, host_devices=host_devices)
     return _mesh(given or layout.mesh_for(len(devices), sizes), devices, sharding)
 
 
 def start(sharding: ShardingConfig, *, host_devices: int = 8) -> list[jax.Device]:
-    """Start the backend, and return the devices for the mesh or the settings; `host_devices` as for `make_mesh`.
+    """Start the backend, and return as many devices as the settings ask for; `host_devices` as for `make_mesh`.
 
     Raises:
         ConfigError: mesh and number of devices contradict each other.

@@ -37,16 +37,16 @@ class TrainingConfig:
     batch: int = 32
     """Sequences per update, over all devices."""
     length: int = 256
-    """Tokens that a sequence predicts: bytes, without a tokenizer."""
+    """Tokens that a sequence predicts; they are bytes if there is no tokenizer."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype that the model computes in."""
     parameter_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype in which matrices are stored and sent; with bfloat16 the optimizer keeps float32 master copies."""
     data: tuple[str, ...] = ()
-    """Files of text, JSON lines (.jsonl) or Parquet, or glob patterns ('path/*.txt', quoted; in a file, they begin in
-    that file's folder); none for the source of Python's standard library."""
+    """Files of text, JSON lines (.jsonl) or Parquet, or glob patterns ('path/*.txt', quoted; in a settings file,
+    relative to its folder); if not given, the source of Python's standard library."""
     objective: Literal["next-token", "span-corruption", "prefix", "pairs"] = "next-token"
-    """Task that the text is made into: next-token for a decoder-only model; span-corruption (T5, Switch), prefix or
+    """Task that the text is turned into: next-token for a decoder-only model; span-corruption (T5, Switch), prefix or
     pairs for an encoder–decoder."""
     source_length: int = 256
     """Tokens of an encoder's input; --length is for its decoder."""
@@ -73,8 +73,8 @@ class TrainingConfig:
     validation_batches: int = 8
     """Batches of a validation during training, spread over the held-out text."""
     final_validation_batches: int | None = None
-    """Batches of the validation at the end, spread likewise; 0 for all of the held-out text. If not given 500, or 16
-    for a run of fewer than 50 steps."""
+    """Batches of the validation at the end, spread in the same way; 0 for all of the held-out text. If not given, 500,
+    or 16 for a run of fewer than 50 steps."""
     log_every: int = 10
     """Updates between two lines with the loss; 0 for a line every few seconds."""
     save_every: int = 100
@@ -94,20 +94,23 @@ class TrainingConfig:
     non_finite: int = 0
     """Largest number of updates to skip because their loss or gradient is not finite; one more ends the run."""
     frozen: tuple[str, ...] = ()
-    """Patterns of parameters that stay as they are, such as 'embedding.*', quoted: no gradient, no optimizer state."""
+    """Patterns of parameters that are not trained, such as 'embedding.*', quoted; they have no gradient and no
+    optimizer state."""
     seed: int = 0
     """Seed of parameters, order of the data, and the router's noise."""
     relayout: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
     """A change of layout after a step, such as 200=zero-3, or 200=zero-3:x=4,y=2 with its mesh; repeatable."""
     log: Literal["wandb"] | None = None
-    """Service for figures, pictures and texts beside metrics.jsonl and TensorBoard: wandb for Weights & Biases."""
+    """Service that also receives figures, pictures and texts, like metrics.jsonl and TensorBoard: wandb for Weights &
+    Biases."""
     profile: str = ""
     """Steps to profile, FROM:TO, such as 20:24; the XProf trace goes to profile/ in the run's folder."""
     prompt: str = "def "
     """Beginning of the text that is generated at the end."""
     sample_bytes: int | None = None
-    """Length of that text in tokens: bytes, without a tokenizer; 0 for none. If not given 256, or 0 for a run of fewer
-    than 50 steps. If the model's context has room for fewer, it has these."""
+    """Length of the text that is generated at the end, in tokens, which are bytes if there is no tokenizer; 0 for none.
+    If not given, 256, or 0 for a run of fewer than 50 steps. If the model's context has room for fewer tokens, the text
+    has as many as fit."""
 
     def __post_init__(self):
         faults: list[str] = []
@@ -183,9 +186,9 @@ class OptimizerConfig:
     clip: float = 1.0
     """Largest global norm of a gradient; 0 for no clipping."""
     moments: Literal["float32", "int8"] = "float32"
-    """Dtype in which Adam's moments are kept; int8: in blocks with a scale, rounded stochastically."""
+    """Dtype in which Adam's moments are kept; int8 has a scale for each block of numbers, and rounds stochastically."""
     moments_block: int = 64
-    """Numbers that share a scale in int8, along the last dimension of a parameter; a device has whole blocks."""
+    """Numbers that share a scale in int8, along the last dimension of a parameter; each device has whole blocks."""
 
     def __post_init__(self):
         faults: list[str] = []
@@ -195,7 +198,7 @@ class OptimizerConfig:
             if not 0 <= getattr(self, name) <= 1:
                 faults.append(f"{name} must be between 0 and 1, but is {getattr(self, name)}.")
         for name in ("beta1", "beta2"):
-            # Adam divides its moments by 1 - beta^step, which is 0 where nothing decays.
+            # Adam divides its moments by 1 - beta^step, which is 0 if beta is 1.
             if not 0 <= getattr(self, name) < 1:
                 faults.append(f"{name} must be at least 0 and less than 1, but is {getattr(self, name)}.")
         if self.moments != "int8" and self.moments_block != type(self).moments_block:
@@ -207,14 +210,14 @@ class OptimizerConfig:
 
 @dataclass(frozen=True)
 class Update:
-    """The update of a step, whatever the layout and the mesh.
+    """The settings of a step's update, which do not depend on the layout and the mesh.
 
     Attributes:
         optimizer: rates and decays.
         steps: total number of updates.
         microbatches: parts of a batch that are computed one after the other, or that go through stages.
-        frozen: patterns of parameters that stay as they are.
-        parameter_dtype: what matrices are stored in; if not float32, the optimizer has float32 masters.
+        frozen: patterns of parameters that are not trained.
+        parameter_dtype: the dtype in which matrices are stored; if not float32, the optimizer has float32 masters.
     """
 
     optimizer: OptimizerConfig
@@ -229,8 +232,8 @@ class ShardingConfig:
     """The devices, the mesh over them, and the layout on it."""
 
     layout: str = "gshard"
-    """A preset's name, the path of a layout file (in a file, it begins in that file's folder), or auto, for runs and
-    generated text: the layout is then searched for the devices at hand, or for --mesh."""
+    """A preset's name, the path of a layout file (in a settings file, relative to its folder), or auto (only in
+    `gspmd train` and `gspmd generate`): a layout is then searched for the devices at hand, or for --mesh."""
     set: Annotated[tuple[str, ...], tyro.conf.UseAppendAction] = ()
     """One change to the layout, such as ffn.w_in=E_xF_y; repeatable."""
     lowering: Lowering | None = None
@@ -304,7 +307,7 @@ def _pattern_beside(pattern: str, folder: Path) -> str:
 
 
 def _check_objective(config: TrainingConfig, faults: list[str]) -> None:
-    """Add a fault for every setting of the rows that is out of range, or that the objective does not use."""
+    """Add a fault for every setting of an objective that is out of range, or that the chosen objective does not use."""
     positive(faults, source_length=config.source_length, mean_span=config.mean_span)
     if not 0 < config.noise_density < 1:
         faults.append(f"noise_density must be between 0 and 1, but is {config.noise_density}.")

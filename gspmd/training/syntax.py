@@ -40,7 +40,7 @@ class Processes:
     Attributes:
         address: host and port of the first process.
         processes: the number of processes.
-        process: this one's number.
+        process: the number of this process.
     """
 
     address: str
@@ -69,7 +69,7 @@ def parse_processes(text: str) -> Processes:
         fault = f"distributed has port {int(port)}; give one from 1 to 65535, in {text!r}."
     elif int(given["process"]) >= int(given["processes"]):
         most = int(given["processes"]) - 1
-        fault = f"distributed has processes 0 to {most}, but this one is to be process {int(given['process'])}."
+        fault = f"distributed has processes 0 to {most}, but this one would be process {int(given['process'])}."
     if fault:
         raise ConfigError(f"cannot read the processes {text!r}:", [fault])
     return Processes(address, int(given["processes"]), int(given["process"]))
@@ -104,14 +104,11 @@ AUTO = "auto"
 
 
 def lines_searched(layout: str) -> str | None:
-    """Return the file whose lines `--layout` asks to search; `""` for a model whose lines are known.
+    """Return the file of `--layout auto:FILE`, `""` for `--layout auto`, and None for the name of a layout.
 
     Example:
         >>> lines_searched("auto"), lines_searched("auto:mixer.toml"), lines_searched("zero-3")
         ('', 'mixer.toml', None)
-
-    Returns:
-        None if it names a layout.
     """
     name, _, file = layout.partition(":")
     return file if name == AUTO else None

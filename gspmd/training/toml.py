@@ -21,11 +21,11 @@ class Dataclass(Protocol):
 T = TypeVar("T", bound=Dataclass)
 
 
-_LINES, _WIDTH = 24, 600  # The limits of a message; a given text may be of any length.
+_LINES, _WIDTH = 24, 600  # Limits of a message, since the values that it quotes may be of any length.
 
 
 class ConfigError(ValueError):
-    """An invalid configuration. The message lists the faults, one per line; `.faults` holds every one."""
+    """An invalid configuration. The message lists the first faults, one per line; `.faults` has all of them."""
 
     def __init__(self, doing: str, faults: typing.Sequence[str]):
         self.faults = tuple(faults)
@@ -40,7 +40,7 @@ def _shortened(line: str) -> str:
 
 
 Typing = Callable[[type[T], Mapping[str, Any]], tuple[type[T], Mapping[str, Any]]]
-"""A function from a dataclass and the values of a file to the dataclass with which to read them, and its values."""
+"""A function that takes a dataclass and the values of a file, and returns the dataclass to read and its values."""
 
 
 def load_toml(cls: type[T], path: str | Path, typed: Typing | None = None) -> T:
@@ -113,8 +113,7 @@ LIMIT = 2**31
 
 
 def positive(faults: list[str], **values: float | None) -> None:
-    """Add a fault for every value that is not a finite number above zero, or a whole number not below `LIMIT`; None
-    passes.
+    """Add a fault for every value that is not positive, not finite, or a whole number of at least `LIMIT`; None passes.
 
     Example:
         >>> faults = []
@@ -154,7 +153,7 @@ def not_a_choice(name: str, value: object, choices: typing.Sequence) -> str:
 
 
 def _tables(cls: type) -> dict[str, list[str]]:
-    """Return the tables of a file in which a key may stand, by its name."""
+    """Return, for the name of each key, the tables of a file in which it may stand."""
     tables: dict[str, list[str]] = {}
     for name, hint in typing.get_type_hints(cls).items():
         table, _ = _unwrap(hint)
@@ -204,7 +203,7 @@ def _text_fault(text: str) -> str | None:
         return "must have no null bytes"
     try:
         text.encode()
-    except UnicodeEncodeError:  # A name in another encoding, with which a run's config.json could not be read back.
+    except UnicodeEncodeError:  # A run's config.json with a name in another encoding could not be read back.
         return "must be UTF-8"
     return None
 

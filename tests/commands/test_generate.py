@@ -172,7 +172,7 @@ def test_an_id_that_the_tokenizer_does_not_have_ends_a_text_and_is_said(capsys):
     generate.write(printing.console(200, stderr=True), ["p"], texts, bursts, ended)
     out, said = capsys.readouterr()
     assert out == "=== text 1 of 3 ===\npx\ufffd\n=== text 2 of 3 ===\npxy\n=== text 3 of 3 ===\np\n"
-    assert said.endswith("\nText 1 ended at id 299, which the model has a row for, and the tokenizer no token.\n")
+    assert said.endswith("\nText 1 ended at id 299, for which the model has a row but the tokenizer no token.\n")
     assert said.count("ended at id") == 1
     assert ended == {0, 2}
     assert [text.unknown for text in texts] == [299, None, None]
@@ -239,7 +239,7 @@ def test_explain_shows_the_encoder(capsys, translator):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ([], "ConfigError: cannot generate text:\n  --checkpoint names the folder of the model; it is missing."),
+        ([], "ConfigError: cannot generate text:\n  --checkpoint is missing; it names the folder of the model."),
         (["--checkpoint", "nowhere"], "CheckpointError: cannot read the model of checkpoint 'nowhere':"),
         (["--prompt", ""], "GenerationError: cannot continue an empty prompt (prompt 2 of 2); give at least one token"),
         *(
@@ -435,7 +435,7 @@ def test_a_chat_is_the_system_then_the_turns_of_a_file_then_the_prompt(tmp_path)
         ),
         (
             ["--chat", "--messages", "system.json", "--system", "s"],
-            "ConfigError: cannot generate text:\n  'system.json' has a message of the system too; leave out --system.",
+            "ConfigError: cannot generate text:\n  'system.json' already has a system message; leave out --system.",
         ),
     ],
 )

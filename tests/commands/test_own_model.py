@@ -166,7 +166,7 @@ def test_its_layout_is_searched_for_the_devices_and_stays_with_the_run(folder, c
 @pytest.mark.parametrize(
     ("text", "name", "message"),
     [
-        ("", "mixer", "a model is named MODULE:NAME, as mixer:Mixer for the class Mixer of mixer.py."),
+        ("", "mixer", "a model is named MODULE:NAME, such as mixer:Mixer for the class Mixer of mixer.py."),
         ("", "no_such:Mixer", "there is no module 'no_such' in {here!r}, nor where Python looks for modules."),
         ("", "{name}s:Mixer", "nor where Python looks for modules. Did you mean '{name}'?"),
         ("import no_such_library", "{name}:Mixer", "its module imports 'no_such_library', which is not installed."),
@@ -195,7 +195,7 @@ def test_what_is_no_model_is_named(folder, text, name, message):
 def test_a_module_of_another_folder_is_not_taken_for_it(folder):
     here, _ = folder
     (here / "json.py").write_text("")
-    with pytest.raises(ConfigError, match=r"Python has another module 'json' already, .*; give the file another name."):
+    with pytest.raises(ConfigError, match=r"Python already has another module 'json', .*; give the file another name."):
         finding.find("json:Mixer")
 
 

@@ -161,7 +161,7 @@ def test_no_damage_of_the_tokenizer_that_a_run_keeps_is_believed(files, tmp_path
         for damaged in (flipped, content[: len(content) // 2], b""):
             path.write_bytes(damaged)
             with pytest.raises(
-                ConfigError, match=f"tokenizer' is damaged: .*{path.name}.*\n  A resume of the run writes"
+                ConfigError, match=f"tokenizer' is damaged: .*{path.name}.*\n  Resume the run, which writes it again"
             ):
                 Source.at(tmp_path)
             train.keep_tokenizer(Console(file=said, width=500), kept, tokenizer, str(files / "public"))

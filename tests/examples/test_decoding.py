@@ -219,7 +219,7 @@ class Wrong(type(RECURRENCE.model)):
         ("kept", "kept has to return a mapping of names to gspmd.training.model.Kept, and not [1]"),
         ("logits", "step has to return logits [3, 1, 256], and not an array float32[3, 256]"),
         ("dtype", "step has to return 'state' as it was, an array float32[4, 3, 256], and not an array bfloat16"),
-        ("lost", "step lost 'state' of what is kept"),
+        ("lost", "step has to return the arrays of kept, and lost 'state'"),
         ("one", "step has to return logits and a mapping of what is kept, and not an array"),
     ],
 )

@@ -145,7 +145,7 @@ def test_a_line_without_a_spec_is_refused():
     status, answer = Tasks(CONFIGS).run("layout", ASKED | {"lines": "ffn"})
     assert (status, answer) == (
         400,
-        {"refused": "the line 'ffn' of a layout is no key and spec, such as ffn.w_in = E_xF_y."},
+        {"refused": "the line 'ffn' of a layout is not KEY = SPEC, such as ffn.w_in = E_xF_y."},
     )
 
 

@@ -98,7 +98,7 @@ def test_processes():
     for port in (99999, 65536, 0):
         port_fault = f"distributed has port {port}; give one from 1 to 65535, in 'node:{port},processes=2,process=1'."
         assert faults(ShardingConfig, distributed=f"node:{port},processes=2,process=1") == (port_fault,)
-    most = ("distributed has processes 0 to 1, but this one is to be process 2.",)
+    most = ("distributed has processes 0 to 1, but this one would be process 2.",)
     assert faults(ShardingConfig, distributed="node:1,processes=2,process=2") == most
 
 

@@ -131,8 +131,8 @@ def _wrapped(module: Module, instruction: Instruction, devices: int) -> Collecti
 def _fused(module: Module, fusion: Instruction, devices: int) -> Collective | None:
     """Return the collective in a fusion of the TPU compiler.
 
-    A reduce-scatter is an all-reduce fused with a slice there. An asynchronous collective is three fusions: one starts
-    it, one computes products meanwhile and passes it on, one waits for it.
+    There, a reduce-scatter is an all-reduce fused with a slice, and an asynchronous collective is three fusions: one
+    starts it, one computes products meanwhile and passes it on, and one waits for it.
     """
     inner = module.computations[fusion.called[0]]
     phase = _ASYNCHRONOUS.get(inner.root.attribute("custom_call_target").strip('"'), "sync")
@@ -162,7 +162,7 @@ def _rings(scheduled: Instruction, group: int) -> tuple[int, ...]:
 
     - A strategy lists them as cores, `cores:{4 4 4}`.
     - A gather by `1DAllGather...` has one ring.
-    - On a SparseCore the data is in as many parts as there are colors. All parts travel along the same rings of chips,
+    - On a SparseCore the data is divided into one part per color. All parts travel along the same rings of chips,
       in different orders and directions, so the rings of the first are returned. If both devices of each chip are in
       the group, a ring of 2 is added.
     """

@@ -60,7 +60,7 @@ class Product:
 
 
 def product(module: Module, computation: Computation, instruction: Instruction) -> Product | None:
-    """Return the matrix product of a dot, of a library's call, or of a fusion that has one; None without one.
+    """Return the matrix product of a dot, of a library's call, or of a fusion that has exactly one; None for others.
 
     Args:
         module: the program.
@@ -94,7 +94,7 @@ def product(module: Module, computation: Computation, instruction: Instruction) 
 
 
 def uncounted(module: Module, computation: Computation, instruction: Instruction) -> Iterator[tuple[str, str]]:
-    """Return name and target of kernels and library calls whose products `product_flops` cannot count.
+    """Yield the name and target of kernels and library calls whose products `product_flops` cannot count.
 
     Args:
         module: the program.
@@ -162,7 +162,7 @@ def _convolution(computation: Computation, convolution: Instruction) -> int:
 
 
 def _labels(text: str) -> tuple[str, str, str]:
-    """`bf_io->bf` as three strings of labels."""
+    """Return the three strings of labels in a text such as `bf_io->bf`."""
     operands, _, out = text.partition("->")
     left, _, kernel = operands.partition("_")
     return left, kernel, out

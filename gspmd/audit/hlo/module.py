@@ -122,7 +122,7 @@ class Instruction:
 
     @cached_property
     def _unquoted(self) -> str:
-        """The attributes with empty strings: names of users in them may look like anything."""
+        """The attributes with all strings emptied: names that users gave may look like attributes."""
         return re.sub(_STRING, '""', self.attributes)
 
     @property
@@ -215,7 +215,7 @@ class Module:
         entry: the computation that runs first.
         computations: every computation by name.
         frames: stack frames by number.
-        is_scheduled: whether the order of instructions is that of execution.
+        is_scheduled: whether the instructions are in the order of execution.
         devices: number of devices that run it; 1 if the text does not say.
         kernels: the TPU compiler's schedules of Pallas kernels, by the instruction that calls the kernel.
     """
@@ -230,7 +230,7 @@ class Module:
 
     @cached_property
     def callers(self) -> dict[str, list[tuple[Computation, Instruction]]]:
-        """For each computation the instructions that run it, with their computations."""
+        """For each computation, the instructions that run it, each after the computation that contains it."""
         callers: dict[str, list[tuple[Computation, Instruction]]] = {}
         for computation in self.computations.values():
             for instruction in computation.instructions:
@@ -239,7 +239,7 @@ class Module:
         return callers
 
     def source(self, instruction: Instruction, skip: tuple[str, ...] = ()) -> str:
-        """`file:line` of the innermost frame in a file whose path begins with none of `skip`; empty if unknown."""
+        """Return `file:line` of the innermost frame in a file whose path does not begin with any of `skip`, or ""."""
         if instruction.line and not instruction.line[0].startswith(skip or ("\0",)):
             return f"{instruction.line[0]}:{instruction.line[1]}"
         for frame in self.stack(instruction):

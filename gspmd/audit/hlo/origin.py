@@ -65,7 +65,7 @@ def origin(
 
 
 def _producers(computation: Computation, instruction: Instruction) -> list[Instruction]:
-    """Return the producer of an instruction's first operand, that producer's own, and a few more."""
+    """Return the producer of an instruction's first operand, the producer of that one's first operand, and so on."""
     producers: list[Instruction] = []
     while instruction.operands and len(producers) < _NEAR:
         instruction = computation.by_name[instruction.operands[0]]
@@ -108,9 +108,9 @@ def by_origin(
 
 
 def _in_step(placed: Placed, kind: str) -> bool:
-    """Return whether an instruction is in a step that sends by collectives of a kind.
+    """Return whether an instruction is in a step whose collective is of this kind.
 
-    An instruction that reshapes a result may be in the step that uses it instead, such as a product.
+    An instruction that reshapes a result may instead be in the step that uses the result, such as a product.
     """
     step = innermost(placed[1].op_name)[1]
     planned = read_step(step).kind if step else ""

@@ -44,7 +44,7 @@ def _groups(text: str, devices: int) -> Groups:
 
 
 def _of_iota(text: str) -> Groups:
-    """`[4,2]<=[2,4]T(1,0)`: the numbers 0 to 7 as a 2 by 4 array, transposed, cut into four groups of two."""
+    """Read `[4,2]<=[2,4]T(1,0)`: the numbers 0 to 7 as a 2 by 4 array, transposed, cut into four groups of two."""
     parts = re.match(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text)
     if not parts:
         raise PlanError(
@@ -58,7 +58,7 @@ def _of_iota(text: str) -> Groups:
 
 @lru_cache(maxsize=4096)
 def _of_mesh(text: str, reordered: str) -> Groups:
-    """`mesh['x'=4,'y'=2] {'y'}`: the groups along named axes of a mesh.
+    """Read `mesh['x'=4,'y'=2] {'y'}`: the groups along named axes of a mesh.
 
     `'x':(2)4` is part of an axis: x is split into 2, 4 and the rest, major first, and this is the second part. A mesh
     whose devices are in another order is followed by `device_ids=(1,0,...)`, or `device_ids=([2,4]T(1,0))`.
@@ -127,7 +127,7 @@ def touched_by(instruction: Instruction, mesh: Mapping[str, int]) -> tuple[str, 
 def shared_node(instruction: Instruction, devices: int, node: int) -> int:
     """Return the fewest devices of a group that share a node of `node` devices; 0 if every group is on one node.
 
-    A permute in which anything leaves a node has 1.
+    For a permute it is 1 if anything leaves a node.
     """
     if moves := pairs(instruction):
         return int(any(source // node != target // node for source, target in moves))

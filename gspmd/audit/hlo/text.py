@@ -1,4 +1,4 @@
-"""Scanning HLO text: up to a delimiter outside of brackets and strings, and for integers."""
+"""Scan HLO text: up to a delimiter outside of brackets and strings, and for integers."""
 
 import re
 

@@ -35,7 +35,7 @@ class Change:
 
 @dataclass(frozen=True, repr=False)
 class Difference(Printed):
-    """Two ledgers compared; counts and bytes are per device and execution. False if they are equal.
+    """Two ledgers compared; counts and bytes are per device and execution. It is false if they are equal.
 
     Attributes:
         rows: the changes, most bytes first.

@@ -54,7 +54,7 @@ class Comparison(Printed):
         return tuple(row for row in self.rows if row.verdict == verdict)
 
     def table(self) -> Sheet:
-        """Planned and compiled bytes of every kind and set of axes."""
+        """Return planned and compiled bytes of every kind and set of axes, as a rich table."""
         sheet = Sheet("planned and compiled, bytes sent per device", _TOTALS)
         for (kind, axes), (planned, compiled) in sorted(self.totals.items(), key=lambda row: -max(row[1])):
             figures = amount_of_bytes(planned), amount_of_bytes(compiled)
@@ -63,11 +63,11 @@ class Comparison(Printed):
         return sheet
 
     def steps_table(self, verdicts: Sequence[str] = VERDICTS[1:], together: bool = False) -> Sheet:
-        """Return the steps with some verdicts, by default all that differ from the plan; equal steps in one row.
+        """Return the steps with some verdicts, by default all that differ from the plan; equal steps share a row.
 
         Args:
             verdicts: the verdicts whose steps have a row.
-            together: give the steps that one collective carries with another step a single row, which counts them.
+            together: whether all steps that travel in the collective of another step share a row, with their number.
         """
         sheet = Sheet("step by step, where they differ", _STEPS)
         found = [row for verdict in verdicts for row in self[verdict]]
@@ -79,7 +79,7 @@ class Comparison(Printed):
         return sheet
 
     def figure(self) -> "Figure":
-        """Draw planned and compiled bytes as bars, by kind and mesh axes: planned pale, compiled below it.
+        """Draw planned and compiled bytes as bars, by kind and mesh axes: planned bytes are pale, above compiled ones.
 
         >>> Comparison((), {("all-gather", ("x",)): (96, 96)}).figure().title
         'planned (pale) and compiled, bytes per device'
@@ -143,7 +143,7 @@ def _added_up(rows: Iterable[ComparedStep]) -> Iterator[ComparedStep]:
 
 
 def _carried_together(rows: Iterable[ComparedStep]) -> Iterator[ComparedStep]:
-    """Yield rows; those of several steps that travel in another step's collective become one, with their number."""
+    """Yield rows; all steps that travel in the collective of another step share a row, with their number."""
     groups: dict[object, list[ComparedStep]] = defaultdict(list)
     for number, row in enumerate(rows):
         groups[(row.carrier, row.verdict, row.kind, row.axes) if row.carrier else number].append(row)

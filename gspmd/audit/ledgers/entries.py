@@ -30,9 +30,9 @@ class Entry:
         step: the plan's step, `step2.reduce-scatter.x`; empty if the compiler chose it within an equation.
         name: the name of the instruction in the HLO.
         asynchronous: whether separate instructions start it and wait for it.
-        arrays: number of arrays of this entry that it moves at once.
+        arrays: number of arrays that this entry moves in one run.
         group: number of devices that communicate with each other.
-        together: number of arrays that the instruction moves, those of other entries included.
+        together: number of arrays that the instruction moves in one run, including those of other entries.
         network_bytes: the part of `wire_bytes` that crosses the network between nodes of GPUs or TPU slices; 0 if the
             ledger does not know which devices share a node.
     """
@@ -65,7 +65,7 @@ def asked_for_by(equation: str, step: str, source: str) -> str:
 
 
 def step_text(step: str) -> str:
-    """`step2.reduce-scatter.x` as `step 2`."""
+    """Return the scope of a step in words: `step2.reduce-scatter.x` as `step 2`."""
     return f"step {read_step(step).number}" if step else ""
 
 

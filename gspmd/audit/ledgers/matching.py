@@ -1,6 +1,6 @@
 """Match compiled collectives with planned steps, by their scopes.
 
-An equation and the scope of one of its steps, `step2.reduce-scatter.x`, name a step on either side.
+A step has the same name in the plan and in the program: its equation, and its scope, `step2.reduce-scatter.x`.
 """
 
 from collections import Counter, defaultdict
@@ -48,7 +48,7 @@ def credit_shared_steps(plan: ProgramPlan, entries: Sequence[Entry]) -> list[Ent
     """Credit entries that were compiled in the scope of a shared step to the step with the same result.
 
     Among equal collectives the plan counts the first, and the compiler may keep any. Looped steps may share only some
-    of their permutes: then a part of the entry is credited.
+    of their permutes: then only a part of the entry is credited.
     """
     planned, named = planned_steps(plan.entries), by_name(entries)
     surplus = Counter({name: compiled_total(found)[1] for name, found in named.items()})  # bytes in excess of the plan
@@ -66,7 +66,7 @@ def credit_shared_steps(plan: ProgramPlan, entries: Sequence[Entry]) -> list[Ent
 
 
 def _firsts(shared: Sequence[PlannedStep], planned: Iterable[Name]) -> list[Name]:
-    """Return the steps whose results shared ones use."""
+    """Return the steps whose results the shared steps use."""
     return [name for name in planned if any(step.first == (name[0], read_step(name[1]).number) for step in shared)]
 
 
@@ -95,7 +95,7 @@ def _split(entry: Entry, amount: int) -> tuple[Entry | None, Entry | None]:
 
 
 def under_axes_of_steps(planned: Mapping[Name, list[PlannedStep]], entries: Sequence[Entry]) -> list[Entry]:
-    """Return the entries, giving the parts of a step that was compiled axis by axis all axes of the step."""
+    """Return the entries; the parts of a step that was compiled axis by axis get all axes of the step."""
     axes = {}
     for name, found in by_name(entries).items():
         if name not in planned:

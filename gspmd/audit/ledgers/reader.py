@@ -30,8 +30,8 @@ def ledger(compiled: Any, mesh: Any = None) -> Ledger:
 
     Args:
         compiled: `jax.jit(f).lower(...).compile()`, for any platform, or the text of its optimized HLO.
-        mesh: a mesh, or sizes of its axes in its order; by default that of the program's inputs or outputs, or
-            otherwise the current mesh.
+        mesh: a mesh, or sizes of its axes in its order; by default the mesh of the program's inputs or outputs, or else
+            the current mesh.
 
     Returns:
         A `Ledger`: every collective with its mesh axes, executions, bytes, dtype, plan step and source line.
@@ -63,7 +63,7 @@ def of_module(module: Module, mesh: Mapping[str, int], chip: Chip | None = None)
     if module.devices not in (1, prod(mesh.values())):
         raise PlanError(
             f"cannot name the mesh axes of {module.name}: {module.devices} devices run it, and the mesh "
-            f"{mesh_text(mesh)} has {prod(mesh.values())}.\n  Give mesh=, the one that it was compiled for."
+            f"{mesh_text(mesh)} has {prod(mesh.values())}.\n  Give mesh=, the mesh that it was compiled for."
         )
     reader = _ModuleReader(module, mesh, chip)
     entries, flops = reader.read(module.entry, 1)
@@ -75,7 +75,7 @@ def of_module(module: Module, mesh: Mapping[str, int], chip: Chip | None = None)
 
 
 class _ModuleReader:
-    """Read a module from its entry, times the trips of its loops."""
+    """A reader of a module from its entry on, which multiplies a loop's body by its trips."""
 
     def __init__(self, module: Module, mesh: Mapping[str, int], chip: Chip | None):
         self.module, self.mesh = module, mesh

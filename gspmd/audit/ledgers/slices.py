@@ -27,9 +27,9 @@ def by_bytes(
 ) -> list[Entry]:
     """Return the entries of a program of several slices under the names, kinds and axes of the steps that they run.
 
-    A step gets as many executions as it has trips, of collectives with exactly the kinds, axes and bytes of its parts:
-    first collectives with its own name, then collectives without a name. A step gets no collective if one of its parts
-    is not found.
+    A step with n trips gets n executions of collectives with exactly the kinds, axes and bytes of its parts: first of
+    collectives with its own name, then of collectives without a name. A step gets no collective if one of its parts is
+    not found.
 
     Args:
         steps: the planned steps that run.
@@ -65,9 +65,9 @@ def by_bytes(
 def whole_permutes(entries: Sequence[Entry]) -> list[Entry]:
     """Return the entries, without the permutes within slices that belong to a permute over slices.
 
-    The compiler writes a permute over slices as two, one over slices and one within them. A device sends its piece by
-    one of the two, so only the first is counted. The second is the nearest permute of as many bytes, over the same axes
-    or some of them.
+    The compiler writes a permute over slices as two permutes, one over slices and one within them. A device sends its
+    piece by one of the two, so only the first is counted. The second is the nearest permute with the same number of
+    bytes, over the same axes or some of them.
     """
     rest: set[int] = set()
     for number, crossing in enumerate(entries):
@@ -99,7 +99,7 @@ class _Pool:
                 self._alike[entry.kind, frozenset(entry.axes), each].append(number)
 
     def take(self, ways: Iterator[Sequence[Part]], count: int, name: tuple[str, str]) -> list[Entry]:
-        """Take `count` executions of each part of the first way whose parts are all there; none if there is no way."""
+        """Take `count` executions of each part, for the first way whose parts are all left; none if no way has that."""
         for parts in ways:
             found = [(number, runs) for part in parts for number, runs in self._find(part, count, name)]
             if sum(runs for _, runs in found) == count * len(parts):
@@ -107,7 +107,7 @@ class _Pool:
         return []
 
     def take_hops(self, planned: PlannedStep, name: tuple[str, str]) -> list[Entry]:
-        """Take the permutes of a step that is looped: hops of as many bytes each; nothing if some are missing."""
+        """Take the permutes of a looped step, which are hops of equal bytes; nothing if some are missing."""
         step = planned.step
         for kind, axes, each in self._alike:
             if not step.kind == kind == "collective-permute" or axes != {*step.axes} or step.wire_bytes % each:
@@ -172,7 +172,7 @@ _Along = tuple[frozenset[str], int]
 
 
 def _inside(axes: Sequence[str], mesh: Mapping[str, int], across: Mapping[str, int]) -> Iterator[list[_Along]]:
-    """Yield the parts of a collective within a slice, major first: at once, or in two.
+    """Yield the parts of a collective within a slice, major first: as one part, or as two.
 
     An axis that lies over slices and within them is a separate part, without a name in the compiled program.
     """

@@ -62,7 +62,7 @@ def rows(plan: ProgramPlan, entries: Sequence[Entry]) -> Iterator[ComparedStep]:
         yield row
     for name, steps in planned_steps(plan.shared).items():
         first = steps[0].first
-        assert first is not None  # A shared step has such a first step.
+        assert first is not None  # Every shared step has one.
         equation, number = first
         other = f" of {equation}" if equation != name[0] else ""
         yield _row("shared", f"with step {number}{other}" if equation else "", name, steps, [])

@@ -1,1 +1,1 @@
-"""Offline compilation: the cost of a function on TPU slices that are not attached."""
+"""Offline compilation: the cost of a function on TPUs and GPUs that are not attached."""

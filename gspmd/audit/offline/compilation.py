@@ -60,9 +60,9 @@ def compile_offline(
             of a decode step, which are stored once and read in every step. In JAX's default order a TPU may have to
             reorder a weight before its product. Other arguments keep the order that their formats give.
         out_shardings: shardings of the results, as for `jax.jit`; needed for a donated argument whose order in memory
-            is chosen.
+            the compiler chooses.
         compiler_options: options for this program, as for `jax.jit`: `{"xla_tpu_scoped_vmem_limit_kib": 81920}`.
-        flops: model FLOPs of one execution over all devices, for the MFU; by default those of the matrix products.
+        flops: model FLOPs of one execution over all devices, for the MFU; by default the FLOPs of its matrix products.
         progress: called with the name of each phase as it starts: "planning", "lowering", "compiling", "reading".
 
     Returns:
@@ -191,7 +191,7 @@ def _mesh(given: Any, target: Topology, args: Any) -> jax.sharding.Mesh:
             raise PlanError(
                 f"cannot compile for {target.name}: there are two meshes, {mesh_text(mesh.shape)} and "
                 f"{mesh_text(meshes[-1].shape)}.\n"
-                "  Place every argument on the same one."
+                "  Place every argument on the same mesh."
             )
     return meshes[-1]
 

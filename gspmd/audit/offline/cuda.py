@@ -83,11 +83,11 @@ def _given_up() -> str:
     """Return the message for a plugin for CUDA that JAX has given up, as it may when it starts."""
     if has_nvidia_gpu():
         return (
-            "cannot compile for GPUs: this machine has a GPU, and JAX gave its plugin for CUDA up: CUDA is missing.\n"
+            "cannot compile for GPUs: this machine has a GPU, and JAX gave up its plugin for CUDA: CUDA is missing.\n"
             "  Set JAX_PLATFORMS=cpu to compile only, or install CUDA's packages with pip install 'jax[cuda12]'."
         )
     return (
-        "cannot compile for GPUs: JAX was started before gspmd was imported, and gave its plugin for CUDA up.\n"
+        "cannot compile for GPUs: JAX was started before gspmd was imported, and gave up its plugin for CUDA.\n"
         "  Import gspmd before the first use of jax.devices(), or set JAX_PLATFORMS=cpu."
     )
 

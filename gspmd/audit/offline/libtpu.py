@@ -46,8 +46,7 @@ def slice_devices(chip: Chip, sizes: str, slices: int = 1) -> tuple[jax.Device, 
 
 @contextmanager
 def own_schedules() -> Iterator[None]:
-    """Compile one program at a time, with no other schedules in the folder: several programs have kernels of one
-    name."""
+    """Compile one program at a time, with an empty folder of schedules, since programs may have kernels of one name."""
     with _COMPILING:
         shutil.rmtree(schedules_folder(), ignore_errors=True)
         try:
@@ -65,8 +64,8 @@ def with_schedules(module: Module) -> Module:
     for computation in module.computations.values():
         for name in (each.name for each in computation.instructions if each.is_kernel):
             dumps = [*schedules_folder().glob(f"*-{name}-[0-9]*-final_bundles.txt")]
-            # With several schedules the right one is unknown; without a schedule the timeline says that it has a lower
-            # bound.
+            # With several schedules the right one is unknown; without a schedule the timeline notes that its time is a
+            # lower bound.
             if len(dumps) == 1 and (schedule := KernelSchedule.read(dumps[0].read_text())):
                 kernels[name] = schedule
     return replace(module, kernels=kernels)

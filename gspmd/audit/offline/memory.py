@@ -117,7 +117,7 @@ def _path(path: Any) -> str:
 
 
 def temporaries(module: Module) -> list[AllocatedArray]:
-    """Values that a program makes in main memory, largest first."""
+    """Return the values that a program makes in main memory, largest first."""
     fused = {name for each in module.computations.values() for i in each.instructions for name in _inlined(i)}
     made = [
         _temporary(module, instruction, array, size)

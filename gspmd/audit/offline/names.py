@@ -25,7 +25,7 @@ SPELLINGS = {"a100-80gb": "a100", "h100-80gb": "h100"}
 """Other names of GPUs, besides those of chips.toml."""
 
 CORES = {"tpu-v3": 2, "tpu7x": 2}
-"""Number of devices of one chip, if it is not one (see `libtpu.py`)."""
+"""Number of devices of one chip, for chips that are more than one device (see `libtpu.py`)."""
 
 
 def shapes(chip: Chip, slices: int = 1) -> Iterator[tuple[int, ...]]:
@@ -146,9 +146,9 @@ def _impossible_nodes(chip: Chip, shape: tuple[int, ...]) -> str:
     if len(shape) > 2:
         return f"GPUs come as nodes x GPUs of a node, and {sizes} has {len(shape)} dimensions"
     if shape[-1] > node:
-        return f"a node of {chip.name} has {node} GPUs, and {sizes} takes {shape[-1]} of one"
+        return f"a node of {chip.name} has {node} GPUs, and {sizes} takes {shape[-1]} of one node"
     if len(shape) == 2 and shape[0] > 1 and shape[1] != node:
-        return f"a node of {chip.name} has {node} GPUs, and of several nodes {sizes} takes only {shape[1]} each"
+        return f"a node of {chip.name} has {node} GPUs, and {sizes} takes only {shape[1]} of each node"
     if (count := prod(shape)) > MOST_DEVICES:
         return f"gspmd describes {MOST_DEVICES:,} GPUs or fewer, and {sizes} has {count:,}"
     return ""

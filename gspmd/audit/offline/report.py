@@ -30,7 +30,7 @@ class Report(Printed):
         fits: whether everything fits in the memory of one device.
         argument_bytes: parameters, optimizer state, batch, donated arguments included.
         output_bytes: results that are not donated arguments.
-        temporary_bytes: peak of everything else; results included if it was not compiled.
+        temporary_bytes: peak of everything else, which includes the results if the program was not compiled.
         hbm_bytes: memory of one device.
         plan: the plan of the function.
         ledger, timeline: of the compiled program; None if the program was not compiled, because it does not fit.
@@ -38,7 +38,7 @@ class Report(Printed):
         buffers: the largest arrays of one device, largest first: arguments and temporaries. If it was not compiled,
             temporaries are the values of the traced function, some of which the compiler would have merged.
         compile_seconds: seconds of tracing, lowering and compiling.
-        reason: why it does not fit; in the words of a compiler that refuses it, with its binary units converted to
+        reason: why it does not fit; if a compiler refuses it, in the compiler's words, with binary units converted to
             decimal ones.
     """
 
@@ -157,8 +157,8 @@ class Report(Printed):
         """Return the summary, and below it the tables of planned and compiled bytes and of the timeline.
 
         Args:
-            details: give every step that differs from the plan its own row, also if it is one of several that travel
-                in the collective of another step.
+            details: whether every step that differs from the plan has a row of its own, even if several steps travel in
+                the collective of another step.
         """
         shown: list[Any] = [self.summary()]
         if not self.fits:

@@ -145,7 +145,7 @@ def _torus_axes(mesh: Mesh, number: int) -> tuple[int, ...]:
 
 
 def topology(name: str) -> Topology:
-    """Describe a TPU slice or nodes of GPUs by the real compiler; starts no backend, needs no TPU and no GPU.
+    """Describe a TPU slice, or nodes of GPUs, with the real compiler; it starts no backend, and needs no TPU or GPU.
 
     Args:
         name: chip and torus: `tpu-v3:4x4`, `tpu-v4:4x4x4`, `tpu-v5e:16x16`, `tpu-v5p:8x8x16`, `tpu-v6e:16x16`,
@@ -158,7 +158,7 @@ def topology(name: str) -> Topology:
 
     Raises:
         PlanError: there is no such topology; its compiler (libtpu, or JAX's plugin for CUDA) is missing, is not the
-            version that this JAX needs, or refuses; or there is none for this GPU.
+            version that this JAX needs, or refuses it; or no compiler supports this GPU.
 
     Example:
         >>> topology("v5p:4x4x8").mesh({"data": 8, "model": 16}).devices.shape  # doctest: +SKIP

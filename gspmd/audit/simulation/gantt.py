@@ -52,7 +52,7 @@ def figure(timeline: Timeline) -> "Figure":
 
     It has a row for computation, one per mesh axis, and one for copies between memories if there are any. The hidden
     part of a collective is pale. A loop is drawn as one iteration, marked with the number of iterations. The time axis
-    is that of the drawing; the title has the seconds of the whole step.
+    counts only what is drawn; the title has the seconds of the whole step.
 
     Args:
         timeline: from `gspmd.audit.timeline`.

@@ -17,12 +17,12 @@ from gspmd.audit.simulation.roofline import cost, traffic
 from gspmd.hardware.chips import Chip
 
 Value = int | dict | None
-"""A value, for waiting: the number of a transfer, a tuple with some transfers in it, or neither."""
+"""The part of a value that can be waited for: the number of a transfer, those in a tuple by index, or None."""
 
 
 _OVERFLOW_NOTE = (
-    "the compiler's estimates of some instructions overflowed; their seconds are those of products of their sizes, or "
-    "of their bytes"
+    "the compiler's estimates of some instructions overflowed; their seconds are computed from the sizes of their "
+    "products, or from their bytes"
 )
 
 
@@ -143,9 +143,9 @@ class Interpreter:
         return next((each.bytes for each in users if each.opcode.endswith("-done")), instruction.arrays[0].bytes)
 
     def _loop(self, computation: Computation, loop: Instruction, carried: Value) -> Value:
-        """Run iterations until one leaves transfers and host unchanged; it counts for all that remain.
+        """Run iterations until one leaves transfers and host unchanged; it stands for all that remain.
 
-        On a GPU the host needs no condition if it knows the number of iterations. Otherwise it waits for the device.
+        On a GPU the condition is not run if the host knows the number of iterations; otherwise the host waits for it.
         """
         runs = trips(self.module, computation, loop)
         if runs is None:
@@ -203,7 +203,7 @@ class Interpreter:
         moved: int = 0,
         sent: Collective | None = None,
     ) -> Span:
-        """Make a span of this instruction, without start and seconds for now."""
+        """Make a span of this instruction; its start and seconds are set later."""
         came = origin(self.module, computation, scheduled, sent.instruction if sent else scheduled)
         return Span(
             _name(scheduled, came.step, category),
@@ -220,7 +220,7 @@ class Interpreter:
 
 
 def _name(instruction: Instruction, step: str, category: str) -> str:
-    """Return the plan's step, or the operation that prepares it; without a plan, JAX's name for it, or the opcode."""
+    """Return the plan's step, or the operation that serves it; without a step, JAX's name of it, or the opcode."""
     if step and (category not in ("other", "copy") or ".einsum" in step):
         return step
     if step:

@@ -7,9 +7,9 @@ from gspmd.hardware.chips import Chip
 GRAPH_KERNELS = 5
 """XLA records this many kernels in a row, or more, as one CUDA graph, which the host launches as a whole.
 
-Source: XLA's flag `xla_gpu_graph_min_graph_size`. The compiled text does not show graphs: they are made of the kernels
-(openxla/xla, command_buffer_conversion_pass.cc), of fusions, copies, and calls of cuBLAS and cuDNN, but neither of
-collectives nor of loops.
+Source: XLA's flag `xla_gpu_graph_min_graph_size`. The compiled text does not show graphs. XLA makes them of fusions,
+copies, and calls of cuBLAS and cuDNN, but not of collectives or loops (openxla/xla,
+command_buffer_conversion_pass.cc).
 """
 
 _CONTROL = ("while", "conditional", "call", "async-start", "send", "recv", "infeed", "outfeed")
@@ -31,7 +31,7 @@ def launched(computation: Computation, communicating: frozenset[str], chip: Chip
         row.clear()
 
     for instruction in computation.instructions:
-        if instruction.name in communicating or _parts(instruction):
+        if instruction.name in communicating or _divides_graphs(instruction):
             close()
         elif runs(computation, instruction, chip):
             row.append(instruction.name)
@@ -39,6 +39,6 @@ def launched(computation: Computation, communicating: frozenset[str], chip: Chip
     return frozenset(found)
 
 
-def _parts(instruction: Instruction) -> bool:
+def _divides_graphs(instruction: Instruction) -> bool:
     """Return whether the kernels before and after an instruction are in different graphs."""
     return instruction.opcode in _CONTROL or instruction.opcode.endswith(("-start", "-done"))

@@ -87,7 +87,7 @@ def transfer(sent: Collective, mesh: Mapping[str, int], chip: Chip, torus: Torus
 
 
 def _rings(axes: tuple[str, ...], sizes: Mapping[str, int], torus: Torus) -> dict[str, int]:
-    """Return the torus rings of these axes, under names that only have to differ.
+    """Return the torus rings of these axes, by names that mean nothing but differ.
 
     The two devices of a chip are on no ring; they count as a separate ring, as in a plan.
     """
@@ -100,7 +100,7 @@ def _rings(axes: tuple[str, ...], sizes: Mapping[str, int], torus: Torus) -> dic
 
 
 def _part(rings: list[int], group: int) -> dict[str, int]:
-    """The rings of a group that covers part of an axis: consecutive ones of that size, or else a ring of its own."""
+    """Return the rings of a group that covers part of an axis: consecutive rings of its size, or else its own ring."""
     runs = (rings[a:b] for a in range(len(rings)) for b in range(a + 1, len(rings) + 1))
     covered = next((run for run in runs if prod(run) == group), [group])
     return {str(number): size for number, size in enumerate(covered)}
@@ -125,7 +125,7 @@ def _shift(sent: tuple[tuple[int, int], ...], mesh: tuple[tuple[str, int], ...])
 
 
 def _along(axis: str, by: int, closes: bool, buffer: int, mesh: Mapping[str, int], chip: Chip) -> Transfer:
-    """The transfer of a shift: each link carries the buffers of `by` chips; latency is that of the longest path."""
+    """Return the transfer of a shift: a link carries the buffers of `by` chips; the longest path sets the latency."""
     both = closes and not chip.wraps(mesh[axis])
     hops = mesh[axis] - abs(by) if both else abs(by)
     links = {(axis, 1), (axis, -1)} if both else {(axis, 1 if by > 0 else -1)}

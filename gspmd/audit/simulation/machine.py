@@ -148,8 +148,8 @@ class Machine:
         """Return how many of the `left` iterations are like the last one for the host.
 
         Args:
-            ahead: seconds that the host was ahead before it; `least` is that of the iteration.
-            launching: seconds spent waiting for launches before it.
+            ahead: seconds that the host was ahead before the last one; `least` is the smallest lead within it.
+            launching: seconds spent waiting for launches before the last one.
             left: the number of iterations that are left.
         """
         gained = self.ahead - ahead

@@ -14,7 +14,7 @@ def write(timeline: Timeline, path: str | Path) -> None:
     """Write a timeline in the Chrome trace event format.
 
     A loop is one slice around one iteration, with the number of iterations that it stands for, so times after a loop
-    are not those of the run. A collective over several mesh axes is on each of their rows. Totals are in `otherData`.
+    differ from the run. A collective over several mesh axes is on each of their rows. Totals are in `otherData`.
 
     Args:
         timeline: from `gspmd.audit.timeline`.

@@ -57,13 +57,14 @@ def cost(module: Module, computation: Computation, instruction: Instruction, chi
         chip: the hardware.
 
     Returns:
-        The compiler's estimated cycles over the clock, if there is an estimate (only the TPU compiler makes them); for
-        a Pallas kernel whose caller says its work, the seconds of its schedule; zero for instructions that only name a
-        value, allocate a buffer, or compute scalars; for a product whose estimate overflowed, the seconds that were
-        fitted to such estimates (`gspmd.hardware.matmul.product_seconds`); otherwise the roofline: max(flops / peak,
-        bytes / memory bandwidth). On a GPU every kernel takes time, scalars too: a product that of cuBLAS
-        (`gspmd.hardware.matmul.product_seconds`), fused attention its operations and its bytes at the rates that cuDNN
-        reaches, and any other kernel its bytes at the bandwidth that kernels reach.
+        The cost. Its seconds are the compiler's estimated cycles over the clock, if there is an estimate (only the TPU
+        compiler makes them); for a Pallas kernel whose caller says its work, the seconds of its schedule; zero for
+        instructions that only name a value, allocate a buffer, or compute scalars; for a product whose estimate
+        overflowed, the seconds that were fitted to such estimates (`gspmd.hardware.matmul.product_seconds`); otherwise
+        the roofline: max(flops / peak, bytes / memory bandwidth). On a GPU every kernel takes time, even for scalars: a
+        product as long as in cuBLAS (`gspmd.hardware.matmul.product_seconds`), fused attention the time of its
+        operations and its bytes at the rates that cuDNN reaches, and any other kernel the time of its bytes at the
+        bandwidth that kernels reach.
     """
     if not runs(computation, instruction, chip):
         return Cost(0.0)
@@ -154,11 +155,11 @@ def _in_memory(instruction: Instruction) -> Iterator[bool]:
 
 
 def _updates(instruction: Instruction) -> slice:
-    """Return the operands that update as many other operands, the first ones, in place; the others are unchanged."""
+    """Return which operands are updates, each of one of the first operands, in place; none for most instructions."""
     if instruction.opcode == "dynamic-update-slice":
         return slice(1, 2)
     arrays = len(instruction.operands) // 2 if instruction.opcode == "scatter" else 0
-    return slice(arrays + 1, 2 * arrays + 1)  # Arrays, one operand of indices, and as many updates.
+    return slice(arrays + 1, 2 * arrays + 1)  # The operands of a scatter are n arrays, indices, and n updates.
 
 
 def _taken(user: Instruction, number: int, source: Instruction) -> int:

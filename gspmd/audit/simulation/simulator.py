@@ -14,12 +14,12 @@ from gspmd.hardware.chips import Chip
 from gspmd.hardware.chips import chip as chip_named
 
 NOTABLE = 0.02
-"""The share of a step from which a copy inside a loop is named."""
+"""The share of a step from which a copy inside a loop is reported."""
 
 NOTABLE_SLICES = 0.1
-"""The share of a step from which the slices that loops copy out of stacks are named."""
+"""The share of a step from which the slices that loops copy out of stacks are reported."""
 
-_MODELLED = "times are modelled: products of cuBLAS, other kernels by their bytes, launches, collectives of NCCL"
+_MODELLED = "times are modelled: products as in cuBLAS, other kernels by their bytes, launches, collectives as in NCCL"
 
 
 def timeline(
@@ -30,15 +30,16 @@ def timeline(
     - **Computation**: an instruction takes the cycles that the TPU compiler estimates, over the chip's clock (of both
       cores together, if a chip has two). Without an estimate it takes the longer of its matrix products at peak and its
       bytes at the bandwidth of main memory. Instructions that only name a value are free.
-    - **On a GPU**, for which the compiler makes no estimates, a product takes what cuBLAS would
-      (`gspmd.hardware.matmul`), fused attention its operations and then its bytes at the rates of cuDNN, any other
-      kernel its bytes at the bandwidth that kernels reach, and every kernel a start. The host launches kernels one by
-      one, five or more in a row as one CUDA graph, and runs ahead of the device; where it does not, the device waits.
-      It also waits for the host at a conditional, and in a loop whose trips are not known.
+    - **On a GPU** the compiler makes no estimates. A product takes as long as in cuBLAS (`gspmd.hardware.matmul`),
+      fused attention the time of its operations and then of its bytes at the rates of cuDNN, and any other kernel the
+      time of its bytes at the bandwidth that kernels reach; every kernel also takes the time of its start. The host
+      launches kernels one by one, five or more in a row as one CUDA graph, and runs ahead of the device; when it is not
+      ahead, the device waits. The device also waits for the host at a conditional, and in a loop whose trips are not
+      known.
     - **Collectives** take `gspmd.hardware.links.occupancy`, along the rings that the compiler names; if it names none,
-      a mesh axis is one ring, or those of `torus`. A permute by the same number of places along one axis (a step of a
-      ring) takes its bytes over one link per place, in one direction (`gspmd.audit.simulation.links`). Groups that no
-      mesh axes span are one ring.
+      along the rings of `torus`, or along one ring for each mesh axis. A permute by the same number of places along one
+      axis (a step of a ring) takes its bytes over one link per place, in one direction
+      (`gspmd.audit.simulation.links`). Groups that no mesh axes span are one ring.
     - **Asynchronous collectives** overlap with the instructions between start and done, where the device waits for the
       rest.
     - **Links**: a mesh axis has two directions. A collective other than a shift uses both, on all of its axes.
@@ -47,16 +48,16 @@ def timeline(
     - **Copies** between memories (`copy-start`, asynchronous slices) take their bytes at the bandwidth of main memory,
       which they share. Waiting for one counts as computing.
     - **Loops** are simulated until an iteration leaves the transfers in flight as it found them (the first does, unless
-      a transfer is in flight across iterations); it counts for all that remain. The slowest branch of a conditional
+      a transfer is in flight across iterations); it stands for all that remain. The slowest branch of a conditional
       runs.
 
     Args:
         module: an optimized and scheduled program, `gspmd.audit.hlo.parse(compiled.as_text())`.
         chip: the hardware to simulate.
         mesh: sizes of the mesh axes, in the order of the devices.
-        flops: operations of the model, per device and step, for `mfu`; by default those of the program's matrix
-            products.
-        torus: mesh axis -> sizes of its torus axes (`Topology.rings`); by default one.
+        flops: operations of the model, per device and step, for `mfu`; by default the operations of the program's
+            matrix products.
+        torus: mesh axis -> sizes of its torus axes (`Topology.rings`); by default, each mesh axis is one torus axis.
 
     Returns:
         A `Timeline`, to print; `gspmd.audit.gantt.draw` and `gspmd.audit.perfetto.write` make pictures of it.

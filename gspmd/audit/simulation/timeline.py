@@ -56,14 +56,14 @@ class Timeline(Printed):
             without products that touch main memory, with the seconds that the compiler estimates.
         flops: operations of the matrix products: two per multiplication.
         model_flops: numerator of `mfu`: as given, or else `flops`.
-        spans: the spans to draw, by their end. A loop is drawn once, with the number of its runs.
-        parts: the same added up by category and mesh axes, longest first.
+        spans: the spans to draw, in the order of their ends. A loop is drawn once, with the number of its runs.
+        parts: the spans added up by category and mesh axes, longest first.
         chip: the hardware.
         mesh: sizes of the mesh axes.
         name: the name of the program.
         notes: the parts that could not be counted.
-        warnings: the parts that cost more than they need to, each with a remedy: a loop whose every iteration copies an
-            array that none changes, or large parts of one.
+        warnings: the parts that cost more than they need to, each with a remedy: a loop in which every iteration copies
+            an array that no iteration changes, or loops that copy large parts of such arrays.
         launch_seconds: seconds of `compute_seconds` in which a GPU waits for its host to launch the next kernel.
     """
 
@@ -106,7 +106,7 @@ class Timeline(Printed):
         return ("compute", *axes, *last, *(["memory"] if "memory" in used else []))
 
     def lanes(self, row: str) -> list[tuple[Span, int]]:
-        """Return the spans on a row by start, except loops, each with the first free lane: spans may overlap."""
+        """Return the spans on a row except loops, by start, each with the first free lane, since spans may overlap."""
         ends: list[float] = []
         placed = []
         spans = (span for span in self.spans if row in span.rows and span.category != "loop")

@@ -1,4 +1,4 @@
-"""Run a function on a mesh, values and gradients, and compare the arrays with those of one device."""
+"""Run a function and its gradients on a mesh, and compare the arrays with the results on one device."""
 
 from collections.abc import Callable
 from typing import Any
@@ -63,7 +63,7 @@ def values_and_gradients(
 
 
 def difference(name: str, where: str, got: jax.Array | None, wanted: jax.Array) -> Parting | None:
-    """Return the difference of an array from that of one device, if any: the largest of all its copies."""
+    """Return the largest difference of any copy of an array from the array on one device; None if they agree."""
     if got is None or got.shape != wanted.shape or got.dtype != wanted.dtype:
         kind = "nothing" if got is None else f"{got.dtype}{list(got.shape)}"
         return Parting(name, where, error=f"nothing, but {where} is {kind}, not {wanted.dtype}{list(wanted.shape)}")

@@ -100,7 +100,7 @@ def _mesh(name: str) -> jax.sharding.Mesh:
     if mesh.empty:
         raise PlanError(
             f"cannot verify {name}: there is no mesh.\n"
-            "  Call inside `with jax.set_mesh(mesh):`; gspmd.host.use_host_devices(8) gives devices to make one of."
+            "  Call inside `with jax.set_mesh(mesh):`; gspmd.host.use_host_devices(8) gives devices for a mesh."
         )
     return mesh
 

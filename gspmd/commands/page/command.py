@@ -1,4 +1,4 @@
-"""A page in the browser that plans equations and layouts as one types: figures, tensors on the mesh, costs by line.
+"""Open a page in the browser that plans equations and layouts as you type: figures, tensors on the mesh, costs by line.
 
     gspmd page
 
@@ -23,7 +23,7 @@ LONG = "gspmd.commands.page.tasks:LongTasks"
 """The tasks of the page that take minutes."""
 _PORT = 8765
 _PORTS = 20
-"""Ports that are tried in turn if none is given."""
+"""Number of ports that are tried in turn, from `_PORT` on, if none is given."""
 
 
 def parse(argv: Sequence[str], script: str = "") -> argparse.Namespace:
@@ -42,7 +42,7 @@ def run(argv: Sequence[str], script: str = "", settings: argparse.Namespace | No
     Args:
         argv: the flags.
         script: unused, as for `parse`.
-        settings: those of the flags, if they are read already.
+        settings: the settings, if the flags are read already.
     """
     options = settings or parse(argv)
     try:
@@ -72,7 +72,7 @@ def run(argv: Sequence[str], script: str = "", settings: argparse.Namespace | No
         address = f"http://127.0.0.1:{port}/"
 
         class Server(uvicorn.Server):
-            """A server that says when it answers, so that nobody asks before."""
+            """A server that prints its address, and opens the browser, only once it answers."""
 
             async def startup(self, sockets: list[socket.socket] | None = None) -> None:
                 await super().startup(sockets)

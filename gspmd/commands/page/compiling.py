@@ -32,8 +32,8 @@ def compiled(request: CompileRequest, shelf: Shelf, tell: Tell) -> dict[str, Any
     """Compile the training step of a request, and return the report.
 
     Raises:
-        NotationError, ConfigError: the request names what is not there, what does not fit, or a chip that has no
-            compiler here.
+        NotationError, ConfigError: the request names something that does not exist or does not fit, or a chip that has
+            no compiler here.
     """
     shown = LayoutAnswer(request, shelf)
     name = Slice.named(request.topology).name
@@ -50,7 +50,7 @@ def compiled(request: CompileRequest, shelf: Shelf, tell: Tell) -> dict[str, Any
         argv += ["--microbatches", f"{shown.microbatches}"]
         argv += ["--dtype", str(shown.subject.dtype)]
         settings = offline.parse(argv)
-        # What was typed goes in by value, and never among the flags.
+        # Typed texts are passed as values, and never among the flags.
         changes = tuple(f"{key}={text}" for key, text in shown.changes.items())
         sharding = replace(settings.sharding, layout=layout, set=changes, lowering=request.lowering or None)
         settings = replace(settings, sharding=sharding, model=shown.model)

@@ -1,4 +1,4 @@
-"""The search that a page asks for: `gspmd search` from the layout that is shown, told part by part."""
+"""The search that a page asks for: `gspmd search` from the layout that is shown, answered part by part."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -38,7 +38,7 @@ class SearchRequest(LayoutRequest):
 
 @dataclass(frozen=True)
 class WhyRequest(Texts):
-    """A question about a line of the layout that was found: `token` is that of the search."""
+    """A question about a line of the layout that was found; `token` says by which search."""
 
     token: str = ""
     key: str = ""
@@ -59,10 +59,11 @@ class Searcher:
         self._found: SearchResult | None = None
 
     def search(self, request: SearchRequest, tell: Tell) -> dict[str, Any]:
-        """Search, and tell each part as soon as it is known: `found`, `lines` and `frontier`.
+        """Search, and pass each part to `tell` as soon as it is known: `found`, `lines` and `frontier`.
 
         Raises:
-            NotationError, ConfigError: the request names what is not there, what does not fit, or what is not searched.
+            NotationError, ConfigError: the request names something that does not exist, does not fit, or is not
+                searched.
         """
         self._token, self._found = "", None
         shown = LayoutAnswer(request, self._shelf)
@@ -117,10 +118,10 @@ class Searcher:
         }
 
     def why(self, request: WhyRequest) -> dict[str, Any]:
-        """Return the cost of another spec in a line, by part of the cost.
+        """Return the cost of another spec in a line, part by part.
 
         Raises:
-            LayoutError: the search is gone, there is no such line, or the spec is none of its options.
+            LayoutError: the search is no longer kept, there is no such line, or the spec is none of its options.
         """
         if self._found is None or request.token != self._token:
             raise LayoutError("this search has ended, and another process answers now.\n  Search again, then ask.")
@@ -128,7 +129,7 @@ class Searcher:
 
 
 def arguments(request: SearchRequest, shown: LayoutAnswer) -> list[str]:
-    """Return the flags of `gspmd search` for a request, after --config: each is read here, and written again."""
+    """Return the flags of `gspmd search` for a request, after --config; no text of the request is copied unread."""
     flags = ["--topology", Slice.named(request.topology).name]
     if request.meshes == "this":
         flags += ["--mesh", mesh_text({axis: size for axis, size in shown.mesh.items() if size > 1} or {"x": 1})]
@@ -149,7 +150,7 @@ def cost(answer: Answer) -> dict[str, Any]:
 
 
 def written(candidate: Candidate, answer: Answer) -> dict[str, str]:
-    """Return the lines of an answer: key, with the section that it overrides in, to text."""
+    """Return the lines of an answer, key to text; a key includes the section in which it is overridden."""
     return {_key(line.section, line.key): line.text for line in ordered(candidate.phase.lines(answer.picks))}
 
 
@@ -158,7 +159,8 @@ def _key(section: str, key: str) -> str:
 
 
 def placed(finding: SearchResult, shown: LayoutAnswer) -> Placed:
-    """Return the shown layout in the space of a search: on its own mesh, if that was searched, or on its best one."""
+    """Return the shown layout as a search prices it: on its own mesh if that was searched, or on the mesh that is best
+    for it."""
     mesh = {axis: size for axis, size in shown.mesh.items() if size > 1}
     own = [each for each in finding.candidates if {**each.phase.case.mesh} == mesh]
     if not own:
@@ -184,7 +186,7 @@ def placed_record(placed: Placed) -> dict[str, Any]:
 
 
 def lines_of(finding: SearchResult, said: Mapping[str, LineCost]) -> list[dict[str, Any]]:
-    """Return the lines of the answer, the first of each choice with its cost and the next best spec."""
+    """Return the lines of the answer; the first line of each choice has its cost and the next best spec."""
     candidate, answer = finding.best, finding.answer
     rows, first = [], dict[str, str]()
     for line in ordered(candidate.phase.lines(answer.picks)):
@@ -208,7 +210,7 @@ def _next(candidate: Candidate, answer: Answer, choice: str, remark: LineCost) -
 
 
 def why_record(asked: Why) -> dict[str, Any]:
-    """Return the table of a question as `gspmd search --why` prints it, with its numbers."""
+    """Return the table that `gspmd search --why` prints for a question, with its numbers."""
     ours, theirs = asked.best, asked.answer
     rows = [(name, before, after) for name, before, after in asked.terms] + [("a step", ours.seconds, theirs.seconds)]
     terms = [

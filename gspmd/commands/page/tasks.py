@@ -1,4 +1,4 @@
-"""The tasks of the processes that search and compile for a page, which take minutes."""
+"""The tasks of a page that take minutes, search and compilation, for the processes that run them."""
 
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -19,7 +19,7 @@ Tell = Callable[[Mapping[str, Any]], None]
 
 
 class LongTasks:
-    """All that a page may ask these processes for, by name.
+    """The tasks that a page may ask these processes for, by name.
 
     Args:
         configs: the folder of the shipped configs.
@@ -36,7 +36,7 @@ class LongTasks:
             host.start(1, "cpu")
 
     def run(self, task: str, given: Mapping[str, Any], tell: Tell = lambda note: None) -> tuple[int, dict[str, Any]]:
-        """Return the HTTP status of a request, and the last part of the answer; tell the parts before it."""
+        """Return the HTTP status of a request, and the last part of the answer; pass the earlier parts to `tell`."""
         known: dict[str, Callable[[Mapping[str, Any]], dict[str, Any]]] = {
             "search": partial(self._search, tell=tell),
             "why": self._why,

@@ -45,7 +45,7 @@ export function compiling(question) {
   }
 
   return {
-    /** Offer to compile, or say why that cannot be. */
+    /** Offer to compile, or say why that is not possible. */
     offer(reason) {
       fault = reason;
       start.disabled = stopping !== undefined || fault !== "";

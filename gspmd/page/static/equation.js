@@ -1,4 +1,4 @@
-// The page of an equation: ask as one types, show the answer, keep the address up to date.
+// The page of an equation: ask as you type, show the answer, keep the address up to date.
 
 import {ask, byId, copying, Latest, make, notation, place, showFaults, unmark} from "./shared.js";
 import {lightUp} from "./mesh.js";

@@ -13,7 +13,7 @@ const APART = ["moe", "cross", "encoder", "prefill", "decode", "cache", "pipelin
 const fields = Object.fromEntries(FIELDS.map((name) => [name, byId(name)]));
 const latest = new Latest("layout", show), other = new Latest("layout", showBeside);
 let changes = {}, before, shelf, base = {};
-/** The lines of a layout that a search found, which stands in the list of layouts as long as it is used. */
+/** The lines of a layout that a search found, which is in the list of layouts while it is used. */
 let own = "";
 const FOUND = "found by search";
 

@@ -82,7 +82,7 @@ export function searching(question, use) {
     file.hidden = false;
   }
 
-  /** Ask about a line: for its next best spec at once, or for one that is typed. */
+  /** Ask about a line: immediately for its next best spec, or else for a spec that is typed. */
   function chosen(each) {
     line = each.next?.key ?? each.key;
     byId("why-key").textContent = line;
@@ -102,7 +102,7 @@ export function searching(question, use) {
     const head = make("thead", {}, make("tr", {}, ...["Part of the cost", "Found", "Asked", "More"].map((text, at) => make("th", {scope: "col", class: at ? "number" : ""}, text))));
     const rows = [...answer.terms.map((each) => make("tr", {}, make("th", {scope: "row"}, each.name), ...cells(each.said))),
       make("tr", {}, make("th", {scope: "row"}, "memory"), ...cells(answer.held.said))];
-    const over = answer.over ? [make("p", {class: "note"}, `It needs at least ${answer.said_over} more than fit, and these seconds ignore the limit.`)] : [];
+    const over = answer.over ? [make("p", {class: "note"}, `It needs at least ${answer.said_over} more memory than fits; these seconds ignore the limit.`)] : [];
     const lines = answer.lines.map(([name, ours, theirs]) => make("li", {}, make("code", {}, `${name}: ${ours || "as the weight"} → ${theirs || "as the weight"}`)));
     box.replaceChildren(make("h3", {}, answer.title), ...over, make("table", {}, head, make("tbody", {}, ...rows)),
       ...(lines.length ? [make("p", {class: "note"}, "These lines would change too:"), make("ul", {class: "changes"}, ...lines)] : []));

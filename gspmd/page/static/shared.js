@@ -36,7 +36,7 @@ export async function follow(task, given, signal, tell) {
     const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
     for (let text = ""; ;) {
       const {value, done} = await reader.read();
-      if (done) return {refused: "the answer ended before its end."};
+      if (done) return {refused: "the connection ended before the whole answer had arrived."};
       const lines = (text + value).split("\n");
       text = lines.pop();
       for (const note of lines.map((line) => JSON.parse(line))) {

@@ -56,18 +56,18 @@ class Checkpoints:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoints")
         self._saving: Future | None = None
         self._checked: int | None = None  # The step whose files have been compared with their checksums.
-        # Not read from disk, where processes other than the first may look before or after the end of the last save.
+        # Not read from disk again: processes other than the first could look before or after the last save ends.
         self._steps = set(saved.saved_steps(out))
 
     def save(self, state: TrainState, data: Mapping[str, Any]) -> None:
-        """Save the state and the position of the data iterator, in the background, once the last save is complete.
+        """Save the state and the position of the data iterator, in the background, once the previous save is complete.
 
         Args:
-            state: after a step, whose number names the checkpoint.
+            state: the state after a step, whose number names the checkpoint.
             data: the position, and everything else that the run needs to go on, as JSON values.
 
         Raises:
-            OSError: this or the last save could not be written.
+            OSError: this or the previous save could not be written.
         """
         step, began = int(state.step), time.monotonic()
         self.wait()
@@ -154,8 +154,8 @@ class Checkpoints:
             if not self._primary:
                 return said
             size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-            # Contents, checksums, then the name: a folder named by a step is complete, whenever this is killed. Older
-            # checkpoints are removed last, once the new one would survive a loss of power.
+            # First contents, then checksums, then the name: whenever this process is killed, a folder named by a step
+            # is complete. Older checkpoints are removed last, once the new one would survive a loss of power.
             checksums.write(folder)
             folder.rename(self._folder / str(step))
             sync(self._folder)
@@ -184,7 +184,7 @@ class Checkpoints:
             raise OSError(code or errno.EIO, f"{reason} while saving step {step}") from None
 
     def _check_there(self) -> None:
-        """Stop if the folder was deleted or replaced: orbax would make it anew, without its earlier contents.
+        """Stop if the folder was deleted or replaced: orbax would recreate it, without its earlier contents.
 
         The figures of a run are beside it, and data written to a deleted file is lost without an error.
         """

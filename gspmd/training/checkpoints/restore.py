@@ -1,4 +1,4 @@
-"""The checkpoint of a run, and reading it onto any mesh and layout."""
+"""Find the newest intact checkpoint of a run, and read it onto any mesh and layout."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
@@ -77,7 +77,7 @@ def read_state(out: str | Path, step: int, like: TrainState) -> tuple[TrainState
     try:
         with ocp.StandardCheckpointer() as reader:
             state = TrainState(**reader.restore(folder / "state", tree_of(abstract(like))))
-    except (ValueError, KeyError, TypeError) as error:  # Its files are as they were saved.
+    except (ValueError, KeyError, TypeError) as error:  # Not damage: its files are as they were saved.
         remedy = "Resume with the versions of jax and orbax that wrote it, from another step, or start anew."
         raise ConfigError(doing, [_first_line(error), remedy]) from None
     if int(state.step) != step:  # Older checkpoints have their step only here.

@@ -19,9 +19,9 @@ def folder_of(out: str | Path, step: int | None = None) -> Path:
 def saved_steps(out: str | Path) -> list[int]:
     """Return the steps of a run's checkpoints in ascending order, from folder names; damaged ones are included."""
     folder = folder_of(out)
-    if not os.path.isdir(folder):  # Also if no file can have this name.
+    if not os.path.isdir(folder):  # Raises no error for a name that no file can have.
         return []
-    # In the form in which they are written: `int` also reads 007 and digits of other scripts; str.isdigit accepts ².
+    # Only names as a run writes them: `int` also reads 007 and digits of other scripts, and str.isdigit accepts ².
     return sorted(int(path.name) for path in folder.iterdir() if re.fullmatch(r"0|[1-9][0-9]*", path.name))
 
 

@@ -1,4 +1,4 @@
-"""Texts to batches: files found and read, tokenized once to disk, a part held out, and batched.
+"""From texts to batches: files are found, read and tokenized once to disk; a part is held out; rows are batched.
 
 Reading order: sources, split, tokens, shards, spans, packing, objectives, corpus, preparation.
 """

@@ -38,11 +38,11 @@ class Corpus:
     Attributes:
         name: a description of its source.
         train: the tokens of the training texts, joined, [N].
-        validation: the tokens of the held-out texts, joined likewise.
+        validation: the tokens of the held-out texts, joined, [N].
         files: number of texts in each part; a file that is split near its end is in both.
         gzip_bits_per_byte: bits per byte of the held-out texts under gzip, each compressed by itself.
         vocabulary: number of ids that tokens can have.
-        bytes_per_token: bytes of the held-out texts for each of its tokens; the separator of two texts counts as one
+        bytes_per_token: bytes of the held-out texts for each of their tokens; the separator of two texts counts as one
             byte.
         tokenizer: digest of the tokenizer; empty if tokens are bytes.
         unit: the kind of text, "file" or "record".
@@ -82,7 +82,7 @@ class Corpus:
         """Return an endless iterator over training batches, [B / processes, L+1], reshuffled every epoch.
 
         Without an objective the tokens are cut into windows of `length` predicted tokens, shuffled all together; the
-        rest after the last whole window is dropped. With one, a batch is a dictionary of int32 arrays (see
+        rest after the last whole window is dropped. With an objective, a batch is a dictionary of int32 arrays (see
         `gspmd.training.data.objectives`), and spans and splits are drawn anew in every epoch. A batch may span two
         epochs. `get_state` and `set_state` read and set the iterator's position, a small dictionary that is saved in
         checkpoints. It does not depend on the number of processes.
@@ -91,7 +91,7 @@ class Corpus:
             batch: sequences of a batch, of all processes together.
             length: tokens that a sequence predicts.
             seed: seed of the order, and of spans and splits.
-            process: the rows to read: the first batch / processes rows for 0, the next for 1, and so on.
+            process: which rows to read: 0 for the first batch / processes rows, 1 for the next, and so on.
             processes: the number of processes that read the rows of a batch.
 
         Raises:
@@ -253,8 +253,8 @@ def check_stream(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
     if "text" in names:
         faults.insert(0, "the text differs: other files, other contents, or another validation_fraction.")
     if faults:
-        remedy = "Leave the data's flags out to go on with what the run began with, or start anew in another --out."
-        raise ConfigError("cannot resume: the batches would not be those that the run began with.", [*faults, remedy])
+        remedy = "Leave out the flags of the data to use the run's own data, or start anew in another --out."
+        raise ConfigError("cannot resume: the batches would differ from those of the run so far.", [*faults, remedy])
 
 
 class _Windows:

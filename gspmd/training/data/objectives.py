@@ -29,7 +29,7 @@ class Rows(Protocol):
 
 
 class Objective(Protocol):
-    """Make training rows of a part of a corpus.
+    """An objective, which makes training rows of a part of a corpus.
 
     Attributes:
         borders: whether the borders of texts are kept.
@@ -45,7 +45,7 @@ class Objective(Protocol):
         """Return the rows of a part of the corpus, or the items that are packed into rows."""
 
     def text_share(self, length: int) -> float:
-        """Return the mean share of predicted tokens that are tokens of the texts; sentinels and ends have no bytes."""
+        """Return the mean share of the predicted tokens that come from texts; sentinels and ends have no bytes."""
 
     def identity(self) -> dict[str, Any]:
         """Return the settings that determine the rows, which a resume must not change."""
@@ -158,7 +158,7 @@ class Prefix:
         return _Split(part.tokens, self._window(length), split, sides)
 
     def text_share(self, length: int) -> float:
-        mean = self._window(length) / 2  # the room of the target, which has one more token, its end
+        mean = self._window(length) / 2  # The mean length of a target, whose end is predicted too.
         return mean / (mean + 1)
 
     def identity(self) -> dict[str, Any]:
@@ -269,7 +269,7 @@ def _sentinel(backend: Any, spans: int, doing: str) -> int | None:
 
 @dataclass(frozen=True)
 class _Sides:
-    """Make the row of an encoder–decoder from pairs of a source and a target."""
+    """The rows of an encoder–decoder, each made from pairs of a source and a target."""
 
     source_length: int
     length: int
@@ -318,7 +318,7 @@ class _Pieces:
         self._tokens, self._length, self.rooms = part.tokens, length, (length + 1,)
         self._starts = np.asarray(part.starts)
         counts = -(-np.maximum(np.diff(self._starts) - 1, 0) // length)
-        self._ends = np.cumsum(counts)  # number of pieces of all documents up to each one
+        self._ends = np.cumsum(counts)  # The number of pieces up to the end of each document.
         self._firsts = self._ends - counts
 
     def __len__(self) -> int:

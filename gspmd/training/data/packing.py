@@ -89,7 +89,7 @@ class PackedBatches(Iterator[Row]):
     """Iterate endlessly over batches of packed rows, shuffled anew in every epoch.
 
     The items of an epoch are shuffled and packed `WINDOW` at a time, and the rows of each such window are shuffled
-    again, since its last ones are less full. Every process draws the same rows by the seed, and reads only the tokens
+    again, since its last rows are less full. The seed gives every process the same rows, and each reads only the tokens
     of its own rows.
 
     Args:
@@ -103,7 +103,7 @@ class PackedBatches(Iterator[Row]):
         self._items, self._batch, self._mine, self._seed = items, batch, mine, seed
         # Drawn by grain, which keeps no list of all items.
         self._order = grain.MapDataset.range(len(items)).shuffle(seed=seed % 2**32).repeat()
-        self._windows = -(-len(items) // WINDOW)  # the items of an epoch
+        self._windows = -(-len(items) // WINDOW)  # Windows of an epoch.
         self.set_state({"window": 0, "row": 0})
 
     def __next__(self) -> Row:
@@ -141,7 +141,7 @@ class PackedBatches(Iterator[Row]):
 
 
 def _in_order(items: Items) -> Iterator[list[np.ndarray]]:
-    """Yield the items of the rows of each window."""
+    """Yield, for each window, the items of its rows."""
     for begin in range(0, len(items), WINDOW):
         window = np.arange(begin, min(begin + WINDOW, len(items)))
         yield [window[row] for row in first_fit(items.sizes(window), items.rooms)]

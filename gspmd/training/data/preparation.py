@@ -23,7 +23,7 @@ from gspmd.training.data.split import HELD_OUT, TRAIN, Piece, no_text, split
 from gspmd.training.data.tokens import Encoding, of_bytes, of_tokenizer
 from gspmd.training.toml import ConfigError
 
-#: Bytes of text that are encoded at once: enough pieces for every core, and little memory.
+#: Bytes of text that are encoded together: enough pieces for every core, and little memory.
 BATCH = 1 << 20
 # Version of the stored tokens; raise it when the same texts would give other tokens.
 _FORMAT = 1
@@ -58,14 +58,14 @@ def load(
 
     Args:
         patterns: paths or glob patterns (`**` for folders within folders); none for the standard library.
-        fraction: share of the bytes held out; with whole files, between half and twice that.
+        fraction: share of the bytes held out; if whole files are held out, they have between half and twice this share.
         tokenizer: with `backend` and `ends`, as `gspmd_models.checkpoints.Tokenizer`; None if tokens are bytes.
         field: field of a record with its text.
         prompt: field of a record with its prompt. Its tokens come before the text, each as its complement `~t`: they
             are read, and not predicted. Empty for records without a prompt.
         source: field of a record with the source of a pair, whose target is in `field`.
         objective: how rows are made of the texts; None for windows of the joined texts.
-        length: tokens that a row predicts, which a target of a pair with its end must not exceed.
+        length: tokens that a row predicts; the target of a pair and its end must fit into them.
         cache: folder for tokens; `$GSPMD_CACHE`, or ~/.cache/gspmd, if empty.
         console: where progress is shown.
 
@@ -174,7 +174,7 @@ def _kept(folder: Path, names: Sequence[str], progress: Progress, *, tell: bool 
 
 
 def _files(stamps: Mapping[Path, Stamp], name: str, progress: Progress) -> dict[tuple[str, str, str], Path]:
-    """The files by digest and by how they are read, in that order, without empty ones and copies."""
+    """Return the files by digest, kind and compression, sorted by these, without empty files and copies."""
     faults, found = Faults(), {}
     counter = progress.counter("Reading the text", sum(size for size, _ in stamps.values()))
     for path in stamps:
@@ -202,7 +202,7 @@ class _Part:
         folder: the folder to write in.
         name: the name of the part.
         encoding: the encoding of the tokens.
-        masked: whether some tokens are only read.
+        masked: whether some tokens are read but not predicted.
         borders: whether the beginnings of texts are kept; then the last text ends like the others.
     """
 
@@ -219,7 +219,7 @@ class _Part:
             self._begin()
             self._write(self._encoding.begin, 0, read=piece.read)
             if self.starts is not None and self._encoding.begin and not piece.read:
-                self.predicted -= 1  # in a row, no token comes before the first token of a text
+                self.predicted -= 1  # Nothing precedes the first token of a text in its row.
             self.texts += 1
         self._write(tokens, len(piece.bytes), read=piece.read)
 
@@ -283,7 +283,7 @@ class _PairedPart(_Part):
 
 
 class _Gzip:
-    """Bytes of texts under gzip -9, each by itself; for an answer, the bytes that it adds to its prompt."""
+    """The size of texts under gzip -9, each by itself; an answer counts as the bytes that it adds to its prompt."""
 
     def __init__(self) -> None:
         self.plain = self.packed = 0
@@ -383,7 +383,7 @@ def _starts(part: str) -> str:
 
 
 def _batches(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
-    """Pieces in lists of about `BATCH` bytes."""
+    """Yield pieces in lists of about `BATCH` bytes."""
     batch, size = [], 0
     for each in pieces:
         batch.append(each)

@@ -21,7 +21,7 @@ from gspmd.training.disk import sync
 #: Tokens of one file.
 SHARD = 1 << 26
 _INDEX = "index.json"
-# Bytes that are read at once.
+# Number of bytes of one read.
 _BLOCK = 1 << 20
 
 
@@ -60,7 +60,7 @@ class Tokens(Sequence):
 
 
 class Writer:
-    """Write tokens to `<folder>/<name>-00000.tokens` and on, little-endian, without a header.
+    """The files `<folder>/<name>-00000.tokens` and on, to which tokens are written, little-endian, without a header.
 
     Args:
         folder: an existing folder.
@@ -101,7 +101,7 @@ class Writer:
             self._file.close()
 
     def description(self) -> dict[str, Any]:
-        """The description of the written tokens, for the index."""
+        """Return the description of the written tokens, for the index."""
         return {"shards": self._shards, "sha256": self._digest.hexdigest()}
 
 
@@ -124,7 +124,7 @@ def read_index(
     Args:
         folder: the folder of the tokens.
         names: the names of its parts.
-        key: the texts and the tokenizer from which the tokens were made, as in the index.
+        key: identifies the texts and the tokenizer from which the tokens were made, as in the index.
         read: called with the numbers of bytes read.
 
     Raises:
@@ -181,7 +181,7 @@ def _checksum(index: Mapping[str, Any]) -> str:
 
 
 def read_tokens(folder: Path, name: str, index: Mapping[str, Any]) -> Tokens:
-    """Map the tokens of a part into memory, or the numbers that are kept beside them."""
+    """Map the tokens of a part, or the starts of its texts, into memory."""
     paths = [folder / _file(name, number) for number in range(len(index[name]["shards"]))]
     dtype = _dtype(index, name)
     return Tokens([np.memmap(path, dtype, mode="r").view(np.ndarray) for path in paths] or [np.empty(0, dtype)])
@@ -230,7 +230,7 @@ def locked(folder: Path, waiting: Callable[[], None]) -> Iterator[None]:
 
 
 def _dtype(index: Mapping[str, Any], name: str) -> np.dtype:
-    """Return the type of a part's tokens, or of the numbers kept beside them."""
+    """Return the dtype of a part's tokens, or of the starts of its texts."""
     return np.dtype(index[name].get("dtype", index["dtype"]))
 
 

@@ -37,7 +37,7 @@ _BEFORE_WORDS = re.compile(rb" (?=\S)")
 
 
 class Faults:
-    """Collect faults, of which the first twenty are kept and all are counted.
+    """A collection of faults: the first twenty are kept, and all are counted.
 
     Example:
         >>> faults = Faults()

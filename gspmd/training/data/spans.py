@@ -43,7 +43,7 @@ class SpanNoise:
         return window - noise + spans + 1, noise + spans + 1
 
     def window(self, source_length: int) -> int:
-        """Return the largest window whose source has at most `source_length` tokens, of which three are needed.
+        """Return the largest window whose source has at most `source_length` tokens, three or more.
 
         >>> SpanNoise().window(512)
         568

@@ -1,4 +1,4 @@
-"""The split of held-out texts: decided by their contents alone, before anything is written."""
+"""The split into training and held-out texts: decided by their contents alone, before anything is written."""
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
@@ -96,10 +96,10 @@ def split(
 ) -> Split:
     """Read all texts once, without keeping them, and choose which are held out.
 
-    Among files of text, the first whole files up to the share of the bytes are held out or, if that misses the share by
-    half, the end of every file. Among records, those whose digest is below a limit are held out, so that copies are on
-    one side. With prompts, and for pairs, the digest is that of the prompt or source, so that no held-out prompt or
-    source is learnt with another answer.
+    Among files of text, the first whole files up to the share of the bytes are held out; if these miss the share by
+    half, the end of every file is held out instead. Among records, those whose digest is below a limit are held out, so
+    that all copies of a record are in one part. With prompts, and for pairs, the digest is that of the prompt or
+    source, so that no held-out prompt or source is learnt with another answer.
 
     Args:
         paths: the files, in an order that depends on their contents only.
@@ -147,7 +147,7 @@ def split(
 
 
 def hold_out_files(sizes: Sequence[int], fraction: float) -> tuple[frozenset[int], dict[int, int]]:
-    """Choose the first whole files up to a share of the bytes; if that misses it by half, the ends of all files.
+    """Choose the first whole files up to a share of the bytes; if these miss it by half, the ends of all files.
 
     Args:
         sizes: bytes of the files, all positive.

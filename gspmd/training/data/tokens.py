@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-#: How tokens that end a text are usually called.
+#: Usual names of tokens that end a text.
 _ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[SEP]")
 
 
@@ -21,7 +21,7 @@ class Encoding:
         between: ids between two texts.
         end: the id that ends a source or a target of an encoder–decoder; None if there is no such token.
         digest: a text that identifies the tokenizer; empty for bytes.
-        encode: from pieces of UTF-8 to their ids, all at once.
+        encode: a function from pieces of UTF-8 to their ids, which encodes all pieces together.
     """
 
     vocabulary: int
@@ -35,7 +35,7 @@ class Encoding:
         """Return the smallest type that holds the ids, little-endian on every machine.
 
         Args:
-            masked: whether it also holds complements of ids, below 0, for tokens that are only read.
+            masked: whether it also holds complements of ids, below 0, for tokens that are read but not predicted.
         """
         return np.min_scalar_type(-self.vocabulary if masked else self.vocabulary - 1).newbyteorder("<")
 

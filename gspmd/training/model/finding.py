@@ -34,7 +34,7 @@ def find(name: str) -> type:
     doing = f"cannot use the model {name!r}:"
     match = _NAME.fullmatch(name.replace(".py:", ":"))
     if not match:
-        raise ConfigError(doing, ["a model is named MODULE:NAME, as mixer:Mixer for the class Mixer of mixer.py."])
+        raise ConfigError(doing, ["a model is named MODULE:NAME, such as mixer:Mixer for the class Mixer of mixer.py."])
     module = _imported(doing, match["module"], Path(match["folder"]))
     found = getattr(module, match["name"], None)
     if found is None:
@@ -61,7 +61,7 @@ def _imported(doing: str, name: str, folder: Path) -> ModuleType:
         raise ConfigError(doing, [f"its module imports {error.name!r}, which is not installed."]) from None
     there = _file(name, folder)
     if there and module.__file__ and not Path(module.__file__).resolve().is_relative_to(there.resolve()):
-        fault = f"Python has another module {name!r} already, {module.__file__}; give the file another name."
+        fault = f"Python already has another module {name!r}, {module.__file__}; give the file another name."
         raise ConfigError(doing, [fault])
     return module
 
@@ -78,7 +78,7 @@ def _faults(found: Any) -> list[str]:
     faults = []
     if missing := [each for each in METHODS if not callable(getattr(found, each, None))]:
         faults.append(f"it is not a model: it lacks {listed(missing)} of the protocol gspmd.training.model.Model.")
-    # The standard library has no function for this, and its types know no such attribute.
+    # The standard library has no function for this, and its type stubs lack the attribute.
     if not found.__dataclass_params__.frozen:  # type: ignore[attr-defined]
         faults.append("its settings could change; write @dataclass(frozen=True).")
     faults += [
@@ -90,7 +90,7 @@ def _faults(found: Any) -> list[str]:
 
 
 def beside(name: str, folder: Path) -> str:
-    """Prefix the name of a model with a folder that has its module; otherwise return it unchanged.
+    """Prefix the name of a model with a folder, if this folder has the model's module.
 
     >>> beside("mixer:Mixer", Path("there"))
     'mixer:Mixer'
@@ -139,6 +139,6 @@ def with_model(
     typed = typed_with(cls, find(given or beside(written, folder)))
     of_model = {key: value for key, value in table.items() if key != "class"}
     training = values.get("training", {})
-    if isinstance(training, Mapping):  # A model from which no text is sampled does not need the sample's length either.
+    if isinstance(training, Mapping):  # `gspmd train` samples no text from a custom model.
         training = {"sample_bytes": 0, **training}
     return typed, {**values, "model_class": name, "model": of_model, "training": training}

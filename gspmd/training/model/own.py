@@ -1,4 +1,4 @@
-"""A custom model in the form from which steps are built: results of its methods are checked, and faults named."""
+"""A custom model as a `Trainable`: whatever the methods of the user's class return is checked, and faults are named."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -23,10 +23,10 @@ _OF_STEP = ("loss", "gradient_norm", "learning_rate", "non_finite", "bits_per_by
 
 @dataclass(frozen=True)
 class Own:
-    """A custom model, computed in a dtype.
+    """A custom model whose loss is computed in a dtype.
 
     Attributes:
-        model: the settings, an instance of the class.
+        model: an instance of the user's class, with the model's settings.
         dtype: the dtype of matrices in its loss.
     """
 
@@ -42,7 +42,7 @@ class Own:
         """Return the size of every dimension.
 
         Raises:
-            ConfigError: the model returns anything else.
+            ConfigError: the method of the class returns anything else.
         """
         return self._sizes(batch, length, least=1)
 
@@ -53,10 +53,8 @@ class Own:
             for dim, size in found.items()
         )
         if not good:
-            fault = (
-                f"sizes has to return letters with whole numbers above 0, as {{'B': 8, 'E': 64}}, and not {found!r}."
-            )
-            raise self._error([fault])
+            fault = "sizes has to return letters with whole numbers above 0, such as {'B': 8, 'E': 64}"
+            raise self._error([f"{fault}, and not {found!r}."])
         return dict(found)
 
     def fixed_sizes(self) -> dict[str, int]:
@@ -65,7 +63,7 @@ class Own:
         return {dim: size for dim, size in one.items() if 0 < size == two.get(dim)}
 
     def parameters(self, layout: Layout) -> dict[str, Parameter]:
-        """Return every parameter by its path, as the model has it.
+        """Return every parameter by its path, as the class declares it.
 
         Raises:
             ConfigError: the model returns anything except parameters, or gives no sizes for their dimensions.
@@ -76,7 +74,7 @@ class Own:
         sizes, faults = self.fixed_sizes(), []
         for path, each in found.items():
             if not (isinstance(path, str) and all(part.isidentifier() for part in path.split("."))):
-                faults.append(f"a parameter's path is names with dots between them, 'blocks.w_in', and not {path!r}.")
+                faults.append(f"a parameter's path has to be names joined by dots, 'blocks.w_in', and not {path!r}.")
             elif not isinstance(each, Parameter):
                 faults.append(f"parameter {path!r} has to be a gspmd.training.model.Parameter, and is {each!r:.200}.")
             elif not each.dims or "N" in each.dims:
@@ -150,10 +148,10 @@ class Own:
         return microbatches
 
     def for_loss(self, layout: Layout, microbatches: int) -> Layout:
-        """Return the layout for the loss, whose parameters are `EF reduced-x` where [gradients] has partial sums.
+        """Return the layout for the loss: a parameter is `EF reduced-x` in it if its gradient is a partial sum over x.
 
-        The same holds with several microbatches: only the equations of the model would say which other gradients may
-        stay partial sums.
+        These are the gradients that [gradients] writes as partial sums, even with several microbatches: which others
+        could stay partial sums depends on the equations of the model, which are not known here.
         """
         lines = {each.line for each in self.parameters(layout).values()}
         gradients = {line: Spec.parse(layout.gradient(line)) for line in sorted(lines)}
@@ -205,7 +203,7 @@ class Own:
             faults.append(f"the figures of loss lack 'cross_entropy', and have {listed(map(repr, figures)) or 'none'}.")
         faults += [f"figure {name!r} of loss has to be a scalar, and is {_shown(figure)}."
                    for name, figure in figures.items() if not _is_scalar(figure)]  # fmt: skip
-        faults += [f"figure {name!r} is one that every step has; take another name." for name in _OF_STEP
+        faults += [f"every step has a figure {name!r} already; take another name." for name in _OF_STEP
                    if name in figures]  # fmt: skip
         if faults:
             raise self._error(faults)
@@ -237,7 +235,7 @@ class Own:
         """Return the spec, shape and dtype of every array that the model keeps, for `batch` texts of `room` tokens.
 
         Raises:
-            ConfigError: the model returns anything except `Kept`, or has no sizes of its dimensions.
+            ConfigError: the model returns anything except `Kept`, or gives no sizes for the dimensions.
             LayoutError: the layout lacks a line, or it has other dimensions.
         """
         given: Any = cast(Decoder, self.model).kept()  # checked below, since the class is a user's
@@ -253,7 +251,7 @@ class Own:
                 raise LayoutError(f"{fact}, and its line {each.line} = '{spec}' has {listed(spec.dims)}.")
             if missing := [dim for dim in each.dims if dim not in sizes]:
                 raise self._error(
-                    [f"{name!r}, which it keeps, has dimension {listed(missing)}, of which sizes gives no size."]
+                    [f"{name!r}, which it keeps, has dimension {listed(missing)}, for which sizes gives no size."]
                 )
             shape = (*((each.layers,) if each.layers else ()), *(sizes[dim] for dim in each.dims))
             found[name] = _stacked(each, spec), shape, jnp.dtype(jnp.float32 if each.float32 else self.dtype)
@@ -267,7 +265,7 @@ class Own:
         position: jax.Array,
         kept: Mapping[str, jax.Array],
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Return the logits of some tokens of every text, and the arrays that the model keeps after them.
+        """Return the logits at the given tokens of every text, and the arrays that the model keeps after these tokens.
 
         Raises:
             ConfigError: the model returns anything else; the message names every fault.
@@ -283,7 +281,8 @@ class Own:
             faults.append(f"step has to return logits {list(wanted)}, and not {_shown(logits)}.")
         for name in dict.fromkeys((*kept, *after)):
             if name not in after or name not in kept:
-                faults.append(f"step {'lost' if name in kept else 'added'} {name!r} of what is kept.")
+                did = "lost" if name in kept else "added"
+                faults.append(f"step has to return the arrays of kept, and {did} {name!r}.")
                 continue
             before, now = kept[name], after[name]
             if (getattr(now, "shape", None), getattr(now, "dtype", None)) != (before.shape, before.dtype):

@@ -20,7 +20,7 @@ class Parameter:
     Attributes:
         line: the line of the layout that shards it, such as `"mixer.w_in"`. The layers of a scan share one line, and
             several parameters may share one.
-        dims: the letters of its dimensions in the order of the line, such as `"EF"`. Their sizes are its shape.
+        dims: the letters of its dimensions in the order of the line, such as `"EF"`. Their sizes form its shape.
         initialise: a function from a random key and the shape to float32 values: `Normal`, `Constant`, or one of
             `jax.nn.initializers`.
         layers: the number of layers stacked in a leading dimension N, each initialised with its own key; 0 for a
@@ -122,7 +122,7 @@ class Decoder(Model, Protocol):
     ) -> tuple[jax.Array, Mapping[str, jax.Array]]:
         """Read the next tokens of every text.
 
-        Reading a text in parts, for example token by token, must give the same logits as reading it at once.
+        Reading a text in parts, for example token by token, must give the same logits as reading it whole.
 
         Args:
             layout: as for `Model.loss`, with L whole in every activation.

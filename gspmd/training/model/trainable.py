@@ -1,4 +1,4 @@
-"""The interface of models for the builder of training steps: custom models (`Own`) and `gspmd_models.step`."""
+"""The interface between models and the builder of training steps; `Own` and `gspmd_models.step` implement it."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -77,7 +77,7 @@ class Trainable(Protocol):
     def predicted(self, layout: Layout, tokens: Batch) -> jax.Array | None:
         """Return the number of tokens over which the loss of a batch is the mean; None for all of them.
 
-        The batch is the whole one: its parts may have different numbers of predicted tokens.
+        The batch is the whole one, because microbatches may have different numbers of predicted tokens.
         """
 
     def loss(
@@ -89,7 +89,7 @@ class Trainable(Protocol):
         microbatches: int,
         predicted: jax.Array | None = None,
     ) -> tuple[jax.Array, Figures]:
-        """Return the loss of a training step, and its figures; `predicted` is the number for the whole batch."""
+        """Return the loss of a training step, and its figures; `predicted` is what that method returns."""
 
     def adjusted(
         self,
@@ -105,8 +105,8 @@ class Trainable(Protocol):
             layout: the layout that shards them.
             still: the parameters that are not trained, before the step.
             figures: the figures of the step, means over the microbatches; nothing may change if `non_finite` is 1.
-                parts: number of microbatches.
-            frozen: patterns of parameters that stay as they are.
+            parts: number of microbatches.
+            frozen: patterns of parameters that are not trained.
         """
 
     def cross_entropy(self, layout: Layout, params: Mapping[str, Any], tokens: Batch, microbatches: int) -> jax.Array:

@@ -40,13 +40,13 @@ def compare(
     """Refuse processes whose facts differ; all of them have to call this.
 
     Args:
-        facts: returns values that JSON can express by name, nested or not, such as settings; it is not called for a
+        facts: returns values by name, nested or not, that JSON can express, such as settings; it is not called for a
             single process.
         doing: the beginning of the message.
 
     Raises:
-        ConfigError: values differ; the message, the same in all processes, lists for each name the processes of each
-            value.
+        ConfigError: values differ; the message, the same in all processes, says for each name which processes have
+            which value.
     """
     if count() == 1:
         return

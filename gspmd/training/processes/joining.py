@@ -23,24 +23,24 @@ from gspmd.training.toml import ConfigError
 # draws its pictures.
 _JOINING, _DEPARTURE = 300, 300
 # Seconds to wait for the first process to read the text; the others may have less to read. They watch it meanwhile.
-_PATIENCE = 24 * 3600
+_READING = 24 * 3600
 # Seconds for all processes to reach a common point, such as the end of a compilation. They are watched meanwhile, so
 # only processes that have diverged, or one that hangs, exceed it.
 _MEETING = 2 * 3600
 # Seconds for a fault before `join` to reach the first process; after that, the faulty process prints it itself.
-_UNHEARD = 10
+_TELLING = 10
 # Seconds for an interrupt before `join` to reach the first process, if that is listening.
-_QUICKLY = 1
+_INTERRUPTING = 1
 _watch: Watch | None = None
 _given = _expected = ""
 _questions = _meetings = 0
 
 
 def expect(given: str) -> None:
-    """Let a fault before `join` reach the processes that this one was to join, since they wait for it.
+    """Let a fault before `join` reach the processes that this one was to join, since they wait for this one.
 
     Args:
-        given: as in `join`, taken from the flags: settings may be faulty before they are read; "" for none.
+        given: as in `join`, looked up in the flags, since reading all settings may fail; "" for none.
     """
     global _expected
     _expected = given
@@ -171,7 +171,7 @@ def told(make: Callable[[], str]) -> str:
     key = f"gspmd/agreed/{_questions}"
     if first():
         _client().key_value_set(key, make())
-    return _interruptibly(_client().blocking_key_value_get, key, _PATIENCE * 1000)
+    return _interruptibly(_client().blocking_key_value_get, key, _READING * 1000)
 
 
 def gathered(text: str) -> list[str]:
@@ -183,15 +183,15 @@ def gathered(text: str) -> list[str]:
     keys = [f"gspmd/gathered/{_questions}/{process}" for process in range(count())]
     _client().key_value_set(keys[index()], text)
     get = _client().blocking_key_value_get
-    return [_interruptibly(get, key, _PATIENCE * 1000) for key in keys] if first() else []
+    return [_interruptibly(get, key, _READING * 1000) for key in keys] if first() else []
 
 
 def meet(before: str) -> None:
     """Wait until all processes have called this, so that they begin the next program together.
 
-    Call it between the compilation of a program that all of them run and its first run. There they open connections
-    for its collectives, and Gloo waits for 30 seconds for each; but one process may have found in the cache a program
-    that another one compiles for minutes.
+    Call it between the compilation of a program that all of them run and its first run. In the first run they open
+    connections for its collectives, and Gloo waits for each only 30 seconds; but one process may have found in the
+    cache a program that another one compiles for minutes.
 
     Args:
         before: the next program, for the message.
@@ -269,9 +269,10 @@ def fail(code: int, message: str, *, sure: bool = True) -> None:
 def _come_to_tell(code: int, message: str) -> bool:
     """Meet the expected processes to tell them of a fault. Return whether this process has printed it.
 
-    The first process prints it, once it has arrived, through the watch. Another one prints it itself if the first does
-    not arrive soon, and then goes on waiting, since the first one would wait for it. An interrupted process does not
-    wait: it tells the first one if that is listening. Nobody waits yet for a first one that has not arrived.
+    Once this process and the first one have met, the first one prints the fault, through the watch. If the first one
+    does not arrive soon, this process prints the fault itself, and goes on waiting, since the first one would wait for
+    it. An interrupted process does not wait: it tells the first one only if that is already listening, since before
+    that no process waits for this one.
     """
     spoken, interrupted = threading.Event(), code > 128
 
@@ -280,13 +281,13 @@ def _come_to_tell(code: int, message: str) -> bool:
             spoken.set()
             print(message, file=sys.stderr, flush=True)
 
-    late = threading.Timer(_UNHEARD, say)
+    late = threading.Timer(_TELLING, say)
     late.daemon = True
     late.start()
     try:
         at = _found(_expected)
         if at.processes > 1 and not (interrupted and at.process == 0):
-            _come(at, _QUICKLY if interrupted else arrival.LIMIT)
+            _come(at, _INTERRUPTING if interrupted else arrival.LIMIT)
     except Exception:  # For example an unreadable address: the earlier fault is reported.
         pass
     late.cancel()

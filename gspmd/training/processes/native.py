@@ -19,7 +19,7 @@ _kept: list[object] = []
 
 
 def keep_apart(aborted: Callable[[str], None]) -> None:
-    """Send output that Python does not write to a temporary file, and end with a message if a library aborts.
+    """Redirect output that is not Python's to a temporary file, and end with a message if a library aborts.
 
     Args:
         aborted: called after an abort with the last output of libraries as its message; the process ends when

@@ -36,7 +36,7 @@ def placer(sharding: Sharding, batch: int, vocabulary: int | None = None) -> Cal
         sharding: the sharding of the batch, [B, L+1], or of each of its arrays, with L unsharded.
         batch: its number of sequences.
         vocabulary: number of tokens of the model. The function then raises a ConfigError for a batch with other ids,
-            which a compiled program cannot refuse. None checks nothing.
+            which a compiled program cannot refuse. None for no check.
     """
     part, parts = part_of(sharding, batch)
     first = part * (batch // parts)

@@ -1,8 +1,8 @@
 """Watch the other processes: if one ends unexpectedly, all of them end, with one message.
 
-The first process has a connection to each other one. The system closes the connections of a process that dies, so its
-end is noticed at once. A lost machine is noticed after `_SILENCE` seconds without a message. JAX's own heartbeat takes
-longer, and its message names neither the process nor a remedy.
+The first process has a connection to each of the others. The system closes the connections of a process that dies, so
+its end is noticed immediately. A lost machine is noticed after `_SILENCE` seconds without a message. JAX's own
+heartbeat takes longer, and its message names neither the process nor a remedy.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ _SETTLE = 1.0
 """Seconds to wait before an error counts as the cause of a failure. If the loss of another process is behind it, that
 is known by then, since the system closes all connections of a process at once."""
 _ANSWER = 10.0
-"""Seconds for the first process to print another process's fault; after that, the other prints it itself. They are well
+"""Seconds for the first process to print another process's fault; after that, the other process prints it itself. Well
 over `_GRACE`, for slow networks and busy hosts, and well under `_SILENCE`."""
 _PROMPT = 10.0
 """Seconds for a caller to say its process number, which our processes do at once. A stranger, such as a port scanner,
@@ -52,12 +52,12 @@ class _Told:
 
 
 class Watch(threading.Thread):
-    """Listens to the other processes, and tells them the state of this one.
+    """A thread that listens to the other processes, and tells them the state of this one.
 
     A fault of any process ends all of them, and is printed once, by the first. Each other process reports its fault to
     the first as soon as it has one, and stays until it is ended. So the first fault to arrive is not a consequence of
-    another. While some processes have not arrived, and may have the same fault, the first process stays for them,
-    unless a process is interrupted or lost.
+    another. While some processes have not arrived, and may have the same fault, the first process stays to tell
+    them, unless a process is interrupted or lost.
 
     Args:
         index: the number of this process.
@@ -67,7 +67,7 @@ class Watch(threading.Thread):
         address: the address of the door.
 
     Attributes:
-        advice: returns the end of a message: the saved step, and the command that goes on.
+        advice: returns the end of a message: the saved step, and the command to continue with.
         complete: set once all processes have arrived.
     """
 
@@ -81,8 +81,8 @@ class Watch(threading.Thread):
     ):
         super().__init__(daemon=True, name="watch")
         self._index, self._count, self._peers = index, count, dict(peers)
-        self._done = threading.Event()  # This process leaves.
-        self._ending = threading.Lock()  # Kept by the thread that ends this process and prints the reason.
+        self._done = threading.Event()  # Set when this process leaves.
+        self._ending = threading.Lock()  # Held by the thread that ends this process and prints the reason.
         self._sending = threading.Lock()  # The main thread and this one send on the same connections.
         self._told: _Told | None = None  # The first fault of a peer.
         self._heard = dict.fromkeys(self._peers, time.monotonic())
@@ -91,7 +91,7 @@ class Watch(threading.Thread):
         # Callers that have not said their process number: their words, and the time of their arrival.
         self._callers: dict[socket.socket, tuple[bytes, float]] = {}
         self._over = 0  # The exit code to send to processes that arrive after a fault.
-        self._staying = False  # Whether the fault is printed and this process waits to send it that code.
+        self._staying = False  # Whether the fault is printed, and this process stays to send that code.
         self.complete = threading.Event()
         self.advice: Callable[[], str] = lambda: ""
 
@@ -208,7 +208,7 @@ class Watch(threading.Thread):
         fault = ""
         if count != self._count:
             fault = f"process {peer} was told that there are {count} processes, and process 0 that there are "
-            fault += f"{self._count}; tell all the same."
+            fault += f"{self._count}; give all of them the same number."
         elif peer == 0 or peer in self._peers:
             fault = f"two processes are process={peer}; number them from 0 to {self._count - 1}."
         if fault:
@@ -247,7 +247,7 @@ class Watch(threading.Thread):
         return [process for process in range(1, self._count) if process not in self._peers]
 
     def _stays(self, code: int) -> bool:
-        """Return whether this process stays after printing a fault, to tell it to those that have not arrived."""
+        """Return whether this process stays after printing a fault, to tell it to processes that have not arrived."""
         waits = time.monotonic() - self._began < arrival.LIMIT
         return self._door is not None and waits and code <= 128  # Greater codes mean signals.
 
@@ -291,7 +291,7 @@ class Watch(threading.Thread):
             self._end(message if self._told.sure else self._advised(message), self._told.code, stay=True)
 
     def _advised(self, message: str) -> str:
-        """Add the saved step and the command that goes on to a message; a traceback gets a separate line for it."""
+        """Add the saved step and the command to continue with to a message, on a new line after a traceback."""
         advice = ""
         with contextlib.suppress(OSError):  # The run's folder may be lost too.
             advice = self.advice().strip()
@@ -315,7 +315,7 @@ class Watch(threading.Thread):
             os._exit(code)
 
     def _tell(self, word: str) -> bool:
-        """Send a word to all peers. Return whether one has received it."""
+        """Send a word to all peers. Return whether any peer has received it."""
         got = False
         with self._sending:
             for connection in self._peers.values():

@@ -1,4 +1,4 @@
-"""The messages of a training run: a progress bar, or lines without a terminal or notebook, with events between them."""
+"""The progress of a training run: a bar on a terminal or in a notebook, lines elsewhere, and messages between them."""
 
 import time
 from collections.abc import Mapping
@@ -21,7 +21,8 @@ class Display:
         console: the console to print to.
         steps: number of steps of the whole run.
         done: steps before a resume, or a change of layout.
-        every: number of steps between two lines that stay; 0 for one every few seconds, and none on a terminal.
+        every: number of steps between two lines that stay visible; 0 for a line every few seconds, and for none on a
+            terminal.
     """
 
     def __init__(self, console: Console, steps: int, done: int = 0, every: int = 0):

@@ -17,7 +17,7 @@ _SECONDS = 10
 
 
 class Events:
-    """Write events to `<out>/events`, in the calling thread, so that a full disk raises there.
+    """The events in `<out>/events`, which are written in the calling thread, so that a full disk raises there.
 
     Args:
         out: the run's folder.

@@ -11,7 +11,7 @@ FEW = 0.25
 
 
 class IdleExperts:
-    """Watch which experts get tokens, interval by interval.
+    """A watch over the experts that get tokens, interval by interval.
 
     Args:
         interval: number of steps of an interval.
@@ -45,7 +45,7 @@ class IdleExperts:
             return []
         shares = self._sum / self._steps * np.shape(load)[1]
         idle = {layer: _idle(row) for layer, row in enumerate(shares, 1)}
-        # A change of the idle experts is reported, not a change of a share from 15% to 14%.
+        # Only a change in which experts are idle is reported, not a change of a share from 15% to 14%.
         changed = [layer for layer in idle if {*idle[layer]} != {*self._known.get(layer, ())}]
         span = f"in steps {step - self._steps + 1} to {step}"
         self._sum, self._steps, self._known = 0.0, 0, idle

@@ -20,7 +20,7 @@ _FILE = "metrics.jsonl"
 
 
 class Metrics:
-    """Write every step's figures to `<out>/metrics.jsonl` and `<out>/events`, flushing each line.
+    """The figures of every step, written to `<out>/metrics.jsonl` and `<out>/events`; each line is flushed.
 
     Args:
         out: the run's folder.
@@ -65,8 +65,8 @@ class Metrics:
         Args:
             step: the step's number.
             figures: scalars, each an event; [layers], an event per layer; [layers, X], a histogram per layer with
-                bucket i for expert i, and an event of the largest value times X, which is 1 if balanced. The file has
-                arrays as lists.
+                bucket i for expert i, and an event with the largest value times X, which is 1 if the load is balanced.
+                The file has arrays as lists.
         """
         row = {"step": step, **{name: _plain(value) for name, value in figures.items()}}
         line = _lines([row])

@@ -20,7 +20,7 @@ def check_installed() -> None:
 
 
 class WeightsAndBiases:
-    """Log the events of `Events` to Weights & Biases; each start is a run, in the group of its folder.
+    """A log of the events of `Events` at Weights & Biases; each start is a run there, in a group named by the folder.
 
     Args:
         out: the run's folder.

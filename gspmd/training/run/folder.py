@@ -13,14 +13,14 @@ from gspmd.training.checkpoints import check_step, newest
 from gspmd.training.toml import ConfigError
 
 RUNS = Path("runs")
-# Remedies by error number, for files of a run that the operating system refuses to write.
-_ONCE = {
+# Conditions on which a run can go on, by the error number of a write that the operating system refused.
+_CONDITIONS = {
     errno.ENOSPC: "once there is room",
     errno.EDQUOT: "once there is room",
     errno.EFBIG: "once files may be larger",
     **dict.fromkeys((errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENOTEMPTY), "once that is moved away"),
     **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "once it may be written"),
-    errno.ENOENT: "",  # it is made anew
+    errno.ENOENT: "",  # A missing folder is made again.
 }
 _held: dict[Path, int] = {}
 """The open folders that this process has locked."""
@@ -40,7 +40,7 @@ class Unwritable(Exception):
         named = error.filename2 or error.filename  # for a rename, the existing target
         file, reason = Path(named) if isinstance(named, str) else out, error.strerror or str(error)
         if file.resolve().is_relative_to(out.resolve()):
-            self.once = _ONCE.get(error.errno or 0, "once it can be written")
+            self.once = _CONDITIONS.get(error.errno or 0, "once it can be written")
             within = "" if file == out else f"{file.resolve().relative_to(out.resolve())}: "
             fault = f"cannot write to {str(out)!r}: {within}{reason}"
         else:
@@ -50,7 +50,7 @@ class Unwritable(Exception):
 
 
 def choose_out(out: str, *, resume: bool, step: int | None = None) -> Path:
-    """Return the run's folder, created if needed, checked to be writable, and locked against other runs (`held`).
+    """Return the run's folder, created if needed, checked to be writable, and locked against other runs.
 
     Args:
         out: the folder; "" for the newest run on a resume, and for a new folder under runs/ otherwise.

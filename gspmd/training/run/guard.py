@@ -22,12 +22,12 @@ class Diverged(Exception):
 
 
 class Guard:
-    """Counts the updates that the step has skipped, over all of the run.
+    """A count of the updates that were skipped in the whole run.
 
     Args:
         allowed: number of updates that may be skipped; one more ends the run.
         skipped: number of updates skipped before a resume.
-        console: the console that reports each.
+        console: the console that reports each skipped update.
     """
 
     def __init__(self, allowed: int, skipped: int, console: Console):

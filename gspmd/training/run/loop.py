@@ -52,14 +52,14 @@ def fit(
     Args:
         config: the length of the run, and how often to validate and save.
         program: the functions and the initial state. For a run that changes its layout, a mapping from the step after
-            which each program begins, 0 for the first, to a function that makes it; the state is then moved to its
-            shardings.
+            which each program begins, 0 for the first, to a function that makes the program; the state is then moved
+            to the program's shardings.
         corpus: the text.
         out: an existing folder.
         console: where progress is shown.
         settings: all settings of the run, kept in `out` for a resume.
-        last: called at the end with the last state and the metrics, which take pictures and text; only the first
-            process has metrics, in the others they are None.
+        last: called at the end with the last state and the metrics, to which it can add pictures and text; the metrics
+            are None in all processes but the first.
 
     Returns:
         The last state.
@@ -242,7 +242,7 @@ class _Run:
             self.interrupt(int(state.step))
 
     def validate(self, state: TrainState, limit: int = 0) -> dict[str, float]:
-        """Return bits per byte of `limit` batches of held-out text, or of all if it is 0; empty if interrupted."""
+        """Return bits per byte of `limit` batches of held-out text, or of all of it for 0; empty if interrupted."""
         what = self.config.batch, self.config.length, limit
         losses, weights, count = [], [], self.corpus.validation_count(*what)
         with Progress(self.console, "Compiling the validation") as progress:

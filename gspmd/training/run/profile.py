@@ -11,14 +11,14 @@ _FOLDER = "profile"
 
 
 class Profile:
-    """Records the requested steps with JAX's profiler; steps before a resume are reported as done.
+    """The recording of some steps by JAX's profiler; requested steps before a resume are reported as done.
 
     Args:
         steps: `"FROM:TO"`, both included; "" for none.
         out: the run's folder; the trace is written to its folder profile/.
         done: the step that the run goes on from.
-        tell: called with a line if some of the steps are done already. That is not an error: a run is resumed with the
-            flags that began it.
+        tell: called with a line if some of the steps are done already. That is not an error, because a run may be
+            resumed with the flags that began it.
         record: whether this process records; with several processes only the first one does.
     """
 

@@ -27,7 +27,7 @@ class Program:
         place: puts a batch, of integers [B, L+1] or a dictionary of them, onto the devices; it takes the rows that this
             process reads.
         key: the random key from which each step's key is derived, so that nothing random depends on a resume.
-        part: the part of a batch with these rows, as (number, number of parts) from `processes.part_of`.
+        part: the part of a batch that this process reads, as (number, number of parts) from `processes.part_of`.
         context: a context in which all other functions are called, such as `Arrangement.context`.
         gradients: shapes with shardings of all gradients as the optimizer reads them; None if unknown.
         flops: model FLOPs of a step, and `peak` the FLOP/s of all devices, as in `Speed`, for the MFU.

@@ -64,7 +64,7 @@ class Stop:
 
     @contextmanager
     def closed(self, console: Console) -> Iterator[None]:
-        """Treat closed output of the console as a signal, such as a pipe whose reader has ended."""
+        """Treat a closed output of the console, such as a pipe whose reader has ended, as a signal."""
 
         def ask() -> None:
             console.quiet = True
@@ -84,8 +84,8 @@ class Stop:
         return self.number is not None
 
     def agreed(self) -> bool:
-        """Return whether a signal has come to any process, so that all of them stop at the same step; all have to
-        ask."""
+        """Return whether a signal has come to any process, so that all of them stop at the same step; every process
+        has to call this."""
         import jax  # which this module's exceptions do not need
 
         if jax.process_count() > 1:
@@ -118,7 +118,7 @@ class Stop:
 
 @contextmanager
 def terminable() -> Iterator[None]:
-    """Raise Terminated on SIGTERM and HungUp on SIGHUP, as KeyboardInterrupt on SIGINT."""
+    """Raise Terminated on SIGTERM and HungUp on SIGHUP, as Python raises KeyboardInterrupt on SIGINT."""
     before = {number: signal.signal(number, _raise) for number in _heard() if number != signal.SIGINT}
     try:
         yield

@@ -86,7 +86,7 @@ def training_step(model: Trainable, layout: Layout, update: Update) -> Step:
     for_loss = model.for_loss(layout, update.microbatches)
     own, taken = _specs(model, layout), _specs(model, for_loss)
     kept, given = _of(trained, model.optimizer_specs(layout)), _of(trained, model.gradient_specs(layout))
-    # A partial sum has the spec in which the loss leaves it.
+    # A gradient that stays a partial sum has the spec in which the loss leaves it.
     gradients = {path: taken[path].cotangent if spec.partial else spec for path, spec in given.items()}
     moves = plan_moves(_of(trained, own), kept, reshard, gradients, _of(trained, taken))
     held = {path: spec for path, spec in own.items() if path not in kept}

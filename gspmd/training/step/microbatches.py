@@ -42,7 +42,7 @@ class Microbatches:
 
         For a loss that is a mean over sequences or tokens, this equals the result for the whole batch. With experts it
         differs: groups of tokens that span sequences, their capacity and the auxiliary losses are computed for each
-            microbatch, and every microbatch has its own random draws.
+        microbatch, and every microbatch has its own random draws.
 
         Args:
             loss: (params, batch, key) -> (loss, dictionary of further figures).

@@ -24,8 +24,8 @@ class Moves:
     Attributes:
         to_loss: brings parameters to the specs in which the loss takes them.
         gradients_to_optimizer: brings gradients from the specs in which the loss leaves them to the optimizer's specs.
-            to_optimizer: brings parameters to the optimizer's specs.
-        to_parameters: brings parameters back.
+        to_optimizer: brings parameters to the optimizer's specs.
+        to_parameters: brings updated parameters back to their own specs.
         parameters: each parameter's own spec; None if not given.
         loss: the spec per parameter in which the loss takes it; None if not given.
 
@@ -72,7 +72,7 @@ def plan_moves(
     """
     loss = parameters if loss is None else loss
     given = _map(lambda spec: spec.cotangent, loss)
-    by = _map(_on_the_way, parameters, parameters if gradients is None else gradients, given)
+    by = _map(_between, parameters, parameters if gradients is None else gradients, given)
     first, then = _mover(given, by, reshard), _mover(by, optimizer, reshard)
     return Moves(
         _mover(parameters, loss, reshard),
@@ -84,7 +84,7 @@ def plan_moves(
     )
 
 
-def _on_the_way(parameter: Spec, gradient: Spec, given: Spec) -> Spec:
+def _between(parameter: Spec, gradient: Spec, given: Spec) -> Spec:
     return given if gradient == parameter else gradient
 
 

@@ -46,13 +46,13 @@ def make_step(
         moves: the moves between the layouts; None if the layouts agree.
         microbatches: the split and the spec of the batch; needed if gradients are partial sums.
         total: a function from the whole batch to the `total` of each microbatch's loss, such as the number of tokens
-            that the mean is over; None, or a result of None, for a loss without `total`.
+            over which it is the mean; None, or a result of None, for a loss without `total`.
 
     Returns:
         A pure function. The key is folded with the step, so that a resumed run has the same random draws as an
         uninterrupted one. If the loss or the gradients' norm is not finite, the metric `non_finite` is 1 and only the
-        step number advances: parameters and optimizer state stay unchanged. This choice is made in the optimizer's
-        layout.
+        step number advances: parameters and optimizer state stay unchanged. New or old values are selected in the
+        optimizer's layout.
     """
     moves = moves or Moves()
     if microbatches is None and moves.partial:

@@ -122,7 +122,7 @@ def test_a_mesh_of_another_number_of_devices(mesh):
         gspmd.ledger(compiled, {"x": 4, "y": 4})
     assert str(error.value) == (
         "cannot name the mesh axes of jit_summed: 8 devices run it, and the mesh x=4,y=4 has 16.\n"
-        "  Give mesh=, the one that it was compiled for."
+        "  Give mesh=, the mesh that it was compiled for."
     )
 
 

@@ -172,7 +172,8 @@ SCALAR = jnp.float32(1)
 @pytest.mark.parametrize(
     ("name", "answer", "message"),
     [
-        ("sizes", lambda found: [], "sizes has to return letters with whole numbers above 0, as {'B': 8, 'E': 64}, "),
+        ("sizes", lambda found: [],
+         "sizes has to return letters with whole numbers above 0, such as {'B': 8, 'E': 64}, and not []."),
         ("sizes", lambda found: found | {"F": 0}, "parameter 'blocks.w_in' has dimension F: sizes must give"),
         ("sizes", lambda found: found | {"F": 0.5}, "sizes has to return letters"),
         ("sizes", lambda found: {"B": 1, "L": 1, "V": 256, "E": 16},
@@ -180,7 +181,7 @@ SCALAR = jnp.float32(1)
         ("parameters", lambda found: {"positions": Parameter("mixer.w_in", "LF", Normal(1.0))},
          "parameter 'positions' has dimension L: sizes must give a size that does not depend"),
         ("parameters", lambda found: {}, "parameters has to return a mapping of paths to Parameter, and not {}."),
-        ("parameters", lambda found: found | {"blocks.w-in": 1}, "a parameter's path is names with dots between them"),
+        ("parameters", lambda found: found | {"blocks.w-in": 1}, "a parameter's path has to be names joined by dots"),
         ("parameters", lambda found: {"w": 3}, "parameter 'w' has to be a gspmd.training.model.Parameter, and is 3."),
         ("parameters", lambda found: {"w": Parameter("mixer.w_in", "NEF", Normal(1.0))},
          "parameter 'w' has dims 'NEF': write letters, without N, which layers= adds."),
@@ -191,7 +192,7 @@ SCALAR = jnp.float32(1)
         ("loss", lambda found: (found[0], {}), "the figures of loss lack 'cross_entropy', and have none."),
         ("loss", lambda found: (found[0], found[1] | {"many": jnp.ones(2)}),
          "figure 'many' of loss has to be a scalar, and is an array float32[2]."),
-        ("loss", lambda found: (found[0], found[1] | {"loss": SCALAR}), "figure 'loss' is one that every step has"),
+        ("loss", lambda found: (found[0], found[1] | {"loss": SCALAR}), "every step has a figure 'loss' already"),
     ],
 )  # fmt: skip
 def test_what_a_model_answers_wrongly_is_one_line(layout, make_mesh, name, answer, message):
