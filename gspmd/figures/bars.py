@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from gspmd.display.runs import Run
 from gspmd.figures.canvas import Canvas, width_in
 from gspmd.figures.figure import Figure, Text
-from gspmd.figures.notation import Run
 
 _LEAST, _HIGH, _MOST, _APART = 340.0, 9.0, 14, 16.0
 """Least width of the longest bar, height of each, the most rows that are drawn, and space between texts of a row."""

@@ -3,10 +3,11 @@
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
+from gspmd.display.runs import Run
 from gspmd.display.theme import SIZES, TEXT
 from gspmd.display.xml import escaped
 from gspmd.figures.figure import Figure, Text
-from gspmd.figures.notation import Run, tspans, width
+from gspmd.figures.text import tspans, width
 
 BOLD = 1.15
 """The width of a bold letter beside that of a regular one."""

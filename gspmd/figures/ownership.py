@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 
-from gspmd.figures.notation import SpecLike
+from gspmd.annotate.spec import Spec
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Ownership:
       ({'x': 2, 'y': 1}, (2, 1), 5, (slice(4, 6, None), slice(3, 6, None)))
     """
 
-    spec: SpecLike
+    spec: Spec
     shape: Sequence[int]
     mesh: Mapping[str, int]
 

@@ -5,13 +5,12 @@ from html import escape
 from itertools import groupby
 from typing import Any
 
-from gspmd.annotate.equation import parse_via
-from gspmd.annotate.errors import SpecError, listed
+from gspmd.annotate.errors import listed
 from gspmd.display.html import page
 from gspmd.display.html import table as html_table
+from gspmd.display.runs import runs_html
 from gspmd.figures.figure import Figure
-from gspmd.figures.layout import layout_figure
-from gspmd.figures.notation import Run, joined, runs_html, spec_runs
+from gspmd.layouts.figure import layout_figure, notation
 from gspmd.layouts.table import LayoutTable
 
 
@@ -57,15 +56,7 @@ def found_html(told: str, lines: Mapping[str, str], layout: LayoutTable) -> str:
 
 def figure(layout: LayoutTable) -> Figure:
     """Draw a layout; see `Layout.figure`."""
-    return layout_figure(layout, notation, lambda: plain(layout))
-
-
-def notation(text: str) -> list[Run]:
-    """Return a line's text in runs with subscripts; unchanged if it is not a spec, which `Layout.check` reports."""
-    try:
-        return joined((spec_runs(spec) for spec in parse_via(text).specs), " · ")
-    except SpecError:
-        return [Run(text)]
+    return layout_figure(layout, lambda: plain(layout))
 
 
 def _html(text: str) -> str:

@@ -9,10 +9,10 @@ import gspmd
 from gspmd.annotate.spec import Spec
 from gspmd.display.units import amount_of_bytes, amount_of_flops, amount_of_seconds
 from gspmd.figures.figure import Figure
-from gspmd.figures.lowerings import lowerings_figure
-from gspmd.figures.roofline import roofline_figure
 from gspmd.page import limits
 from gspmd.page.requests import EquationRequest, read_mesh, read_numbers
+from gspmd.planner.figures.lowerings import lowerings_figure
+from gspmd.planner.figures.roofline import roofline_figure
 from gspmd.planner.plan import Plan
 from gspmd.planner.roofline import roofline
 from gspmd.planner.steps import Step

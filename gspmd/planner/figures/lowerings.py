@@ -1,54 +1,16 @@
 """Lowerings side by side as a Gantt chart: when the links and the matrix unit of a device are busy."""
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
 
 from gspmd.display.units import amount_of_seconds
 from gspmd.figures.canvas import Canvas, width_in
 from gspmd.figures.figure import Figure
+from gspmd.planner.timetable import Bar
 
 _WIDE, _BAR, _BETWEEN, _ROW, _LEFT = 460.0, 15.0, 3.0, 54.0, 82.0
 
 
-class DrawnStep(Protocol):
-    """The fields of a `Step` that are drawn."""
-
-    @property
-    def kind(self) -> str: ...
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def amount(self) -> str: ...
-
-    @property
-    def seconds(self) -> float: ...
-
-
-class BarLike(Protocol):
-    """A `gspmd.planner.timetable.Bar`."""
-
-    @property
-    def number(self) -> int: ...
-
-    @property
-    def step(self) -> DrawnStep: ...
-
-    @property
-    def start(self) -> float: ...
-
-    @property
-    def seconds(self) -> float: ...
-
-    @property
-    def looped(self) -> bool: ...
-
-    @property
-    def lane(self) -> int: ...
-
-
-def lowerings_figure(equation: str, lowered: Mapping[str, tuple[float, Sequence[BarLike]]]) -> Figure:
+def lowerings_figure(equation: str, lowered: Mapping[str, tuple[float, Sequence[Bar]]]) -> Figure:
     """Draw the plans of one equation under several lowerings, to one scale.
 
     Args:
@@ -78,7 +40,7 @@ def lowerings_figure(equation: str, lowered: Mapping[str, tuple[float, Sequence[
     return canvas.figure(f"Lowerings of {equation}", f"{', '.join(told)}.", "\n".join(told))
 
 
-def _draw(canvas: Canvas, bar: BarLike, y: float, scale: float) -> None:
+def _draw(canvas: Canvas, bar: Bar, y: float, scale: float) -> None:
     left, wide = _LEFT + bar.start * scale, max(1.0, bar.seconds * scale)
     top = y + bar.lane * (_BAR + _BETWEEN)
     loop = " in a loop" if bar.looped else ""

@@ -1,33 +1,14 @@
 """The figure of a layout: a model's blocks from top to bottom, with the spec of every activation and weight."""
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Mapping, Sequence
 
+from gspmd.annotate.equation import parse_via
+from gspmd.annotate.errors import SpecError
+from gspmd.display.runs import Run, joined
 from gspmd.figures.canvas import Canvas, width_in
 from gspmd.figures.figure import Figure, Text
-from gspmd.figures.notation import Run
-
-Line = str | tuple[str, ...]
-"""A line of a layout: a spec or a via, or several to choose from."""
-
-
-class LayoutLike(Protocol):
-    """The fields of a `Layout` that are drawn. A protocol, since `Layout` imports this module to draw itself."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def axes(self) -> tuple[str, ...]: ...
-
-    @property
-    def table(self) -> Mapping[str, Line]: ...
-
-    @property
-    def overrides(self) -> Mapping[str, Mapping[str, Line]]: ...
-
-    def lowering_of(self, part: str) -> str | None:
-        """Return the lowering of a part of the model."""
+from gspmd.layouts.rules.keys import Text as Line
+from gspmd.layouts.table import LayoutTable
 
 
 class _Op:
@@ -78,23 +59,30 @@ _MOST = 8
 """The most lines of an overriding section that are written."""
 
 
-def layout_figure(layout: LayoutLike, read: Callable[[str], list[Run]], plain: Text = "") -> Figure:
+def layout_figure(layout: LayoutTable, plain: Text) -> Figure:
     """Draw a layout: a panel for each section, in which activations run downwards and weights come from the right.
 
     Args:
-        layout: a `gspmd.Layout`.
-        read: returns the notation of a line, a spec or a via, as runs with subscripts.
-        plain: the same as text, or a function that returns it; by default the lines of the table.
+        layout: the layout.
+        plain: the same as text, or a function that returns it.
 
     Returns:
         The figure. Every line of the layout is a group with `data-key`, which has its spec as `data-spec`.
     """
-    return _Drawing(layout, read).figure(plain)
+    return _Drawing(layout).figure(plain)
+
+
+def notation(text: str) -> list[Run]:
+    """Return a line's text in runs with subscripts; unchanged if it is not a spec, which `Layout.check` reports."""
+    try:
+        return joined((spec.runs() for spec in parse_via(text).specs), " · ")
+    except SpecError:
+        return [Run(text)]
 
 
 class _Drawing:
-    def __init__(self, layout: LayoutLike, read: Callable[[str], list[Run]]):
-        self.layout, self.read, self.canvas = layout, read, Canvas()
+    def __init__(self, layout: LayoutTable):
+        self.layout, self.canvas = layout, Canvas()
         parts = list(dict.fromkeys(key.partition(".")[0] for key in layout.table))
         if FLOWS.keys() >= {*parts}:  # sections of custom models stay in the order of the file
             parts = [part for part in FLOWS if part in parts]
@@ -130,11 +118,10 @@ class _Drawing:
         for name, lines in layout.overrides.items():
             y = self._override(name, lines, y + 12)
         lines_ = "; ".join(f"{key} {_first(text)}" for key, text in layout.table.items())
-        table = "\n".join([layout.name, *(f"  {key}  {_alternatives(text)}" for key, text in layout.table.items())])
-        return canvas.figure(f"Layout {layout.name}", f"{lines_}.", plain or table)
+        return canvas.figure(f"Layout {layout.name}", f"{lines_}.", plain)
 
     def _runs(self, text: Line) -> list[Run]:
-        runs = self.read(_first(text))
+        runs = notation(_first(text))
         more = len(text) - 1 if isinstance(text, tuple) else 0
         return [*runs, Run(f" or {more} more", "sum")] if more else runs
 
