@@ -106,17 +106,25 @@ class Figure:
           The path of the file.
 
         Raises:
-          ValueError: the name has another ending, or `color` is no theme.
+          ValueError: the name has another ending, or is none that a file can have; or `color` is no theme.
+          OSError: the file cannot be written.
           ImportError: a PNG is asked for, and resvg, which draws it, is not installed.
           RuntimeError: a PNG is asked for, and the machine has no fonts.
         """
         path = Path(fspath(path))
         if path.suffix.lower() == ".svg":
-            path.write_text(self.document(color), encoding="utf-8")
+            data = self.document(color).encode()
         elif path.suffix.lower() == ".png":
-            path.write_bytes(self.png(color or "light"))
+            data = self.png(color or "light")
         else:
             raise ValueError(f"cannot save a figure as '{path}'.\n  Give a name that ends in .svg or .png.")
+        try:
+            path.write_bytes(data)
+        except OSError as error:
+            why = f"cannot write {path}: {error.strerror or error}."
+            raise type(error)(f"{why}\n  Name a file in a folder that can be written to.") from None
+        except ValueError as error:  # From a null byte, or half of a surrogate pair.
+            raise ValueError(f"cannot write {printable(repr(str(path)))}: {error}.\n  Give another name.") from None
         return path
 
     def png(self, color: str = "light", scale: float = _SCALE) -> bytes:

@@ -50,10 +50,6 @@ class _Chain:
         labels = [width_in(kind, text) for _, step in self.steps for text, kind in _label(step)]
         return max((*(width_in("", spec.runs()) + 2 * _PAD for spec in specs), *labels, width_in("small", self.title)))
 
-    @property
-    def height(self) -> float:
-        return _HEAD * bool(self.title) + _BOX * self.boxed + (_STEP + _BOX) * len(self.steps)
-
     def draw(self, canvas: Canvas, x: float, y: float) -> float:
         """Draw the chain around x, from y down; return its end."""
         if self.title:
