@@ -1,4 +1,4 @@
-"""A tensor on a mesh: which device holds which block."""
+"""The figure of a tensor on a mesh: the block that each device holds."""
 
 from collections.abc import Mapping, Sequence
 
@@ -24,18 +24,18 @@ def blocks_figure(
 ) -> Figure:
     """Draw a tensor on a mesh: a cell for each device, in which its block of the tensor is filled.
 
-    Copies of one block have the same color and place; the summands of a partial sum are hatched, with a plus sign. On a
+    Copies of a block have the same color and place; summands of a partial sum are hatched and have a plus sign. On a
     mesh of more than 64 devices, only the first ones and the last along each axis are drawn.
 
     Args:
         spec: a `gspmd.Spec` without open dimensions.
-        sizes: size of every dimension by letter, or the shape of the whole tensor.
+        sizes: the size of every dimension by letter, or the shape of the whole tensor.
         mesh: sizes of the mesh axes, major first.
         devices: the ids of the devices in the order of the mesh; by default 0, 1, ...
 
     Returns:
-        The figure. Every device is a group with `data-device`, its id, which has a rectangle with `data-block`, the
-        number of its block with the last dimension fastest, and `data-summand` for a partial sum.
+        The figure. Every device is a group with its id as `data-device`. In it is a rectangle with `data-block`, the
+        number of its block in row-major order, and, for a partial sum, `data-summand`.
 
     Raises:
         SpecError: the spec does not fit the sizes and the mesh.

@@ -1,4 +1,4 @@
-"""Runs of text in SVG: their width, and their elements."""
+"""Runs of text in SVG: their widths, and their elements."""
 
 from collections.abc import Iterable
 
@@ -9,7 +9,7 @@ _SIZES = {"": 1.0, "sub": 0.76, "sum": 0.86}
 _DROP = 0.26
 """The depth of a subscript below the line, in ems of the text around it."""
 
-# Widths of Helvetica's characters in thousandths of an em; wider fonts are allowed for by `_WIDER`.
+# Widths of Helvetica's characters in thousandths of an em; `_WIDER` leaves room for wider fonts.
 _WIDTHS = {
     **dict.fromkeys("ijl'|", 222), **dict.fromkeys("ft.,:;!/ []I", 278), **dict.fromkeys("r()-{}`", 333),
     **dict.fromkeys("ckvxyzsJ", 500), **dict.fromkeys("mM", 833), **dict.fromkeys("ABEKPSVXY", 667),
@@ -20,17 +20,17 @@ _WIDER = 1.14
 
 
 def text_width(text: str, size: float) -> float:
-    """Return about the width of a text, in the units of its font size; rather more than less."""
+    """Return the approximate width of a text, in the units of its font size; rather too large than too small."""
     return sum(_WIDTHS.get(character, 556) for character in text) / 1000 * size * _WIDER
 
 
 def width(runs: Iterable[Run], size: float) -> float:
-    """Return about the width of runs of text."""
+    """Return the approximate width of runs of text."""
     return sum(text_width(run.text, size * _SIZES[run.style]) for run in runs)
 
 
 def tspans(runs: Iterable[Run], size: float) -> str:
-    """Return runs as the content of an SVG `<text>` of this font size."""
+    """Return runs as the content of an SVG `<text>` with this font size."""
     drawn, depth = [], 0.0
     for text, kind in runs:
         wanted = _DROP * size if kind == "sub" else 0.0

@@ -19,14 +19,15 @@ class _Op:
 
 
 class _Add:
-    """The sum of the residual stream at the section's begin and what was computed."""
+    """The sum of the residual stream at the start of a section and the result of the section."""
 
 
 _Row = str | _Op | _Add
-"""An activation by its key, or what is done with it."""
+"""An activation by its key, or an operation."""
 
-# The way through a section, as `gspmd_models` computes it; lines that a layout does not write are left out. Lines that
-# are not on the way, such as those of shared experts, which compute beside the others, are listed below it.
+# The activations and operations of a section in the order in which `gspmd_models` computes them; lines that a layout
+# does not write are left out. Other lines are listed below them, such as those of shared experts, which compute beside
+# the others.
 _ATTENTION: tuple[_Row, ...] = (
     "residual", "memory", _Op("norm", "norm"),
     _Op("einsum", "w_q", "w_k", "w_v", "w_q_down", "w_k_down", vias=("in_via", "key_via")),
@@ -49,9 +50,9 @@ FLOWS: Mapping[str, tuple[_Row, ...]] = {
     "output": (_Op("norm", "norm"), _Op("einsum", "table", vias=("in_via",)), "logits"),
 }  # fmt: skip
 _NAMES, _LIST = 12.0, 128.0
-"""The left edge of names, and the least left edge of the specs of a list beside its names."""
+"""Left edge of names, and least left edge of the specs in a list, to the right of their names."""
 _SKIP, _SPINE, _WEIGHTS = 100.0, 168.0, 246.0
-"""The least places from left to right: the residual around a block, the boxes below one another, the weights."""
+"""Least positions of three columns: the residual stream around a block, the boxes of activations, the weights."""
 _NARROW = 300.0
 """Least width of a panel."""
 _BOX, _WEIGHT, _GAP, _PAD, _BETWEEN, _APART = 24.0, 27.0, 18.0, 10.0, 20.0, 12.0
@@ -73,7 +74,7 @@ def layout_figure(layout: LayoutTable, plain: Text) -> Figure:
 
 
 def notation(text: str) -> list[Run]:
-    """Return a line's text in runs with subscripts; unchanged if it is not a spec, which `Layout.check` reports."""
+    """Return the text of a line with subscripts, or unchanged if it is not a spec, which `Layout.check` reports."""
     try:
         return joined((spec.runs() for spec in parse_via(text).specs), " · ")
     except SpecError:
@@ -169,7 +170,7 @@ class _Drawing:
         return max(self.list + width_in("", self._runs(text)) for text in _shown(lines).values()) + _NAMES
 
     def _heads(self, part: str) -> list[tuple[str, str]]:
-        """Return the texts at the top of a panel, with their classes: the section, a remark, and its lowering."""
+        """Return the texts at the top of a panel, with their classes: the section's name, a remark, its lowering."""
         heads = [(part, "strong ink")]
         if part == "moe" and "ffn.w_in" in self.layout.table:
             heads.append(("in place of ffn, in blocks of experts", "small soft"))
@@ -269,7 +270,7 @@ class _Drawing:
             self.canvas.text(self.weights + wide + 8, y + _BOX / 2 + 4, _name(key), "small soft")
 
     def _sum(self, part: str, y: float, skip: float) -> float:
-        """Draw the plus at which the residual stream comes back, and the stream."""
+        """Draw the sum at which the residual stream joins again, and the stream."""
         canvas = self.canvas
         canvas.rect(self.spine - 11, y, 22, 22, "node", rx=11)
         canvas.text(self.spine, y + 15.5, "+", "strong ink", "middle")

@@ -69,14 +69,14 @@ def _one(plan: Plan, heading: Text, width: int | None) -> Text:
 
 
 def setting(plan: Plan) -> tuple[str, ...]:
-    """Return what a plan is for, part by part: sizes, mesh, dtypes, chip and lowering."""
+    """Return the parts of a plan's request as text: sizes, mesh, dtypes, chip and lowering."""
     sizes, mesh = (" ".join(f"{name}={size}" for name, size in of.items()) for of in (plan.sizes, plan.mesh))
     said = (sizes, f"mesh {mesh}", " ".join(dict.fromkeys(plan.dtypes)), plan.chip.describe(plan.mesh), plan.lowering)
     return tuple(filter(None, said))
 
 
 def totals(plan: Plan) -> str:
-    """Return the last line: the figures of the whole plan."""
+    """Return the last line: the totals of the whole plan."""
     sent, held = amount_of_bytes(plan.wire_bytes), amount_of_bytes(plan.peak_bytes)
     work, time = amount_of_flops(plan.flops), amount_of_seconds(plan.seconds)
     return f"per device: {sent} sent, {work}, {time}, about {held} held"

@@ -1,4 +1,4 @@
-"""The figure of a timeline: what one device does over time, a row for its computation and one for every mesh axis."""
+"""The figure of a timeline: one device over time, with a row for its computation and one for every mesh axis."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _FINEST = 0.5
 
 
 def timeline_figure(timeline: Timeline) -> Figure:
-    """Draw a timeline: the bars of a row, the hidden part of each collective pale, and what they add up to.
+    """Draw a timeline: a row of bars for each resource, hidden parts of collectives pale, and the totals below.
 
-    A loop is drawn as one iteration, so the time axis is that of the drawing; the lines below have the seconds of the
-    whole step.
+    One iteration of each loop is drawn, so the time axis ends before the step does; the totals are those of the whole
+    step.
 
     Args:
         timeline: the timeline.
@@ -66,7 +66,7 @@ def timeline_figure(timeline: Timeline) -> Figure:
 
 
 def _draw_row(canvas: Canvas, left: float, y: float, placed: Sequence[tuple[Span, int]], scale: float) -> None:
-    """Draw the bars of a row: for every lane and category one path of what is hidden, and one of what is exposed."""
+    """Draw the bars of a row: for every lane and category a path of the hidden parts, and one of the exposed parts."""
     lanes = 1 + max((lane for _, lane in placed), default=0)
     parts: dict[tuple[int, str, bool], list[tuple[float, float]]] = {}
     for span, lane in placed:
@@ -87,7 +87,7 @@ def _draw_row(canvas: Canvas, left: float, y: float, placed: Sequence[tuple[Span
 
 
 def _merged(pieces: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Join intervals that touch or nearly do, and widen those that could not be seen."""
+    """Join intervals that touch or nearly touch, and widen those that could not be seen."""
     joined: list[tuple[float, float]] = []
     for start, stop in sorted(pieces):
         stop = max(stop, start + _FINEST)

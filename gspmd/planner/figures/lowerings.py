@@ -1,4 +1,4 @@
-"""Lowerings side by side as a Gantt chart: when the links and the matrix unit of a device are busy."""
+"""The figure of several lowerings as a Gantt chart: when the links and the matrix unit of a device are busy."""
 
 from collections.abc import Mapping
 
@@ -18,7 +18,7 @@ def lowerings_figure(plans: Mapping[str, Plan]) -> Figure:
         plans: the plans, by the name of the lowering.
 
     Returns:
-        The figure. Every lowering is a group with `data-lowering` and `data-seconds`; every bar a group with
+        The figure. Every lowering is a group with `data-lowering` and `data-seconds`; every bar in it is a group with
         `data-step` and `data-kind`.
     """
     canvas, told = Canvas(), []

@@ -84,15 +84,15 @@ def _box(canvas: Canvas, x: float, y: float, spec: Spec) -> float:
 
 
 def plan_figure(plan: Plan, *, gradients: bool = False) -> Figure:
-    """Draw a plan: every operand's way to the local einsum, and the result's way on.
+    """Draw a plan: the steps of every operand up to the local einsum, and those of the result after it.
 
     Args:
         plan: the plan.
         gradients: whether to draw the plans of the gradients below it.
 
     Returns:
-        The figure. Every step is a group with `data-step`, its number in `plan.steps`, `data-kind` and `data-operand`;
-        every spec one with `data-spec`; those of gradients are inside a group with `data-gradient`, from 1.
+        The figure. Every step is a group with `data-step` (its number in `plan.steps`), `data-kind` and `data-operand`;
+        every spec is a group with `data-spec`. Each gradient is a group with `data-gradient`, counted from 1.
     """
     canvas = Canvas()
     y = _one(canvas, plan, 0.0, setting(plan))
@@ -140,7 +140,7 @@ def _words(parts: Sequence[str], between: str = " · ") -> list[list[Run]]:
 
 
 def _equation(equation: Equation) -> list[list[Run]]:
-    """Return an equation as words, before each of which a line may be broken."""
+    """Return an equation as words; a line may be broken before each of them."""
     words: list[list[Run]] = []
     for number, term in enumerate(equation.terms):
         words += [[Run("+ ")]] if number else []
@@ -157,7 +157,7 @@ def _operand(specs: Sequence[Spec], group: bool) -> list[Run]:
 
 
 class _Routine:
-    """The lanes, nodes and chains of one routine, and their places from left to right."""
+    """The chains of steps of one routine, the nodes of its einsums, and their places from left to right."""
 
     def __init__(self, plan: Plan):
         routine, numbers = plan.routine, iter(range(len(plan.steps)))
@@ -176,7 +176,7 @@ class _Routine:
         self._place()
 
     def _place(self) -> None:
-        """Choose the middle of every lane, product and output.
+        """Choose the horizontal middle of every lane, product and output.
 
         An operand that several products share stands left of those that each has for itself, and one node spans all
         their lanes, so that no two lines cross.

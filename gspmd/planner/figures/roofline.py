@@ -1,4 +1,4 @@
-"""A plan's roofline as bars: the seconds of the matrix unit, of main memory and of the links, beside those planned."""
+"""The figure of a plan's roofline: the seconds of the matrix unit, of main memory and of the links, as bars."""
 
 from gspmd.display.units import amount_of_seconds
 from gspmd.figures.canvas import Canvas
@@ -11,7 +11,7 @@ _BARS = (("compute", "einsum"), ("memory", "soft"), ("links", "all-gather"))
 
 
 def roofline_figure(plan: Plan) -> Figure:
-    """Draw the seconds for which a plan keeps each resource busy, and a line at its own seconds.
+    """Draw the seconds for which a plan keeps each resource busy, and a line at the planned seconds.
 
     Args:
         plan: the plan.

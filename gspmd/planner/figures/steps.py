@@ -1,4 +1,4 @@
-"""The steps of a plan on the mesh: the blocks that each device holds before and after every step."""
+"""The figure of a plan's steps on the mesh: the blocks that each device holds before and after every step."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ _LABEL, _BETWEEN = 18.0, 14.0
 
 
 def steps_figure(plan: Plan) -> Figure:
-    """Draw the operands of every step of a plan on the mesh, before it and after it.
+    """Draw the tensors of every step of a plan on the mesh, before the step and after it.
 
     Args:
-        plan: a `gspmd.Plan`.
+        plan: the plan.
 
     Returns:
-        The figure. Every step is a group with `data-step`, `data-kind` and `data-operand`; in it every tensor is one
-        with `data-tensor` (`"before"`, `"other"` or `"after"`) and `data-spec`, whose devices are as in
-        `blocks_figure`.
+        The figure. Every step is a group with `data-step`, `data-kind` and `data-operand`. Every tensor in it is a
+        group with `data-tensor` (`"before"`, `"other"` or `"after"`) and `data-spec`; its devices have the attributes
+        that `blocks_figure` describes.
     """
     canvas, grid = Canvas(), MeshGrid(plan.mesh)
     size = _FEW if grid.drawn <= 4 else _SOME if grid.drawn <= 16 else _MANY

@@ -1,4 +1,4 @@
-"""Seconds against bytes as a picture: the cheapest layout for every amount of memory, as a staircase of points."""
+"""The figure of seconds against bytes: the cheapest layout for every amount of memory, as a staircase of points."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -17,11 +17,11 @@ _DOT = 5.0
 
 
 def frontier_figure(front: Sequence[Point], beside: Sequence[tuple[str, Answer]], limit: float, where: str) -> Figure:
-    """Draw the cheapest layouts over their memory, and other layouts beside them.
+    """Draw the seconds of the cheapest layouts over their bytes, and other layouts beside them.
 
     Args:
         front: the points of `frontier`.
-        beside: other layouts, by name; that of the name "found" stands out.
+        beside: other layouts with their names; the one named "found" stands out.
         limit: bytes that a device may hold.
         where: the mesh, for the title.
 
@@ -71,7 +71,7 @@ def _dot(canvas: Canvas, x: float, y: float, name: str, held: float, took: float
 
 
 class _Scale:
-    """Map a figure to its place on an axis, from 0 to 1, with room at both ends, and back."""
+    """Map a value to its place on an axis, from 0 to 1 with room at both ends, and back."""
 
     def __init__(self, least: float, most: float, logarithmic: bool):
         self._log = logarithmic
@@ -83,6 +83,6 @@ class _Scale:
         return ((log(value) if self._log else value) - self._low) / self._span
 
     def at(self, share: float) -> float:
-        """Return the figure at a place."""
+        """Return the value at a place."""
         value = self._low + share * self._span
         return exp(value) if self._log else max(value, 0.0)
