@@ -133,6 +133,25 @@ def test_blocking_and_xla_need_nothing_of_looped():
     assert shown.stdout.split("\n") == [*["True"] * 4, "looped is not there", ""]
 
 
+_PICTURES = """
+import sys
+from gspmd.layouts import Layout
+from gspmd.audit import timeline
+from gspmd.search.answers import SearchResult
+import gspmd
+plan, layout = gspmd.plan("B_xE -> BE", {"B": 4, "E": 8}, {"x": 4}), Layout.load("replicated")
+assert str(plan) and str(layout)
+print([name for name in sys.modules if name.startswith("gspmd.figures")])
+plan.figure(), layout.figure()
+print("gspmd.figures.canvas" in sys.modules)
+"""
+
+
+def test_pictures_are_imported_when_they_are_asked_for():
+    shown = subprocess.run([sys.executable, "-c", _PICTURES], capture_output=True, text=True, check=True, timeout=300)
+    assert shown.stdout.split() == ["[]", "True"]
+
+
 _TRAINS = """
 import sys
 from importlib import import_module

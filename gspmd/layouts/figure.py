@@ -1,13 +1,17 @@
 """The figure of a layout: a model's blocks from top to bottom, with the spec of every activation and weight."""
 
 from collections.abc import Mapping, Sequence
+from html import escape
 
 from gspmd.annotate.equation import parse_via
 from gspmd.annotate.errors import SpecError
-from gspmd.display.runs import Run, joined
+from gspmd.display.html import page
+from gspmd.display.html import table as html_table
+from gspmd.display.runs import Run, joined, runs_html
 from gspmd.figures.canvas import Canvas, width_in
-from gspmd.figures.figure import Figure, Text
-from gspmd.layouts.rules.keys import Text as Line
+from gspmd.figures.figure import Figure
+from gspmd.layouts.printed import plain, sections
+from gspmd.layouts.rules.keys import Text
 from gspmd.layouts.table import LayoutTable
 
 
@@ -34,7 +38,7 @@ _ATTENTION: tuple[_Row, ...] = (
     "latent_query", "latent", _Op("einsum", "w_q_up", "w_k_up", "w_v_up"),
     "query", "key", _Op("attention"), _Op("einsum", "w_o", vias=("out_via",)), _Add(),
 )  # fmt: skip
-FLOWS: Mapping[str, tuple[_Row, ...]] = {
+_FLOWS: Mapping[str, tuple[_Row, ...]] = {
     "embedding": ("tokens", _Op("look up", "table", "positions"), _Op("norm", "norm")),
     "attention": _ATTENTION,
     "cross": _ATTENTION,
@@ -60,20 +64,40 @@ _MOST = 8
 """The most lines of an overriding section that are written."""
 
 
-def layout_figure(layout: LayoutTable, plain: Text) -> Figure:
+def layout_figure(layout: LayoutTable) -> Figure:
     """Draw a layout: a panel for each section, in which activations run downwards and weights come from the right.
 
     Args:
         layout: the layout.
-        plain: the same as text, or a function that returns it.
 
     Returns:
         The figure. Every line of the layout is a group with `data-key`, which has its spec as `data-spec`.
     """
-    return _Drawing(layout).figure(plain)
+    return _Drawing(layout).figure()
 
 
-def notation(text: str) -> list[Run]:
+def as_html(layout: LayoutTable) -> str:
+    """Return the table of a layout and its figure as HTML, for a notebook."""
+    rows = []
+    for section, lines in sections(layout):
+        specs = section not in ("mesh", "lowering", "dimensions", "padding")
+        rows += [(escape(section), escape(key), _html(text) if specs else escape(text)) for key, text in lines]
+    sheet = html_table(layout.name, ("section", "key", "spec"), rows)
+    return page([sheet, layout_figure(layout).document(standalone=False)])
+
+
+def found_html(told: str, lines: Mapping[str, str], layout: LayoutTable) -> str:
+    """Return the lines of a layout that a search found, and its figure, as HTML below a sentence."""
+    rows = [(escape(key), _html(spec)) for key, spec in lines.items()]
+    drawn = layout_figure(layout).document(standalone=False)
+    return page([f"<p>{escape(told)}</p>", html_table(layout.name, ("line", "spec"), rows), drawn])
+
+
+def _html(text: str) -> str:
+    return " | ".join(runs_html(_notation(each)) for each in text.split(" | "))
+
+
+def _notation(text: str) -> list[Run]:
     """Return the text of a line with subscripts, or unchanged if it is not a spec, which `Layout.check` reports."""
     try:
         return joined((spec.runs() for spec in parse_via(text).specs), " · ")
@@ -85,8 +109,8 @@ class _Drawing:
     def __init__(self, layout: LayoutTable):
         self.layout, self.canvas = layout, Canvas()
         parts = list(dict.fromkeys(key.partition(".")[0] for key in layout.table))
-        if FLOWS.keys() >= {*parts}:  # sections of custom models stay in the order of the file
-            parts = [part for part in FLOWS if part in parts]
+        if _FLOWS.keys() >= {*parts}:  # sections of custom models stay in the order of the file
+            parts = [part for part in _FLOWS if part in parts]
         self.parts = parts
         self._place()
 
@@ -106,7 +130,7 @@ class _Drawing:
         self.list = max([_LIST, *(_NAMES + width_in("small", name) + _APART for name in listed)])
         self.wide = max([_NARROW, *map(self._width, self.parts), *map(self._width_of, self.layout.overrides.values())])
 
-    def figure(self, plain: Text) -> Figure:
+    def figure(self) -> Figure:
         layout, canvas = self.layout, self.canvas
         canvas.text(0, 14, layout.name, "title ink")
         canvas.text(0, 30, f"mesh axes {', '.join(layout.axes)}", "small soft")
@@ -119,10 +143,10 @@ class _Drawing:
         for name, lines in layout.overrides.items():
             y = self._override(name, lines, y + 12)
         lines_ = "; ".join(f"{key} {_first(text)}" for key, text in layout.table.items())
-        return canvas.figure(f"Layout {layout.name}", f"{lines_}.", plain)
+        return canvas.figure(f"Layout {layout.name}", f"{lines_}.", lambda: plain(layout))
 
-    def _runs(self, text: Line) -> list[Run]:
-        runs = notation(_first(text))
+    def _runs(self, text: Text) -> list[Run]:
+        runs = _notation(_first(text))
         more = len(text) - 1 if isinstance(text, tuple) else 0
         return [*runs, Run(f" or {more} more", "sum")] if more else runs
 
@@ -133,7 +157,7 @@ class _Drawing:
         """Return the rows of a section that the layout writes."""
         table = self.layout.table
         rows: list[_Row] = []
-        for row in FLOWS.get(part, ()):
+        for row in _FLOWS.get(part, ()):
             if isinstance(row, str):
                 rows += [row] if f"{part}.{row}" in table else []
             elif isinstance(row, _Add):
@@ -165,7 +189,7 @@ class _Drawing:
         heads = (width_in(kind, text) + _APART for text, kind in self._heads(part))
         return max(*ends, _NAMES + sum(heads) - _APART, 0.0) + _NAMES
 
-    def _width_of(self, lines: Mapping[str, Line]) -> float:
+    def _width_of(self, lines: Mapping[str, Text]) -> float:
         """Return the width of an overriding section's panel."""
         return max(self.list + width_in("", self._runs(text)) for text in _shown(lines).values()) + _NAMES
 
@@ -174,7 +198,7 @@ class _Drawing:
         heads = [(part, "strong ink")]
         if part == "moe" and "ffn.w_in" in self.layout.table:
             heads.append(("in place of ffn, in blocks of experts", "small soft"))
-        if part in FLOWS and (lowering := self.layout.lowering_of(part)):
+        if part in _FLOWS and (lowering := self.layout.lowering_of(part)):
             heads.append((f"lowering {lowering}", "small soft"))
         return heads
 
@@ -282,7 +306,7 @@ class _Drawing:
             )
         return y + 22
 
-    def _override(self, name: str, lines: Mapping[str, Line], y: float) -> float:
+    def _override(self, name: str, lines: Mapping[str, Text], y: float) -> float:
         canvas = self.canvas
         shown = _shown(lines)
         high = 30 + 18 * (len(shown) + (len(lines) > len(shown))) + 6
@@ -300,7 +324,7 @@ class _Drawing:
         return y + 6
 
 
-def _shown(lines: Mapping[str, Line]) -> dict[str, Line]:
+def _shown(lines: Mapping[str, Text]) -> dict[str, Text]:
     """Return the lines of an overriding section that are written."""
     return dict(list(lines.items())[:_MOST])
 
@@ -309,9 +333,9 @@ def _name(key: str) -> str:
     return key.partition(".")[2]
 
 
-def _first(text: Line) -> str:
+def _first(text: Text) -> str:
     return text[0] if isinstance(text, tuple) else text
 
 
-def _alternatives(text: Line) -> str:
+def _alternatives(text: Text) -> str:
     return " | ".join(text) if isinstance(text, tuple) else text
