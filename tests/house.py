@@ -1,7 +1,7 @@
 """The files of the house, and what each of them imports."""
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -25,8 +25,19 @@ def room_of(module: str) -> str:
 def imports(module: str, everywhere: bool = True) -> tuple[str, ...]:
     """Return the imports of a file, in its order: all of them, or only those that loading it executes."""
     tree = ast.parse(FILES[module].read_text())
+    return _names(module, ast.walk(tree) if everywhere else _at_once(tree.body))
+
+
+@cache
+def imports_for_checkers(module: str) -> tuple[str, ...]:
+    """Return the imports of a file that only type checkers execute."""
+    tree = ast.parse(FILES[module].read_text())
+    return _names(module, (each for node in tree.body if _is_for_checkers(node) for each in ast.walk(node)))
+
+
+def _names(module: str, nodes: Iterable[ast.AST]) -> tuple[str, ...]:
     names: dict[str, None] = {}
-    for node in ast.walk(tree) if everywhere else _at_once(tree.body):
+    for node in nodes:
         if isinstance(node, ast.Import):
             names |= {alias.name: None for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -47,5 +58,9 @@ def _absolute(module: str, name: str, level: int) -> str:
 
 def _at_once(body: list[ast.stmt]) -> Iterator[ast.stmt]:
     for node in body:
-        if not (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)):
+        if not _is_for_checkers(node):
             yield node
+
+
+def _is_for_checkers(node: ast.stmt) -> bool:
+    return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)

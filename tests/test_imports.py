@@ -7,7 +7,7 @@ from importlib import import_module
 
 import pytest
 
-from tests.house import FILES, imports, room_of
+from tests.house import FILES, imports, imports_for_checkers, room_of
 
 # From the foundation up: a room may import those on the floors below it.
 FLOORS = (
@@ -20,9 +20,8 @@ FLOORS = (
         "gspmd.jax_internals",
         "gspmd.reading",
     },
-    {"gspmd.figures"},
     {"gspmd.annotate"},
-    {"gspmd.hardware"},
+    {"gspmd.hardware", "gspmd.figures"},
     {"gspmd.planner"},
     {"gspmd.lowerings"},
     {"gspmd.ops"},
@@ -55,6 +54,13 @@ WITHOUT_JAX = (
 )
 PLACES_ARRAYS = {f"gspmd.annotate{name}" for name in ("", ".annotation", ".arrays", ".gshard")}
 READS_PROGRAMS = {f"gspmd.search.{name}" for name in ("finding", "held", "pricing", "program")}
+# A class imports its drawings when it is asked for one; they name the class for type checkers alone.
+DRAWINGS = {
+    "gspmd.audit.simulation.figure": "gspmd.audit.simulation.timeline",
+    "gspmd.planner.drawing": "gspmd.planner.plan",
+    "gspmd.planner.figures.plan": "gspmd.planner.plan",
+    "gspmd.planner.figures.steps": "gspmd.planner.plan",
+}
 
 
 @pytest.mark.parametrize("module", sorted({*FILES} - {"gspmd", "gspmd.__main__"}))
@@ -65,6 +71,9 @@ def test_imports_point_one_way(module):
 
 def test_there_are_no_cycles():
     below = {name: {each for each in imports(name) if each in FILES} - {name, "gspmd"} for name in FILES}
+    for drawing, drawn in DRAWINGS.items():
+        assert imports_for_checkers(drawing) == (drawn,)
+        below[drawing].remove(drawn)
     while leaves := {name for name, used in below.items() if not used}:
         below = {name: used - leaves for name, used in below.items() if name not in leaves}
     assert not below, "these import one another, or what does: " + ", ".join(sorted(below))
@@ -122,6 +131,25 @@ with jax.set_mesh(mesh):
 def test_blocking_and_xla_need_nothing_of_looped():
     shown = subprocess.run([sys.executable, "-c", _BLOCKED], capture_output=True, text=True, check=True, timeout=300)
     assert shown.stdout.split("\n") == [*["True"] * 4, "looped is not there", ""]
+
+
+_PICTURES = """
+import sys
+from gspmd.layouts import Layout
+from gspmd.audit import timeline
+from gspmd.search.answers import SearchResult
+import gspmd
+plan, layout = gspmd.plan("B_xE -> BE", {"B": 4, "E": 8}, {"x": 4}), Layout.load("replicated")
+assert str(plan) and str(layout)
+print([name for name in sys.modules if name.startswith("gspmd.figures")])
+plan.figure(), layout.figure()
+print("gspmd.figures.canvas" in sys.modules)
+"""
+
+
+def test_pictures_are_imported_when_they_are_asked_for():
+    shown = subprocess.run([sys.executable, "-c", _PICTURES], capture_output=True, text=True, check=True, timeout=300)
+    assert shown.stdout.split() == ["[]", "True"]
 
 
 _TRAINS = """

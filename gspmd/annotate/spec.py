@@ -10,6 +10,8 @@ from typing import Any, NoReturn
 from gspmd.annotate.errors import Fault, SpecError, listed, report, shown
 from gspmd.annotate.parser import NAME, OPEN, Parser, axes_suffix, dim_text
 from gspmd.annotate.validation import LARGEST, mesh_sizes, whole_sizes
+from gspmd.display.runs import Run, runs_html
+from gspmd.display.units import axes_text
 
 _CAPITALS = frozenset(string.ascii_uppercase)
 
@@ -108,9 +110,26 @@ class Spec:
 
     def _repr_html_(self) -> str:
         from gspmd.display.html import page  # imported here, as below: parsing draws nothing
-        from gspmd.figures.notation import spec_html
 
-        return page([f"<p>{spec_html(self)}</p>"])
+        return page([f"<p>{runs_html(self.runs())}</p>"])
+
+    def runs(self) -> list[Run]:
+        """Return the notation as runs of text, with mesh axes as subscripts: `B_xLE` as B, x below the line, LE.
+
+        >>> runs_html(Spec.parse("B_xLE_{data,model}").runs())
+        'B<sub>x</sub>LE<sub>data,model</sub>'
+        """
+        runs: list[Run] = []
+        for dim, axes in zip(self.dims, self.axes):
+            if runs and not runs[-1].style:
+                runs[-1] = Run(runs[-1].text + dim)
+            else:
+                runs.append(Run(dim))
+            runs += [Run(axes_text(axes), "sub")] if axes else []
+        for word, axes in (("partialsum", self.partial), ("reduced", self.reduced)):
+            if axes:
+                runs.append(Run(f"{' ' if runs else ''}({word}-{axes_text(axes)})", "sum"))
+        return runs or [Run("scalar", "sum")]
 
     # -- editing ------------------------------------------------------------------------------------------------------
 

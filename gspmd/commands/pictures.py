@@ -27,11 +27,9 @@ def write(figure: Figure, options: argparse.Namespace) -> list[str]:
     for path in asked(options):
         try:
             figure.save(path)
-        except (ImportError, RuntimeError) as error:  # A PNG without resvg, or without fonts.
+        # A file that cannot be written; a PNG without resvg, or without fonts.
+        except (OSError, ValueError, ImportError, RuntimeError) as error:
             faults.append(str(error))
-        except OSError as error:
-            why = f"cannot write {path}: {error.strerror or error}."
-            faults.append(f"{why}\n  Name a file in a folder that can be written to.")
     return faults
 
 

@@ -1,8 +1,6 @@
-"""Pictures of plans, placements and layouts: SVG documents made of text, in a light and a dark theme."""
+"""Pictures as SVG: the canvas, the devices of a mesh and their blocks, and bars, in a light and a dark theme."""
 
-from gspmd.figures.blocks import blocks_figure, steps_figure
+from gspmd.figures.blocks import blocks_figure
 from gspmd.figures.figure import Figure
-from gspmd.figures.layout import layout_figure
-from gspmd.figures.plan import plan_figure
 
-__all__ = ["Figure", "blocks_figure", "layout_figure", "plan_figure", "steps_figure"]
+__all__ = ["Figure", "blocks_figure"]

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from gspmd.display.runs import Run
 from gspmd.figures.canvas import Canvas, width_in
 from gspmd.figures.figure import Figure, Text
-from gspmd.figures.notation import Run
 
 _LEAST, _HIGH, _MOST, _APART = 340.0, 9.0, 14, 16.0
 """Least width of the longest bar, height of each, the most rows that are drawn, and space between texts of a row."""
@@ -16,10 +16,10 @@ class Bar:
     """A row of the figure.
 
     Attributes:
-      label: its name, which stands above it on the left.
+      label: its name, above it on the left.
       kind: the class that colors it: a collective's kind, `"other"`, or `"ink"` for the row that counts.
       amounts: the lengths of its bars, one below the other; the last counts, and those above it are pale.
-      told: the same as text, which stands above it on the right.
+      told: its amounts as text, above it on the right.
       pale: whether the last bar is pale too.
     """
 
@@ -31,16 +31,16 @@ class Bar:
 
     @property
     def named(self) -> str:
-        """The class of its label."""
+        """Classes of its label."""
         return f"strong {'ink' if self.kind == 'other' else self.kind}"
 
 
 def bars_figure(title: str, bars: Sequence[Bar], total: str = "", plain: Text = "") -> Figure:
-    """Draw bars below one another, as long as their amounts; nothing for an amount of 0.
+    """Draw bars below one another, with lengths proportional to their amounts; an amount of 0 has no bar.
 
     Args:
         title: the subject.
-        bars: the rows, in order; of more than 14 the first are drawn, and the others counted.
+        bars: the rows, in order; at most 14 are drawn, and the others are counted.
         total: a line below them.
         plain: the same as text, or a function that returns it.
 

@@ -1,25 +1,26 @@
-"""A sheet to draw on: shapes and texts at their places, and the bounds of all of them."""
+"""A canvas: shapes and texts at their places, and the rectangle that holds them."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
+from gspmd.display.runs import Run
 from gspmd.display.theme import SIZES, TEXT
 from gspmd.display.xml import escaped
 from gspmd.figures.figure import Figure, Text
-from gspmd.figures.notation import Run, tspans, width
+from gspmd.figures.text import tspans, width
 
 BOLD = 1.15
-"""The width of a bold letter beside that of a regular one."""
+"""Ratio of the widths of bold and regular letters."""
 _MARGIN = 16.0
 
 
 def number(value: float) -> str:
-    """Return a coordinate, to a hundredth."""
+    """Return a coordinate as text, rounded to hundredths."""
     return f"{round(value, 2):g}"
 
 
 def attributes(given: dict[str, object]) -> str:
-    """Return attributes of an element; `data_step=3` is `data-step="3"`."""
+    """Return the attributes of an element as text: `data_step=3` as `data-step="3"`."""
     return "".join(f' {name.rstrip("_").replace("_", "-")}="{escaped(str(value))}"' for name, value in given.items())
 
 
@@ -53,7 +54,7 @@ class Canvas:
             self.hold(x, y, x, y)
 
     def arrow(self, points: Sequence[tuple[float, float]]) -> None:
-        """Draw a line that ends downward in an arrowhead."""
+        """Draw a line through points that ends in an arrowhead, which points down."""
         x, y = points[-1]
         self.path([*points[:-1], (x, y - 4)])
         head = ((x - 3.5, y - 6), (x + 3.5, y - 6), (x, y))
@@ -64,7 +65,7 @@ class Canvas:
     def text(
         self, x: float, y: float, runs: str | Iterable[Run], kind: str = "ink", anchor: str = "start", **more: object
     ) -> float:
-        """Write a text, its baseline at y; return its width."""
+        """Write a text with its baseline at y; return its width."""
         runs = [Run(runs)] if isinstance(runs, str) else list(runs)
         size, wide = _size(kind), width_in(kind, runs)
         left = x - {"start": 0, "middle": 0.5, "end": 1}[anchor] * wide
@@ -75,14 +76,14 @@ class Canvas:
 
     @contextmanager
     def group(self, **given: object) -> Iterator[None]:
-        """Put everything drawn inside into one `<g>`."""
+        """Put everything that is drawn in the `with` block into one `<g>`."""
         title = given.pop("title", None)
         self.parts.append(f"<g{attributes(given)}>" + (f"<title>{escaped(str(title))}</title>" if title else ""))
         yield
         self.parts.append("</g>")
 
     def lines(self, x: float, y: float, words: Sequence[Sequence[Run]], wide: float, kind: str, step: float) -> float:
-        """Write words in lines of a width, from a baseline y; return the baseline of the line after the last."""
+        """Write words in lines no wider than `wide`, the first at baseline y; return the baseline after the last."""
         line: list[Run] = []
         for word in words:
             if line and width_in(kind, [*line, *word]) > wide:
@@ -95,7 +96,7 @@ class Canvas:
         return y
 
     def figure(self, title: str, description: str, plain: Text) -> Figure:
-        """Return the figure, with a margin around everything that was drawn."""
+        """Return everything that was drawn as a figure, with a margin around it."""
         left, top = self.left - _MARGIN, self.top - _MARGIN
         wide, high = self.right + _MARGIN - left, self.bottom + _MARGIN - top
         return Figure(title, description, plain, (left, top, wide, high), "\n".join(self.parts))
@@ -107,6 +108,6 @@ def _size(kind: str) -> float:
 
 
 def width_in(kind: str, runs: Sequence[Run] | str) -> float:
-    """Return about the width of a text in a class, which `Canvas.text` takes."""
+    """Return the approximate width of a text that `Canvas.text` writes in a class."""
     runs = [Run(runs)] if isinstance(runs, str) else runs
     return width(runs, _size(kind)) * (BOLD if {"strong", "title"} & {*kind.split()} else 1.0)

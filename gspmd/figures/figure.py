@@ -1,4 +1,4 @@
-"""`Figure`: a picture as an SVG document, as a file, in notebooks, and as text on terminals."""
+"""`Figure`: a picture in an SVG document, in a file, in a notebook, or as text on a terminal."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,21 +14,21 @@ Text = str | Callable[[], str]
 """A text, or a function that returns it when it is first needed."""
 _XMLNS = "http://www.w3.org/2000/svg"
 _PROBE = f'<svg xmlns="{_XMLNS}" width="9" height="9"><text font-family="{theme.FONT}" y="9">%s</text></svg>'
-"""A letter, or nothing: on a machine without fonts both are drawn alike."""
+"""A document with a letter or with none: without fonts, both are drawn alike."""
 _SCALE = 3.0
-"""Pixels of a PNG for one unit of its figure: about 290 dots an inch."""
+"""Pixels of a PNG for each CSS pixel of its figure: about 290 dots per inch."""
 
 
 @dataclass(frozen=True, repr=False)
 class Figure:
-    """A picture, which is shown in notebooks, drawn as text on terminals, and saved as SVG or PNG.
+    """A picture that notebooks show, `print` writes as text, and `save` writes as SVG or PNG.
 
     Attributes:
       title: the subject, for a window's title and for screen readers.
       description: a sentence for those who cannot see it.
-      text: the same information as text.
+      text: the same information as text, or a function that returns it.
       box: left, top, width and height of the drawing.
-      body: its elements, without the document around them.
+      body: its SVG elements, without the document around them.
 
     Example:
       >>> figure = Figure("A dot", "One dot.", "*", (0, 0, 8, 8), '<circle r="2" cx="4" cy="4" class="ink"/>')
@@ -61,7 +61,7 @@ class Figure:
 
     @property
     def svg(self) -> str:
-        """The picture as an SVG document of its own: light, and dark where the reader prefers it; texts are texts."""
+        """The picture as an SVG document: light, or dark where the reader prefers it. Texts stay texts."""
         return self.document()
 
     def document(self, color: str = "", *, standalone: bool = True) -> str:
@@ -69,8 +69,8 @@ class Figure:
 
         Args:
           color: `"light"` or `"dark"` for one theme; empty for both, as the reader prefers.
-          standalone: whether it is a document of its own; if not, it follows the theme of the page around it, of
-            JupyterLab for example, and is no wider than its place.
+          standalone: whether it is a document of its own. Otherwise it follows the theme of the page around it, such as
+            JupyterLab, and shrinks to the width that it has there.
 
         Raises:
           ValueError: `color` is no theme.
@@ -99,24 +99,32 @@ class Figure:
         """Write the picture to a file, whose name ends in `.svg` or `.png`.
 
         Args:
-          path: the file; one that is there is replaced.
+          path: the file, which is replaced if it exists.
           color: `"light"` or `"dark"`; by default an SVG has both, and a PNG is light.
 
         Returns:
           The path of the file.
 
         Raises:
-          ValueError: the name has another ending, or `color` is no theme.
+          ValueError: the name has another ending, or is none that a file can have; or `color` is no theme.
+          OSError: the file cannot be written.
           ImportError: a PNG is asked for, and resvg, which draws it, is not installed.
           RuntimeError: a PNG is asked for, and the machine has no fonts.
         """
         path = Path(fspath(path))
         if path.suffix.lower() == ".svg":
-            path.write_text(self.document(color), encoding="utf-8")
+            data = self.document(color).encode()
         elif path.suffix.lower() == ".png":
-            path.write_bytes(self.png(color or "light"))
+            data = self.png(color or "light")
         else:
             raise ValueError(f"cannot save a figure as '{path}'.\n  Give a name that ends in .svg or .png.")
+        try:
+            path.write_bytes(data)
+        except OSError as error:
+            why = f"cannot write {path}: {error.strerror or error}."
+            raise type(error)(f"{why}\n  Name a file in a folder that can be written to.") from None
+        except ValueError as error:  # From a null byte, or half of a surrogate pair.
+            raise ValueError(f"cannot write {printable(repr(str(path)))}: {error}.\n  Give another name.") from None
         return path
 
     def png(self, color: str = "light", scale: float = _SCALE) -> bytes:

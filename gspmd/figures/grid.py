@@ -11,16 +11,16 @@ from gspmd.figures.canvas import Canvas, number
 from gspmd.figures.ownership import Ownership
 
 MOST = 64
-"""The most devices that are drawn; of larger meshes, the first ones and the last along each axis, or just the first."""
+"""The most devices that are drawn: of a larger mesh, the first ones and the last along each axis, or only the first."""
 _ABREAST = 8
-"""The most cells side by side."""
+"""The most cells in a row."""
 _THIN = 2.5
 """Least width and height of a filled block."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A device that is drawn: its number and place in the grid, in cells, and the gaps before it, by level."""
+    """A device that is drawn: its number, its place in the grid, in cells, and the gaps left of it and above it."""
 
     device: int
     column: int
@@ -40,7 +40,7 @@ class MeshGrid:
 
     @cached_property
     def shown(self) -> dict[str, list[int]]:
-        """The places along each axis that are drawn: all, the first ones and the last, or just the first."""
+        """Places along each axis that are drawn: all, the first ones and the last, or only the first."""
         counts = {axis: size for axis, size in self.mesh.items() if size > 1}
         while prod(counts.values()) > MOST:
             longest = max(counts, key=lambda axis: counts[axis])
@@ -54,7 +54,7 @@ class MeshGrid:
 
     @property
     def elided(self) -> str:
-        """The devices that are drawn, in words, if that is not all: `64 of 256 devices are drawn, a=0 and b=0 only`."""
+        """Caption if some devices are left out, else empty: `64 of 256 devices are drawn, a=0 and b=0 only`."""
         devices = prod(self.mesh.values())
         if self.drawn == devices:
             return ""
@@ -63,7 +63,7 @@ class MeshGrid:
 
     @cached_property
     def _levels(self) -> list[tuple[str, int, int, int]]:
-        """Every axis, the last first, with the columns that it takes, and the cells of one of its panels."""
+        """For every axis, the last first: its name, its columns, and the width and height of a place in cells."""
         levels, wide, high = [], 1, 1
         for level, (axis, places) in enumerate(reversed(self.shown.items())):
             fitting = max(1, _ABREAST // wide)
@@ -94,11 +94,11 @@ class MeshGrid:
 
     @property
     def columns(self) -> int:
-        """Number of cells side by side."""
+        """Number of cells in a row."""
         return 1 + max(cell.column for cell in self.cells())
 
     def named(self) -> str:
-        """Return the directions of the axes, in words."""
+        """Return the directions of the axes in words."""
         ways = []
         for level, (axis, columns, *_) in enumerate(self._levels):
             rows = ceil(len(self.shown[axis]) / columns)
@@ -119,7 +119,7 @@ class CellSize:
 
 
 def extent(mesh: Mapping[str, int], size: CellSize) -> tuple[float, float]:
-    """Return width and height of a mesh's grid."""
+    """Return the width and height of a mesh's grid."""
     corners = [_corner(cell, size) for cell in MeshGrid(mesh).cells()]
     return max(x for x, _ in corners) + size.wide, max(y for _, y in corners) + size.head + size.high
 
@@ -136,7 +136,7 @@ def draw_grid(
 
     Args:
         canvas: the canvas to draw on.
-        x, y: the place of the left upper corner.
+        x, y: the upper left corner.
         held: the blocks of the devices.
         size: the sizes of the cells.
         names: the devices' ids, in the order of the mesh; by default 0, 1, ...
@@ -166,7 +166,7 @@ def _draw_cell(canvas: Canvas, x: float, y: float, held: Ownership, device: int,
 
 
 def _within(held: Ownership, device: int, wide: float, high: float) -> tuple[float, float, float, float]:
-    """Return the place of a device's block in a rectangle that stands for the whole tensor.
+    """Return left, top, width and height of a device's block in a rectangle that stands for the whole tensor.
 
     The last sharded dimension runs across, the one before it down, the one before that across again.
     """
@@ -183,7 +183,7 @@ def _within(held: Ownership, device: int, wide: float, high: float) -> tuple[flo
 
 
 def _hatching(x: float, y: float, wide: float, high: float) -> str:
-    """Return lines from lower left to upper right within a rectangle."""
+    """Return the path of diagonal lines that hatch a rectangle."""
     step, lines = 5.0, []
     for count in range(1, ceil((wide + high) / step)):
         along = count * step
@@ -194,7 +194,7 @@ def _hatching(x: float, y: float, wide: float, high: float) -> str:
 
 
 def describe(held: Ownership, device: int, name: int) -> str:
-    """Return a device's place and the part of the tensor that it holds, in words."""
+    """Return a device's coordinates and the part of the tensor that it holds, in words."""
     at = ", ".join(f"{axis}={place}" for axis, place in held.coordinates(device).items())
     parts = [
         f"{dim} {part.start}:{part.stop}"

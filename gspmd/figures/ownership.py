@@ -1,11 +1,11 @@
-"""The block of a tensor that each device of a mesh holds."""
+"""The blocks of a tensor that is sharded over a mesh, and the devices that hold them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 
-from gspmd.figures.notation import SpecLike
+from gspmd.annotate.spec import Spec
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Ownership:
       ({'x': 2, 'y': 1}, (2, 1), 5, (slice(4, 6, None), slice(3, 6, None)))
     """
 
-    spec: SpecLike
+    spec: Spec
     shape: Sequence[int]
     mesh: Mapping[str, int]
 
@@ -35,41 +35,41 @@ class Ownership:
 
     @cached_property
     def parts(self) -> tuple[int, ...]:
-        """The number of blocks along each dimension."""
+        """Number of blocks along each dimension."""
         return tuple(prod(self.mesh[axis] for axis in axes) for axes in self.spec.axes)
 
     @property
     def blocks(self) -> int:
-        """The number of different blocks."""
+        """Number of different blocks."""
         return prod(self.parts)
 
     @property
     def copies(self) -> int:
-        """The number of devices that hold the same block of the same summand."""
+        """Number of devices that hold the same block of the same summand."""
         return self.devices // (self.blocks * self.summands)
 
     @property
     def summands(self) -> int:
-        """The number of summands of a partial sum; 1 if it is none."""
+        """Number of summands of a partial sum; 1 for any other tensor."""
         return prod(self.mesh[axis] for axis in self.spec.partial)
 
     @property
     def summary(self) -> str:
-        """The number of blocks and their size, in words: `4 blocks of 4 × 3, 2 summands`."""
+        """Number and size of the blocks in words: `4 blocks of 4 × 3, 2 summands`."""
         local = sizes_text([size // count for size, count in zip(self.shape, self.parts)])
         whole = "whole on every device" if self.devices > 1 else "whole"
         said = f"{self.blocks:,} blocks of {local}" if self.blocks > 1 else whole
         return said + (f", {self.summands:,} summands" if self.summands > 1 else "")
 
     def coordinates(self, device: int) -> dict[str, int]:
-        """Return the place of a device along each mesh axis."""
+        """Return a device's coordinate along each mesh axis."""
         found = {}
         for axis in reversed(list(self.mesh)):
             device, found[axis] = divmod(device, self.mesh[axis])
         return {axis: found[axis] for axis in self.mesh}
 
     def place(self, device: int) -> tuple[int, ...]:
-        """Return the place of a device's block along each dimension."""
+        """Return the index of a device's block along each dimension."""
         at = self.coordinates(device)
         return tuple(self._number(axes, at) for axes in self.spec.axes)
 
@@ -101,7 +101,7 @@ class Ownership:
         return self._number(tuple(self.mesh), at)
 
     def slices(self, device: int) -> tuple[slice, ...]:
-        """Return the part of each dimension that a device holds."""
+        """Return the slice of each dimension that a device holds."""
         local = [size // count for size, count in zip(self.shape, self.parts)]
         return tuple(slice(at * size, (at + 1) * size) for at, size in zip(self.place(device), local))
 

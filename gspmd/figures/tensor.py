@@ -1,4 +1,4 @@
-"""A tensor as text: a table of its blocks, and in each the devices that hold it."""
+"""A tensor as text: a table of its blocks, with the devices that hold each of them."""
 
 from collections.abc import Callable, Sequence
 from itertools import product
@@ -7,9 +7,9 @@ from math import prod
 from gspmd.figures.ownership import Ownership, sizes_text
 
 _ROWS, _COLUMNS, _HOLDERS = 16, 8, 4
-"""The most rows, columns and devices of a block that are written."""
+"""The most rows, columns, and devices of a block that are written."""
 _GAP = -1
-"""In place of an index: some are left out here."""
+"""Stands for the indices that are left out."""
 
 
 def tensor_text(held: Ownership, names: Sequence[int] | None = None) -> str:
@@ -45,7 +45,7 @@ def tensor_text(held: Ownership, names: Sequence[int] | None = None) -> str:
 
 
 def _some(count: int, most: int) -> list[int]:
-    """Return the indices that are written: all, or the first ones, a gap and the last."""
+    """Return the indices that are written: all, or the first ones, a gap, and the last."""
     return [*range(count)] if count <= most else [*range(most - 2), _GAP, count - 1]
 
 

@@ -84,7 +84,9 @@ class Layout(LayoutTable):
         return printable(printed.plain(self))
 
     def _repr_html_(self) -> str:
-        return printed.html(self)
+        from gspmd.layouts.figure import as_html
+
+        return as_html(self)
 
     def figure(self) -> "Figure":
         """Draw the layout: a panel for each section, activations from top to bottom, weights from the right.
@@ -96,7 +98,9 @@ class Layout(LayoutTable):
           >>> Layout.load("megatron-1d").figure().title
           'Layout megatron-1d'
         """
-        return printed.figure(self)
+        from gspmd.layouts.figure import layout_figure
+
+        return layout_figure(self)
 
     def __getattr__(self, part: str) -> Section:
         """`layout.ffn` is `layout.section("ffn")`."""

@@ -1,17 +1,13 @@
-"""Print layouts and rankings: on one line, as plain text, and as HTML for notebooks."""
+"""Print layouts as text, on one line or whole, and rankings as HTML for notebooks."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from html import escape
 from itertools import groupby
 from typing import Any
 
-from gspmd.annotate.equation import parse_via
-from gspmd.annotate.errors import SpecError, listed
+from gspmd.annotate.errors import listed
 from gspmd.display.html import page
 from gspmd.display.html import table as html_table
-from gspmd.figures.figure import Figure
-from gspmd.figures.layout import layout_figure
-from gspmd.figures.notation import Run, joined, runs_html, spec_runs
 from gspmd.layouts.table import LayoutTable
 
 
@@ -24,52 +20,18 @@ def short(layout: LayoutTable) -> str:
 
 def plain(layout: LayoutTable) -> str:
     """Return the table as text, section by section, as in its file."""
-    width = max((len(key) for _, lines in _sections(layout) for key, _ in lines), default=0)
+    width = max((len(key) for _, lines in sections(layout) for key, _ in lines), default=0)
     below = f"\n  {' ' * width}| "
     blocks = [
         "\n".join([f"[{section}]", *(f"  {key.ljust(width)}  {text.replace(' | ', below)}" for key, text in lines)])
-        for section, lines in _sections(layout)
+        for section, lines in sections(layout)
     ]
     return "\n\n".join([layout.name, *blocks])
 
 
 def lines_of(layout: LayoutTable) -> dict[str, str]:
     """Return all lines by section and key, such as `"decode.ffn.residual"`, as text."""
-    return {f"{section}.{key}": text for section, lines in _sections(layout) for key, text in lines}
-
-
-def html(layout: LayoutTable) -> str:
-    """Return the table and the figure as HTML."""
-    rows = []
-    for section, lines in _sections(layout):
-        specs = section not in ("mesh", "lowering", "dimensions", "padding")
-        rows += [(escape(section), escape(key), _html(text) if specs else escape(text)) for key, text in lines]
-    sheet = html_table(layout.name, ("section", "key", "spec"), rows)
-    return page([sheet, figure(layout).document(standalone=False)])
-
-
-def found_html(told: str, lines: Mapping[str, str], layout: LayoutTable) -> str:
-    """Return the lines of a layout that a search found, and its figure, as HTML below a sentence."""
-    rows = [(escape(key), _html(spec)) for key, spec in lines.items()]
-    drawn = figure(layout).document(standalone=False)
-    return page([f"<p>{escape(told)}</p>", html_table(layout.name, ("line", "spec"), rows), drawn])
-
-
-def figure(layout: LayoutTable) -> Figure:
-    """Draw a layout; see `Layout.figure`."""
-    return layout_figure(layout, notation, lambda: plain(layout))
-
-
-def notation(text: str) -> list[Run]:
-    """Return a line's text in runs with subscripts; unchanged if it is not a spec, which `Layout.check` reports."""
-    try:
-        return joined((spec_runs(spec) for spec in parse_via(text).specs), " · ")
-    except SpecError:
-        return [Run(text)]
-
-
-def _html(text: str) -> str:
-    return " | ".join(runs_html(notation(each)) for each in text.split(" | "))
+    return {f"{section}.{key}": text for section, lines in sections(layout) for key, text in lines}
 
 
 def ranking(title: str, rows: Sequence[tuple[str, str]]) -> str:
@@ -77,7 +39,8 @@ def ranking(title: str, rows: Sequence[tuple[str, str]]) -> str:
     return page([html_table(title, ("layout", "feed-forward block"), [tuple(map(escape, row)) for row in rows])])
 
 
-def _sections(layout: LayoutTable) -> Iterator[tuple[str, list[tuple[str, str]]]]:
+def sections(layout: LayoutTable) -> Iterator[tuple[str, list[tuple[str, str]]]]:
+    """Yield the sections of a layout's file: the name, and key and text of every line."""
     yield "mesh", [("axes", ", ".join(layout.axes)), ("factor", ", ".join(layout.factor))]
     parts = [(*name.partition(".")[::2], _text(spec)) for name, spec in layout.table.items()]
     for section, lines in groupby(sorted(parts, key=lambda line: _order(parts, line)), key=lambda line: line[0]):

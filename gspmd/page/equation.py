@@ -9,14 +9,13 @@ import gspmd
 from gspmd.annotate.spec import Spec
 from gspmd.display.units import amount_of_bytes, amount_of_flops, amount_of_seconds
 from gspmd.figures.figure import Figure
-from gspmd.figures.lowerings import lowerings_figure
-from gspmd.figures.roofline import roofline_figure
 from gspmd.page import limits
 from gspmd.page.requests import EquationRequest, read_mesh, read_numbers
+from gspmd.planner.figures.lowerings import lowerings_figure
+from gspmd.planner.figures.roofline import roofline_figure
 from gspmd.planner.plan import Plan
 from gspmd.planner.roofline import roofline
 from gspmd.planner.steps import Step
-from gspmd.planner.timetable import bars
 
 COMPARED = ("blocking", "looped", "xla")
 """The lowerings that are drawn side by side."""
@@ -56,7 +55,7 @@ class EquationAnswer:
             "figures": {
                 "plan": inline(plan.figure()),
                 "steps": inline(plan.steps_figure()),
-                "roofline": inline(roofline_figure(plan, measured)),
+                "roofline": inline(roofline_figure(plan)),
             },
             "command": self.command,
         }
@@ -65,7 +64,6 @@ class EquationAnswer:
         """Return what the page shows beside the plan: alternatives, lowerings, gradients."""
         plan = self.plan
         lowered = {name: self._planned(name, self.request.via) for name in COMPARED}
-        timetables = {name: (each.seconds, bars(each)) for name, each in lowered.items()}
         return {
             "alternatives": self.alternatives(),
             "lowerings": {name: said(each) | {"seconds": each.seconds} for name, each in lowered.items()},
@@ -73,7 +71,7 @@ class EquationAnswer:
                 json.loads(each.to_json(gradients=False)) | said(each) | {"figure": inline(each.figure())}
                 for each in plan.gradients
             ],
-            "figure": inline(lowerings_figure(str(plan.equation), timetables)),
+            "figure": inline(lowerings_figure(lowered)),
         }
 
     def alternatives(self) -> list[dict[str, Any]]:

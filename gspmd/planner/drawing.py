@@ -1,126 +1,40 @@
 """A plan as the papers draw it: a chain of specs, each arrow a collective, with bytes and microseconds."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from html import escape
-from typing import TYPE_CHECKING, Protocol
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.text import Text
 
-from gspmd.annotate.equation import Equation
 from gspmd.display.console import columns, printable
 from gspmd.display.theme import TERMINAL
-from gspmd.display.units import amount_of_bytes, amount_of_seconds, axes_text
-from gspmd.figures.plan import plan_figure, setting, totals
-from gspmd.hardware.chips import Chip
-from gspmd.planner.overlap import Overlap, Ring, Stripes
+from gspmd.display.units import amount_of_bytes, amount_of_flops, amount_of_seconds, axes_text
+from gspmd.planner.overlap import Ring, Stripes
 from gspmd.planner.spans import LONGEST, CollectiveSpan, loopable, ring_gather, ring_scatter
-from gspmd.planner.steps import Routine, Step, Tensor
+from gspmd.planner.steps import Step
 
 if TYPE_CHECKING:
-    from gspmd.figures.figure import Figure
+    from gspmd.planner.plan import Plan
 
 _INDENT = "  "
 # The cells of a step before which a line may be broken, beginning with the fewest breaks.
 _BREAKS = ((), (1,), (1, 3), (1, 2, 3))
 
 
-class PlanFigures(Protocol):
-    """The figures of a `Plan` that are drawn. It is a protocol, since `Plan` imports this module to print itself."""
-
-    @property
-    def equation(self) -> Equation: ...
-
-    @property
-    def sizes(self) -> Mapping[str, int]: ...
-
-    @property
-    def mesh(self) -> Mapping[str, int]: ...
-
-    @property
-    def dtypes(self) -> tuple[str, ...]: ...
-
-    @property
-    def chip(self) -> Chip: ...
-
-    @property
-    def lowering(self) -> str: ...
-
-    @property
-    def asked(self) -> str: ...
-
-    @property
-    def via(self) -> str | None: ...
-
-    @property
-    def routine(self) -> Routine: ...
-
-    @property
-    def inputs(self) -> Sequence[Tensor]: ...
-
-    @property
-    def loops(self) -> Overlap: ...
-
-    @property
-    def hidden_seconds(self) -> float: ...
-
-    @property
-    def steps(self) -> tuple[Step, ...]: ...
-
-    @property
-    def wire_bytes(self) -> int: ...
-
-    @property
-    def flops(self) -> int: ...
-
-    @property
-    def seconds(self) -> float: ...
-
-    @property
-    def peak_bytes(self) -> int: ...
-
-    @property
-    def gradients(self) -> tuple["PlanFigures", ...]: ...
-
-
-def one_line(plan: PlanFigures) -> str:
+def one_line(plan: Plan) -> str:
     """Return the plan's `repr`."""
     figures = f"{amount_of_bytes(plan.wire_bytes)} sent, {amount_of_seconds(plan.seconds)}"
     return printable(f"<Plan {str(plan.equation)!r} {figures}>")
 
 
-def plain(plan: PlanFigures) -> str:
+def plain(plan: Plan) -> str:
     """Return the figure without colors, in characters that standard output has."""
     return printable(figure(plan).plain)
 
 
-def as_html(plan: PlanFigures) -> str:
-    """Return the steps as a table, and the picture, for a notebook."""
-    from gspmd.display.html import page, table
-    from gspmd.figures.notation import spec_html
-
-    rows = [
-        (
-            " · ".join(map(spec_html, step.sources)),
-            f'<span class="{TERMINAL[step.kind]}">{escape(step.name)}</span>',
-            spec_html(step.after),
-            step.amount,
-            amount_of_seconds(step.seconds),
-        )
-        for step in plan.steps
-    ]
-    heads = ("from", "step", "to", "amount", "time")
-    steps = table(str(plan.equation), heads, rows, right=(3, 4)) if rows else "<p>nothing to do</p>"
-    return page([steps, picture(plan).document(standalone=False)])
-
-
-def picture(plan: PlanFigures, *, gradients: bool = False) -> "Figure":
-    """Draw the plan as a picture; see `Plan.figure`."""
-    plain = lambda: figure(plan, gradients=gradients).plain  # noqa: E731
-    return plan_figure(plan, gradients=gradients, notes=looped, plain=plain)
-
-
-def figure(plan: PlanFigures, *, gradients: bool = False, width: int | None = None) -> Text:
+def figure(plan: Plan, *, gradients: bool = False, width: int | None = None) -> Text:
     """Draw a plan: a heading, a line per step, and a total; with `gradients`, then the plans of the cotangents.
 
     Args:
@@ -136,7 +50,7 @@ def figure(plan: PlanFigures, *, gradients: bool = False, width: int | None = No
     return Text().join(drawn)
 
 
-def _heading(plan: PlanFigures, width: int | None) -> Text:
+def _heading(plan: Plan, width: int | None) -> Text:
     said = setting(plan)
     lines = [said[0]]
     for each in said[1:]:
@@ -145,13 +59,27 @@ def _heading(plan: PlanFigures, width: int | None) -> Text:
     return Text.assemble((f"{plan.equation}\n", "bold"), ("\n".join(lines) + "\n", "dim"))
 
 
-def _one(plan: PlanFigures, heading: Text, width: int | None) -> Text:
+def _one(plan: Plan, heading: Text, width: int | None) -> Text:
     text = heading.copy()
     for line in _steps(plan.steps, width) or [Text(f"{_INDENT}(nothing to do)")]:
         text.append_text(line).append("\n")
     for line in looped(plan):
         text.append(f"{_INDENT}{line}\n", style="dim")
     return text.append(f"{_INDENT}{totals(plan)}", style="dim")
+
+
+def setting(plan: Plan) -> tuple[str, ...]:
+    """Return the parts of a plan's request as text: sizes, mesh, dtypes, chip and lowering."""
+    sizes, mesh = (" ".join(f"{name}={size}" for name, size in of.items()) for of in (plan.sizes, plan.mesh))
+    said = (sizes, f"mesh {mesh}", " ".join(dict.fromkeys(plan.dtypes)), plan.chip.describe(plan.mesh), plan.lowering)
+    return tuple(filter(None, said))
+
+
+def totals(plan: Plan) -> str:
+    """Return the last line: the totals of the whole plan."""
+    sent, held = amount_of_bytes(plan.wire_bytes), amount_of_bytes(plan.peak_bytes)
+    work, time = amount_of_flops(plan.flops), amount_of_seconds(plan.seconds)
+    return f"per device: {sent} sent, {work}, {time}, about {held} held"
 
 
 def _steps(steps: tuple[Step, ...], width: int | None) -> list[Text]:
@@ -179,7 +107,7 @@ def _broken(row: Sequence[Text], breaks: Sequence[int]) -> list[Text]:
     return lines
 
 
-def looped(plan: PlanFigures) -> list[str]:
+def looped(plan: Plan) -> list[str]:
     """Return a line for each ring, and one for the seconds that they save together."""
     routine, loops = plan.routine, plan.loops
     spans = [(ring_gather(routine.moves[number]), ring) for number, ring in loops.gathers.items()]
@@ -192,7 +120,7 @@ def looped(plan: PlanFigures) -> list[str]:
     return lines
 
 
-def _too_long(plan: PlanFigures) -> Iterator[str]:
+def _too_long(plan: Plan) -> Iterator[str]:
     """Yield a line for each collective that is not looped because it, or its stripes, would have too many hops."""
     gathers, scatters = loopable(plan.routine)
     left = [gathers[n] for n in gathers if n not in plan.loops.gathers]
@@ -215,7 +143,7 @@ def _ring(span: CollectiveSpan, ring: Ring, stripes: Stripes | None) -> str:
     return text if ring.axes else f"{text}, apart from the einsum"
 
 
-def show(plan: PlanFigures, console: Console, *, gradients: bool = True) -> None:
+def show(plan: Plan, console: Console, *, gradients: bool = True) -> None:
     """Print the figure in color, in the available columns."""
     drawn = figure(plan, gradients=gradients, width=columns(console))
     console.print(drawn, soft_wrap=True, highlight=False)

@@ -248,9 +248,9 @@ class Plan:
 
         Source: Pope et al. 2022 (arXiv 2211.05102), figures 2 and 3.
         """
-        from gspmd.planner.drawing import picture
+        from gspmd.planner.figures.plan import plan_figure
 
-        return picture(self, gradients=gradients)
+        return plan_figure(self, gradients=gradients)
 
     def steps_figure(self) -> "Figure":
         """Draw the blocks that each device holds before and after every step.
@@ -263,7 +263,7 @@ class Plan:
             >>> gspmd.plan("B_xE -> BE_x", dict(B=8, E=64), dict(x=2)).steps_figure().title
             'The steps of B_xE -> BE_x on the mesh'
         """
-        from gspmd.figures.blocks import steps_figure
+        from gspmd.planner.figures.steps import steps_figure
 
         return steps_figure(self)
 
@@ -278,7 +278,7 @@ class Plan:
         return plain(self)
 
     def _repr_html_(self) -> str:
-        from gspmd.planner.drawing import as_html
+        from gspmd.planner.figures.plan import as_html
 
         return as_html(self)
 

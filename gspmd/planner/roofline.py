@@ -1,12 +1,11 @@
 """The time in which a plan keeps each resource of a device busy: the matrix unit, main memory, and the links."""
 
-from collections.abc import Sequence
 from math import prod
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from gspmd.hardware.dtypes import itemsize
+from gspmd.planner.plan import Plan
 from gspmd.planner.spans import local_shape
-from gspmd.planner.steps import Environment, Routine, Tensor
 
 
 class Roofline(NamedTuple):
@@ -28,23 +27,7 @@ class Roofline(NamedTuple):
         return max(self._fields, key=lambda name: getattr(self, name))
 
 
-class PlannedRoutine(Protocol):
-    """The parts of a `Plan` that its roofline needs."""
-
-    @property
-    def routine(self) -> Routine: ...
-
-    @property
-    def inputs(self) -> Sequence[Tensor]: ...
-
-    @property
-    def outputs(self) -> Sequence[Tensor]: ...
-
-    @property
-    def environment(self) -> Environment: ...
-
-
-def roofline(plan: PlannedRoutine) -> Roofline:
+def roofline(plan: Plan) -> Roofline:
     """Return the roofline of a plan.
 
     Args:

@@ -1,27 +1,11 @@
 """The steps of a plan in time, on the links and on the matrix unit of a device, as its lowering overlaps them."""
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
-from gspmd.planner.overlap import Overlap
+from gspmd.planner.plan import Plan
 from gspmd.planner.spans import ring_gather, ring_scatter
-from gspmd.planner.steps import Routine, Step
-
-
-class LoweredPlan(Protocol):
-    """The parts of a `Plan` that say when its steps run."""
-
-    @property
-    def routine(self) -> Routine: ...
-
-    @property
-    def loops(self) -> Overlap: ...
-
-    @property
-    def steps(self) -> tuple[Step, ...]: ...
-
-    @property
-    def hidden_seconds(self) -> float: ...
+from gspmd.planner.steps import Step
 
 
 class Bar(NamedTuple):
@@ -46,7 +30,7 @@ class Bar(NamedTuple):
         return int(not self.step.is_collective)
 
 
-def bars(plan: LoweredPlan) -> list[Bar]:
+def bars(plan: Plan) -> list[Bar]:
     """Return the steps of a plan in time.
 
     Steps outside loops follow one another. Everything that loops with an einsum runs at once, after the other moves, in
@@ -92,7 +76,7 @@ def _together(inside: Sequence[tuple[int, Step]], start: float, block: float) ->
             out += scale * step.seconds
 
 
-def _looped(plan: LoweredPlan) -> Iterator[int]:
+def _looped(plan: Plan) -> Iterator[int]:
     """Yield the numbers of the steps that run in loops: collectives, and the einsums that hide them."""
     routine, loops, number = plan.routine, plan.loops, 0
     # Rings without axes run apart from the einsum, unless its stripes hide them.

@@ -207,7 +207,7 @@ class Found:
         )
 
     def _repr_html_(self) -> str:
-        from gspmd.layouts.printed import found_html
+        from gspmd.layouts.figure import found_html
 
         return found_html(str(self), self.lines, self.layout)
 

@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 from gspmd.display.theme import SIZES, TEXT
 from gspmd.figures.canvas import BOLD
 from gspmd.figures.figure import Figure
-from gspmd.figures.notation import text_width
+from gspmd.figures.text import text_width
 
 Measure = Callable[[str, float, bool], float]
 """The width of a text of a font size, bold or not."""
@@ -47,6 +47,16 @@ def having(element: ElementTree.Element, **given: object) -> list[ElementTree.El
 def words(element: ElementTree.Element) -> list[str]:
     """The texts below an element, as they are read."""
     return ["".join(each.itertext()) for each in element.iter(f"{SVG}text")]
+
+
+def bars_of(figure: Figure) -> dict[str, tuple[str, list[float]]]:
+    """The label of every row of bars, with its text on the right and the lengths of its bars."""
+    found = {}
+    for row in having(root(figure), bar=None):
+        label, told = words(row)
+        assert label == row.get("data-bar")
+        found[label] = told, [float(each.get("width", 0)) for each in row.iter(f"{SVG}rect")]
+    return found
 
 
 def drawn_width(text: str, size: float, bold: bool) -> float:

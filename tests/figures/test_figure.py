@@ -113,6 +113,27 @@ def test_what_cannot_be_saved_is_refused(tmp_path, monkeypatch):
     assert [*tmp_path.iterdir()] == []
 
 
+@pytest.mark.parametrize("name", ["{}/none/plan.svg", "{}/file/plan.svg", "{}/folder.svg", "{}/" + 300 * "a" + ".svg"])
+def test_a_file_that_cannot_be_written_is_named(tmp_path, name):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "folder.svg").mkdir()
+    path = Path(name.format(tmp_path))
+    with pytest.raises(OSError, match=f"^cannot write {re.escape(str(path))}: ") as caught:
+        _plan().figure().save(path)
+    with pytest.raises(OSError) as raw:
+        path.write_bytes(b"")
+    assert type(caught.value) is type(raw.value)
+    assert str(caught.value).endswith(f": {raw.value.strerror}.\n  Name a file in a folder that can be written to.")
+
+
+@pytest.mark.parametrize("name", ["a\0b.svg", "\ud800.svg"])
+def test_a_name_that_no_file_can_have_is_refused(tmp_path, name):
+    with pytest.raises(ValueError, match=r"cannot write '.*\.svg': .*\n  Give another name\.") as caught:
+        _plan().figure().save(tmp_path / name)
+    assert type(caught.value) is ValueError
+    str(caught.value).encode()
+
+
 def test_a_notebook_follows_the_theme_around_it():
     html = _plan().figure()._repr_html_()
     assert '[data-jp-theme-light="false"]' in html

@@ -147,9 +147,9 @@ class Timeline(Printed):
         Returns:
             A figure with a row for computation, one per mesh axis, and one for copies between memories.
         """
-        from gspmd.figures.timeline import timeline_figure
+        from gspmd.audit.simulation.figure import timeline_figure
 
-        return timeline_figure(self, self.__str__)
+        return timeline_figure(self)
 
     def __rich__(self) -> Group:
         return Group(self.table(), Text(self.summary), *self.remarks())

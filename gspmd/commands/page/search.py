@@ -12,7 +12,6 @@ from gspmd.commands.search.settings import SearchSettings
 from gspmd.commands.search.slice import Slice
 from gspmd.commands.search.written import header, plus_or_minus, seconds, where
 from gspmd.display.units import amount_of_bytes, mesh_text
-from gspmd.figures.frontier import frontier_figure
 from gspmd.page.equation import inline
 from gspmd.page.layout import LayoutAnswer, LayoutRequest, Shelf
 from gspmd.page.requests import Texts
@@ -21,6 +20,7 @@ from gspmd.search.answers import Candidate, NoneFits, SearchResult, document, fi
 from gspmd.search.answers.document import DERIVED, LineCost, changed, ordered, remarks
 from gspmd.search.answers.frontier import frontier
 from gspmd.search.answers.presets import Placed, picks_of, placed_presets
+from gspmd.search.answers.staircase import frontier_figure
 from gspmd.search.answers.why import Why, why
 
 Tell = Callable[[Mapping[str, Any]], None]
@@ -90,11 +90,7 @@ class Searcher:
         marks = [("found", finding.answer)]
         if beside.answer and beside.candidate.named == finding.best.named:
             marks.append(("shown", beside.answer))
-        drawn = frontier_figure(
-            [(each.answer.bytes, each.answer.seconds) for each in front],
-            [(name, answer.bytes, answer.seconds) for name, answer in marks],
-            finding.best.limit, where(finding.best),
-        )  # fmt: skip
+        drawn = frontier_figure(front, marks, finding.best.limit, where(finding.best))
         points = [cost(each.answer) for each in front]
         tell({"frontier": {"points": points, "figure": inline(drawn)}})
         return {"token": self._token}

@@ -1,4 +1,4 @@
-"""Seconds against bytes: the cheapest layout for every amount of memory, as a staircase of points."""
+"""The figure of seconds against bytes: the cheapest layout for every amount of memory, as a staircase of points."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -7,37 +7,31 @@ from math import exp, log
 from gspmd.display.units import amount_of_bytes, amount_of_seconds
 from gspmd.figures.canvas import Canvas
 from gspmd.figures.figure import Figure
+from gspmd.search.answer import Answer
+from gspmd.search.answers.frontier import SEEN, Point
 
 _WIDE, _HIGH = 360.0, 210.0
-_SEEN = 3.0
-"""The largest multiple of the limit's bytes, and of the cheapest layout's seconds, that is drawn."""
 _STEEP = 1.5
 """The axis of seconds is logarithmic if the largest is more than this many times the smallest."""
 _DOT = 5.0
 
 
-def frontier_figure(
-    points: Sequence[tuple[float, float]], marks: Sequence[tuple[str, float, float]], limit: float, where: str
-) -> Figure:
-    """Draw the cheapest layouts over their memory, and other layouts beside them.
+def frontier_figure(front: Sequence[Point], beside: Sequence[tuple[str, Answer]], limit: float, where: str) -> Figure:
+    """Draw the seconds of the cheapest layouts over their bytes, and other layouts beside them.
 
     Args:
-        points: bytes on each device and seconds of a step, by bytes; each cheaper than those before.
-        marks: name, bytes and seconds of other layouts.
+        front: the points of `frontier`.
+        beside: other layouts with their names; the one named "found" stands out.
         limit: bytes that a device may hold.
         where: the mesh, for the title.
 
     Returns:
         The figure. Every point and mark is a group of class `point`, with `data-bytes`, `data-seconds` and a title.
-
-    Example:
-        >>> print(frontier_figure([(1e9, 2.0), (2e9, 1.0)], [("found", 2e9, 1.0)], 4e9, "x=4"))
-        1 GB: 2 s
-        2 GB: 1 s
-        found, 2 GB: 1 s
     """
-    slowest = _SEEN * min(took for _, took in points)
-    largest = max(_SEEN * limit, points[0][0])
+    points = [(point.answer.bytes, point.answer.seconds) for point in front]
+    marks = [(name, answer.bytes, answer.seconds) for name, answer in beside]
+    slowest = SEEN * min(took for _, took in points)
+    largest = max(SEEN * limit, points[0][0])
     drawn = [each for each in points if each[0] <= largest and each[1] <= slowest] or [points[-1]]
     shown = [each for each in marks if each[1] <= largest and each[2] <= slowest]
     sizes = [held for held, _ in drawn] + [held for _, held, _ in shown]
@@ -77,7 +71,7 @@ def _dot(canvas: Canvas, x: float, y: float, name: str, held: float, took: float
 
 
 class _Scale:
-    """Map a figure to its place on an axis, from 0 to 1, with room at both ends, and back."""
+    """Map a value to its place on an axis, from 0 to 1 with room at both ends, and back."""
 
     def __init__(self, least: float, most: float, logarithmic: bool):
         self._log = logarithmic
@@ -89,6 +83,6 @@ class _Scale:
         return ((log(value) if self._log else value) - self._low) / self._span
 
     def at(self, share: float) -> float:
-        """Return the figure at a place."""
+        """Return the value at a place."""
         value = self._low + share * self._span
         return exp(value) if self._log else max(value, 0.0)

@@ -4,166 +4,26 @@ Source: Pope et al. 2022, Efficiently Scaling Transformer Inference (arXiv 2211.
 Differs: time runs downwards, so that the figure fits the column of a paper and the screen of a telephone.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from html import escape
+from typing import TYPE_CHECKING
 
-from gspmd.display.units import amount_of_bytes, amount_of_flops, amount_of_seconds
+from gspmd.annotate.equation import Equation
+from gspmd.annotate.spec import Spec
+from gspmd.display.html import page, table
+from gspmd.display.runs import Run, joined, runs_html
+from gspmd.display.theme import TERMINAL
+from gspmd.display.units import amount_of_seconds
 from gspmd.figures.canvas import Canvas, width_in
-from gspmd.figures.figure import Figure, Text
-from gspmd.figures.notation import EquationLike, Run, SpecLike, equation_words, joined, spec_runs
+from gspmd.figures.figure import Figure
+from gspmd.planner.drawing import figure, looped, setting, totals
+from gspmd.planner.steps import Step
 
-
-class StepLike(Protocol):
-    """The fields of a `Step` that are drawn."""
-
-    @property
-    def kind(self) -> str: ...
-
-    @property
-    def axes(self) -> tuple[str, ...]: ...
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def amount(self) -> str: ...
-
-    @property
-    def seconds(self) -> float: ...
-
-    @property
-    def before(self) -> SpecLike: ...
-
-    @property
-    def other(self) -> SpecLike | None: ...
-
-    @property
-    def after(self) -> SpecLike: ...
-
-    @property
-    def operand(self) -> str: ...
-
-
-class MoveLike(Protocol):
-    """A `Move`."""
-
-    @property
-    def source(self) -> int: ...
-
-    @property
-    def spec(self) -> SpecLike: ...
-
-    @property
-    def steps(self) -> Sequence[StepLike]: ...
-
-
-class ProductLike(Protocol):
-    """A `Product`."""
-
-    @property
-    def operands(self) -> Sequence[int]: ...
-
-    @property
-    def einsum(self) -> StepLike: ...
-
-    @property
-    def steps(self) -> Sequence[StepLike]: ...
-
-    @property
-    def spec(self) -> SpecLike: ...
-
-    @property
-    def passes_through(self) -> bool: ...
-
-
-class OutputLike(Protocol):
-    """A `RoutineOutput`."""
-
-    @property
-    def products(self) -> Sequence[int]: ...
-
-    @property
-    def spec(self) -> SpecLike: ...
-
-    @property
-    def steps(self) -> Sequence[StepLike]: ...
-
-
-class RoutineLike(Protocol):
-    """A `Routine`."""
-
-    @property
-    def inputs(self) -> Sequence[SpecLike]: ...
-
-    @property
-    def moves(self) -> Sequence[MoveLike]: ...
-
-    @property
-    def products(self) -> Sequence[ProductLike]: ...
-
-    @property
-    def outputs(self) -> Sequence[OutputLike]: ...
-
-
-class NamedTensor(Protocol):
-    """A tensor of a plan, by its name."""
-
-    @property
-    def name(self) -> str: ...
-
-
-class ChipLike(Protocol):
-    """A `Chip`."""
-
-    def describe(self, mesh: Mapping[str, int]) -> str: ...
-
-
-class PlanLike(Protocol):
-    """The fields of a `Plan` that are drawn. A protocol, since `Plan` imports this module to draw itself."""
-
-    @property
-    def equation(self) -> EquationLike: ...
-
-    @property
-    def sizes(self) -> Mapping[str, int]: ...
-
-    @property
-    def mesh(self) -> Mapping[str, int]: ...
-
-    @property
-    def dtypes(self) -> tuple[str, ...]: ...
-
-    @property
-    def chip(self) -> ChipLike: ...
-
-    @property
-    def lowering(self) -> str: ...
-
-    @property
-    def routine(self) -> RoutineLike: ...
-
-    @property
-    def inputs(self) -> Sequence[NamedTensor]: ...
-
-    @property
-    def steps(self) -> Sequence[StepLike]: ...
-
-    @property
-    def wire_bytes(self) -> int: ...
-
-    @property
-    def flops(self) -> int: ...
-
-    @property
-    def seconds(self) -> float: ...
-
-    @property
-    def peak_bytes(self) -> int: ...
-
-    @property
-    def gradients(self) -> Sequence["PlanLike"]: ...
-
+if TYPE_CHECKING:
+    from gspmd.planner.plan import Plan
 
 _BOX, _NODE, _LINE, _GAP, _PAD = 26.0, 40.0, 15.0, 26.0, 12.0
 """Heights of a box, of the node of an einsum and of a line of text; space between lanes; margin inside boxes."""
@@ -179,8 +39,8 @@ _NARROW = 330.0
 class _Chain:
     """A spec in its box, then steps, each with its number, and the spec after it."""
 
-    start: SpecLike
-    steps: Sequence[tuple[int, StepLike]]
+    start: Spec
+    steps: Sequence[tuple[int, Step]]
     title: str = ""
     boxed: bool = True
 
@@ -188,13 +48,7 @@ class _Chain:
     def width(self) -> float:
         specs = [*([self.start] if self.boxed else ()), *(step.after for _, step in self.steps)]
         labels = [width_in(kind, text) for _, step in self.steps for text, kind in _label(step)]
-        return max(
-            (*(width_in("", spec_runs(spec)) + 2 * _PAD for spec in specs), *labels, width_in("small", self.title))
-        )
-
-    @property
-    def height(self) -> float:
-        return _HEAD * bool(self.title) + _BOX * self.boxed + (_STEP + _BOX) * len(self.steps)
+        return max((*(width_in("", spec.runs()) + 2 * _PAD for spec in specs), *labels, width_in("small", self.title)))
 
     def draw(self, canvas: Canvas, x: float, y: float) -> float:
         """Draw the chain around x, from y down; return its end."""
@@ -215,13 +69,13 @@ class _Chain:
         return y
 
 
-def _label(step: StepLike) -> list[tuple[str, str]]:
+def _label(step: Step) -> list[tuple[str, str]]:
     figures = f"{step.amount} · {amount_of_seconds(step.seconds)}"
     return [(step.name, f"strong {step.kind}"), (figures, "small soft")]
 
 
-def _box(canvas: Canvas, x: float, y: float, spec: SpecLike) -> float:
-    runs = spec_runs(spec)
+def _box(canvas: Canvas, x: float, y: float, spec: Spec) -> float:
+    runs = spec.runs()
     wide = width_in("", runs) + 2 * _PAD
     with canvas.group(class_="spec", data_spec=spec):
         canvas.rect(x - wide / 2, y, wide, _BOX, "box", rx=5)
@@ -229,58 +83,54 @@ def _box(canvas: Canvas, x: float, y: float, spec: SpecLike) -> float:
     return y + _BOX
 
 
-def plan_figure(
-    plan: PlanLike,
-    *,
-    gradients: bool = False,
-    notes: Callable[[Any], Sequence[str]] = lambda plan: (),
-    plain: Text = "",
-) -> Figure:
-    """Draw a plan: every operand's way to the local einsum, and the result's way on.
+def plan_figure(plan: Plan, *, gradients: bool = False) -> Figure:
+    """Draw a plan: the steps of every operand up to the local einsum, and those of the result after it.
 
     Args:
-        plan: a `gspmd.Plan`.
+        plan: the plan.
         gradients: whether to draw the plans of the gradients below it.
-        notes: returns the lines below a plan, such as the collectives that are looped.
-        plain: the same as text, or a function that returns it; by default a sentence.
 
     Returns:
-        The figure. Every step is a group with `data-step`, its number in `plan.steps`, `data-kind` and `data-operand`;
-        every spec one with `data-spec`; those of gradients are inside a group with `data-gradient`, from 1.
+        The figure. Every step is a group with `data-step` (its number in `plan.steps`), `data-kind` and `data-operand`;
+        every spec is a group with `data-spec`. Each gradient is a group with `data-gradient`, counted from 1.
     """
     canvas = Canvas()
-    y = _one(canvas, plan, 0.0, setting(plan), notes(plan))
+    y = _one(canvas, plan, 0.0, setting(plan))
     for number, gradient in enumerate(plan.gradients if gradients else (), 1):
         with canvas.group(data_gradient=number):
             canvas.text(0, y + 30, f"gradient of operand {number}", "small soft")
-            y = _one(canvas, gradient, y + 36, (), notes(gradient))
+            y = _one(canvas, gradient, y + 36, ())
     told = f"The plan of {plan.equation}: " + "; ".join(f"{step.name}, {_label(step)[1][0]}" for step in plan.steps)
-    told = f"{told}. {totals(plan)}."
-    return canvas.figure(f"Plan of {plan.equation}", told, plain or told)
+    return canvas.figure(
+        f"Plan of {plan.equation}", f"{told}. {totals(plan)}.", lambda: figure(plan, gradients=gradients).plain
+    )
 
 
-def setting(plan: PlanLike) -> tuple[str, ...]:
-    """Return what a plan is for, part by part: sizes, mesh, dtypes, chip and lowering."""
-    sizes, mesh = (" ".join(f"{name}={size}" for name, size in of.items()) for of in (plan.sizes, plan.mesh))
-    said = (sizes, f"mesh {mesh}", " ".join(dict.fromkeys(plan.dtypes)), plan.chip.describe(plan.mesh), plan.lowering)
-    return tuple(filter(None, said))
+def as_html(plan: Plan) -> str:
+    """Return the steps as a table, and the picture, for a notebook."""
+    rows = [
+        (
+            " · ".join(runs_html(spec.runs()) for spec in step.sources),
+            f'<span class="{TERMINAL[step.kind]}">{escape(step.name)}</span>',
+            runs_html(step.after.runs()),
+            step.amount,
+            amount_of_seconds(step.seconds),
+        )
+        for step in plan.steps
+    ]
+    heads = ("from", "step", "to", "amount", "time")
+    steps = table(str(plan.equation), heads, rows, right=(3, 4)) if rows else "<p>nothing to do</p>"
+    return page([steps, plan_figure(plan).document(standalone=False)])
 
 
-def totals(plan: PlanLike) -> str:
-    """Return the last line: the figures of the whole plan."""
-    sent, held = amount_of_bytes(plan.wire_bytes), amount_of_bytes(plan.peak_bytes)
-    work, time = amount_of_flops(plan.flops), amount_of_seconds(plan.seconds)
-    return f"per device: {sent} sent, {work}, {time}, about {held} held"
-
-
-def _one(canvas: Canvas, plan: PlanLike, y: float, setting: Sequence[str], notes: Sequence[str]) -> float:
+def _one(canvas: Canvas, plan: Plan, y: float, heading: Sequence[str]) -> float:
     """Draw one plan from y down, with its heading on the left; return its end."""
     drawing = _Routine(plan)
     wide = max(drawing.width, _NARROW)
-    y = canvas.lines(0, y + 14, equation_words(plan.equation), wide, "title ink", 19)
-    y = canvas.lines(0, y, _words(setting), wide, "small soft", _LINE)
+    y = canvas.lines(0, y + 14, _equation(plan.equation), wide, "title ink", 19)
+    y = canvas.lines(0, y, _words(heading), wide, "small soft", _LINE)
     y = drawing.draw(canvas, (wide - drawing.width) / 2, y + 4) + 24
-    for line in (*notes, totals(plan)):
+    for line in (*looped(plan), totals(plan)):
         y = canvas.lines(0, y, _words(line.split(", "), ", "), wide, "small soft", _LINE)
     return y - _LINE + 4
 
@@ -289,10 +139,27 @@ def _words(parts: Sequence[str], between: str = " · ") -> list[list[Run]]:
     return [[Run(part + between * (at + 1 < len(parts)))] for at, part in enumerate(parts)]
 
 
-class _Routine:
-    """The lanes, nodes and chains of one routine, and their places from left to right."""
+def _equation(equation: Equation) -> list[list[Run]]:
+    """Return an equation as words; a line may be broken before each of them."""
+    words: list[list[Run]] = []
+    for number, term in enumerate(equation.terms):
+        words += [[Run("+ ")]] if number else []
+        for at, operand in enumerate(term.operands):
+            inner = _operand(operand.specs, operand.group)
+            words.append([*inner, Run(", " if at + 1 < len(term.operands) else " ")])
+    words.append([Run("→ "), *_operand(equation.outputs, equation.group)])
+    return words
 
-    def __init__(self, plan: PlanLike):
+
+def _operand(specs: Sequence[Spec], group: bool) -> list[Run]:
+    inner = joined((spec.runs() for spec in specs), ", ")
+    return [Run("("), *inner, Run(")")] if group else inner
+
+
+class _Routine:
+    """The chains of steps of one routine, the nodes of its einsums, and their places from left to right."""
+
+    def __init__(self, plan: Plan):
         routine, numbers = plan.routine, iter(range(len(plan.steps)))
         self.routine = routine
         self.lanes = [
@@ -309,7 +176,7 @@ class _Routine:
         self._place()
 
     def _place(self) -> None:
-        """Choose the middle of every lane, product and output.
+        """Choose the horizontal middle of every lane, product and output.
 
         An operand that several products share stands left of those that each has for itself, and one node spans all
         their lanes, so that no two lines cross.
@@ -347,7 +214,7 @@ class _Routine:
     def _node(self, product: int) -> list[tuple[list[Run], str]]:
         step = self.routine.products[product].einsum
         specs = [step.before, *([step.other] if step.other is not None else [])]
-        said = [*joined(map(spec_runs, specs), " · ")]
+        said = [*joined((spec.runs() for spec in specs), " · ")]
         return [([Run(_label(step)[0][0])], "strong einsum"), (said, "ink"),
                 ([Run(_label(step)[1][0])], "small soft")]  # fmt: skip
 
@@ -414,9 +281,9 @@ class _Routine:
         return y
 
 
-def _numbered(steps: Sequence[StepLike], numbers: Iterator[int]) -> list[tuple[int, StepLike]]:
+def _numbered(steps: Sequence[Step], numbers: Iterator[int]) -> list[tuple[int, Step]]:
     return [(next(numbers), step) for step in steps]
 
 
-def _named(plan: PlanLike, source: int) -> str:
+def _named(plan: Plan, source: int) -> str:
     return plan.inputs[source].name if source < len(plan.inputs) else ""

@@ -1,76 +1,18 @@
-"""The figure of a timeline: what one device does over time, a row for its computation and one for every mesh axis."""
+"""The figure of a timeline: one device over time, with a row for its computation and one for every mesh axis."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Protocol
+from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from gspmd.audit.simulation.machine import Span
+from gspmd.display.runs import Run
 from gspmd.display.units import amount_of_seconds, axes_text
 from gspmd.figures.canvas import Canvas, number, width_in
-from gspmd.figures.figure import Figure, Text
-from gspmd.figures.notation import Run
+from gspmd.figures.figure import Figure
 
-
-class SpanLike(Protocol):
-    """A `Span`."""
-
-    @property
-    def start(self) -> float: ...
-
-    @property
-    def seconds(self) -> float: ...
-
-    @property
-    def exposed(self) -> float: ...
-
-    @property
-    def category(self) -> str: ...
-
-    @property
-    def rows(self) -> tuple[str, ...]: ...
-
-    @property
-    def trips(self) -> int: ...
-
-
-class PartLike(Protocol):
-    """A `CategoryTotal`."""
-
-    @property
-    def category(self) -> str: ...
-
-    @property
-    def axes(self) -> tuple[str, ...]: ...
-
-    @property
-    def seconds(self) -> float: ...
-
-    @property
-    def exposed(self) -> float: ...
-
-
-class TimelineLike(Protocol):
-    """The fields of a `Timeline` that are drawn. A protocol, since `Timeline` imports this module to draw itself."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def mesh(self) -> Mapping[str, int]: ...
-
-    @property
-    def spans(self) -> Sequence[SpanLike]: ...
-
-    @property
-    def parts(self) -> Sequence[PartLike]: ...
-
-    @property
-    def rows(self) -> Sequence[str]: ...
-
-    @property
-    def summary(self) -> str: ...
-
-    def lanes(self, row: str) -> Sequence[tuple[SpanLike, int]]:
-        """Return the spans on a row, each with its lane."""
-
+if TYPE_CHECKING:
+    from gspmd.audit.simulation.timeline import Timeline
 
 _WIDE, _ROW, _GAP, _APART, _MOST = 460.0, 22.0, 6.0, 12.0, 8
 """Width of the time axis, height of a row, space between rows and between columns, and the most parts in the list."""
@@ -78,15 +20,14 @@ _FINEST = 0.5
 """Bars closer than this are drawn as one, so that a program of ten thousand instructions is a small picture."""
 
 
-def timeline_figure(timeline: TimelineLike, plain: Text = "") -> Figure:
-    """Draw a timeline: the bars of a row, the hidden part of each collective pale, and what they add up to.
+def timeline_figure(timeline: Timeline) -> Figure:
+    """Draw a timeline: a row of bars for each resource, hidden parts of collectives pale, and the totals below.
 
-    A loop is drawn as one iteration, so the time axis is that of the drawing; the lines below have the seconds of the
-    whole step.
+    One iteration of each loop is drawn, so the time axis ends before the step does; the totals are those of the whole
+    step.
 
     Args:
-        timeline: a `gspmd.audit.Timeline`.
-        plain: the same as text, or a function that returns it.
+        timeline: the timeline.
 
     Returns:
         The figure. Every row is a group with `data-row`.
@@ -121,11 +62,11 @@ def timeline_figure(timeline: TimelineLike, plain: Text = "") -> Figure:
     y = canvas.lines(0, y + 6, words, left + _WIDE, "small soft", 15)
     if loops > 1:
         canvas.text(0, y, "One iteration of each loop is drawn.", "small soft")
-    return canvas.figure(f"Timeline of {name}", timeline.summary, plain or timeline.summary)
+    return canvas.figure(f"Timeline of {name}", timeline.summary, timeline.__str__)
 
 
-def _draw_row(canvas: Canvas, left: float, y: float, placed: Sequence[tuple[SpanLike, int]], scale: float) -> None:
-    """Draw the bars of a row: for every lane and category one path of what is hidden, and one of what is exposed."""
+def _draw_row(canvas: Canvas, left: float, y: float, placed: Sequence[tuple[Span, int]], scale: float) -> None:
+    """Draw the bars of a row: for every lane and category a path of the hidden parts, and one of the exposed parts."""
     lanes = 1 + max((lane for _, lane in placed), default=0)
     parts: dict[tuple[int, str, bool], list[tuple[float, float]]] = {}
     for span, lane in placed:
@@ -146,7 +87,7 @@ def _draw_row(canvas: Canvas, left: float, y: float, placed: Sequence[tuple[Span
 
 
 def _merged(pieces: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Join intervals that touch or nearly do, and widen those that could not be seen."""
+    """Join intervals that touch or nearly touch, and widen those that could not be seen."""
     joined: list[tuple[float, float]] = []
     for start, stop in sorted(pieces):
         stop = max(stop, start + _FINEST)

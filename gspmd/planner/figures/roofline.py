@@ -1,53 +1,26 @@
-"""A plan's roofline as bars: the seconds of the matrix unit, of main memory and of the links, beside those planned."""
-
-from typing import Protocol
+"""The figure of a plan's roofline: the seconds of the matrix unit, of main memory and of the links, as bars."""
 
 from gspmd.display.units import amount_of_seconds
 from gspmd.figures.canvas import Canvas
 from gspmd.figures.figure import Figure
-from gspmd.figures.notation import EquationLike
+from gspmd.planner.plan import Plan
+from gspmd.planner.roofline import roofline
 
 _WIDE, _HIGH, _ROW, _LEFT = 300.0, 14.0, 28.0, 66.0
 _BARS = (("compute", "einsum"), ("memory", "soft"), ("links", "all-gather"))
 
 
-class Bounds(Protocol):
-    """A `Roofline`."""
-
-    @property
-    def compute(self) -> float: ...
-
-    @property
-    def memory(self) -> float: ...
-
-    @property
-    def links(self) -> float: ...
-
-    @property
-    def bound(self) -> str: ...
-
-
-class PlannedSeconds(Protocol):
-    """The fields of a `Plan` that are drawn."""
-
-    @property
-    def equation(self) -> EquationLike: ...
-
-    @property
-    def seconds(self) -> float: ...
-
-
-def roofline_figure(plan: PlannedSeconds, bounds: Bounds) -> Figure:
-    """Draw the seconds for which a plan keeps each resource busy, and a line at its own seconds.
+def roofline_figure(plan: Plan) -> Figure:
+    """Draw the seconds for which a plan keeps each resource busy, and a line at the planned seconds.
 
     Args:
-        plan: a `gspmd.Plan`.
-        bounds: its `gspmd.planner.roofline.roofline`.
+        plan: the plan.
 
     Returns:
         The figure. Every bar is a rectangle with `data-resource` and `data-seconds`.
     """
-    canvas, most = Canvas(), max(plan.seconds, *(getattr(bounds, name) for name, _ in _BARS)) or 1.0
+    canvas, bounds = Canvas(), roofline(plan)
+    most = max(plan.seconds, *(getattr(bounds, name) for name, _ in _BARS)) or 1.0
     for row, (name, kind) in enumerate(_BARS):
         seconds, y = getattr(bounds, name), row * _ROW
         strong = "strong " if name == bounds.bound and seconds else ""

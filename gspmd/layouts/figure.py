@@ -1,33 +1,18 @@
 """The figure of a layout: a model's blocks from top to bottom, with the spec of every activation and weight."""
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from html import escape
 
+from gspmd.annotate.equation import parse_via
+from gspmd.annotate.errors import SpecError
+from gspmd.display.html import page
+from gspmd.display.html import table as html_table
+from gspmd.display.runs import Run, joined, runs_html
 from gspmd.figures.canvas import Canvas, width_in
-from gspmd.figures.figure import Figure, Text
-from gspmd.figures.notation import Run
-
-Line = str | tuple[str, ...]
-"""A line of a layout: a spec or a via, or several to choose from."""
-
-
-class LayoutLike(Protocol):
-    """The fields of a `Layout` that are drawn. A protocol, since `Layout` imports this module to draw itself."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def axes(self) -> tuple[str, ...]: ...
-
-    @property
-    def table(self) -> Mapping[str, Line]: ...
-
-    @property
-    def overrides(self) -> Mapping[str, Mapping[str, Line]]: ...
-
-    def lowering_of(self, part: str) -> str | None:
-        """Return the lowering of a part of the model."""
+from gspmd.figures.figure import Figure
+from gspmd.layouts.printed import plain, sections
+from gspmd.layouts.rules.keys import Text
+from gspmd.layouts.table import LayoutTable
 
 
 class _Op:
@@ -38,21 +23,22 @@ class _Op:
 
 
 class _Add:
-    """The sum of the residual stream at the section's begin and what was computed."""
+    """The sum of the residual stream at the start of a section and the result of the section."""
 
 
 _Row = str | _Op | _Add
-"""An activation by its key, or what is done with it."""
+"""An activation by its key, or an operation."""
 
-# The way through a section, as `gspmd_models` computes it; lines that a layout does not write are left out. Lines that
-# are not on the way, such as those of shared experts, which compute beside the others, are listed below it.
+# The activations and operations of a section in the order in which `gspmd_models` computes them; lines that a layout
+# does not write are left out. Other lines are listed below them, such as those of shared experts, which compute beside
+# the others.
 _ATTENTION: tuple[_Row, ...] = (
     "residual", "memory", _Op("norm", "norm"),
     _Op("einsum", "w_q", "w_k", "w_v", "w_q_down", "w_k_down", vias=("in_via", "key_via")),
     "latent_query", "latent", _Op("einsum", "w_q_up", "w_k_up", "w_v_up"),
     "query", "key", _Op("attention"), _Op("einsum", "w_o", vias=("out_via",)), _Add(),
 )  # fmt: skip
-FLOWS: Mapping[str, tuple[_Row, ...]] = {
+_FLOWS: Mapping[str, tuple[_Row, ...]] = {
     "embedding": ("tokens", _Op("look up", "table", "positions"), _Op("norm", "norm")),
     "attention": _ATTENTION,
     "cross": _ATTENTION,
@@ -68,9 +54,9 @@ FLOWS: Mapping[str, tuple[_Row, ...]] = {
     "output": (_Op("norm", "norm"), _Op("einsum", "table", vias=("in_via",)), "logits"),
 }  # fmt: skip
 _NAMES, _LIST = 12.0, 128.0
-"""The left edge of names, and the least left edge of the specs of a list beside its names."""
+"""Left edge of names, and least left edge of the specs in a list, to the right of their names."""
 _SKIP, _SPINE, _WEIGHTS = 100.0, 168.0, 246.0
-"""The least places from left to right: the residual around a block, the boxes below one another, the weights."""
+"""Least positions of three columns: the residual stream around a block, the boxes of activations, the weights."""
 _NARROW = 300.0
 """Least width of a panel."""
 _BOX, _WEIGHT, _GAP, _PAD, _BETWEEN, _APART = 24.0, 27.0, 18.0, 10.0, 20.0, 12.0
@@ -78,26 +64,53 @@ _MOST = 8
 """The most lines of an overriding section that are written."""
 
 
-def layout_figure(layout: LayoutLike, read: Callable[[str], list[Run]], plain: Text = "") -> Figure:
+def layout_figure(layout: LayoutTable) -> Figure:
     """Draw a layout: a panel for each section, in which activations run downwards and weights come from the right.
 
     Args:
-        layout: a `gspmd.Layout`.
-        read: returns the notation of a line, a spec or a via, as runs with subscripts.
-        plain: the same as text, or a function that returns it; by default the lines of the table.
+        layout: the layout.
 
     Returns:
         The figure. Every line of the layout is a group with `data-key`, which has its spec as `data-spec`.
     """
-    return _Drawing(layout, read).figure(plain)
+    return _Drawing(layout).figure()
+
+
+def as_html(layout: LayoutTable) -> str:
+    """Return the table of a layout and its figure as HTML, for a notebook."""
+    rows = []
+    for section, lines in sections(layout):
+        specs = section not in ("mesh", "lowering", "dimensions", "padding")
+        rows += [(escape(section), escape(key), _html(text) if specs else escape(text)) for key, text in lines]
+    sheet = html_table(layout.name, ("section", "key", "spec"), rows)
+    return page([sheet, layout_figure(layout).document(standalone=False)])
+
+
+def found_html(told: str, lines: Mapping[str, str], layout: LayoutTable) -> str:
+    """Return the lines of a layout that a search found, and its figure, as HTML below a sentence."""
+    rows = [(escape(key), _html(spec)) for key, spec in lines.items()]
+    drawn = layout_figure(layout).document(standalone=False)
+    return page([f"<p>{escape(told)}</p>", html_table(layout.name, ("line", "spec"), rows), drawn])
+
+
+def _html(text: str) -> str:
+    return " | ".join(runs_html(_notation(each)) for each in text.split(" | "))
+
+
+def _notation(text: str) -> list[Run]:
+    """Return the text of a line with subscripts, or unchanged if it is not a spec, which `Layout.check` reports."""
+    try:
+        return joined((spec.runs() for spec in parse_via(text).specs), " · ")
+    except SpecError:
+        return [Run(text)]
 
 
 class _Drawing:
-    def __init__(self, layout: LayoutLike, read: Callable[[str], list[Run]]):
-        self.layout, self.read, self.canvas = layout, read, Canvas()
+    def __init__(self, layout: LayoutTable):
+        self.layout, self.canvas = layout, Canvas()
         parts = list(dict.fromkeys(key.partition(".")[0] for key in layout.table))
-        if FLOWS.keys() >= {*parts}:  # sections of custom models stay in the order of the file
-            parts = [part for part in FLOWS if part in parts]
+        if _FLOWS.keys() >= {*parts}:  # sections of custom models stay in the order of the file
+            parts = [part for part in _FLOWS if part in parts]
         self.parts = parts
         self._place()
 
@@ -117,7 +130,7 @@ class _Drawing:
         self.list = max([_LIST, *(_NAMES + width_in("small", name) + _APART for name in listed)])
         self.wide = max([_NARROW, *map(self._width, self.parts), *map(self._width_of, self.layout.overrides.values())])
 
-    def figure(self, plain: Text) -> Figure:
+    def figure(self) -> Figure:
         layout, canvas = self.layout, self.canvas
         canvas.text(0, 14, layout.name, "title ink")
         canvas.text(0, 30, f"mesh axes {', '.join(layout.axes)}", "small soft")
@@ -130,11 +143,10 @@ class _Drawing:
         for name, lines in layout.overrides.items():
             y = self._override(name, lines, y + 12)
         lines_ = "; ".join(f"{key} {_first(text)}" for key, text in layout.table.items())
-        table = "\n".join([layout.name, *(f"  {key}  {_alternatives(text)}" for key, text in layout.table.items())])
-        return canvas.figure(f"Layout {layout.name}", f"{lines_}.", plain or table)
+        return canvas.figure(f"Layout {layout.name}", f"{lines_}.", lambda: plain(layout))
 
-    def _runs(self, text: Line) -> list[Run]:
-        runs = self.read(_first(text))
+    def _runs(self, text: Text) -> list[Run]:
+        runs = _notation(_first(text))
         more = len(text) - 1 if isinstance(text, tuple) else 0
         return [*runs, Run(f" or {more} more", "sum")] if more else runs
 
@@ -145,7 +157,7 @@ class _Drawing:
         """Return the rows of a section that the layout writes."""
         table = self.layout.table
         rows: list[_Row] = []
-        for row in FLOWS.get(part, ()):
+        for row in _FLOWS.get(part, ()):
             if isinstance(row, str):
                 rows += [row] if f"{part}.{row}" in table else []
             elif isinstance(row, _Add):
@@ -177,16 +189,16 @@ class _Drawing:
         heads = (width_in(kind, text) + _APART for text, kind in self._heads(part))
         return max(*ends, _NAMES + sum(heads) - _APART, 0.0) + _NAMES
 
-    def _width_of(self, lines: Mapping[str, Line]) -> float:
+    def _width_of(self, lines: Mapping[str, Text]) -> float:
         """Return the width of an overriding section's panel."""
         return max(self.list + width_in("", self._runs(text)) for text in _shown(lines).values()) + _NAMES
 
     def _heads(self, part: str) -> list[tuple[str, str]]:
-        """Return the texts at the top of a panel, with their classes: the section, a remark, and its lowering."""
+        """Return the texts at the top of a panel, with their classes: the section's name, a remark, its lowering."""
         heads = [(part, "strong ink")]
         if part == "moe" and "ffn.w_in" in self.layout.table:
             heads.append(("in place of ffn, in blocks of experts", "small soft"))
-        if part in FLOWS and (lowering := self.layout.lowering_of(part)):
+        if part in _FLOWS and (lowering := self.layout.lowering_of(part)):
             heads.append((f"lowering {lowering}", "small soft"))
         return heads
 
@@ -282,7 +294,7 @@ class _Drawing:
             self.canvas.text(self.weights + wide + 8, y + _BOX / 2 + 4, _name(key), "small soft")
 
     def _sum(self, part: str, y: float, skip: float) -> float:
-        """Draw the plus at which the residual stream comes back, and the stream."""
+        """Draw the sum at which the residual stream joins again, and the stream."""
         canvas = self.canvas
         canvas.rect(self.spine - 11, y, 22, 22, "node", rx=11)
         canvas.text(self.spine, y + 15.5, "+", "strong ink", "middle")
@@ -294,7 +306,7 @@ class _Drawing:
             )
         return y + 22
 
-    def _override(self, name: str, lines: Mapping[str, Line], y: float) -> float:
+    def _override(self, name: str, lines: Mapping[str, Text], y: float) -> float:
         canvas = self.canvas
         shown = _shown(lines)
         high = 30 + 18 * (len(shown) + (len(lines) > len(shown))) + 6
@@ -312,7 +324,7 @@ class _Drawing:
         return y + 6
 
 
-def _shown(lines: Mapping[str, Line]) -> dict[str, Line]:
+def _shown(lines: Mapping[str, Text]) -> dict[str, Text]:
     """Return the lines of an overriding section that are written."""
     return dict(list(lines.items())[:_MOST])
 
@@ -321,9 +333,9 @@ def _name(key: str) -> str:
     return key.partition(".")[2]
 
 
-def _first(text: Line) -> str:
+def _first(text: Text) -> str:
     return text[0] if isinstance(text, tuple) else text
 
 
-def _alternatives(text: Line) -> str:
+def _alternatives(text: Text) -> str:
     return " | ".join(text) if isinstance(text, tuple) else text

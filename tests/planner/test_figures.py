@@ -7,8 +7,11 @@ from hypothesis import given, settings
 
 import gspmd
 from gspmd.display.units import amount_of_bytes, amount_of_flops, amount_of_seconds
-from gspmd.figures import plan_figure, steps_figure
-from tests.figures.svg import check_places, having, root, words
+from gspmd.planner.figures.lowerings import lowerings_figure
+from gspmd.planner.figures.roofline import roofline_figure
+from gspmd.planner.roofline import roofline
+from gspmd.planner.timetable import bars
+from tests.figures.svg import SVG, check_places, having, root, words, written
 from tests.references.random_equations import Case, cases
 
 SIZES = {"B": 512, "L": 4, "E": 18432, "F": 73728, "H": 256, "D": 128}
@@ -84,7 +87,7 @@ def test_any_equation_has_a_figure(case: Case):
     figure = plan.figure(gradients=True)
     _check(root(plan.figure()), plan)
     check_places(figure)
-    check_places(steps_figure(plan))
+    check_places(plan.steps_figure())
 
 
 def test_names_of_mesh_axes_are_escaped_and_whole():
@@ -117,7 +120,51 @@ def test_devices_that_are_left_out_are_counted():
     check_places(plan.steps_figure())
 
 
-def test_without_text_there_is_a_sentence():
+def test_lowerings_are_drawn_to_one_scale():
+    plans = {name: _plan(EQUATIONS[0], name) for name in ("blocking", "looped", "xla")}
+    figure = lowerings_figure(plans)
+    check_places(figure)
+    longest = max(plan.seconds for plan in plans.values())
+    for name, plan in plans.items():
+        (drawn,) = having(root(figure), lowering=name)
+        panel = next(drawn.iter(f"{SVG}rect"))
+        left, wide = float(panel.get("x")), float(panel.get("width"))
+        places = {}
+        for bar in having(drawn, step=None):
+            (rect,) = bar.iter(f"{SVG}rect")
+            places[int(bar.get("data-step"))] = float(rect.get("x")), float(rect.get("width"))
+            assert bar.get("data-kind") == plan.steps[int(bar.get("data-step"))].kind
+        expected = {bar.number: (left + bar.start * wide / longest, max(1.0, bar.seconds * wide / longest))
+                    for bar in bars(plan) if bar.seconds}  # fmt: skip
+        assert {number: pytest.approx(place, abs=0.011) for number, place in expected.items()} == places
+
+
+def test_a_name_is_written_in_a_bar_that_holds_it():
+    figure = lowerings_figure({name: _plan(EQUATIONS[1], name) for name in ("blocking", "looped")})
+    wide = {each.text: each.right - each.left for each in written(figure)}
+    named = []
+    for bar in having(root(figure), step=None):
+        (rect,) = bar.iter(f"{SVG}rect")
+        assert all(wide[text] <= float(rect.get("width")) for text in words(bar))
+        named.append(bool(words(bar)))
+    assert {*named} == {False, True}
+
+
+def test_a_roofline_has_a_bar_for_each_resource():
+    plan = _plan(EQUATIONS[0])
+    figure = roofline_figure(plan)
+    bounds = roofline(plan)
+    bars_ = {each.get("data-resource"): each for each in having(root(figure), resource=None)}
+    assert {name: float(each.get("data-seconds")) for name, each in bars_.items()} == bounds._asdict()
+    longest = max(plan.seconds, *bounds)
+    panel = next(each for each in root(figure).iter(f"{SVG}rect") if each.get("class") == "panel")
+    wide = float(panel.get("width"))
+    for name, each in bars_.items():
+        assert float(each.get("width")) == pytest.approx(wide * getattr(bounds, name) / longest, abs=0.011)
+    check_places(figure)
+
+
+def test_the_text_is_the_printed_plan():
     plan = _plan(EQUATIONS[3])
-    assert str(plan_figure(plan)) == plan_figure(plan).description
     assert str(plan.figure()) == str(plan)
+    assert all(str(gradient.equation) in str(plan.figure(gradients=True)) for gradient in plan.gradients)

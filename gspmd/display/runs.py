@@ -1,0 +1,30 @@
+"""Runs of text: notation set with subscripts, before it becomes HTML or SVG."""
+
+from collections.abc import Iterable, Sequence
+from html import escape
+from typing import NamedTuple
+
+
+class Run(NamedTuple):
+    """Some text in one style: `""`, `"sub"` (mesh axes below the line) or `"sum"` (the words of a partial sum)."""
+
+    text: str
+    style: str = ""
+
+
+def joined(parts: Iterable[Sequence[Run]], between: str) -> list[Run]:
+    """Join runs with a text between them."""
+    runs: list[Run] = []
+    for part in parts:
+        runs += [Run(between), *part] if runs else part
+    return runs
+
+
+def runs_html(runs: Iterable[Run]) -> str:
+    """Return runs as HTML.
+
+    >>> runs_html([Run("B"), Run("data,model", "sub"), Run("LE")])
+    'B<sub>data,model</sub>LE'
+    """
+    tags = {"": ("", ""), "sub": ("<sub>", "</sub>"), "sum": ("<small>", "</small>")}
+    return "".join(f"{tags[style][0]}{escape(text)}{tags[style][1]}" for text, style in runs)
