@@ -4,6 +4,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from gspmd.display.saving import saving
+
 
 def save(figure: Any, path: str | Path, title: str, figures: str, command: str = "") -> None:
     """Write a matplotlib figure to a file, in the format of its suffix; a PNG also carries the texts given.
@@ -17,7 +19,12 @@ def save(figure: Any, path: str | Path, title: str, figures: str, command: str =
         title: the heading.
         figures: the numbers that the picture is about, with their units.
         command: the command line that drew it, if there is one.
+
+    Raises:
+        OSError: the file cannot be written.
+        ValueError: no file can have this name, or matplotlib does not write this format.
     """
     texts = {"Software": f"gspmd {version('gspmd')}", "Title": title, "Description": figures, "Source": command}
     carried = {name: text for name, text in texts.items() if text}
-    figure.savefig(path, metadata=carried if Path(path).suffix.lower() == ".png" else None)
+    with saving(path):
+        figure.savefig(path, metadata=carried if Path(path).suffix.lower() == ".png" else None)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from gspmd.display import theme
 from gspmd.display.plain import printable
+from gspmd.display.saving import saving
 from gspmd.display.xml import escaped
 
 Text = str | Callable[[], str]
@@ -118,13 +119,8 @@ class Figure:
             data = self.png(color or "light")
         else:
             raise ValueError(f"cannot save a figure as '{path}'.\n  Give a name that ends in .svg or .png.")
-        try:
+        with saving(path):
             path.write_bytes(data)
-        except OSError as error:
-            why = f"cannot write {path}: {error.strerror or error}."
-            raise type(error)(f"{why}\n  Name a file in a folder that can be written to.") from None
-        except ValueError as error:  # From a null byte, or half of a surrogate pair.
-            raise ValueError(f"cannot write {printable(repr(str(path)))}: {error}.\n  Give another name.") from None
         return path
 
     def png(self, color: str = "light", scale: float = _SCALE) -> bytes:

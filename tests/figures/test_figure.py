@@ -114,12 +114,15 @@ def test_what_cannot_be_saved_is_refused(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["{}/none/plan.svg", "{}/file/plan.svg", "{}/folder.svg", "{}/" + 300 * "a" + ".svg"])
-def test_a_file_that_cannot_be_written_is_named(tmp_path, name):
+@pytest.mark.parametrize(
+    "draw", [lambda: _plan().figure(), lambda: gspmd.pipeline_schedule("1f1b", 2, 2)], ids=["SVG", "matplotlib"]
+)
+def test_a_file_that_cannot_be_written_is_named(tmp_path, name, draw):
     (tmp_path / "file").write_text("")
     (tmp_path / "folder.svg").mkdir()
     path = Path(name.format(tmp_path))
     with pytest.raises(OSError, match=f"^cannot write {re.escape(str(path))}: ") as caught:
-        _plan().figure().save(path)
+        draw().save(path)
     with pytest.raises(OSError) as raw:
         path.write_bytes(b"")
     assert type(caught.value) is type(raw.value)
