@@ -68,7 +68,8 @@ class Row:
         lowering: lowering of every part of the model.
         length: tokens per sequence.
         config: the model; None for the default model, which has experts if `parts` names them.
-        pipeline: the pipeline, if any; the layout then has `pipeline.layers` N_p, and every layer of a mixture experts.
+        pipeline: the pipeline, if any; the layout then has `pipeline.layers` N_p, and either all layers have experts or
+            none.
         reason: part of the message with which the layout refuses the row; empty if it trains.
     """
 
@@ -248,7 +249,7 @@ def placed_key(mesh: jax.sharding.Mesh) -> jax.Array:
 
 
 def text(number: int, length: int) -> np.ndarray:
-    """Return tokens [B, L+1], each of which is its predecessor plus 1 or 5."""
+    """Return tokens [B, L+1], each of which is its predecessor plus 1 or 5, modulo 64."""
     steps = np.random.default_rng(number).choice([1, 5], size=(BATCH, length + 1))
     return (np.cumsum(steps, axis=1) % 64).astype(np.int32)
 

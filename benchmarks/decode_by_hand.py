@@ -64,7 +64,7 @@ def gather(x: jax.Array, axes: tuple[str, ...], dim: int) -> jax.Array:
 
 
 def scatter(x: jax.Array, axes: tuple[str, ...], dim: int) -> jax.Array:
-    """Reduce-scatter along a dimension, moved to the front; otherwise the TPU compiler makes it an all-reduce."""
+    """Reduce-scatter along a dimension, moved to the front first; otherwise the TPU compiler emits an all-reduce."""
     x = jnp.moveaxis(x, dim, 0)
     pieces = x.reshape(lax.axis_size(axes), -1, *x.shape[1:])
     return jnp.moveaxis(lax.psum_scatter(pieces, axes, scatter_dimension=0), 0, dim)

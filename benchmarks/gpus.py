@@ -36,7 +36,7 @@ from gspmd.training.config import parse_mesh
 from gspmd_models import ModelConfig
 
 ROOT = Path(__file__).parents[1]
-WIDTH = 127  # of a page's lines
+WIDTH = 127  # columns of a page's lines
 PAGE, RESULTS = ROOT / "docs" / "gpus.md", ROOT / "benchmarks" / "results" / "gpus.json"
 TITAN, SC21, KORTHIKANTI = "torchtitan", "Narayanan et al. 2021", "Korthikanti et al. 2022"
 
@@ -96,7 +96,7 @@ def megatron_flops(config: ModelConfig, batch: int, length: int) -> float:
 
 
 def gpt(layers: int, embed: int, heads: int) -> str:
-    """Return the flags of a model of Megatron's with other sizes than GPT-3's, which has all of its biases."""
+    """Return the flags of a Megatron model: GPT-3, with all of its biases, in other sizes."""
     return (
         f"--config gpt-3 --model.layers {layers} --model.embed {embed} --model.heads {heads} --model.kv-heads {heads} "
         f"--model.head-size {embed // heads} --model.feed-forward {4 * embed}"
@@ -259,12 +259,12 @@ def tables(kept: dict[str, Any]) -> dict[str, str]:
 
 
 def first_of(name: str) -> str:
-    """Return the first row with the same command as a row: both have its figures."""
+    """Return the first row with the same command as this row; rows with one command share their figures."""
     return next((each for each, row in ROWS.items() if name in ROWS and row.command == ROWS[name].command), name)
 
 
 def measure(name: str, programs: Path | None) -> None:
-    """Compile a row, and save its figures; or the first line of the error."""
+    """Compile a row, and save its figures, or the first line of the error."""
     saved = Kept(RESULTS)
     ran = GATHERED_COMMAND if name == GATHERED else ROWS[name].command
     before = {key: value for key, value in saved.figures.pop(ran, {}).items() if key != "failure"}
