@@ -77,7 +77,7 @@ class Layer(nnx.Module):
         return checkpoint_name(y, "norm")
 
     def normed_before(self, where: str, x: jax.Array) -> jax.Array:
-        """Return the input of a part of a block: the residual stream, normalised unless norms come after only."""
+        """Return the input of a part of a block: the residual stream, normalised unless norms come only after parts."""
         return x if self.config.norms == "after" else self.normed(where, x)
 
     def normed_after(self, where: str, x: jax.Array) -> jax.Array:

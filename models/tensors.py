@@ -75,8 +75,8 @@ class Tensor:
         key: its line in a layout, such as `ffn.w_in`.
         initialise: a function from a random key and a shape to float32 values.
         layers: layers stacked in a leading N; 0 for a parameter that is not stacked.
-        in_lead: whether its block comes before the repeating blocks (`ModelConfig.lead`), which alone are split into
-            stages.
+        in_lead: whether its block comes before the repeating blocks (`ModelConfig.lead`); a pipeline splits only the
+            repeating blocks into stages.
     """
 
     path: str

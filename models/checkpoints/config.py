@@ -104,7 +104,7 @@ def described(directory: str | os.PathLike) -> Described:
         json = _text_part(family, json, doing)
     found = _described(family, json, doing)
     if family.text_part is not None:
-        found = replace(found, remark="the part of the model that reads text is loaded, and that of images is not")
+        found = replace(found, remark="the part of the model that reads text is loaded, the part for images is not")
     if not found.config.tied:
         return found
     first, second = (family.tensors[path].name for path in ("embedding.table", "output.table"))
@@ -276,7 +276,7 @@ def expressing(config: ModelConfig) -> Family:
             return family
     nearest = sorted(reasons.items(), key=lambda item: _distance(item[1]))[:_NEAREST]
     faults = [f"{title}: {'; '.join(each)}." for title, each in nearest]
-    faults.append(f"The other {len(FAMILIES) - len(nearest)} families differ from it in as many things, or more.")
+    faults.append(f"The other {len(FAMILIES) - len(nearest)} families differ from it in at least as many points.")
     raise CheckpointError("cannot save this model as a checkpoint: no family of public models has its form:", faults)
 
 
@@ -361,7 +361,7 @@ def _kind(name: str) -> type:
 
 
 def _is_named(value: Any, names: Mapping[Any, Any]) -> bool:
-    """Return whether a value of config.json is one of the names; 0 and 1 are not, although they equal booleans."""
+    """Return whether a value of config.json is one of the names; 0 and 1 do not match False and True."""
     return any(value == name and isinstance(value, bool) == isinstance(name, bool) for name in names)
 
 

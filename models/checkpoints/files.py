@@ -240,7 +240,7 @@ _FORMATS = {
     # Without dequantize=True, transformers keeps GGUF's blocks, which it cannot save.
     ".gguf": "a GGUF file, which is not supported. transformers' AutoModelForCausalLM.from_pretrained(DIR, "
     "gguf_file=NAME, quantization_config=GgufConfig(dequantize=True)).save_pretrained(OUT) writes config.json and "
-    "safetensors, and AutoTokenizer likewise tokenizer.json; give that folder.",
+    "safetensors, and AutoTokenizer writes tokenizer.json in the same way; give that folder.",
     ".bin": f"weights of torch, which may run code when they are read. {_SAVE.format('DIR')} writes them as "
     "safetensors; give that folder.",
     ".pth": "weights of torch as a model's authors publish them. Take the version of the model in the format of "

@@ -142,7 +142,7 @@ def sources(checkpoint: Described, config: ModelConfig, layout: Layout) -> dict[
         layout: a `gspmd.Layout`.
     """
     sizes = {**tensor_sizes(config), "Q": config.heads // config.kv_heads}
-    others = {"attention.w_k_up": "values", "attention.w_v_up": "keys"}  # W is their width
+    others = {"attention.w_k_up": "values", "attention.w_v_up": "keys"}  # W is the width of a tensor's other part
     table = {}
     for path, row in parameters(config, layout).items():
         name, place = unplaced(path)

@@ -62,7 +62,7 @@ class Cache:
 
     @property
     def room(self) -> int:
-        """The largest T of all layers: the number of tokens of a row, unless no layer keeps all of them."""
+        """The largest T of all layers: the tokens that a row has room for, unless no layer keeps all of them."""
         return max(keys.shape[3] for keys in self.keys)
 
 
@@ -178,7 +178,7 @@ def empty_cache(
     """
     shapes = abstract_cache(config, layout, mesh, batch, length, dtype, int8=int8, source_length=source_length)
     if (shapes.totals is None) != (totals is None):
-        need = "depends on the lengths of texts" if totals is None else "depends on no lengths of texts"
+        need = "depends on the lengths of texts" if totals is None else "does not depend on the lengths of texts"
         remedy = "Pass totals=, the tokens of each row's text." if totals is None else "Leave totals out."
         raise ValueError(f"the rotary embedding of this model {need}.\n  {remedy}")
     with jax.set_mesh(mesh):

@@ -21,7 +21,7 @@ from .serving import GenerationError, check_lengths, for_serving, phases
 from .steps import decode_step, encode_step, prefill_step
 
 PROGRAMS = ("encode", *PHASES)
-"""The programs of serving, each with its phase of the layout: sources are encoded in the layout for prompts."""
+"""The programs of serving: each phase of a layout has one, and sources are encoded in the layout of prefill."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def serving_program(
         mesh: devices, possibly of an offline topology.
         phase: `"encode"`, `"prefill"` or `"decode"`.
         batch: number of rows.
-        room: number of tokens for which a row of the cache has room; unused by encoding.
+        room: tokens that a row of the cache has room for; unused by encoding.
         length: tokens of each row that a prefill reads into an empty cache.
         prefill: another layout for the phase `prefill`, as for `phases`.
         dtype: dtype of activations.
@@ -78,7 +78,7 @@ def serving_program(
         cache: dtype in which keys and values are kept; None for `dtype`. `"int8"` adds a float32 scale for each token
             and head.
         source_length: tokens of a source that a row of the cache has room for, if the model has an encoder; `encode`
-            reads as many.
+            reads sources of this length.
 
     Raises:
         LayoutError, SpecError: the layout does not fit the model, the mesh or the sizes.
@@ -98,7 +98,7 @@ def serving_program(
     if phase not in PROGRAMS:
         faults.append(f"phase is {phase!r}; it must be {', '.join(PROGRAMS[:-1])} or {PROGRAMS[-1]}")
     if phase == "prefill" and 0 < room < length:
-        faults.append(f"a prefill of {length} tokens needs room for as many, but room is {room}")
+        faults.append(f"a prefill of {length} tokens needs room for {length}, but room is {room}")
     if config.encoder_layers and source_length < 1:
         faults.append(f"the model has an encoder, and source_length is {source_length}; it must be at least 1")
     if not config.encoder_layers and source_length:

@@ -262,7 +262,7 @@ def test_explain_shows_the_encoder(capsys, translator):
         (["--samples", "1" + "0" * 12], "GenerationError: there are 1000000000000 texts, and at most 65536 at a time;"),
         (
             ["--cache-length", "1" + "0" * 12],
-            "GenerationError: cache_length is 1000000000000, and there are 1048576 positions; take at most these",
+            "GenerationError: cache_length is 1000000000000; it must be at most 1048576, the number of positions",
         ),
         (
             ["--tokens", "1" + "0" * 12],

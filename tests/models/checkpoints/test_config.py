@@ -181,11 +181,11 @@ REFUSED = {
     ),
     "dense layers only": (
         {"architectures": ["Qwen3MoeForCausalLM"], "decoder_sparse_step": 3, "moe_intermediate_size": 8},
-        "decoder_sparse_step is 3, so that none of 2 layers has experts; supported: some have.",
+        "decoder_sparse_step is 3, so none of the 2 layers has experts; at least one must.",
     ),
     "dense layers only, by default": (
         {"architectures": ["DeepseekV3ForCausalLM"], "moe_intermediate_size": 8},
-        "first_k_dense_replace is 3 by default, so that none of 2 layers has experts; supported: some have.",
+        "first_k_dense_replace is 3 by default, so none of the 2 layers has experts; at least one must.",
     ),
     "a width of dense layers": (
         {"architectures": ["Qwen3MoeForCausalLM"], "mlp_only_layers": [0], "moe_intermediate_size": 8}
@@ -296,7 +296,7 @@ REFUSED_WITH_ENCODER = {
     "too many experts' layers": (
         SWITCH,
         SPARSE | {"num_sparse_encoder_layers": 3},
-        "num_sparse_encoder_layers is 3; it must be a whole number, at most that of layers (2)",
+        "num_sparse_encoder_layers is 3; it must be a whole number, at most the number of layers (2)",
     ),
     "a router's bias": (SWITCH, SPARSE | {"router_bias": True}, "router_bias is true"),
     "no slots": (SWITCH, SPARSE | {"expert_capacity": 0}, "expert_capacity is 0; it must be a whole number of tokens"),
@@ -317,7 +317,7 @@ REFUSED_WITH_ENCODER = {
         "encoder_layers is 2, which moe.every (4) does not divide",
     ),
     "no outputs": (NLLB, {"moe_token_dropout": 1.0}, "moe_token_dropout is 1.0; it must be in [0, 1)"),
-    "an unrouted stack": (NLLB, {"encoder_sparse_step": 0}, "encoder_sparse_step is 0; it must be n where every nth"),
+    "an unrouted stack": (NLLB, {"encoder_sparse_step": 0}, "encoder_sparse_step is 0; it must be a whole number n"),
 }
 
 
@@ -602,7 +602,7 @@ def test_a_model_of_no_family_is_refused_with_all_reasons():
     ):
         assert reason in nearest[0]
     assert {fault.split(":")[0] for fault in nearest} < {family.title for family in FAMILIES}
-    assert rest == f"The other {len(FAMILIES) - len(nearest)} families differ from it in as many things, or more."
+    assert rest == f"The other {len(FAMILIES) - len(nearest)} families differ from it in at least as many points."
 
 
 RELATIVE = {"encoder_layers": 2, "positions": "relative", "attention_scale": 1.0, "activation": "relu"}
