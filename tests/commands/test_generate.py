@@ -259,14 +259,14 @@ def test_explain_shows_the_encoder(capsys, translator):
             ["--min-p", "inf"],
             "GenerationError: cannot sample:\n  min_p is inf; it must be between 0 (all tokens) and 1",
         ),
-        (["--samples", "1" + "0" * 12], "GenerationError: there are 1000000000000 texts, and at most 65536 at a time;"),
+        (["--samples", "1" + "0" * 12], "GenerationError: there are 1000000000000 texts, and a batch has at most 65536"),
         (
             ["--cache-length", "1" + "0" * 12],
             "GenerationError: cache_length is 1000000000000; it must be at most 1048576, the number of positions",
         ),
         (
             ["--tokens", "1" + "0" * 12],
-            "GenerationError: a prompt of 4 tokens and 1000000000000 more have 100000000000",
+            "GenerationError: a prompt of 4 tokens and 1000000000000 more need 100000000000",
         ),
         (
             ["--cache-length", "9"],
