@@ -48,7 +48,7 @@ class Pipeline:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Return the arguments of `training_step`."""
+        """The arguments of `training_step`."""
         return {"schedule": self.schedule, "microbatches": self.microbatches, "rounds": self.rounds}
 
     def __str__(self) -> str:
@@ -85,7 +85,7 @@ class Row:
 
     @property
     def name(self) -> str:
-        """Return a short name of the row, for test ids."""
+        """A short name of the row, for test ids."""
         changed = ", ".join(f"{key} {spec}" for key, spec in self.change.items() if key in _TOLD)
         mesh = " ".join(f"{axis}={size}" for axis, size in self.mesh.items())
         stages = f" {self.pipeline}" if self.pipeline else ""

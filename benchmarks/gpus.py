@@ -63,12 +63,12 @@ class Row:
 
     @property
     def command(self) -> str:
-        """Return the command line that compiles the row."""
+        """The command line that compiles the row."""
         return f"gspmd compile --phase train {self.flags}"
 
     @cached_property
     def settings(self) -> offline.CompileSettings:
-        """Return the settings that `gspmd compile` parses from the row's command."""
+        """The settings that `gspmd compile` parses from the row's command."""
         return offline.parse(self.command.split()[2:])
 
     def seconds(self, settings: offline.CompileSettings, gpus: int) -> float:
@@ -131,8 +131,7 @@ def narayanan(
 
 
 def korthikanti(published: float, sizes: tuple[int, int, int], stages: int, batch: int, rounds: int, full: bool) -> Row:
-    """Return a row of table 5 of Korthikanti et al. 2022: `full` recomputation, or "present work", which is sequence
-    parallelism and selective recomputation.
+    """Return a row of table 5 of Korthikanti et al. 2022.
 
     Args:
         published: seconds of a step.
@@ -140,7 +139,8 @@ def korthikanti(published: float, sizes: tuple[int, int, int], stages: int, batc
         stages: pipeline devices; 8 are tensor-parallel.
         batch: sequences of a step; each is a microbatch if there are stages.
         rounds: chunks of layers of a stage.
-        full: whether every layer is computed again.
+        full: whether every layer is computed again; otherwise the row is the table's "present work", with sequence
+            parallelism and selective recomputation.
     """
     nodes = "8" if stages == 1 else f"{stages}x8"
     if stages == 1:

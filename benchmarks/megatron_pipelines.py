@@ -39,7 +39,7 @@ class Pipeline:
 
     @property
     def settings(self) -> command.CompileSettings:
-        """Return the settings of `gspmd compile`."""
+        """The settings of `gspmd compile`."""
         model = self.model
         sharding = ShardingConfig(
             layout="pipeline", lowering="blocking", schedule=self.schedule,

@@ -74,8 +74,11 @@ class Case:
 
     @property
     def needed_bytes(self) -> int:
-        """Bytes of the slots and their outputs [X, C, E], and of hidden activations [X, C, F]: for swiglu both halves
-        with their cotangents, otherwise the nonlinearity's input and output and one cotangent."""
+        """Bytes of the buffers that the gradient needs.
+
+        These are the slots and their outputs [X, C, E], and hidden activations [X, C, F]: for swiglu both halves with
+        their cotangents, otherwise the nonlinearity's input and output and one cotangent.
+        """
         wide = 4 if self.activation == "swiglu" else 3
         return self.rows("sort") * (2 * self.embed + wide * self.hidden) * jnp.dtype(self.dtype).itemsize
 

@@ -110,7 +110,7 @@ class ModelConfig:
     """Factor a by which queries in unrotated layers grow: at position p they are multiplied by 1 + a · ln(1 + ⌊(p + 1)
     / growth_interval⌋) (Llama 4); 0 for no growth."""
     growth_interval: int = 8192
-    """Number of tokens after which the factor of queries increases again."""
+    """Number of positions after which the factor of `query_growth` increases again."""
     feed_forward: int = 256
     """Width of the feed-forward layer, or of one expert."""
     activation: str = "swiglu"
@@ -453,7 +453,8 @@ class ModelConfig:
     def common_sizes(self, batch: int, length: int, source_length: int = 0) -> dict[str, int]:
         """Return the sizes that the mesh axes of a layout must divide if encoder and decoder share its lines.
 
-        L is the greatest common divisor of both lengths, and C that of an expert's numbers of slots in both stacks.
+        L is the greatest common divisor of both lengths, and C the greatest common divisor of an expert's numbers of
+        slots in both stacks.
 
         Args:
             batch, length, source_length: as for `sizes`.

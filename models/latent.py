@@ -60,7 +60,7 @@ class LatentAttention(Attention):
         return {"epsilon": self.config.latent.norm_epsilon}
 
     def projected(self, where: str, y: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return queries [B, L, H, D], if configured through their own latent [B, L, U], and latents [B, L, Z] of y."""
+        """Return queries [B, L, H, D] and latents [B, L, Z] of y; queries may have a latent [B, L, U] of their own."""
         assert self.config.latent is not None
         if not self.config.latent.query_rank:
             into = f"{where}, (w_q, w_k_down) -> (query, latent)"
@@ -92,7 +92,7 @@ class LatentAttention(Attention):
         return jnp.concatenate([plain, last], axis=-1), key
 
     def expanded(self, q: jax.Array, latent: jax.Array, context: Context, *, in_order: bool) -> jax.Array:
-        """Attend with the keys and values of all heads; return [B, L, H, D] with D of the values.
+        """Attend with the keys and values of all heads; return [B, L, H, D], where D is the width of values.
 
         Args:
             q: [B, L, H, D], rotated.

@@ -24,7 +24,7 @@ from .vectors import matrix, scaled
 
 
 class Layer(nnx.Module):
-    """A layer that computes by the names of a layout's section.
+    """A layer whose equations use the names of lines in a section of the layout.
 
     Attributes:
         config: the configuration of the model.

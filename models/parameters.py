@@ -95,7 +95,7 @@ def gradient_specs(config: ModelConfig, layout: Layout) -> dict[str, Spec]:
 
 
 def stages_axes(layout: Layout) -> tuple[str, ...]:
-    """Return the mesh axes over which a pipeline splits the stacked layers into stages; empty if none does."""
+    """Return the mesh axes over which a pipeline splits the stacked layers into stages; empty without a pipeline."""
     layers = layout.get("pipeline.layers")
     return () if layers is None else Spec.parse(layers).axes_of("N")
 

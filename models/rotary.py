@@ -26,8 +26,8 @@ def rotate(
     """Apply rotary position embedding: rotate pair i of R/2 by position · base^(-2i/R).
 
     The first R = `config.rotary` elements of a head are rotated, in pairs (x[i], x[i + R/2]) or (x[2i], x[2i + 1]) as
-    `config.rotary_pairs` says. It is elementwise over batch, length and heads, which may be sharded; the head size must
-    not be sharded. With `rope_scaling`, `turns` gives the angles and the factor of cosines and sines.
+    `config.rotary_pairs` says. The rotation is elementwise over batch, length and heads, which may be sharded; the head
+    size must not be sharded. With `rope_scaling`, `turns` gives the angles and the factor of cosines and sines.
 
     Args:
         x: [B, L, H, D].

@@ -94,7 +94,7 @@ class BlockStack(nnx.Module):
         return None if table is None else table[...]
 
     def run(self, x: jax.Array, context: Context, *, key: jax.Array | None, train: bool) -> tuple[jax.Array, Figures]:
-        """Run the blocks on the residual stream [B, L, E]; return it, and the experts' figures, stacked over N."""
+        """Return the residual stream [B, L, E] after the blocks, and the experts' figures, stacked over layers."""
         stack = self.stacked().cast(self.dtype)
         keys = None if key is None else jax.random.split(key, len(stack.first) + stack.repeats)
         return run_blocks(self.config, stack, x, context, keys, train=train)
@@ -363,7 +363,7 @@ class Embedding(Layer):
     def __call__(self, tokens: jax.Array, positions: np.ndarray | jax.Array | None = None) -> jax.Array:
         """Return rows of the table, times √E if the configuration scales them, placed as the residual stream.
 
-        If the model is configured so, positions are added and the result is normalised.
+        If the model has them, vectors of positions are added, and the sum is normalised.
 
         Args:
             tokens: [B, L], placed as `embedding.tokens`.

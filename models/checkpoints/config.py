@@ -123,7 +123,7 @@ def described(directory: str | os.PathLike) -> Described:
 
 
 def _text_part(family: Family, json: Mapping[str, Any], doing: str) -> dict[str, Any]:
-    """Return the entries of the text model of a file that describes a model of texts and images."""
+    """Return the entries of the text model from the config.json of a model of texts and images."""
     entries = json.get("text_config")
     if not isinstance(entries, dict):
         raise CheckpointError(doing, [f"text_config is {in_json(entries)}; it must be the table of the text model."])
@@ -211,7 +211,7 @@ def _multipliers(family: Family, json: Mapping[str, Any], faults: list[str]) -> 
 
 
 def _without_repetition(family: Family, json: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Leave out entries of the rotary embedding that repeat a family's own under their usual names."""
+    """Leave out the usual entries of the rotary embedding where they only repeat the family's own entries."""
     pairs = zip(family.rope_names, ("rope_theta", "partial_rotary_factor"))
     repeated = {usual for own, usual in pairs if own != usual and own in json and json.get(usual) == json[own]}
     return {key: value for key, value in json.items() if key not in repeated}

@@ -1,4 +1,4 @@
-"""The safetensors files of a checkpoint: check all headers at once, then read byte ranges of tensors."""
+"""The safetensors files of a checkpoint: check all headers first, then read byte ranges of tensors."""
 
 from __future__ import annotations
 
@@ -40,8 +40,10 @@ _SHOWN = 100
 
 
 class CheckpointError(ValueError):
-    """A checkpoint cannot be read or written. The message lists the first hundred faults; `.faults` holds all of
-    them."""
+    """A checkpoint cannot be read or written.
+
+    The message lists the first hundred faults; `faults` holds all of them.
+    """
 
     def __init__(self, doing: str, faults: Sequence[str]):
         self.faults = tuple(faults)

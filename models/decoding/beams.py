@@ -67,7 +67,7 @@ BeamLoop = Callable[[Mapping[str, jax.Array], BeamSearch, jax.Array, jax.Array],
 def check_beams(
     beams: int, length_penalty: float, samples: int, draws: bool, vocabulary: int, stops: int, n_best: int = 1
 ) -> None:
-    """Refuse settings that beam search does not support, and settings of beam search without beams.
+    """Refuse settings that beam search does not support, and settings of beam search if there are no beams.
 
     Args:
         beams: the number of beams of each text; 0 for none.

@@ -38,8 +38,8 @@ class Cache:
         values: values, with the same shapes; None for latent attention, whose keys [N, B, 1, T, Z] are the latents and
             rotated keys of all heads.
         key_scales: scales of an int8 cache, one float32 [N, B, K, T] for each stack of layers; otherwise None.
-        value_scales: scales of the values, likewise; in latent attention the scales of the rotated keys, while
-            `key_scales` are for the latents.
+        value_scales: scales of the values, with the same shapes; in latent attention the scales of the rotated keys,
+            while `key_scales` are for the latents.
         lengths: [B] int32, the number of each row's tokens that are in the cache.
         source: a cache of the keys and values of each row's encoded source, one for each block of the decoder, for its
             cross-attention; None for a decoder-only model.

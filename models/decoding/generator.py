@@ -146,7 +146,7 @@ class Generator:
         self._formats: dict[Any, Formats] = {}  # formats of the weights, by their shardings
 
     def __call__(self, prompts: Sequence[Sequence[int]] | None, tokens: int, **options: Any) -> Generated:
-        """Continue prompts, and return all texts at once; arguments and errors are those of `stream`."""
+        """Continue prompts, and return all texts when they are complete; arguments and errors are as for `stream`."""
         bursts = list(self.stream(prompts, tokens, **options))
         texts = [[token for new in parts for token in new] for parts in zip(*(burst.tokens for burst in bursts))]
         # With beams, every burst but the last is empty.
@@ -220,7 +220,7 @@ class Generator:
         cache_length: int | None = None,
         source_length: int | None = None,
     ) -> Batch:
-        """Lay prompts out in rows and chunks; arguments and errors are those of `stream`."""
+        """Lay prompts out in rows and chunks; arguments and errors are as for `stream`."""
         config, mesh = self.model.config, jax.sharding.get_mesh()
         return make_batch(
             config, self.layout, self.prefill, mesh, prompts, tokens, sources=sources, samples=samples, beams=beams,

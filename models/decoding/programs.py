@@ -26,12 +26,11 @@ PROGRAMS = ("encode", *PHASES)
 
 @dataclass(frozen=True)
 class Program:
-    """A step of serving (`encode_step`, `prefill_step`, `decode_step`), with what `jax.jit` or
-    `gspmd.audit.compile_offline` needs for it.
+    """A step of serving, with what `jax.jit` or `gspmd.audit.compile_offline` needs to compile it.
 
     Attributes:
         layout: the layout of the phase, with one spec for every key.
-        step: the pure function.
+        step: the pure function, from `encode_step`, `prefill_step` or `decode_step`.
         arguments: the step's abstract arguments: weights, tokens (with their counts, except in decoding) and, except in
             encoding, the cache.
         donated: index of the argument that the step overwrites, the cache; None for encoding.

@@ -155,7 +155,7 @@ def _read(
 ) -> tuple[jax.Array, Cache]:
     """Return the residual stream [B, L, E] after the last block, and the cache with `counts` new tokens (None: all L).
 
-    The layers only read the cache, and return their new keys and values, which are all written at once after the last
+    The layers only read the cache, and return their new keys and values, which are written together after the last
     layer. So no loop over layers carries the cache, and none can copy it. Stacked layers are a scan. Layers that are
     not stacked are traced one by one, since only a weight that is a separate array is loaded while other layers run.
     """

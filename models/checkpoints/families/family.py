@@ -32,7 +32,7 @@ class Option:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """Return all names of the entry."""
+        """All names of the entry."""
         return (self.key,) if isinstance(self.key, str) else self.key
 
     def entries(self, json: Mapping[str, Any]) -> dict[str, Any]:
