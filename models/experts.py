@@ -127,7 +127,8 @@ def regroup(x: jax.Array, shape: tuple[int, ...], spec: Spec) -> jax.Array:
         ValueError: the tokens do not divide into the groups of `shape`.
     """
     if math.prod(shape) != x.size:
-        raise ValueError(f"{x.shape[0]} sequences of {x.shape[1]} tokens do not make {shape[0]} groups of one size")
+        fact = f"{x.shape[0]} sequences of {x.shape[1]} tokens do not make {shape[0]} groups of one size"
+        raise ValueError(f"{fact}; moe.groups must divide the number of tokens")
     if x.shape == shape:
         return x
     explicit = AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types

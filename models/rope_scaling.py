@@ -113,7 +113,8 @@ def _faults(scaling: RopeScaling) -> Iterator[str]:
     high = scaling.high_frequency
     rises = high is not None and (scaling.low_frequency < high or (kind == "llama3" and scaling.low_frequency == high))
     if high is not None and not (rises and scaling.low_frequency > 0 and high < math.inf):
-        yield f"low_frequency is {scaling.low_frequency}, and high_frequency {high}; both must be positive, and rise"
+        fact = f"low_frequency is {scaling.low_frequency}, and high_frequency {high}"
+        yield f"{fact}; both must be positive, and high_frequency the larger"
     if scaling.attention_factor is not None and not 0 < scaling.attention_factor < math.inf:
         yield f"attention_factor is {scaling.attention_factor}; it must be positive, or be left out"
     if kind == "longrope":

@@ -324,7 +324,7 @@ def _check_room(longest: int, tokens: int, texts: int, cache_length: int | None)
     if cache_length is not None and needed > cache_length:
         raise GenerationError(
             f"a prompt of {longest} tokens and {tokens} more need a cache of {needed} tokens, and it has room for "
-            f"{cache_length}; shorten them, or give the cache more"
+            f"{cache_length}; shorten them, or raise cache_length"
         )
     if needed > LONGEST:
         raise GenerationError(

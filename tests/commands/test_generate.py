@@ -271,7 +271,7 @@ def test_explain_shows_the_encoder(capsys, translator):
         (
             ["--cache-length", "9"],
             "GenerationError: a prompt of 4 tokens and 128 more need a cache of 131 tokens, and it has room for 9; "
-            "shorten them, or give the cache more",
+            "shorten them, or raise cache_length",
         ),
         (
             ["--tokens", "2045"],

@@ -49,7 +49,7 @@ def _read(
             faults.append(f"{key} is {in_json(value)}; it must be a whole number.")
     if "head_dim" in json and json["head_dim"] != values["qk_rope_head_dim"]:
         fact = f"head_dim is {in_json(json['head_dim'])}, and qk_rope_head_dim {in_json(values['qk_rope_head_dim'])}"
-        faults.append(f"{fact}; they are the same in transformers.")
+        faults.append(f"{fact}; they must be the same.")
     of_groups, of_dense = _groups(json, faults, groups), dense.read(json, fields, faults)
     if faults:
         return {}

@@ -291,8 +291,8 @@ def _same_activation(json: Mapping[str, Any], fields: Mapping[str, Any], faults:
     wanted = {"is_gated_act": bool(gate), "dense_act_fn": "gelu_new" if named == "gated-gelu" else kind}
     for key, value in wanted.items():
         if key in json and json[key] != value:
-            fact = f"{key} is {in_json(json[key])}, and feed_forward_proj {in_json(named)}"
-            faults.append(f"{fact}, for which it is {in_json(value)}.")
+            fact = f"{key} is {in_json(json[key])}"
+            faults.append(f"{fact}; with feed_forward_proj {in_json(named)} it must be {in_json(value)}.")
     return {}
 
 
@@ -342,8 +342,8 @@ def _sparse_step(json: Mapping[str, Any], stack: str, layers: int, faults: list[
     step = layers // sparse if sparse else layers
     given = json.get(f"{stack}_sparse_step", step)
     if given != step:
-        of = f"{key} is {sparse} of {layers}, for which it is {step}"
-        faults.append(f"{stack}_sparse_step is {in_json(given)}, and {of}.")
+        must = f"with {key} {sparse} (of {layers} layers) it must be {step}"
+        faults.append(f"{stack}_sparse_step is {in_json(given)}; {must}.")
     return step
 
 

@@ -278,12 +278,12 @@ REFUSED_WITH_ENCODER = {
     "another gate": (
         T5,
         {"is_gated_act": True},
-        "is_gated_act is true, and feed_forward_proj 'relu', for which it is false",
+        "is_gated_act is true; with feed_forward_proj 'relu' it must be false",
     ),
     "another activation": (
         T5,
         {"feed_forward_proj": "gated-gelu", "dense_act_fn": "gelu"},
-        "for which it is 'gelu_new'",
+        "it must be 'gelu_new'",
     ),
     "a scale that is no truth": (T5, {"scale_decoder_outputs": 1}, "scale_decoder_outputs is 1; it must be true or"),
     "different steps": (
@@ -292,7 +292,7 @@ REFUSED_WITH_ENCODER = {
         "1 of 2 blocks of the encoder has experts, and 1 of 1 of the decoder (num_sparse_encoder_layers, "
         "num_sparse_decoder_layers); both stacks have the same share here",
     ),
-    "a step of other layers": (SWITCH, SPARSE | {"encoder_sparse_step": 1}, "encoder_sparse_step is 1, and num_sparse"),
+    "a step of other layers": (SWITCH, SPARSE | {"encoder_sparse_step": 1}, "encoder_sparse_step is 1; with num_sparse"),
     "too many experts' layers": (
         SWITCH,
         SPARSE | {"num_sparse_encoder_layers": 3},

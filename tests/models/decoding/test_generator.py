@@ -156,8 +156,8 @@ def test_experts_drop_nothing_whatever_the_batch():
         (
             [[1, 2, 3]],
             {"cache_length": 2},
-            "a prompt of 3 tokens and 5 more need a cache of 7 tokens, and it has room for 2; shorten them, or give "
-            "the cache more",
+            "a prompt of 3 tokens and 5 more need a cache of 7 tokens, and it has room for 2; shorten them, or raise "
+            "cache_length",
         ),
     ],
 )
