@@ -244,7 +244,7 @@ def arguments(sizes: Sizes, mesh: Mesh) -> tuple[dict, tuple[jax.ShapeDtypeStruc
 
 
 def program(name: str, sizes: Sizes, mesh: Mesh) -> tuple[Callable, tuple, tuple[int, ...]]:
-    """Return a program by its name in `ROWS`, its abstract arguments, and the indices of those to donate."""
+    """Return a program by its name in `ROWS`, its abstract arguments, and the indices of the arguments to donate."""
     weights, cache = arguments(sizes, mesh)
 
     def ints(*shape, spec):

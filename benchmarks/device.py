@@ -297,7 +297,7 @@ def attention(small: bool) -> Iterator[Row]:
 
 
 def experts(small: bool) -> Iterator[Row]:
-    """Time the expert layer and a dense layer of as many FLOPs, forward and backward."""
+    """Time the expert layer and a dense layer with the same FLOPs, forward and backward."""
     batch, length, embed, hidden = (2, 64, 64, 128) if small else (16, 2048, 2048, 8192)
     x = jax.random.normal(jax.random.key(0), (batch, length, embed), jnp.bfloat16)
     layout, dtype = Layout.load("gshard").section("moe"), jnp.bfloat16
@@ -389,7 +389,7 @@ def training(small: bool) -> Iterator[Row]:
 
 
 def card() -> Any:
-    """Return the figures of the card, by its name; those of an H100 if it is not listed."""
+    """Return the figures of the card, found by its name; an H100's if the card is not listed."""
     kind = jax.devices()[0].device_kind.lower()
     return next((chip for name, chip in CHIPS.items() if name in kind.replace(" ", "-")), CHIPS["h100"])
 

@@ -46,11 +46,11 @@ class Row:
     """A training step with a published measurement.
 
     Attributes:
-        source: what published it.
+        source: the publication.
         published: the figure, in `unit`.
         unit: "tokens/s" or "TFLOP/s", both for one GPU; or "s", the seconds of a step.
         flags: flags of `gspmd compile`, without the phase.
-        passes: forward and backward passes that the published program computes, a backward pass as two.
+        passes: number of passes that the published program computes; a backward pass counts as two.
         unlike: why the prediction is not comparable with the published figure; empty if it is.
     """
 
@@ -209,7 +209,7 @@ GATHERED_SIZES, GATHERED_COMMAND = (
 """A gather and a product over eight H100 by NCCL and cuBLAS: JAX's docs/pallas/gpu/collective_matmul.md, "reference
 time". M = 1024 and N = 4096 are sizes of one device."""
 SLICES = "dynamic_slice", "dynamic_update_slice"
-"""Kernels that cut one layer's arrays out of those of all layers, or put them there."""
+"""Kernels that cut one layer's arrays out of the arrays of all layers, or write them back."""
 NOT_COMPILED = {
     "gpt-oss-120b": (
         "64", "5,630 tokens/s", "Megatron-Bridge's performance summary: 64 H100, 512 rows of 4,096 tokens, PP 4, EP 8",

@@ -26,7 +26,7 @@ from gspmd.audit import compile_offline, topology
 
 CHIPS = ("tpu-v4:4x4x4", "tpu-v5p:4x4x4", "tpu-v5e:4x4", "tpu-v4:2x2x4", "tpu-v5p:4x4x8", "tpu-v5e:8x8")
 SMALLEST, LARGEST = 20, 31.5
-"""Logarithms of the bytes of a whole tensor."""
+"""Binary logarithms of the bytes of a whole tensor."""
 
 
 class Move(NamedTuple):

@@ -1,4 +1,4 @@
-"""Families whose positions are biases that fall with distance, ALiBi: BLOOM and MPT."""
+"""BLOOM and MPT, whose positions are ALiBi: biases of the scores that fall with distance."""
 
 from __future__ import annotations
 

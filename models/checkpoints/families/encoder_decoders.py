@@ -109,7 +109,7 @@ M2M_100 = Family(
         "out_bias": True,
         "ffn_bias": True,
         "positions": "sinusoidal",
-        "position_offset": 2,  # fairseq counts positions from the one after the padding token, which is 1
+        "position_offset": 2,  # fairseq numbers positions from the padding token's id plus 1, which is 2
     },
     tensors={
         "embedding.table": Stored("model.shared.weight", "VE"),

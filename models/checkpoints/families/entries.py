@@ -1,6 +1,7 @@
 """Entries of config.json that no family reads: those without effect, and those that must have a certain value.
 
-An entry that is in neither table, nor in the family's own, is refused by name: it may change what the model computes.
+An entry that is in none of these tables, and that the family does not read, is refused by name: it may change what the
+model computes.
 """
 
 from __future__ import annotations

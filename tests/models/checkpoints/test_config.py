@@ -292,7 +292,7 @@ REFUSED_WITH_ENCODER = {
         "1 of 2 blocks of the encoder has experts, and 1 of 1 of the decoder (num_sparse_encoder_layers, "
         "num_sparse_decoder_layers); both stacks have the same share here",
     ),
-    "a step of other layers": (SWITCH, SPARSE | {"encoder_sparse_step": 1}, "encoder_sparse_step is 1; with num_sparse"),
+    "a step of other layers": (SWITCH, SPARSE | {"encoder_sparse_step": 1}, "encoder_sparse_step is 1; with num_spar"),
     "too many experts' layers": (
         SWITCH,
         SPARSE | {"num_sparse_encoder_layers": 3},
