@@ -172,7 +172,7 @@ def _priced(config: ModelConfig, plan: Plan) -> Price | None:
 
 
 def problem(config: ModelConfig, plan: Plan) -> PhaseProblem:
-    """Return the search problem of a stage; with a single stage, that of the whole step."""
+    """Return the search problem of a stage; with a single stage, the problem of the whole step."""
     mesh = {axis: size for axis, size in (("x", plan.batch), ("y", plan.other)) if size > 1} or {"x": 1}
     workload = Workload(config, V100, BATCH, LENGTH, microbatches=plan.microbatches)
     if plan.stages == 1:

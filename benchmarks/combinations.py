@@ -48,7 +48,7 @@ class Pipeline:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Return the arguments of `training_step`."""
+        """The arguments of `training_step`."""
         return {"schedule": self.schedule, "microbatches": self.microbatches, "rounds": self.rounds}
 
     def __str__(self) -> str:
@@ -68,7 +68,8 @@ class Row:
         lowering: lowering of every part of the model.
         length: tokens per sequence.
         config: the model; None for the default model, which has experts if `parts` names them.
-        pipeline: the pipeline, if any; the layout then has `pipeline.layers` N_p, and every layer of a mixture experts.
+        pipeline: the pipeline, if any; the layout then has `pipeline.layers` N_p, and either all layers have experts or
+            none.
         reason: part of the message with which the layout refuses the row; empty if it trains.
     """
 
@@ -84,7 +85,7 @@ class Row:
 
     @property
     def name(self) -> str:
-        """Return a short name of the row, for test ids."""
+        """A short name of the row, for test ids."""
         changed = ", ".join(f"{key} {spec}" for key, spec in self.change.items() if key in _TOLD)
         mesh = " ".join(f"{axis}={size}" for axis, size in self.mesh.items())
         stages = f" {self.pipeline}" if self.pipeline else ""
@@ -248,7 +249,7 @@ def placed_key(mesh: jax.sharding.Mesh) -> jax.Array:
 
 
 def text(number: int, length: int) -> np.ndarray:
-    """Return tokens [B, L+1], each of which is its predecessor plus 1 or 5."""
+    """Return tokens [B, L+1], each of which is its predecessor plus 1 or 5, modulo 64."""
     steps = np.random.default_rng(number).choice([1, 5], size=(BATCH, length + 1))
     return (np.cumsum(steps, axis=1) % 64).astype(np.int32)
 

@@ -64,7 +64,7 @@ def gather(x: jax.Array, axes: tuple[str, ...], dim: int) -> jax.Array:
 
 
 def scatter(x: jax.Array, axes: tuple[str, ...], dim: int) -> jax.Array:
-    """Reduce-scatter along a dimension, moved to the front; otherwise the TPU compiler makes it an all-reduce."""
+    """Reduce-scatter along a dimension, moved to the front first; otherwise the TPU compiler emits an all-reduce."""
     x = jnp.moveaxis(x, dim, 0)
     pieces = x.reshape(lax.axis_size(axes), -1, *x.shape[1:])
     return jnp.moveaxis(lax.psum_scatter(pieces, axes, scatter_dimension=0), 0, dim)
@@ -244,7 +244,7 @@ def arguments(sizes: Sizes, mesh: Mesh) -> tuple[dict, tuple[jax.ShapeDtypeStruc
 
 
 def program(name: str, sizes: Sizes, mesh: Mesh) -> tuple[Callable, tuple, tuple[int, ...]]:
-    """Return a program by its name in `ROWS`, its abstract arguments, and the indices of those to donate."""
+    """Return a program by its name in `ROWS`, its abstract arguments, and the indices of the arguments to donate."""
     weights, cache = arguments(sizes, mesh)
 
     def ints(*shape, spec):

@@ -6,7 +6,7 @@
 There is one device, so every mesh axis has size 1, and only computation is measured, not communication. Times are
 medians of repetitions inside one compiled loop whose trips depend on each other, so they include neither the host nor
 program launches; launches have their own row. A part that fails becomes a row that says so. The folder gets table.md,
-and results.json with every measurement, on which models of a card's products and kernels are calibrated.
+and results.json with every measurement, to which benchmarks/gpu.py fits the model of a card.
 """
 
 import argparse
@@ -297,7 +297,7 @@ def attention(small: bool) -> Iterator[Row]:
 
 
 def experts(small: bool) -> Iterator[Row]:
-    """Time the expert layer and a dense layer of as many FLOPs, forward and backward."""
+    """Time the expert layer and a dense layer with the same FLOPs, forward and backward."""
     batch, length, embed, hidden = (2, 64, 64, 128) if small else (16, 2048, 2048, 8192)
     x = jax.random.normal(jax.random.key(0), (batch, length, embed), jnp.bfloat16)
     layout, dtype = Layout.load("gshard").section("moe"), jnp.bfloat16
@@ -335,7 +335,7 @@ def experts(small: bool) -> Iterator[Row]:
 
 
 def grouped(small: bool) -> Iterator[Row]:
-    """Time products of rows sorted by expert, in each form, and a dense product of as many FLOPs."""
+    """Time products of rows sorted by expert, in each form, and a dense product with the same FLOPs."""
     rows, embed, hidden = (256, 64, 128) if small else (32768, 2048, 8192)
     x = jax.random.normal(jax.random.key(0), (rows, embed), jnp.bfloat16)
     flops = 3 * 2 * rows * embed * hidden
@@ -389,7 +389,7 @@ def training(small: bool) -> Iterator[Row]:
 
 
 def card() -> Any:
-    """Return the figures of the card, by its name; those of an H100 if it is not listed."""
+    """Return the figures of the card, found by its name; an H100's if the card is not listed."""
     kind = jax.devices()[0].device_kind.lower()
     return next((chip for name, chip in CHIPS.items() if name in kind.replace(" ", "-")), CHIPS["h100"])
 

@@ -31,8 +31,8 @@ from gspmd_models import abstract, abstract_key, batch_spec, step
 
 RESULTS = Path(__file__).parent / "results" / "device-h200.json"
 CARD = "h200"
-# Kernels in one trip of the loops that were timed: each also counts its trips. XLA records five kernels or more as one
-# launch (a CUDA graph), so these are launched one by one.
+# Numbers of kernels in one trip of the timed loops, including the kernel that counts trips. XLA records five kernels or
+# more as one launch (a CUDA graph), so these few are launched one by one.
 SCALE_KERNELS, PRODUCT_KERNELS = 2, 3
 # Kernels that pass over their bytes twice in a trip: the loop copies its carry (compile one offline to see it).
 TWICE = ("RMS norm", "softmax", "transpose", "rows gathered")
@@ -94,12 +94,12 @@ def attention_efficiency(rows: Sequence[dict], card: Chip) -> float:
 
 
 def efficiency(overhead: float, matrix: float, read: float, write: float) -> Efficiency:
-    """Return the constants of a GPU; tiles are those of one instruction of a warp group (wgmma, m64n8k16)."""
+    """Return the constants of a GPU; a tile is what one instruction of a warp group computes (wgmma, m64n8k16)."""
     return Efficiency(overhead, 0.0, 0.0, matrix, read, write, inf, inf, inf, 8, 64, 16)
 
 
 def errors(rows: Sequence[dict], launch: float, card: Chip, fitted: Efficiency) -> list[float]:
-    """Return the logarithm of model over measurement for each product; a trip has two, and a counter."""
+    """Return the logarithm of model over measurement for each product; a trip runs two products and a counter."""
     found = []
     for row in part(rows, "products"):
         sizes = (row["groups"], row["m"], row["k"], row["n"])

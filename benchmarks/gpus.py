@@ -36,7 +36,7 @@ from gspmd.training.config import parse_mesh
 from gspmd_models import ModelConfig
 
 ROOT = Path(__file__).parents[1]
-WIDTH = 127  # of a page's lines
+WIDTH = 127  # columns of a page's lines
 PAGE, RESULTS = ROOT / "docs" / "gpus.md", ROOT / "benchmarks" / "results" / "gpus.json"
 TITAN, SC21, KORTHIKANTI = "torchtitan", "Narayanan et al. 2021", "Korthikanti et al. 2022"
 
@@ -46,11 +46,11 @@ class Row:
     """A training step with a published measurement.
 
     Attributes:
-        source: what published it.
+        source: the publication.
         published: the figure, in `unit`.
         unit: "tokens/s" or "TFLOP/s", both for one GPU; or "s", the seconds of a step.
         flags: flags of `gspmd compile`, without the phase.
-        passes: forward and backward passes that the published program computes, a backward pass as two.
+        passes: number of passes that the published program computes; a backward pass counts as two.
         unlike: why the prediction is not comparable with the published figure; empty if it is.
     """
 
@@ -63,12 +63,12 @@ class Row:
 
     @property
     def command(self) -> str:
-        """Return the command line that compiles the row."""
+        """The command line that compiles the row."""
         return f"gspmd compile --phase train {self.flags}"
 
     @cached_property
     def settings(self) -> offline.CompileSettings:
-        """Return the settings that `gspmd compile` parses from the row's command."""
+        """The settings that `gspmd compile` parses from the row's command."""
         return offline.parse(self.command.split()[2:])
 
     def seconds(self, settings: offline.CompileSettings, gpus: int) -> float:
@@ -96,7 +96,7 @@ def megatron_flops(config: ModelConfig, batch: int, length: int) -> float:
 
 
 def gpt(layers: int, embed: int, heads: int) -> str:
-    """Return the flags of a model of Megatron's with other sizes than GPT-3's, which has all of its biases."""
+    """Return the flags of a Megatron model: GPT-3, with all of its biases, in other sizes."""
     return (
         f"--config gpt-3 --model.layers {layers} --model.embed {embed} --model.heads {heads} --model.kv-heads {heads} "
         f"--model.head-size {embed // heads} --model.feed-forward {4 * embed}"
@@ -131,8 +131,7 @@ def narayanan(
 
 
 def korthikanti(published: float, sizes: tuple[int, int, int], stages: int, batch: int, rounds: int, full: bool) -> Row:
-    """Return a row of table 5 of Korthikanti et al. 2022: `full` recomputation, or "present work", which is sequence
-    parallelism and selective recomputation.
+    """Return a row of table 5 of Korthikanti et al. 2022.
 
     Args:
         published: seconds of a step.
@@ -140,7 +139,8 @@ def korthikanti(published: float, sizes: tuple[int, int, int], stages: int, batc
         stages: pipeline devices; 8 are tensor-parallel.
         batch: sequences of a step; each is a microbatch if there are stages.
         rounds: chunks of layers of a stage.
-        full: whether every layer is computed again.
+        full: whether every layer is computed again; otherwise the row is the table's "present work", with sequence
+            parallelism and selective recomputation.
     """
     nodes = "8" if stages == 1 else f"{stages}x8"
     if stages == 1:
@@ -209,7 +209,7 @@ GATHERED_SIZES, GATHERED_COMMAND = (
 """A gather and a product over eight H100 by NCCL and cuBLAS: JAX's docs/pallas/gpu/collective_matmul.md, "reference
 time". M = 1024 and N = 4096 are sizes of one device."""
 SLICES = "dynamic_slice", "dynamic_update_slice"
-"""Kernels that cut one layer's arrays out of those of all layers, or put them there."""
+"""Kernels that cut one layer's arrays out of the arrays of all layers, or write them back."""
 NOT_COMPILED = {
     "gpt-oss-120b": (
         "64", "5,630 tokens/s", "Megatron-Bridge's performance summary: 64 H100, 512 rows of 4,096 tokens, PP 4, EP 8",
@@ -259,12 +259,12 @@ def tables(kept: dict[str, Any]) -> dict[str, str]:
 
 
 def first_of(name: str) -> str:
-    """Return the first row with the same command as a row: both have its figures."""
+    """Return the first row with the same command as this row; rows with one command share their figures."""
     return next((each for each, row in ROWS.items() if name in ROWS and row.command == ROWS[name].command), name)
 
 
 def measure(name: str, programs: Path | None) -> None:
-    """Compile a row, and save its figures; or the first line of the error."""
+    """Compile a row, and save its figures, or the first line of the error."""
     saved = Kept(RESULTS)
     ran = GATHERED_COMMAND if name == GATHERED else ROWS[name].command
     before = {key: value for key, value in saved.figures.pop(ran, {}).items() if key != "failure"}

@@ -39,8 +39,8 @@ LARGE = models.ModelConfig(
     vocabulary=32768, embed=8192, layers=4, heads=64, kv_heads=64, head_size=64, feed_forward=8192,
     moe=MoEConfig(experts=64, capacity_factor=2.0),
 )  # fmt: skip
-# Presets with whole parameters on every device, or a whole layer's at a time, only have room for a smaller model: if
-# memory is nearly full, the compiler repeats gathers whose results it could have kept.
+# Presets that hold all parameters on every device, or gather a whole layer's parameters, only have room for a smaller
+# model: if memory is nearly full, the compiler repeats gathers whose results it could have kept.
 THIN = replace(LARGE, embed=2048, feed_forward=512, heads=16, kv_heads=16)
 SMALLER = {
     "replicated": THIN,
@@ -233,7 +233,7 @@ def written(old: str, name: str, preset: str, tables: str) -> str:
     """Return a page with one preset's section between two markers replaced, or inserted in order."""
     begin, end = f"<!-- {name}: begin -->\n", f"<!-- {name}: end -->"
     if begin not in old or end not in old:
-        raise SystemExit(f"the page has no lines '{begin.strip()}' and '{end}' for these tables to stand between.")
+        raise SystemExit(f"the page has no lines '{begin.strip()}' and '{end}'; add them where these tables belong.")
     before, _, rest = old.partition(begin)
     block, _, after = rest.partition(end)
     found = {part.partition("\n")[0]: f"### {part.strip()}\n" for part in block.split("### ")[1:]}

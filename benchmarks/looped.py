@@ -87,7 +87,7 @@ def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--layouts", default=",".join(LAYOUTS), help="default: %(default)s")
     parser.add_argument("--tokens", default=",".join(map(str, TOKENS)), help="per batch; default: %(default)s")
-    parser.add_argument("--jobs", type=int, default=1, help="cells compiled at once (default: %(default)s)")
+    parser.add_argument("--jobs", type=int, default=1, help="cells compiled side by side (default: %(default)s)")
     parser.add_argument("--timeout", type=float, default=600, help="seconds for a cell (default: %(default)s)")
     parser.add_argument("--json", type=Path, help="write the cells to a file")
     parser.add_argument("--resume", action="store_true", help="keep the cells that the --json file has")

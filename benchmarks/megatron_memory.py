@@ -58,7 +58,8 @@ def planned_bytes(model: Megatron) -> dict[str, int]:
     config, shape = model.config, {"p": model.stages, "x": 1, "y": model.tensor, "z": 1}
     stages = Layout.load("pipeline").override(RESIDUAL)
     kept, held = optimizer_specs(config, stages), 0
-    for path, (spec, whole) in parameter_specs(config, stages).items():  # 4 bytes, a gradient of 4, two moments of 4
+    # 4 bytes for a parameter and 4 for its gradient, placed alike; 4 for each of two moments, with their own spec.
+    for path, (spec, whole) in parameter_specs(config, stages).items():
         held += 8 * math.prod(spec.local_shape(whole, shape)) + 8 * math.prod(kept[path].local_shape(whole, shape))
     mesh = topology(f"tpu-v5p:2x2x{model.tensor // 4}").mesh({"x": 1, "y": model.tensor, "z": 1})
     rows = predicted(replace(config, layers=2), Layout.load("megatron-sequence"), mesh, 1, LENGTH, "bfloat16")

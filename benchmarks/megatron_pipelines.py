@@ -39,7 +39,7 @@ class Pipeline:
 
     @property
     def settings(self) -> command.CompileSettings:
-        """Return the settings of `gspmd compile`."""
+        """The settings of `gspmd compile`."""
         model = self.model
         sharding = ShardingConfig(
             layout="pipeline", lowering="blocking", schedule=self.schedule,
@@ -53,7 +53,7 @@ class Pipeline:
 
 
 PIPELINES = (Pipeline("175B", "1f1b", 96), Pipeline("175B", "gpipe", 96), Pipeline("1T", "1f1b", 512))
-"""175B has a batch of 1536 sequences, GPT-3's 3.2 million tokens; 1T the 512 microbatches of Megatron's table."""
+"""175B has a batch of 1536 sequences, GPT-3's 3.2 million tokens; 1T has the 512 microbatches of Megatron's table."""
 
 
 def pipelines(kept: Kept, _: Sequence[str]) -> Iterator[str]:

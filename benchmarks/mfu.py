@@ -59,7 +59,7 @@ class Run:
 
     @property
     def command(self) -> str:
-        """Return the command line of the run."""
+        """The command line of the run."""
         sizes = f"--batch {self.chips * self.rows} --length {self.length}"
         options = "".join(f" --compiler-options {each}" for each in self.options)
         return f"gspmd compile --phase train {self.flags} {sizes}{options}"

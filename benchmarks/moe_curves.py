@@ -4,7 +4,7 @@
     python benchmarks/moe_curves.py --out curves --write docs/moe.md             # finished runs are not repeated
     python benchmarks/moe_curves.py --out curves --plot docs/images/moe_curves.png --only-draw
 
-Every run is `scripts/train_moe.py` with the default config on one device, which gives the losses of any layout. A
+Every run is `scripts/train_moe.py` with the default config on one device, since losses do not depend on the layout. A
 finished run is read from its folder; an interrupted one is resumed. Equal FLOPs: a token in a top-1 mixture uses as
 many weights as in the dense model, and a token in a top-2 mixture as many as in a dense model with layers 1.5 F wide,
 since every other layer is a mixture and uses 2 F. The routers add a quarter of a percent.

@@ -34,7 +34,7 @@ from gspmd.layouts import Layout
 from gspmd.moe import MoEConfig, expert_layer
 
 SIZES = {"cpu": (4096, 256, 1024), "gpu": (65536, 4096, 14336), "tpu": (65536, 4096, 14336)}
-GROUP = 512  # tokens per group in the one-hot forms, whose time grows with the square of it
+GROUP = 512  # tokens per group in the one-hot forms, whose time grows with the square of this number
 FORWARD, BOTH = "forward", "forward + gradient"
 DENSE, DENSE_DROPLESS, GROUPED = "dense", "dense, k · T rows", "sort, groups"
 MARKS = ("<!-- table: python benchmarks/moe_layer.py -->", "<!-- end of table -->")
@@ -74,8 +74,11 @@ class Case:
 
     @property
     def needed_bytes(self) -> int:
-        """Bytes of the slots and their outputs [X, C, E], and of hidden activations [X, C, F]: for swiglu both halves
-        with their cotangents, otherwise the nonlinearity's input and output and one cotangent."""
+        """Bytes of the buffers that the gradient needs.
+
+        These are the slots and their outputs [X, C, E], and hidden activations [X, C, F]: for swiglu both halves with
+        their cotangents, otherwise the nonlinearity's input and output and one cotangent.
+        """
         wide = 4 if self.activation == "swiglu" else 3
         return self.rows("sort") * (2 * self.embed + wide * self.hidden) * jnp.dtype(self.dtype).itemsize
 
@@ -150,7 +153,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="a small case, in less than a minute")
     parser.add_argument("--fresh-memory", action="store_true", help="let the C library return freed memory")
     parser.add_argument("--json", type=Path, help="write the figures to a file")
-    parser.add_argument("--add", action="store_true", help="keep what the --json file has of other programs")
+    parser.add_argument("--add", action="store_true", help="keep the results of other programs in the --json file")
     parser.add_argument("--write", type=Path, help="replace the tables in a page")
     options = parser.parse_args()
     if options.add and not (options.json and options.json.exists()):

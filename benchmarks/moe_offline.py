@@ -1,4 +1,4 @@
-"""Compare an expert layer with a dense layer of as many rows, both with gradients and compiled offline for TPUs.
+"""Compare an expert layer with a dense layer on as many rows, both with gradients and compiled offline for TPUs.
 
     python benchmarks/moe_offline.py --json layers.json --write docs/moe.md       # minutes
 

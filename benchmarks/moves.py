@@ -6,9 +6,9 @@
 
 Each move brings a bfloat16 tensor of 1 MB to 3 GB from one random sharding to another. The plan's seconds are those of
 its collectives; the compiled ones are the seconds in which the timeline waits for collectives. The seconds of slices
-and copies are shown separately: in a program of one move, most of them copy the result. Gathers that go round each axis
-of a torus include their copies, in a plan too: for moves with one of these the whole program counts. Each move is also
-compiled as the compiler's partitioner makes it (`jax.sharding.reshard`), to compare whole programs.
+and copies are shown separately: in a program of one move, most of them copy the result. A gather that goes round each
+axis of a torus includes its copies, in the plan too, so the plan of such a move is compared with the whole program.
+Each move is also compiled by the compiler's own partitioner (`jax.sharding.reshard`), to compare whole programs.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from gspmd.audit import compile_offline, topology
 
 CHIPS = ("tpu-v4:4x4x4", "tpu-v5p:4x4x4", "tpu-v5e:4x4", "tpu-v4:2x2x4", "tpu-v5p:4x4x8", "tpu-v5e:8x8")
 SMALLEST, LARGEST = 20, 31.5
-"""Logarithms of the bytes of a whole tensor."""
+"""Binary logarithms of the bytes of a whole tensor."""
 
 
 class Move(NamedTuple):
@@ -109,7 +109,8 @@ def compiled(name: str, rng: random.Random) -> Move | None:
     if report.timeline is None:  # It does not fit.
         return None
     steps = ", ".join(step.name for step in plan.steps)
-    # Such a gather is traced, and compiled, as permutes. Shards of less than a tile stay with the compiler's gather.
+    # A gather that goes round each axis is traced and compiled as permutes. Shards of less than a tile are gathered by
+    # the compiler's all-gather instead.
     traced = report.plan.by_kind_and_axes()
     gathers = [tuple(sorted(step.axes)) for step in plan.steps if step.kind == "all-gather" and len(step.axes) > 1]
     each = any(("collective-permute", along) in traced for along in gathers)

@@ -58,7 +58,7 @@ class Row:
 
     Attributes:
         steps: number of executions of the program: 64 for the 64 tokens of a decode.
-        faster: further layouts and lowerings to compile, each with the number that its padded heads are a multiple of.
+        faster: further layouts and lowerings to compile, each with a number: heads are padded to a multiple of it.
     """
 
     phase: str

@@ -3,12 +3,12 @@
     python benchmarks/pareto.py --json pareto.json      # plan every point, compile the frontiers; continues old runs
     python benchmarks/pareto.py --from pareto.json --image docs/images/palm-pareto.png --write docs/palm.md
 
-As in figure 1 of Pope et al. 2022, the points are one step of decoding with 2048 tokens of context in the cache, and
-reading a prompt of 2048 tokens, over batch sizes and numbers of chips. Cost is chips · seconds / tokens. For each
-point, all layouts of `serving_layouts` are ranked by the planned seconds of the actual step (`rank_serving`). A plan
-leaves out the work between products, so a compiled program is slower. Points on the frontier are compiled until every
-point on it is compiled; the others are off the frontier even with their planned seconds. Needs the compiler for TPUs,
-but no TPU.
+As in figure 1 of Pope et al. 2022, each point is a decode step with 2048 tokens of context in the cache, or the prefill
+of a prompt of 2048 tokens, with one batch size and number of chips. Cost is chips · seconds / tokens. For each point,
+all layouts of `serving_layouts` are ranked by the planned seconds of the actual step (`rank_serving`). A plan leaves
+out the work between products, so a compiled program is slower. Points on the frontier are compiled until every point on
+it is compiled; all other points are off the frontier even with their planned seconds. Needs the compiler for TPUs, but
+no TPU.
 """
 
 import argparse
@@ -79,7 +79,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", choices=CHIPS, help="only this one")
     parser.add_argument("--phase", choices=BATCHES, help="only this one")
-    parser.add_argument("--json", type=Path, help="keep the points in this file, also while they come")
+    parser.add_argument("--json", type=Path, help="keep the points in this file, and continue from it")
     parser.add_argument("--from", dest="given", type=Path, nargs="+", help="take the points of these files")
     parser.add_argument("--no-compile", action="store_true", help="plan only")
     parser.add_argument("--image", type=Path, help="draw the points")
@@ -142,7 +142,7 @@ def plan(model: str, phase: str, chips: int, batch: int) -> list[Point]:
 
 
 def measured(point: Point) -> Point:
-    """Compile a point; one whose program does not fit gets infinite seconds, which keeps it off every frontier."""
+    """Compile a point; if its program does not fit, its seconds are infinite, which keeps it off every frontier."""
     machine, mesh = slice_of(point.chips)
     config = config_of(point.model)
     layout = next(each for each in layouts(config, point.phase, mesh) if each.name == point.layout)
@@ -167,7 +167,7 @@ def config_of(model: str) -> models.ModelConfig:
 
 
 def layouts(config: models.ModelConfig, phase: str, mesh) -> list:
-    """Return the layouts to try, with heads padded to a multiple of all devices, or else of those along y and z."""
+    """Return the layouts to try; heads are padded to a multiple of the devices, or else of the devices of y and z."""
     alone = mesh.shape["y"] * mesh.shape["z"]
     padded = [-(-config.heads // share) * share for share in (mesh.devices.size, alone)]
     heads = next((size for size in padded if size < 2 * config.heads), config.heads)

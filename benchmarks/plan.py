@@ -31,7 +31,7 @@ EQUATIONS = [
     ("2D, gated", "BLE_xyz, (E_xF_yz, E_xF_yz) -> (BLF_yzx, BLF_yzx)", THREE),
     ("attention, to the heads", "BLE_xyz, E_xH_yzD -> BLH_yzxD", THREE),
     ("parallel block", "BLF_yz, F_yzE_x + BLH_yzD, H_yzDE_x -> BLE_xyz", THREE),
-    ("a sum left owed", "BLF_yz, F_yzE_x -> BLE_x partialsum-yz", THREE),
+    ("a sum left partial", "BLF_yz, F_yzE_x -> BLE_x partialsum-yz", THREE),
     ("experts", "GX_xCE_yz, X_xEF_yz -> GX_xCF_yz", THREE),
     ("a move: heads to batch", "BLH_xyzD -> B_xyzLHD", THREE),
     ("2D with data parallelism", "B_wLE_xyz, E_xF_yz -> B_wLF_yzx", FOUR),

@@ -5,10 +5,10 @@
     python benchmarks/ranks.py --folder ranked --step qwen-decode
 
 For each step `gspmd search` prices every preset and writes the layout that it finds; then `gspmd compile` compiles all
-of them, each on the mesh that the search gave it. The table says how the plan ranks the presets (Kendall's rank
-correlation of planned and compiled seconds), by how much a planned second is off, and what the layout found takes,
-compiled, beside the best preset. Figures are kept in the folder, and not made again: take a new folder if plans or
-programs have changed. Needs the compiler for TPUs, but no TPU.
+of them, each on the mesh that the search gave it. The table has Kendall's rank correlation of planned and compiled
+seconds over the presets, the ratios of planned to compiled seconds, and the compiled seconds of the layout that was
+found and of the best preset. Figures are kept in the folder, and not made again: take a new folder if plans or programs
+have changed. Needs the compiler for TPUs, but no TPU.
 """
 
 import argparse
@@ -52,7 +52,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, required=True, help="where figures are kept, and taken from")
     parser.add_argument("--write", type=Path, help="replace the table in a page")
     parser.add_argument("--errors", type=Path, help="write the errors to expect, gspmd/search/answers/errors.toml")
-    parser.add_argument("--at-once", type=int, default=2, help="the number of programs that are compiled at a time")
+    parser.add_argument("--at-once", type=int, default=2, help="number of programs that are compiled side by side")
     given = parser.parse_args()
     if (given.write or given.errors) and len(given.step) < len(STEPS):
         parser.error("--write and --errors are for all steps; leave --step out.")
@@ -130,7 +130,7 @@ def _compiled(step: str, program: Mapping[str, Any], folder: Path) -> dict[str, 
 
 
 def kendall(pairs: list[tuple[float, float]]) -> float:
-    """Return Kendall's rank correlation (tau-b) of two quantities; equal ones are neither in order nor out of it."""
+    """Return Kendall's rank correlation (tau-b) of two quantities; ties count neither as in order nor as out of it."""
     agree = apart = ties = others = 0
     for (a, b), (c, d) in combinations(pairs, 2):
         one, two = (a > c) - (a < c), (b > d) - (b < d)

@@ -1,11 +1,11 @@
 """Compare layouts that `gspmd search` finds with the best preset, both compiled: seconds by part, and bytes.
 
-    python benchmarks/search.py --folder searched --write docs/search-figures.md  # hours: the two largest take one each
+    python benchmarks/search.py --folder searched --write docs/search-figures.md  # hours: the largest two take one each
     python benchmarks/search.py --folder searched --row palm-64-prefill
 
-Each row runs `gspmd search` with these flags in its own process, which saves its figures in the folder; rows that have
-figures there are not repeated. The table has the fastest program that was found, and the fastest of a preset. Needs the
-compiler for TPUs, but no TPU.
+Each row runs `gspmd search` with its flags in a process of its own, which saves its figures in the folder; rows that
+have figures there are not repeated. The table has the fastest program that was found, and the fastest program of a
+preset. Needs the compiler for TPUs, but no TPU.
 """
 
 import argparse
@@ -38,7 +38,7 @@ ROWS = {
     "switch-c": "--config switch-c --topology tpu-v5p:8x8x16 --batch 1024 --length 512 --compile 4",
     "gshard-600b": "--config gshard-600b --topology tpu-v5p:8x8x16 --batch 4096 --length 1024 --compile 4",
 }
-"""Flags of `gspmd search`. PaLM 540B in bfloat16 does not fit on 16 v4, whose memory holds 31 of its 67 GB."""
+"""Flags of `gspmd search`. PaLM 540B in bfloat16 takes 67 GB on each of 16 chips: these are v5p, since a v4 has 31."""
 MARKS = "<!-- rows: python benchmarks/search.py -->", "<!-- end of rows -->"
 
 
@@ -68,7 +68,7 @@ def measured(name: str, folder: Path) -> dict[str, Any]:
 
 
 def rows(found: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
-    """Yield a table with two rows for each step: the fastest program that was found, and that of the best preset."""
+    """Yield a table with two rows for each step: the fastest program that was found, and the fastest of a preset."""
     yield "| step | layout | planned | compiled | of the preset | products | other | copies | waiting | memory |"
     yield f"|:--|:--|{'--:|' * 8}"
     for name, figures in found.items():

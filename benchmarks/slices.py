@@ -3,8 +3,9 @@
     python benchmarks/slices.py --json benchmarks/results/slices.json --write docs/slices.md   # half an hour
     python benchmarks/slices.py --json benchmarks/results/slices.json --plot docs/images/slices.png
 
-Llama 2 70B with four rows of 4,096 tokens on each four chips, copies of the model on slices (benchmarks/slices.toml),
-compiled for all slices by libtpu; nothing runs. The programs of two and of 64 slices differ by what they send.
+The step of Llama 2 70B has one row of 4,096 tokens for each chip, and each slice has a copy of the model
+(benchmarks/slices.toml). libtpu compiles it for all slices; nothing runs. The programs of two and of 64 slices differ
+in what they send.
 """
 
 import argparse
@@ -29,8 +30,8 @@ PALM = (
     "--model.vocabulary-multiple 768 "
     "--set attention.w_k=E_yKD --set attention.w_v=E_yKD --set attention.key=B_xyLKD"
 )
-"""PaLM 540B on two pods of 3,072 v4, each with 12 parts of the model and 256 of its data (Chowdhery et al. 2022,
-arXiv 2204.02311, section 4)."""
+"""PaLM 540B on two pods of 3,072 v4, each of which splits the model in 12 and its half of the batch in 256 (Chowdhery
+et al. 2022, arXiv 2204.02311, section 4)."""
 
 
 def command_of(slices: int) -> str:

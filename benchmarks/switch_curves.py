@@ -2,9 +2,9 @@
 
     python benchmarks/switch_curves.py --out curves --plot docs/images/switch_curves.png --write docs/moe.md
 
-Both are `gspmd train --config switch-small` on one device and one core each, side by side: span corruption on the
-source of Python's standard library. The dense model has no experts, and as many FLOPs per token except for those of the
-routers. A finished run is read from its folder; an interrupted one is resumed.
+Both are runs of `gspmd train --config switch-small`, side by side on one device and one core each: span corruption on
+the source of Python's standard library. The dense model has no experts; without the routers, both have the same FLOPs
+per token. A finished run is read from its folder; an interrupted one is resumed.
 
 Source: Fedus et al. 2021, Switch Transformers (arXiv 2101.03961), figures 4 to 6.
 """
@@ -39,7 +39,7 @@ NEAR = 25
 
 
 def main() -> None:
-    """Train what is missing, both models at once, and write the plot and the table."""
+    """Train the models that are not trained yet, side by side, and write the plot and the table."""
     options = _parsed()
     options.out.mkdir(parents=True, exist_ok=True)
     running = [_started(options.out, name, core, options.steps) for core, name in enumerate(COLORS)]
@@ -75,7 +75,7 @@ def _started(out: Path, name: str, core: int, steps: int) -> subprocess.Popen | 
     if newest(folder) is not None:
         flags.append("--resume")
     if name == "dense T5":
-        # Without the table, there are no experts; all else is as the config has it.
+        # Without the table [model.moe] there are no experts; everything else is as in the config.
         config = out / "dense.toml"
         text = CONFIG.read_text()
         config.write_text(text[: text.index("[model.moe]")] + text[text.index("[training]") :])
@@ -104,14 +104,14 @@ def _rows(out: Path, name: str) -> list[dict[str, Any]]:
 
 
 def _seconds(rows: Sequence[Mapping[str, Any]]) -> list[float]:
-    """Return the seconds of all updates up to each; validations are left out."""
+    """Return for each update the seconds of all updates so far, without validations."""
     training = _settings()["training"]
     tokens = training["batch"] * training["length"]
     return list(accumulate(tokens / row["tokens_per_second"] for row in rows if "tokens_per_second" in row))
 
 
 def _losses(rows: Sequence[Mapping[str, Any]]) -> list[float]:
-    """Return the cross-entropy by step, each the mean of the last steps."""
+    """Return for each step the mean cross-entropy of the last `NEAR` steps."""
     values = [row["cross_entropy"] for row in rows if "cross_entropy" in row]
     return [mean(values[max(0, at - NEAR + 1) : at + 1]) for at in range(len(values))]
 

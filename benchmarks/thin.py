@@ -220,8 +220,10 @@ def fit(samples: Sequence[Sample], chip: Chip) -> Efficiency:
 
 
 def errors(rows: list[dict]) -> dict[str, tuple[int, float, float]]:
-    """Return the model's errors, over all forms and for each: number of products, median and 90th percentile of
-    |ratio - 1|."""
+    """Return the model's errors over all forms, and for each form.
+
+    They are the number of products, and the median and the 90th percentile of |ratio - 1|.
+    """
     found = {}
     for form in ("all", *FORMS):
         off = [abs(row["model"] / row["seconds"] - 1) for row in rows if form in ("all", row["form"])]

@@ -27,7 +27,13 @@ ROWS_OF_PRODUCT = 2048
 
 
 class Gathered(NamedTuple):
-    """Seconds of a gather alone and of one before a product, without it; bytes of temporaries of the second."""
+    """The figures of a gather.
+
+    Attributes:
+        gather: seconds of the program with only the gather.
+        product: seconds of the program with the gather and a product, minus the seconds of the product alone.
+        memory: bytes of temporaries in the program with both.
+    """
 
     gather: float
     product: float
@@ -89,7 +95,7 @@ def main() -> None:
             spec = gspmd.Spec.parse(equation.partition(" -> ")[0])
             dimension = next(place for place, axes in enumerate(spec.axes) if axes)
             axes = spec.axes[dimension]
-            # Over all devices it has two parts, as `blocking` used to run it: the compiler turns a single part into an
+            # A gather over all devices is run in two parts, because the compiler would turn a single all-gather into an
             # all-reduce.
             parts = [axes] if len(axes) == 2 else [axes[2:], axes[:2]]
 

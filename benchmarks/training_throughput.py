@@ -6,7 +6,7 @@
 
 Eight fake devices share the cores of this host. A permute is a memory copy by a core that would otherwise multiply, so
 hiding it cannot pay. The ratio to lowering `blocking` shows only the extra work of looping: smaller products, copies of
-chunks, more instructions. benchmarks/looped.py has its gain on devices with real links.
+chunks, more instructions. benchmarks/looped.py predicts the gain of looping on devices with real links.
 """
 
 import argparse

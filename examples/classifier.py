@@ -2,8 +2,8 @@
 
     gspmd train --model examples/classifier:Classifier --layout examples/classifier.toml --length 32 --steps 200
 
-A batch is [B, L+1] tokens: the window and the byte after it, whose kind is the label. A run's "bits per byte" are here
-bits per label; the figure `accuracy` is the fraction of labels that the most likely kind gets right.
+A batch is [B, L+1] tokens: the window and the byte after it, whose kind is the label. The "bits per byte" that a run
+reports are bits per label here; `accuracy` is the fraction of windows whose label is the kind with the largest logit.
 
 Source: Vaswani et al. 2017 (arXiv 1706.03762), section 3, the encoder; Su et al. 2021 (arXiv 2104.09864), rotary
 positions. Differs: norms come before the layers, and the head classifies the mean over positions.
@@ -76,7 +76,7 @@ class Classifier:
         }
 
     def loss(self, layout, params, tokens, key, train):
-        """Return the mean cross-entropy of the last token's kind."""
+        """Return the mean cross-entropy of the kind of the last token, and the run's figures."""
         at, head = layout.section("encoder"), layout.section("head")
         normed = "stream, norm, norm_bias"
         heads = at.spec("heads")

@@ -6,7 +6,7 @@
     gspmd compile --model examples/recurrence:Recurrence --layout examples/recurrence.toml --topology tpu-v5e:8x8
 
 Each channel of a layer has a state h_t = f_t·h_{t-1} + (1-f_t)·c_t, whose forget gate f and candidate c are computed
-from the residual stream. An associative scan computes all steps at once.
+from the residual stream. An associative scan computes all steps in parallel.
 
 Source: Feng et al. 2024, *Were RNNs All We Needed?* (arXiv 2410.01201), section 3.1, the minGRU.
 Differs: the state is gated before it is added to the residual stream, as in Griffin (De et al. 2024, arXiv 2402.19427).

@@ -141,8 +141,8 @@ class Attention(Layer):
     def core(self, q: jax.Array, k: jax.Array, v: jax.Array, context: Context, past: Past | None = None) -> jax.Array:
         """Compute softmax attention of queries [B, L, H, D] and keys [B, L, K, D], placed as the queries.
 
-        Without a `past`, sequences begin here, in zigzag order if L of causal keys is sharded; otherwise they follow
-        `past`.
+        With a `past`, the tokens follow it. Without one, sequences begin here, and their tokens are in zigzag order if
+        attention is causal and shards L of the keys.
         """
         query, key = self.at.spec("query"), self.at.spec("key")
         how = self.scores(context)
@@ -161,9 +161,9 @@ class Attention(Layer):
             q = _grown(q, self.growth_of_text(q.shape[1], context))
         if context.segments:
             how["segments"] = context.segments
-            if self.chunk is not None:  # chunks of a text in a packed row begin at the start of that text
+            if self.chunk is not None:  # chunks of a text in a packed row are counted from the start of that text
                 how["segments"] = context.chunks
-                how["window"] = how.pop("chunk")  # no key of a chunk is further away
+                how["window"] = how.pop("chunk")  # hides no key: all keys of a chunk are within its length
         out = attention(q, k, v, query, key, causal=context.causal, **how)
         return masked(out, self.padded, "H", query)
 

@@ -46,7 +46,7 @@ class Block(nnx.Module):
         train: bool,
         past: Past | None = None,
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """The residual stream after the block, and the figures of its experts, if it has any."""
+        """Return the residual stream after the block, and the figures of its experts, if it has any."""
         attention, ffn = self.residuals
         with part(self.layout, "attention"):
             x = x + self.attention(x, context, past)
@@ -89,7 +89,7 @@ class ParallelBlock(Layer):
         train: bool,
         past: Past | None = None,
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """The residual stream after the block, and the figures of its experts, if it has any."""
+        """Return the residual stream after the block, and the figures of its experts, if it has any."""
         with part(self.layout, "ffn" if self.moe is None else "moe"):
             y = self.normed("residual", x)
             if self.moe is None:

@@ -100,8 +100,8 @@ class ModelConfig:
     sliding_window: int | None = None
     """Number of last tokens, itself included, to which a token attends in sliding layers."""
     attention_chunk: int | None = None
-    """Number of tokens of the chunks into which chunked layers cut a text; a token attends to its own chunk, up to
-    itself (Llama 4)."""
+    """Number of tokens in each chunk of a text in chunked layers, where a token attends to the tokens of its own chunk
+    up to itself (Llama 4)."""
     layer_kinds: tuple[str, ...] = ()
     """Kinds of attention of successive blocks, a pattern that repeats: full; sliding, to the last `sliding_window`
     tokens; chunked, within chunks of `attention_chunk` tokens; unrotated: full, without rotary embedding. Empty for all
@@ -110,7 +110,7 @@ class ModelConfig:
     """Factor a by which queries in unrotated layers grow: at position p they are multiplied by 1 + a · ln(1 + ⌊(p + 1)
     / growth_interval⌋) (Llama 4); 0 for no growth."""
     growth_interval: int = 8192
-    """Number of tokens after which the factor of queries increases again."""
+    """Number of positions after which the factor of `query_growth` increases again."""
     feed_forward: int = 256
     """Width of the feed-forward layer, or of one expert."""
     activation: str = "swiglu"
@@ -118,8 +118,8 @@ class ModelConfig:
     ffn_bias: bool = False
     """Whether the matrices of feed-forward layers, and of experts, have biases."""
     norms: str = "before"
-    """Place of the norms of serial blocks: before attention and feed-forward; after them, on what they add (OLMo 2); or
-    both (Gemma 2)."""
+    """Place of the norms of serial blocks: before (on the inputs of attention and feed-forward), after (on their
+    outputs, OLMo 2) or both (Gemma 2)."""
     block: str = "serial"
     """serial, or parallel: attention and feed-forward share one norm and one reduction (PaLM)."""
     parallel_norms: int = 1
@@ -142,16 +142,16 @@ class ModelConfig:
     relative_buckets: int = 32
     """Number of buckets of distances."""
     relative_distance: int = 128
-    """Distance from which on all keys are in one bucket."""
+    """Distance of the last bucket, which has all keys that are this far away or further."""
     alibi_max: float = 8.0
     """For alibi, the exponent of the flattest head: the slopes of n heads are 2^(-alibi_max · i / n) for i = 1 .. n, if
     n is a power of two (`gspmd_models.alibi.slopes`)."""
     alibi_scaled: bool = False
-    """Whether alibi's biases are multiplied by the factor of the scores, as are the products (Falcon)."""
+    """Whether alibi's biases are multiplied by `attention_scale`, like the products of queries and keys (Falcon)."""
     position_offset: int = 0
     """Position of the first token, for sinusoidal positions (2 in M2M-100)."""
     attention_scale: float | None = None
-    """Factor of the scores of attention (1 in T5); None for 1/√head_size."""
+    """Factor by which the scores of attention are multiplied (1 in T5); None for 1/√head_size."""
     rope_base: float = 10000.0
     """Base of the rotary position embedding's wavelengths."""
     rope_scaling: RopeScaling | None = None
@@ -171,8 +171,8 @@ class ModelConfig:
     """The number added to the mean square, or to the variance, in every norm."""
     remat: Literal[Remat, True, False] = "full"
     """Recomputation in the backward pass: none; full: each block from its input; dots: all except products with
-    weights; dots-except-hidden: also the feed-forward layer's hidden activations, and keys and values made of latents;
-    selective: only attention (`gspmd_models.remat`). True means full, and False none."""
+    weights; dots-except-hidden: as dots, and also the feed-forward layer's hidden activations, and keys and values made
+    of latents; selective: only attention (`gspmd_models.remat`). True means full, and False none."""
     context_length: int | None = None
     """The longest text, in tokens, that the model was made for, as a public checkpoint says; longer texts are not
     generated. None for no limit."""
@@ -185,12 +185,13 @@ class ModelConfig:
     moe: MoEConfig | None = None
     """Experts in place of the feed-forward layer of every nth block; None for none."""
     lora: LoraConfig | None = None
-    """Low-rank adapters of some weights, which alone are trained; None for no adapters."""
+    """Low-rank adapters of some weights; only the adapters are trained. None for no adapters."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.remat, bool):  # old settings and checkpoints have True or False
+        # Old settings and checkpoints have True or False for remat and qk_norm.
+        if isinstance(self.remat, bool):
             object.__setattr__(self, "remat", "full" if self.remat else "none")
-        if isinstance(self.qk_norm, bool):  # likewise
+        if isinstance(self.qk_norm, bool):
             object.__setattr__(self, "qk_norm", "head" if self.qk_norm else "none")
         if self.lora and not self.lora.rank:
             object.__setattr__(self, "lora", None)
@@ -261,7 +262,7 @@ class ModelConfig:
         return kind == "unrotated" and self.query_growth > 0
 
     def rotary_of(self, kind: str) -> ModelConfig | None:
-        """Return the config with the rotary embedding of layers of this kind; None if they are not rotated."""
+        """Return the config whose rotary embedding layers of this kind have; None if they are not rotated."""
         if self.positions != "rotary" or kind == "unrotated":
             return None
         if self.latent is not None:  # the rotated part of a head is a tensor of its own
@@ -288,7 +289,7 @@ class ModelConfig:
 
     @property
     def pattern(self) -> int:
-        """Number of blocks in the pattern, of expert blocks and kinds of attention, that repeats after `lead`."""
+        """Length of the pattern of expert blocks and kinds of attention that repeats after the first `lead` blocks."""
         return self._repetition[1]
 
     @property
@@ -382,13 +383,13 @@ class ModelConfig:
                          for each in tensors(self)))  # fmt: skip
 
     def flops_per_token(self, length: int, source_length: int = 0, *, encoded: bool = False) -> int:
-        """Floating-point operations per trained token, forward and backward, without rematerialization.
+        """Return the floating-point operations per trained token, forward and backward, without rematerialization.
 
         Args:
             length: tokens per sequence.
-            source_length: tokens per source of an encoder–decoder, all of whose operations are counted for its targets;
-                0 for as many as `length`.
-            encoded: whether sources are encoded already, so that none of their operations are counted.
+            source_length: tokens per source of an encoder–decoder, whose operations are divided among the tokens of its
+                target; 0 for as many as `length`.
+            encoded: whether sources are encoded already, so that their operations are not counted.
 
         Returns:
             6 per active parameter of matrix products, plus 12 · layers · heads · head_size · length for attention
@@ -415,9 +416,10 @@ class ModelConfig:
         return round(of_target + self.flops_per_source_token(source_length) * source_length / length)
 
     def flops_per_source_token(self, source_length: int) -> int:
-        """Floating-point operations per token of a source, forward and backward.
+        """Return the floating-point operations per token of a source, forward and backward.
 
-        They are those of the encoder, and of the keys and values of its output in every block of the decoder.
+        These are the operations of the encoder, and of the keys and values that every block of the decoder computes
+        from its output.
 
         Args:
             source_length: tokens per source.
@@ -426,7 +428,7 @@ class ModelConfig:
 
     @property
     def _flops_of_matrices(self) -> tuple[int, int]:
-        """Return 6 FLOPs for each active parameter that multiplies a token: of a source, and of a target."""
+        """FLOPs of matrix products per token of a source, and of a target: 6 for each active parameter."""
         sizes, of_source, of_target = tensor_sizes(self), 0.0, 0.0
         for each in tensors(self):
             if not each.is_matrix or (each.key == "embedding.table" and not self.tied):
@@ -449,9 +451,10 @@ class ModelConfig:
         return (source_length or length) if self.encoder_layers else 0
 
     def common_sizes(self, batch: int, length: int, source_length: int = 0) -> dict[str, int]:
-        """The sizes that mesh axes of a layout's lines have to divide if both stacks of blocks share these lines.
+        """Return the sizes that the mesh axes of a layout must divide if encoder and decoder share its lines.
 
-        L is the greatest common divisor of both lengths, and C of the numbers of experts' slots in both stacks.
+        L is the greatest common divisor of both lengths, and C the greatest common divisor of an expert's numbers of
+        slots in both stacks.
 
         Args:
             batch, length, source_length: as for `sizes`.
@@ -469,7 +472,7 @@ class ModelConfig:
         return sizes
 
     def sizes(self, batch: int, length: int, source_length: int = 0) -> dict[str, int]:
-        """The size of every dimension that a layout may shard, for `Layout.check`.
+        """Return the size of every dimension that a layout may shard, for `Layout.check`.
 
         Args:
             batch: sequences per step, over all devices.
@@ -504,7 +507,7 @@ class ModelConfig:
 
 
 def shortest_repetition(layers: tuple[Any, ...]) -> tuple[int, int]:
-    """Return the numbers of layers before those that repeat, and of their pattern, which are the fewest together.
+    """Return the number of layers before the repeating ones, and the length of their pattern, with the smallest sum.
 
     >>> shortest_repetition(("dense", "sparse", "sparse", "sparse")), shortest_repetition(("full", "sliding", "full"))
     ((1, 1), (0, 3))
@@ -568,7 +571,7 @@ def _faults(config: ModelConfig):
             there = ", ".join(key for key in TARGETS if _has(config, key))
             yield f"lora.targets has {', '.join(lacks)}, and this model has no such weight; it has {there}"
         if config.int8:
-            yield "lora has adapters, and int8 weights are not trained; merge them first"
+            yield "lora is set, and a model with int8 weights cannot be trained; merge the adapters first"
     if config.encoder_layers and not config.stacked:
         yield "stacked is off, and encoder_layers is set; blocks of an encoder–decoder are stacked"
     yield from _kind_faults(config)
@@ -581,12 +584,12 @@ def _faults(config: ModelConfig):
         if config.moe.dense_layers[-1] >= config.layers > 0:
             yield f"moe.dense_layers has {config.moe.dense_layers[-1]}, and the last layer is {config.layers - 1}"
         elif config.layers > 0 and not config.expert_layers:
-            yield f"moe.dense_layers are {dense}, so that none of {config.layers} layers has experts; leave some out"
+            yield f"moe.dense_layers are {dense}, so none of the {config.layers} layers has experts; leave some out"
         elif already := [each for each in config.moe.dense_layers if each % config.moe.every != config.expert_place]:
             named = ", ".join(map(str, already))
             yield f"moe.dense_layers has {named}, dense already with moe.every = {config.moe.every}; leave them out"
         if config.encoder_layers:
-            yield "moe.dense_layers is set, and encoder_layers too; both stacks of an encoder–decoder have one pattern"
+            yield "moe.dense_layers is set, but both stacks of an encoder–decoder have one pattern; leave it out"
     if config.moe and config.moe.dense_feed_forward and not config.has_dense_layers:
         yield f"moe.dense_feed_forward is {config.moe.dense_feed_forward}, and every layer has experts; leave it out"
     yield from _position_faults(config)
@@ -613,7 +616,7 @@ def _kind_faults(config: ModelConfig):
         if config.layer_kinds and kind not in config.layer_kinds and size is not None:
             yield f"{name} is {size}, and layer_kinds has no {kind!r}; leave it out"
     if not config.layer_kinds and config.sliding_window is not None and config.attention_chunk is not None:
-        yield "sliding_window and attention_chunk are set, and no layer_kinds say which layers have them; set these"
+        yield "sliding_window and attention_chunk are set, and layer_kinds is not, which assigns them to layers; set it"
     if not 0 <= config.query_growth < inf:
         yield f"query_growth is {config.query_growth}; it must not be negative"
     elif config.query_growth and "unrotated" not in config.layer_kinds:
@@ -631,7 +634,7 @@ def _kind_faults(config: ModelConfig):
     if "unrotated" in config.layer_kinds and config.positions != "rotary":
         yield f"layer_kinds has 'unrotated', and positions are {config.positions}; write 'full'"
     if config.norms != "before" and config.block != "serial":
-        yield f"norms are {config.norms!r}, and the block is parallel, with one norm before it"
+        yield f'norms are {config.norms!r}, and a parallel block has norms only before it; set norms = "before"'
 
 
 def _latent_faults(config: ModelConfig):
@@ -678,7 +681,7 @@ def _position_faults(config: ModelConfig):
                 fact = f"{name} is {getattr(config, name)}, and positions are {config.positions}"
                 yield f'{fact}; set positions = "{kind}"'
     if config.positions == "learned" and config.context_length is None:
-        yield "positions are learned, one vector for each; set context_length"
+        yield "positions are learned, with one vector for each position; set context_length, their number"
     if config.positions == "sinusoidal" and config.embed % 2:
         yield f"embed is {config.embed}; sinusoidal positions have pairs of a sine and a cosine, so it must be even"
 
@@ -690,9 +693,9 @@ def _scaling_faults(config: ModelConfig):
     pairs = len(scaling.short_factors)
     if scaling.kind == "longrope" and pairs != config.rotary // 2:
         fact = f"rope_scaling has {pairs} short_factors and long_factors"
-        yield f"{fact}, and a head {config.rotary // 2} pairs that are rotated; give one for each pair"
+        yield f"{fact}, and a head has {config.rotary // 2} rotated pairs; give one of each for every pair"
     if scaling.kind == "dynamic" and config.rotary <= 2:
-        yield "rope_scaling is dynamic, and a head has only one pair that is rotated, whose wavelength it never changes"
+        yield "rope_scaling is dynamic, and a head has only one rotated pair, whose wavelength it never changes"
 
 
 def _encoder_faults(config: ModelConfig):
@@ -707,17 +710,17 @@ def _encoder_faults(config: ModelConfig):
     if config.block != "serial":
         yield 'block is parallel, and cross-attention has a norm of its own; set block = "serial"'
     if config.qk_norm != "none":
-        yield "qk_norm is set, and cross-attention has no norms of heads"
+        yield "qk_norm is set, and cross-attention has no norms of heads; leave it out"
     for name in ("sliding_window", "attention_chunk", "score_softcap"):
         if getattr(config, name) is not None:
-            yield f"{name} is {getattr(config, name)}, which attention of an encoder–decoder does not have"
+            yield f"{name} is {getattr(config, name)}, which no attention of an encoder–decoder has; leave it out"
     if config.positions in ("learned", "alibi"):
         fact = f"positions are {config.positions}, which an encoder–decoder does not have"
         yield f"{fact}; relative, sinusoidal and rotary are"
     if config.embedding_norm or config.qkv_clip is not None:
-        yield "embedding_norm and qkv_clip are set for a decoder-only model; leave them out of an encoder–decoder"
+        yield "embedding_norm and qkv_clip are only for decoder-only models; leave them out of an encoder–decoder"
     if config.layer_kinds or config.sinks or config.norms != "before":
-        yield "layer_kinds, sinks and norms are set for a decoder-only model; leave them out of an encoder–decoder"
+        yield "layer_kinds, sinks and norms are only for decoder-only models; leave them out of an encoder–decoder"
 
 
 def _has(config: ModelConfig, key: str) -> bool:

@@ -32,7 +32,7 @@ class Context:
         angles: maps the model that `ModelConfig.rotary_of` returns to the rotary angles at the position of every token
             in its segment, placed as queries and as keys are.
         segments: [B, L] int32, the segment of every token, 0 for padding, placed as queries and as keys are.
-        chunks: segments, placed likewise, that also begin anew with every chunk of a text, for chunked layers.
+        chunks: as `segments`, but a new segment also begins with every chunk of a text, for chunked layers.
         growth: [B, L, 1, 1] float32, the factors of queries that grow with their position in their segment, placed as
             queries are.
         relative: [R, H], the table of the relative position bias.
@@ -110,8 +110,8 @@ def with_memory(
         length: L, the number of tokens of a row of targets.
         segments: [B, L], the segments of the targets, placed as `batch_spec`, in the order of the text; None if every
             row is one target, which attends to segment 1 of the source.
-        source_segments: [B, T], the segments of the source, placed likewise; None if every row is one source without
-            padding.
+        source_segments: [B, T], the segments of the source, placed as `batch_spec`; None if every row is one source
+            without padding.
     """
     if source_segments is None:
         return replace(context, memory=memory)
@@ -131,10 +131,10 @@ def check_inputs(
     segments: jax.Array | None,
     source_segments: jax.Array | None,
 ) -> None:
-    """Refuse inputs that do not belong together; the values of segments are read where they are known.
+    """Refuse inputs that do not fit together; values of segments are checked unless they are traced.
 
     Raises:
-        ValueError: with the fault.
+        ValueError: with the first fault.
     """
     if source is None and config.encoder_layers:
         raise ValueError("this model has an encoder, and there is no source for it.\n  Pass source=, integers [B, T].")
@@ -151,7 +151,7 @@ def check_inputs(
         if given is None or text is None:
             continue
         if given.shape != text.shape:
-            raise ValueError(f"{name} have shape {given.shape}, and their tokens {text.shape}; they must be alike.")
+            raise ValueError(f"{name} have shape {given.shape}, and their tokens {text.shape}; they must be the same.")
         known = not isinstance(given, jax.core.Tracer) and getattr(given, "is_fully_addressable", True)
         if known and (row := _unordered(np.asarray(given))) is not None:
             raise ValueError(
@@ -183,7 +183,7 @@ def positions_in(segments: jax.Array) -> jax.Array:
 
 
 def chunks_in(segments: jax.Array, size: int) -> jax.Array:
-    """Return segments [B, L] that also begin anew with every chunk of a segment; 0 stays 0.
+    """Return segments [B, L] in which every chunk of a segment is a segment of its own; 0 stays 0.
 
     Example:
         >>> chunks_in(jnp.array([[1, 1, 1, 2, 2, 0]]), 2)[0].tolist()
@@ -194,7 +194,7 @@ def chunks_in(segments: jax.Array, size: int) -> jax.Array:
 
 
 def lengths_in(segments: jax.Array) -> jax.Array:
-    """Return the number of tokens of every token's segment, from segments [B, L].
+    """Return for every token the number of tokens in its segment, from segments [B, L].
 
     Example:
         >>> lengths_in(jnp.array([[1, 1, 2, 2, 2, 0]]))[0].tolist()

@@ -56,7 +56,7 @@ class Experts(Layer):
 
         Args:
             y: the input.
-            context: tells which tokens are padding, which take no slot, and whether the stack is causal.
+            context: tells which tokens are padding (they take no slot), and whether the stack is causal.
             key: random key of the router, in training.
             train: whether to use the router's random draws and capacity of training.
 
@@ -67,8 +67,8 @@ class Experts(Layer):
         sequences = groups.rename({"G": "B"})
         count, shape = self.settings.groups or y.shape[0], y.shape
         into = (count, y.shape[0] * y.shape[1] // count)
-        # Experts' slots are assigned in text order. In an encoder, whose attention is not causal, tokens have no other
-        # order.
+        # Experts' slots are assigned in text order. In an encoder, whose attention is not causal, tokens are in this
+        # order already.
         ring = ring_size(self.key) if context.causal else 1
         tokens, mask = in_order(moved(y, residual, sequences), ring), context.real
         answers, loss, stats = expert_layer(
@@ -127,7 +127,8 @@ def regroup(x: jax.Array, shape: tuple[int, ...], spec: Spec) -> jax.Array:
         ValueError: the tokens do not divide into the groups of `shape`.
     """
     if math.prod(shape) != x.size:
-        raise ValueError(f"{x.shape[0]} sequences of {x.shape[1]} tokens do not make {shape[0]} groups of one size")
+        fact = f"{x.shape[0]} sequences of {x.shape[1]} tokens do not make {shape[0]} groups of one size"
+        raise ValueError(f"{fact}; moe.groups must divide the number of tokens")
     if x.shape == shape:
         return x
     explicit = AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types

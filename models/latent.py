@@ -60,7 +60,7 @@ class LatentAttention(Attention):
         return {"epsilon": self.config.latent.norm_epsilon}
 
     def projected(self, where: str, y: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return queries [B, L, H, D], if configured through their own latent [B, L, U], and latents [B, L, Z] of y."""
+        """Return queries [B, L, H, D] and latents [B, L, Z] of y; queries may have a latent [B, L, U] of their own."""
         assert self.config.latent is not None
         if not self.config.latent.query_rank:
             into = f"{where}, (w_q, w_k_down) -> (query, latent)"
@@ -92,14 +92,14 @@ class LatentAttention(Attention):
         return jnp.concatenate([plain, last], axis=-1), key
 
     def expanded(self, q: jax.Array, latent: jax.Array, context: Context, *, in_order: bool) -> jax.Array:
-        """Attend with the keys and values of all heads; return [B, L, H, D] with D of the values.
+        """Attend with the keys and values of all heads; return [B, L, H, D], where D is the width of values.
 
         Args:
             q: [B, L, H, D], rotated.
             latent: [B, L, Z].
             context: the context of the step.
-            in_order: whether tokens are in the order of the text, as in a prompt, and not in that of a ring: then the
-                keys of a sequence that is sharded along L are gathered.
+            in_order: whether tokens are in the order of the text, as in a prompt, and not in the order of a ring; if
+                so, and if L is sharded, the keys are gathered.
         """
         assert self.config.latent is not None
         query, of_latent, rank = self.at.spec("query"), self.at.spec("latent"), self.config.latent.rank
@@ -121,8 +121,8 @@ class LatentAttention(Attention):
     def of_every_head(self, key: jax.Array, heads: int, keys: Spec) -> jax.Array:
         """Return the shared key [B, L, D], placed as the latent, for every head: [B, L, H, D], placed as `keys`.
 
-        The gradient is a sum over the heads, which are sharded. The compiler would choose the collective for the
-        gradient of a broadcast, and no plan would count it, so this is a product with a vector of ones.
+        The gradient is a sum over the heads, which are sharded. For the gradient of a broadcast, the compiler would
+        choose a collective that no plan counts, so this is a product with a vector of ones.
         """
         before = Spec(("B", "L", "D"), (*self.at.spec("latent").axes[:2], ()))
         beside = Spec(before.dims, (*keys.axes[:2], ()))

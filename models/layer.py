@@ -24,7 +24,7 @@ from .vectors import matrix, scaled
 
 
 class Layer(nnx.Module):
-    """A layer that computes by the names of a layout's section.
+    """A layer whose equations use the names of lines in a section of the layout.
 
     Attributes:
         config: the configuration of the model.
@@ -77,7 +77,7 @@ class Layer(nnx.Module):
         return checkpoint_name(y, "norm")
 
     def normed_before(self, where: str, x: jax.Array) -> jax.Array:
-        """Return the input of a part of a block: the residual stream, normalised unless norms come after only."""
+        """Return the input of a part of a block: the residual stream, normalised unless norms come only after parts."""
         return x if self.config.norms == "after" else self.normed(where, x)
 
     def normed_after(self, where: str, x: jax.Array) -> jax.Array:

@@ -74,9 +74,9 @@ def loss(
 
     Args:
         model: a placed model.
-        tokens: [B, L+1] integers, placed as `batch_spec`; every token except the first is predicted. An id outside of
-            the vocabulary is not refused, since a compiled program cannot: it reads a row of zeros, and as a label it
-            has a logit of 0.
+        tokens: [B, L+1] integers, placed as `batch_spec`; every token except the first is predicted. A compiled program
+            cannot refuse an id outside the vocabulary; such an id is embedded as zeros, and as a label it has a logit
+            of 0.
         source: [B, T] integers that the encoder of an encoder–decoder reads, placed as `batch_spec`.
         segments: [B, L+1] integers, placed as `batch_spec`: the number of the text that each token belongs to, from 1,
             and 0 for padding at the end. The first token of a text and padding are not predicted, and the mean is over

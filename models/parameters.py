@@ -95,7 +95,7 @@ def gradient_specs(config: ModelConfig, layout: Layout) -> dict[str, Spec]:
 
 
 def stages_axes(layout: Layout) -> tuple[str, ...]:
-    """Return the mesh axes over which a pipeline splits the stacked layers into stages; empty if none does."""
+    """Return the mesh axes over which a pipeline splits the stacked layers into stages; empty without a pipeline."""
     layers = layout.get("pipeline.layers")
     return () if layers is None else Spec.parse(layers).axes_of("N")
 
@@ -108,7 +108,7 @@ def check_placed(
     Args:
         doing: the beginning of the message.
         rows: the table of parameters.
-        mesh: devices with named axes; `Layout.check` lets it lack axes of the layout.
+        mesh: devices with named axes; it may lack axes of the layout, which `Layout.check` does not refuse.
         kind: the class of the error.
     """
     faults = [
@@ -165,7 +165,7 @@ def _rows(
 ) -> Iterator[tuple[str, ParameterRow]]:
     """Yield the rows of all parameters; `spec_of` returns the spec of a line, or of its optimizer state or gradient."""
     sizes, wide = tensor_sizes(config), wide_sizes(config, layout)
-    # An encoder's lines may differ from a decoder's. A mapping that stands for a layout has no encoder's.
+    # An encoder's lines may differ from a decoder's. A mapping in place of a layout has no lines of an encoder.
     encoder = layout.stack(ENCODER) if config.encoder_layers else layout
 
     def stages(tensor: Tensor) -> tuple[str, ...]:

@@ -26,9 +26,9 @@ class RopeScaling:
 
     - `linear`: every wavelength is multiplied by `factor`.
     - `llama3`: wavelengths above original_length / low_frequency are multiplied by `factor`. Those below
-      original_length / high_frequency are unchanged. Between the two the frequency is interpolated, and there is
-      nothing between if both frequencies are the same, as in Llama 4 Scout.
-    - `yarn`: likewise, but interpolated by the number of the pair. Cosines and sines are multiplied by
+      original_length / high_frequency are unchanged. In between, the frequency is interpolated; if low_frequency and
+      high_frequency are the same, as in Llama 4 Scout, nothing lies in between.
+    - `yarn`: as `llama3`, but interpolated by the number of the pair. Cosines and sines are multiplied by
       `attention_factor`.
     - `dynamic`: the base grows with the length L of a text beyond the original one: it is multiplied by
       (factor · L / original_length - factor + 1)^(R / (R - 2)), for R rotated elements of a head.
@@ -56,8 +56,8 @@ class RopeScaling:
     kind: ScalingKind = "llama3"
     """llama3, linear, dynamic, yarn or longrope."""
     factor: float = 8.0
-    """Factor by which long wavelengths are multiplied. For longrope, the factor of the longest text's length, which
-    decides only the attention factor."""
+    """Factor by which long wavelengths are multiplied. For longrope, the length of the longest text divided by
+    `original_length`, from which only the default attention factor is computed."""
     low_frequency: float = 1.0
     """Turns within the original length below which a wavelength is multiplied by the full factor."""
     high_frequency: float | None = None
@@ -67,8 +67,8 @@ class RopeScaling:
     truncate: bool = True
     """Whether yarn rounds the numbers of the two pairs between which it interpolates."""
     attention_factor: float | None = None
-    """Factor of cosines and sines; None for 1 + log(factor) / 10 (yarn), or √(1 + log(factor) / log(original_length))
-    (longrope), and for 1 if the factor is at most 1."""
+    """Factor by which cosines and sines are multiplied; None for 1 + log(factor) / 10 (yarn), or √(1 + log(factor) /
+    log(original_length)) (longrope), or 1 if `factor` is at most 1."""
     short_factors: tuple[float, ...] = ()
     """Factors of the wavelengths of longrope's pairs up to the original length."""
     long_factors: tuple[float, ...] = ()
@@ -113,7 +113,8 @@ def _faults(scaling: RopeScaling) -> Iterator[str]:
     high = scaling.high_frequency
     rises = high is not None and (scaling.low_frequency < high or (kind == "llama3" and scaling.low_frequency == high))
     if high is not None and not (rises and scaling.low_frequency > 0 and high < math.inf):
-        yield f"low_frequency is {scaling.low_frequency}, and high_frequency {high}; both must be positive, and rise"
+        fact = f"low_frequency is {scaling.low_frequency}, and high_frequency {high}"
+        yield f"{fact}; both must be positive, and high_frequency the larger"
     if scaling.attention_factor is not None and not 0 < scaling.attention_factor < math.inf:
         yield f"attention_factor is {scaling.attention_factor}; it must be positive, or be left out"
     if kind == "longrope":
@@ -125,4 +126,4 @@ def _faults(scaling: RopeScaling) -> Iterator[str]:
         if short != long or not short:
             yield f"there are {short} short_factors and {long} long_factors; give one of each for every pair"
     if kind == "dynamic" and scaling.factor < 1:
-        yield f"factor is {scaling.factor}; that of dynamic must be at least 1"
+        yield f"factor is {scaling.factor}; for dynamic it must be at least 1"

@@ -1,4 +1,4 @@
-"""Rotary position embedding: queries and keys are rotated by their positions; and factors that scale queries up."""
+"""Rotary position embedding, which rotates queries and keys by position, and factors that scale queries by position."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ def rotate(
     """Apply rotary position embedding: rotate pair i of R/2 by position · base^(-2i/R).
 
     The first R = `config.rotary` elements of a head are rotated, in pairs (x[i], x[i + R/2]) or (x[2i], x[2i + 1]) as
-    `config.rotary_pairs` says. It is elementwise over batch, length and heads, which may be sharded; the head size must
-    not be sharded. With `rope_scaling`, `turns` gives the angles and the factor of cosines and sines.
+    `config.rotary_pairs` says. The rotation is elementwise over batch, length and heads, which may be sharded; the head
+    size must not be sharded. With `rope_scaling`, `turns` gives the angles and the factor of cosines and sines.
 
     Args:
         x: [B, L, H, D].
         config: `rotary`, `rotary_pairs`, `rope_base` and `rope_scaling`.
-        angles: `angles_at` positions [B, L] that are placed as B and L of x; None for positions 0 to L - 1 of a text of
-            L tokens.
+        angles: the result of `angles_at` for positions [B, L], placed as B and L of x; None for positions 0 to L - 1 of
+            a text of L tokens.
 
     Returns:
         [B, L, H, D] in x's dtype; computed in float32.
@@ -101,7 +101,7 @@ def turns(config: ModelConfig, length: int | None = None) -> Turns:
 
 
 def _exponents(config: ModelConfig) -> np.ndarray:
-    """Return the powers [R/2] of the growth of a text by which dynamic scaling multiplies the turns.
+    """Return the exponents [R/2] of dynamic scaling, which multiplies turns by a text's growth to these powers.
 
     The base is multiplied by the growth to the power of R / (R - 2), so that the first pair keeps its turns, and the
     turns of the last pair are divided by the growth.
@@ -119,7 +119,7 @@ def _unscaled_llama3(config: ModelConfig, scaling: RopeScaling, plain: np.ndarra
 
 
 def _unscaled_yarn(config: ModelConfig, scaling: RopeScaling, plain: np.ndarray) -> np.ndarray:
-    """Return the unscaled share of each frequency: 1 up to the pair of high_frequency, 0 from that of low_frequency."""
+    """Return the unscaled share of each pair: 1 up to the pair of high_frequency, 0 from the pair of low_frequency."""
     assert scaling.high_frequency is not None
     first, last = (
         # the unrounded number of the pair that makes this many turns within the original length
@@ -166,9 +166,9 @@ def cos_sin(positions: np.ndarray, turns: Turns) -> tuple[np.ndarray, np.ndarray
 def angles_at(positions: jax.Array, config: ModelConfig, lengths: jax.Array | None = None) -> Angles:
     """Return cosine and sine [B, L, 1, R/2] of the angles of `rotate` at positions [B, L], all below `LONGEST`.
 
-    The angles are the same in every layer. Float32 has few digits after the point for an angle of a hundred thousand
-    radians. So turns are integers in units of 2^-44, whose products with a position wrap around at complete turns, and
-    an angle is exact to 2^-24 turns. (With dynamic scaling turns depend on the text, and are computed in float32
+    The angles are the same in every layer. An angle of a hundred thousand radians has few digits after the point in
+    float32. So turns are integers in units of 2^-44, whose products with a position wrap around at complete turns, and
+    an angle is exact to 2^-24 turns. (With dynamic scaling, turns depend on the text, and are computed in float32
     first.)
 
     Args:

@@ -65,7 +65,7 @@ def check_splits(config: ModelConfig, stages: int, rounds: int = 1) -> None:
         rounds: chunks of layers per stage, of each stack.
 
     Raises:
-        PlanError: some stack does not split, or a layer with experts is before those that repeat.
+        PlanError: some stack does not split, or a layer with experts comes before the repeating layers.
     """
     if ahead := [number for number in range(config.lead) if config.is_sparse(number)]:
         raise PlanError(

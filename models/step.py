@@ -114,7 +114,7 @@ class Language:
 
     def predicted(self, layout: Layout, tokens: Batch) -> jax.Array | None:
         """Return the number of tokens that the mean loss of a batch is over; None for all tokens."""
-        # The batch itself says whether it has segments, also to a step that is built without these settings.
+        # Read from the batch, not from `packed`: `training_step` builds steps that leave this setting out.
         segments = tokens.get("segments") if isinstance(tokens, Mapping) else None
         if segments is not None:
             return predicted(layout, only_within(_tokens(tokens), segments))
@@ -191,7 +191,7 @@ class Language:
         return Transformer(self.config, layout, nested(params), self.dtype)
 
     def _by_bias(self, layout: Layout, way: jax.Array) -> dict[str, jax.Array]:
-        """Split rows [expert layers, X] of encoder, then decoder, into arrays [N, X] by the paths of the biases."""
+        """Split rows [expert layers, X], the encoder's first, into one array [N, X] for each bias, by its path."""
         config, found = self.config, {}
         ahead = sum(map(config.is_sparse, range(config.encoder_layers)))
         for path, row in parameters(config, layout).items():
@@ -260,7 +260,7 @@ def check_step(
     rows = parameters(config, layout)  # the layout has no faults by now
     layout.check(sizes, mesh, trained={rows[path].key for path in trained_paths(config, layout, frozen)})
     check_slots(config, layout, mesh, each, length, train=True)
-    # Evaluation has its own capacity factor; without this check it would fail only after the first hundred steps.
+    # Evaluation has its own capacity factor; without this check a run would fail only at its first evaluation.
     check_slots(config, layout, mesh, batch, length, train=False)
 
 
@@ -300,9 +300,9 @@ def training_step(
 ) -> Step:
     """Build one update, not compiled: (state, batch, key) -> (state, metrics).
 
-    A gradient is reduced only once, when it moves to its spec in [optimizer], if the layout's [gradients] has it as a
-    partial sum, or if there are several microbatches (see `Layout.for_loss`). In a pipeline, this holds for the mesh
-    axes along which pipelines run side by side (`gspmd_models.stages.for_stages`).
+    If the layout's [gradients] has a gradient as a partial sum, or if there are several microbatches, the gradient is
+    reduced only once, when it moves to its spec in [optimizer] (see `Layout.for_loss`). In a pipeline, this holds for
+    the mesh axes along which pipelines run side by side (`gspmd_models.stages.for_stages`).
 
     Args:
         model: a model, possibly abstract; only its config, layout and dtype are used.

@@ -75,8 +75,8 @@ class Tensor:
         key: its line in a layout, such as `ffn.w_in`.
         initialise: a function from a random key and a shape to float32 values.
         layers: layers stacked in a leading N; 0 for a parameter that is not stacked.
-        in_lead: whether its block comes before the repeating blocks (`ModelConfig.lead`), which alone are split into
-            stages.
+        in_lead: whether its block comes before the repeating blocks (`ModelConfig.lead`); a pipeline splits only the
+            repeating blocks into stages.
     """
 
     path: str
@@ -170,7 +170,7 @@ def _block(
         yield from _norms(config, f"{section}.", "ffn")
     if experts:
         # A small variance keeps early routing nearly even. Fedus et al. 2021, section 2.4, reduce the variance of all
-        # matrices to 0.1; here only the router's, and matrices at the end of a branch are scaled by depth.
+        # matrices to 0.1. Here it is reduced only for the router, and by depth for matrices at the end of a branch.
         # Noisy gating starts with logits 0 and equal noise (Shazeer et al. 2017, appendix A).
         begin = zeros if experts.noisy else scaled("E", sizes, variance=experts.router_scale)
         yield "moe.router", "moe.router", begin

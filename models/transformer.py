@@ -38,7 +38,7 @@ class Stack(NamedTuple):
     """Blocks of a stack, each as its definition and its weights (`nnx.split`).
 
     Attributes:
-        first: those before the ones that repeat, whose weights have no N.
+        first: the blocks before the repeating ones; their weights have no N.
         definition: the definition of the blocks of one period.
         weights: the weights of all periods, stacked in a leading N for a scan.
     """
@@ -94,7 +94,7 @@ class BlockStack(nnx.Module):
         return None if table is None else table[...]
 
     def run(self, x: jax.Array, context: Context, *, key: jax.Array | None, train: bool) -> tuple[jax.Array, Figures]:
-        """Run the blocks on the residual stream [B, L, E]; return it, and the experts' figures, stacked over N."""
+        """Return the residual stream [B, L, E] after the blocks, and the experts' figures, stacked over layers."""
         stack = self.stacked().cast(self.dtype)
         keys = None if key is None else jax.random.split(key, len(stack.first) + stack.repeats)
         return run_blocks(self.config, stack, x, context, keys, train=train)
@@ -120,7 +120,7 @@ class BlockStack(nnx.Module):
 class Encoder(BlockStack):
     """The blocks that map an embedded source [B, T, E] to the residual stream [B, T, E] of the encoder.
 
-    Every token attends to all others of its segment. The layout is that of `Layout.stack("encoder")`.
+    Every token attends to all tokens of its segment. The layout is `Layout.stack("encoder")` of the model's layout.
     """
 
     within = ("encoder",)
@@ -160,8 +160,8 @@ class Transformer(BlockStack):
         """Return the logits, placed as `output.logits`, and the figures of the expert layers, stacked over layers.
 
         Args:
-            tokens: [B, L] integers, placed as `embedding.tokens`. An id outside of the vocabulary is not refused, since
-                a compiled program cannot: it reads a row of zeros.
+            tokens: [B, L] integers, placed as `embedding.tokens`. A compiled program cannot refuse an id outside the
+                vocabulary; such an id is embedded as zeros.
             source, segments, source_segments: as for `hidden`.
             key: random key of the routers, for training.
             train: whether to use the routers' random draws and capacity of training.
@@ -193,8 +193,8 @@ class Transformer(BlockStack):
             segments: [B, L] integers in the order of the text, placed as `batch_spec`: the text to which each token
                 belongs, 1, 2 and so on, and 0 for padding at the end. Tokens attend only to their own text, whose
                 positions begin at 0. None if every row is one text.
-            source_segments: [B, T], likewise for the source; text s is generated from source s, and from nothing if the
-                row has no such source.
+            source_segments: [B, T], the same for the source. Text s attends to source s of its row, or to nothing if
+                the row has no source s.
             key: random key of the routers, for training.
             train: whether to use the routers' random draws and capacity of training.
 
@@ -257,7 +257,7 @@ def run_blocks(
         config: the configuration of the model.
         stack: the blocks.
         x: [B, L, E], the residual stream.
-        context: of attention, the same for all blocks.
+        context: the context of attention, the same for all blocks.
         keys: random keys of the routers, for training: one for each first block, and then for the N periods.
         train: whether to use the routers' random draws and capacity of training.
         in_loop: whether to scan the blocks; otherwise each is traced by itself, and nothing is recomputed.
@@ -335,8 +335,9 @@ def _of_layers(ahead: Sequence[Figures], figures: Figures, sparse: int) -> Figur
     """Return the figures of all layers with experts.
 
     Args:
-        ahead: those of each layer before the ones that repeat.
-        figures: those of the layers that repeat, [N, ...], or [N, sparse, ...] if a period has several with experts.
+        ahead: the figures of each layer with experts before the repeating layers.
+        figures: the figures of the repeating layers, [N, ...], or [N, sparse, ...] if a period has several with
+            experts.
         sparse: number of layers with experts in a period.
     """
     if sparse > 1:
@@ -362,7 +363,7 @@ class Embedding(Layer):
     def __call__(self, tokens: jax.Array, positions: np.ndarray | jax.Array | None = None) -> jax.Array:
         """Return rows of the table, times √E if the configuration scales them, placed as the residual stream.
 
-        If the model is configured so, positions are added and the result is normalised.
+        If the model has them, vectors of positions are added, and the sum is normalised.
 
         Args:
             tokens: [B, L], placed as `embedding.tokens`.
@@ -390,7 +391,8 @@ class Embedding(Layer):
     def learned(self, positions: np.ndarray | jax.Array, shape: tuple[int, ...], batch: Spec) -> jax.Array:
         """Return the learned vectors [B, L, E] of positions (see `__call__`), placed as the residual stream."""
         if isinstance(positions, np.ndarray):
-            # Elsewhere these are positions in texts of a row, or of a prompt whose length is checked, with padding.
+            # Only constants are checked: they number the tokens of a whole row. An array has positions in the texts of
+            # a packed row, or in a prompt, whose length is checked before; positions of padding do not matter.
             if shape[1] > (most := self.config.context_length or 0):
                 raise ValueError(f"a sequence has {shape[1]} tokens, and this model has {most} learned positions.")
             positions = jnp.broadcast_to(jnp.asarray(positions, jnp.int32), shape)
@@ -476,7 +478,7 @@ def sinusoids(config: ModelConfig, positions: np.ndarray | jax.Array, batch: Spe
 
 
 class Output(Layer):
-    """The last norm, and the logits by the embedding table or an untied one."""
+    """The last norm, and the product with the embedding table, or with an untied table, that gives the logits."""
 
     def __init__(self, config: ModelConfig, layout: Layout, weights: Mapping[str, jax.Array], dtype: Any):
         super().__init__(config, layout.section("output"), weights, dtype)
@@ -498,11 +500,12 @@ class Output(Layer):
             product = bound * jnp.tanh(product / bound)
         if self.padded is None:
             return product
-        return product + along(np.where(self.padded.origins < 0, PADDING, 0.0), "V", logits)  # no token is padding
+        # Rows of padding get the lowest logits, so that none of them is chosen as a token.
+        return product + along(np.where(self.padded.origins < 0, PADDING, 0.0), "V", logits)
 
 
 def _reordered(order: Callable[[jax.Array, int], jax.Array], x: jax.Array, spec: Spec, devices: int) -> jax.Array:
-    """Change the order of tokens of an array that is sharded along L: it is gathered, reordered and sharded again."""
+    """Change the order of tokens in an array that is sharded along L: gather it, reorder it and shard it again."""
     if devices == 1:
         return x
     whole = spec.with_axes("L", ())

@@ -60,14 +60,14 @@ def page_of_commands() -> str:
         parts += _of_parser(parsers[name]) if name in parsers else _of_settings(*TABLED[name])
     tables = {f"{MODEL}moe.": MoEConfig(), f"{MODEL}latent.": LatentConfig()}
     model = [*described.every_flag(ModelConfig, ModelConfig(), MODEL)]
-    model = [flag for flag in model if flag.field not in ("moe", "latent", "lora")]  # Tables that it lacks.
+    model = [flag for flag in model if flag.field not in ("moe", "latent", "lora")]  # These are None by default.
     model += [flag for table, of in tables.items() for flag in described.every_flag(type(of), of, table)]
     parts += [_OF_MODEL, *_tables(model, ())]
     return "\n".join(parts)
 
 
 def _of_settings(module: Any, cls: type) -> Iterator[str]:
-    """Yield the examples of a command, and its flags but those of the model."""
+    """Yield the examples of a command, and its flags except those of the model."""
     yield from (f"```text\n{_dedented(part)}\n```\n" for part in module.__doc__.split("\n\n") if part[:4] == "    ")
     flags = [*described.every_flag(cls, cls())]
     if any(flag.table.startswith(MODEL) for flag in flags):
@@ -119,7 +119,7 @@ def _rows(parser: Parser) -> Iterator[str]:
 
 
 def _escaped(text: str) -> str:
-    """Return a text for a cell of a table; patterns and names in brackets keep their characters."""
+    """Return a text with the characters escaped that Markdown would read as markup in a cell of a table."""
     return re.sub(r"([|*<\[\]])", r"\\\1", " ".join(text.split()))
 
 

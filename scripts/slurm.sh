@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Tries docs/cluster.md's job under SLURM: one node of this machine, brought up for it and taken down again. As root, with
-# the Debian packages slurm-wlm and munge: scripts/slurm.sh FOLDER, where the text and the runs are written.
+# Tests the job of docs/cluster.md under SLURM: starts a cluster of one node on this machine, and takes it down again. Run as
+# root, with the Debian packages slurm-wlm and munge: scripts/slurm.sh FOLDER. The text and the runs are written to FOLDER.
 set -euo pipefail
 root=$(cd "$(dirname "$0")/.." && pwd)
 mkdir -p "$1" && cd "$1"
@@ -8,7 +8,7 @@ work=$PWD state=$(mktemp -d)
 started=()
 trap 'kill "${started[@]}" 2>/dev/null; wait; rm -rf "$state"' EXIT
 
-chmod 755 "$state" # munged wants no folder that others may write, and a socket that they may reach
+chmod 755 "$state" # munged refuses a folder that others may write to, but they must be able to reach its socket
 dd if=/dev/urandom of="$state/munge.key" bs=128 count=1 status=none
 chmod 600 "$state/munge.key"
 munged --foreground --force --key-file="$state/munge.key" --socket="$state/munge" --num-threads=1 \
@@ -67,7 +67,7 @@ srun --overcommit --kill-on-bad-exit=1 bash -c 'echo \$\$ >pid.\$SLURM_PROCID; e
   "$root/scripts/train_moe.py" $flags --distributed auto --out two \$resume
 END
 submit() { job=$(sbatch --parsable job); echo "job $job"; }
-finish() { # of the job: its state, exit code, and what it said last
+finish() { # waits for the job; prints its state, its exit code and the last lines of its log
   while squeue --noheader --job "$job" 2>/dev/null | grep -q .; do sleep 0.2; done
   scontrol show job "$job" | grep -oE '(JobState|ExitCode)=[^ ]*'
   grep -vE '^(step|[┏┃┡│├└]|srun: Job)' "$job.log" | tail -n "$1"
@@ -92,6 +92,6 @@ python - <<'END'
 import json
 one, two = ([row["loss"] for row in map(json.loads, open(f"{run}/metrics.jsonl")) if "loss" in row] for run in ("one", "two"))
 largest = max(abs(a - b) for a, b in zip(one, two, strict=True))
-print(f"{len(two)} steps, of which the losses differ by at most {largest:.1e}")
+print(f"{len(two)} steps, whose losses differ by at most {largest:.1e}")
 assert len(two) == 200 and largest < 1e-4
 END

@@ -104,7 +104,7 @@ def described(directory: str | os.PathLike) -> Described:
         json = _text_part(family, json, doing)
     found = _described(family, json, doing)
     if family.text_part is not None:
-        found = replace(found, remark="the part of the model that reads text is loaded, and that of images is not")
+        found = replace(found, remark="the part of the model that reads text is loaded, the part for images is not")
     if not found.config.tied:
         return found
     first, second = (family.tensors[path].name for path in ("embedding.table", "output.table"))
@@ -123,7 +123,7 @@ def described(directory: str | os.PathLike) -> Described:
 
 
 def _text_part(family: Family, json: Mapping[str, Any], doing: str) -> dict[str, Any]:
-    """Return the entries of the text model of a file that describes a model of texts and images."""
+    """Return the entries of the text model from the config.json of a model of texts and images."""
     entries = json.get("text_config")
     if not isinstance(entries, dict):
         raise CheckpointError(doing, [f"text_config is {in_json(entries)}; it must be the table of the text model."])
@@ -211,7 +211,7 @@ def _multipliers(family: Family, json: Mapping[str, Any], faults: list[str]) -> 
 
 
 def _without_repetition(family: Family, json: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Leave out entries of the rotary embedding that repeat a family's own under their usual names."""
+    """Leave out the usual entries of the rotary embedding where they only repeat the family's own entries."""
     pairs = zip(family.rope_names, ("rope_theta", "partial_rotary_factor"))
     repeated = {usual for own, usual in pairs if own != usual and own in json and json.get(usual) == json[own]}
     return {key: value for key, value in json.items() if key not in repeated}
@@ -276,7 +276,7 @@ def expressing(config: ModelConfig) -> Family:
             return family
     nearest = sorted(reasons.items(), key=lambda item: _distance(item[1]))[:_NEAREST]
     faults = [f"{title}: {'; '.join(each)}." for title, each in nearest]
-    faults.append(f"The other {len(FAMILIES) - len(nearest)} families differ from it in as many things, or more.")
+    faults.append(f"The other {len(FAMILIES) - len(nearest)} families differ from it in at least as many points.")
     raise CheckpointError("cannot save this model as a checkpoint: no family of public models has its form:", faults)
 
 
@@ -361,7 +361,7 @@ def _kind(name: str) -> type:
 
 
 def _is_named(value: Any, names: Mapping[Any, Any]) -> bool:
-    """Return whether a value of config.json is one of the names; 0 and 1 are not, although they equal booleans."""
+    """Return whether a value of config.json is one of the names; 0 and 1 do not match False and True."""
     return any(value == name and isinstance(value, bool) == isinstance(name, bool) for name in names)
 
 

@@ -1,4 +1,4 @@
-"""The safetensors files of a checkpoint: check all headers at once, then read byte ranges of tensors."""
+"""The safetensors files of a checkpoint: check all headers first, then read byte ranges of tensors."""
 
 from __future__ import annotations
 
@@ -40,8 +40,10 @@ _SHOWN = 100
 
 
 class CheckpointError(ValueError):
-    """A checkpoint cannot be read or written. The message lists the first hundred faults; `.faults` holds all of
-    them."""
+    """A checkpoint cannot be read or written.
+
+    The message lists the first hundred faults; `faults` holds all of them.
+    """
 
     def __init__(self, doing: str, faults: Sequence[str]):
         self.faults = tuple(faults)
@@ -240,7 +242,7 @@ _FORMATS = {
     # Without dequantize=True, transformers keeps GGUF's blocks, which it cannot save.
     ".gguf": "a GGUF file, which is not supported. transformers' AutoModelForCausalLM.from_pretrained(DIR, "
     "gguf_file=NAME, quantization_config=GgufConfig(dequantize=True)).save_pretrained(OUT) writes config.json and "
-    "safetensors, and AutoTokenizer likewise tokenizer.json; give that folder.",
+    "safetensors, and AutoTokenizer writes tokenizer.json in the same way; give that folder.",
     ".bin": f"weights of torch, which may run code when they are read. {_SAVE.format('DIR')} writes them as "
     "safetensors; give that folder.",
     ".pth": "weights of torch as a model's authors publish them. Take the version of the model in the format of "

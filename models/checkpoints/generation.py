@@ -119,5 +119,5 @@ def sampling(directory: str | os.PathLike) -> Sampling:
     found = GenerationConfig.read(directory)
     if found.unsupported:
         doing = f"cannot draw tokens as checkpoint {str(directory)!r} asks:"
-        raise CheckpointError(doing, [found.fault, "GenerationConfig.read leaves it out."])
+        raise CheckpointError(doing, [found.fault, f"GenerationConfig.read({str(directory)!r}).sampling ignores this."])
     return found.sampling

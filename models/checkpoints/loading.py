@@ -135,7 +135,7 @@ def _check(checkpoint: Described, config: ModelConfig, table: dict[str, Paramete
     faults = list(_tensor_faults(wanted, files))
     family, own = checkpoint.family, checkpoint.family.tensors["embedding.table"].name
     faults += [
-        f"{name} is not {own}, and models here have one table of tokens."
+        f"{name} differs from {own}, but a model here has only one embedding table."
         for name in family.copies
         if {name, own} <= files.tensors.keys() and not files.equal(name, own)
     ]
@@ -246,5 +246,5 @@ class _ShardReader:
                 told.append(f"{name} has {count:,} of {total:,} values that are NaN or infinite; take an intact copy.")
             else:
                 limit = float(jnp.finfo(dtype).max)
-                told.append(f"{name} has {largest:.6g}, but {dtype} ends at {limit:.6g}; take another dtype.")
+                told.append(f"{name} has {largest:.6g}, but {dtype} holds at most {limit:.6g}; take another dtype.")
         return told

@@ -39,7 +39,7 @@ class Packed:
         kind: the format, a key of `DTYPES`.
         shape: the shape of its values.
         codes: its codes: [X, R, C/32, 16] bytes of two codes each, whose values are [X, C, R]; or [R, C] codes.
-        scales: [X, R, C/32] exponents of two, plus 127; or [R/128, C/128] float32, rounded up.
+        scales: [X, R, C/32] exponents of two, plus 127; or [⌈R/128⌉, ⌈C/128⌉] float32.
     """
 
     kind: str

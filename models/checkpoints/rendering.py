@@ -45,7 +45,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
                 return {"error": f"it writes more than {request['characters']:,} characters", "line": 0}
             written.append(piece)
         text = "".join(written)
-        text.encode()  # half of a surrogate pair is not a text
+        text.encode()  # raises an error for half of a surrogate pair
         return {"text": text}
     except jinja2.TemplateSyntaxError as error:
         return {"error": _short(error.message), "line": error.lineno}

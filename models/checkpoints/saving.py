@@ -160,7 +160,8 @@ def _write_tensors(
                 out.write(tensor.view(np.uint8).data)
                 limit = float(jnp.finfo(dtype).max)
                 if largest:
-                    faults.append(f"{name} has {largest:.6g}, but {dtype} ends at {limit:.6g}; take another dtype.")
+                    held = f"but {dtype} holds at most {limit:.6g}"
+                    faults.append(f"{name} has {largest:.6g}, {held}; take another dtype.")
                 if count:
                     faults.append(
                         f"{name} has {count:,} of {tensor.size:,} values that are NaN or infinite, as in the model; "

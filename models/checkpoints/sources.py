@@ -42,18 +42,18 @@ class ParameterSource:
 
     @cached_property
     def form(self) -> Form:
-        """Return the place of the parameter in a tensor."""
+        """The place of the parameter in a tensor."""
         own = dict(zip(self.row.spec.dims, self.row.real_shape))
         return Form.of(self.stored.dims, self.stored.part, {**self.sizes, **own})
 
     @cached_property
     def counted(self) -> tuple[str, ...]:
-        """Return the dimensions of the parameter that number its tensors: layers, experts."""
+        """The dimensions of the parameter that number its tensors: layers, experts."""
         return tuple(dim for dim in self.row.spec.dims if f"{{{dim}}}" in self.stored.name)
 
     @cached_property
     def order(self) -> tuple[int, ...]:
-        """Return the permutation from the parameter's dimensions, without counted ones, to the tensor's dimensions."""
+        """The permutation from the parameter's dimensions, without the counted ones, to the tensor's dimensions."""
         own = [dim for dim in self.row.spec.dims if dim not in self.counted]
         return tuple(own.index("H" if dim == "Q" else dim) for dim in self.form.dims if dim in own or dim == "Q")
 
@@ -142,7 +142,7 @@ def sources(checkpoint: Described, config: ModelConfig, layout: Layout) -> dict[
         layout: a `gspmd.Layout`.
     """
     sizes = {**tensor_sizes(config), "Q": config.heads // config.kv_heads}
-    others = {"attention.w_k_up": "values", "attention.w_v_up": "keys"}  # W is their width
+    others = {"attention.w_k_up": "values", "attention.w_v_up": "keys"}  # W is the width of a tensor's other part
     table = {}
     for path, row in parameters(config, layout).items():
         name, place = unplaced(path)

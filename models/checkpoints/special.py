@@ -53,7 +53,7 @@ _OF_FAMILY = {
     **dict.fromkeys(("olmo2", "olmo3", "nemotron"), _GENERIC),
 }
 
-#: Families whose published tokenizer_config.json names a wrong class: the family's class above counts.
+#: Families whose published tokenizer_config.json names a wrong class; the class in `_OF_FAMILY` is taken instead.
 _MISNAMED = {"qwen2", "phi3", "phimoe", "nemotron"}
 
 

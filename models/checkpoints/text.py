@@ -182,11 +182,11 @@ def tokenizer(directory: str | os.PathLike) -> Tokenizer:
     """Read a checkpoint's tokenizer; `encode` gives the ids of transformers' AutoTokenizer.
 
     The ids that end a text come from the first of these that has them: generation_config.json, config.json, or the
-    `eos_token` of tokenizer_config.json; likewise the id that begins a text. The last step of tokenizer.json decides
-    which tokens `encode` adds to a text. As in transformers since version 5, add_bos_token and add_eos_token of
-    tokenizer_config.json are ignored; the classes of GPT-NeoX and T5 decide themselves (GPT-NeoX adds no token, and T5
-    adds the end). Some classes also decide how a text is split (`steps.rebuild`). Tokens that tokenizer_config.json
-    names or describes, and tokenizer.json does not have, are added.
+    `eos_token` of tokenizer_config.json. The id that begins a text is found in the same way. The last step of
+    tokenizer.json decides which tokens `encode` adds to a text. As in transformers since version 5, add_bos_token and
+    add_eos_token of tokenizer_config.json are ignored. The classes of GPT-NeoX and T5 decide themselves: GPT-NeoX adds
+    no token, and T5 adds the end. Some classes also decide how a text is split (`steps.rebuild`). Tokens that
+    tokenizer_config.json names or describes, and tokenizer.json does not have, are added.
 
     Args:
         directory: the checkpoint's folder, with tokenizer.json; or the path of such a file under any name.

@@ -129,12 +129,12 @@ def make_batch(
     cache_length: int | None = None,
     source_length: int | None = None,
 ) -> Batch:
-    """Lay out prompts and texts in rows and chunks: the fewest rows that the mesh divides.
+    """Lay out prompts and texts in rows and chunks, with the fewest rows that the mesh divides.
 
     Args:
         config: the configuration of the model.
         layout: the layout for decoding, as for `phases`; the number of rows selects its alternatives.
-        prefill: the layout for reading prompts, likewise; None for the same layout.
+        prefill: the layout for reading prompts, as for `phases`; None for the same layout.
         mesh: devices with the layouts' axes.
         prompts: the token ids of each prompt; at least one prompt. With an encoder they follow the start token of each
             text, and may be empty; None if all are empty.
@@ -145,7 +145,7 @@ def make_batch(
         chunk: the most tokens of a row that are read in one step.
         cache_length: tokens that a row's cache has room for; if None, the needed number, rounded up so that few
             programs serve all lengths.
-        source_length: tokens of a source that the cache has room for; None likewise.
+        source_length: tokens of a source that the cache has room for; if None, chosen in the same way.
 
     Raises:
         GenerationError: there is no prompt, a prompt or a source is empty, a token is not in the vocabulary, or a text
@@ -237,7 +237,7 @@ def read_sources(
         raise GenerationError("this model has an encoder, and there is no source for it; give at least one")
     if prompts is not None and len(prompts) != len(sources):
         count = f"{counted(len(prompts), 'prompt')} with {counted(len(sources), 'source')}"
-        raise GenerationError(f"cannot pair {count}; give one for each, or none")
+        raise GenerationError(f"cannot pair {count}; give one prompt for each source, or no prompts")
     if source_length is not None and source_length < 1:
         raise GenerationError(f"source_length is {source_length}; it must be at least 1")
     read = token_ids(config.vocabulary, sources, "cannot encode an empty source", "source")
@@ -252,7 +252,7 @@ def token_ids(vocabulary: int, texts: Sequence[Sequence[int]], empty: str, calle
         vocabulary: number of tokens.
         texts: the token ids of each text.
         empty: the error for an empty text.
-        called: the name by which an error counts texts.
+        called: the word for a text in errors, such as "prompt".
 
     Raises:
         GenerationError: a text is empty, or has a token that is not in the vocabulary.
@@ -324,17 +324,17 @@ def _check_room(longest: int, tokens: int, texts: int, cache_length: int | None)
     if cache_length is not None and needed > cache_length:
         raise GenerationError(
             f"a prompt of {longest} tokens and {tokens} more need a cache of {needed} tokens, and it has room for "
-            f"{cache_length}; shorten them, or give the cache more"
+            f"{cache_length}; shorten them, or raise cache_length"
         )
     if needed > LONGEST:
         raise GenerationError(
-            f"a prompt of {longest} tokens and {tokens} more have {needed} positions, and there are {LONGEST}; "
+            f"a prompt of {longest} tokens and {tokens} more need {needed} positions, and there are at most {LONGEST}; "
             "shorten them"
         )
     if cache_length is not None and cache_length > LONGEST:
-        raise GenerationError(f"cache_length is {cache_length}, and there are {LONGEST} positions; take at most these")
+        raise GenerationError(f"cache_length is {cache_length}; it must be at most {LONGEST}, the number of positions")
     if texts > MOST_TEXTS:
-        raise GenerationError(f"there are {texts} texts, and at most {MOST_TEXTS} at a time; take fewer samples")
+        raise GenerationError(f"there are {texts} texts, and a batch has at most {MOST_TEXTS}; take fewer samples")
 
 
 def coarse(size: int) -> int:

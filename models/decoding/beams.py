@@ -67,7 +67,7 @@ BeamLoop = Callable[[Mapping[str, jax.Array], BeamSearch, jax.Array, jax.Array],
 def check_beams(
     beams: int, length_penalty: float, samples: int, draws: bool, vocabulary: int, stops: int, n_best: int = 1
 ) -> None:
-    """Refuse settings that beam search does not support, and settings of beam search without beams.
+    """Refuse settings that beam search does not support, and settings of beam search if there are no beams.
 
     Args:
         beams: the number of beams of each text; 0 for none.
@@ -89,7 +89,7 @@ def check_beams(
     if not beams and length_penalty != 1:
         faults.append(f"length_penalty is {length_penalty}, and there are no beams; set beams, or leave it out")
     if beams and samples != 1:
-        faults.append(f"samples is {samples}, and beam search draws none; set n_best for more texts of each prompt")
+        faults.append(f"samples is {samples}, and beam search draws no samples; set n_best for more texts of a prompt")
     if not beams and n_best != 1:
         faults.append(f"n_best is {n_best}, and there are no beams; set beams, or samples to draw more texts")
     if 0 < beams <= MOST_BEAMS and not 1 <= n_best <= beams:
@@ -97,9 +97,9 @@ def check_beams(
     if beams and draws:
         faults.append("sampling is set, and beam search draws no tokens; leave out sampling and seed")
     if 1 < n_best <= beams and n_best > vocabulary - stops > 0:
-        faults.append(f"n_best is {n_best}, and only {vocabulary - stops} tokens end no text; take no more than these")
+        faults.append(f"n_best is {n_best}; it must be at most {vocabulary - stops}, the tokens that do not end a text")
     if beams and vocabulary <= stops:
-        faults.append(f"{stops} tokens end a text, of a vocabulary of {vocabulary}; leave at least one to go on with")
+        faults.append(f"all {vocabulary} tokens of the vocabulary end a text; at least one must continue it")
     if faults:
         raise GenerationError("cannot search with beams:\n" + "\n".join(f"  {fault}" for fault in faults))
 
@@ -131,9 +131,9 @@ def beam_loop(model: Transformer, beams: int, length_penalty: float, stop: Seque
         is replicated.
 
     Source: Wu et al. 2016 (arXiv 1609.08144), section 7, for scores that are normalised by length. Differs: the penalty
-    is |Y|^α instead of ((5 + |Y|) / 6)^α, and there is no coverage penalty. Ends and stops are those of
-    `generate(num_beams=b, do_sample=False, early_stopping=False)` of transformers, and so are the texts: a beam that
-    ends is replaced by another, and the search does not wait for a longer text that might overtake the ends.
+    is |Y|^α instead of ((5 + |Y|) / 6)^α, and there is no coverage penalty. Texts and searches end as in
+    `generate(num_beams=b, do_sample=False, early_stopping=False)` of transformers, which finds the same texts: a beam
+    that ends is replaced by another, and the search does not wait for a longer text that might overtake the ends.
     """
     decode = decode_step(model)
     spec = model.layout.one_position().spec("output.logits").without("L")
@@ -245,13 +245,15 @@ def _reordered(array: jax.Array, sources: jax.Array) -> jax.Array:
 
 
 def begin(cache: Cache, tokens: jax.Array, groups: int, texts: int, beams: int, room: int) -> BeamSearch:
-    """Return a search whose beams have no tokens yet; all but the first of each text are impossible.
+    """Return a search whose beams have no tokens yet.
+
+    All beams of a text are equal at first, so all except the first one begin with the lowest score.
 
     Args:
         cache: the cache of the prompts without their last tokens.
-        tokens: [G · b] int32, these last tokens.
+        tokens: [G · b] int32, the last token of the prompt of each row.
         groups: number of texts with rows, G.
-        texts: how many of these are real.
+        texts: number of real texts among them; the others only fill rows.
         beams: the number of beams of each text, b.
         room: the most tokens of a text, M, or more.
     """

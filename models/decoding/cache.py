@@ -38,8 +38,8 @@ class Cache:
         values: values, with the same shapes; None for latent attention, whose keys [N, B, 1, T, Z] are the latents and
             rotated keys of all heads.
         key_scales: scales of an int8 cache, one float32 [N, B, K, T] for each stack of layers; otherwise None.
-        value_scales: scales of the values, likewise; in latent attention the scales of the rotated keys, while
-            `key_scales` are for the latents.
+        value_scales: scales of the values, with the same shapes; in latent attention the scales of the rotated keys,
+            while `key_scales` are for the latents.
         lengths: [B] int32, the number of each row's tokens that are in the cache.
         source: a cache of the keys and values of each row's encoded source, one for each block of the decoder, for its
             cross-attention; None for a decoder-only model.
@@ -62,7 +62,7 @@ class Cache:
 
     @property
     def room(self) -> int:
-        """The largest T of all layers: the number of tokens of a row, unless no layer keeps all of them."""
+        """The largest T of all layers: the tokens that a row has room for, unless no layer keeps all of them."""
         return max(keys.shape[3] for keys in self.keys)
 
 
@@ -178,7 +178,7 @@ def empty_cache(
     """
     shapes = abstract_cache(config, layout, mesh, batch, length, dtype, int8=int8, source_length=source_length)
     if (shapes.totals is None) != (totals is None):
-        need = "depends on the lengths of texts" if totals is None else "depends on no lengths of texts"
+        need = "depends on the lengths of texts" if totals is None else "does not depend on the lengths of texts"
         remedy = "Pass totals=, the tokens of each row's text." if totals is None else "Leave totals out."
         raise ValueError(f"the rotary embedding of this model {need}.\n  {remedy}")
     with jax.set_mesh(mesh):

@@ -80,20 +80,20 @@ class Generator:
     other texts, chunks, bursts or layouts.
 
     The devices hold the weights once: placed as the layout stores them, in the order of dimensions that the compiler
-    chose for the decode loop. `model` is updated to hold them; if the caller keeps the old model too, weights that were
-    moved take memory twice.
+    chose for the decode loop. `model` becomes the model that holds them; if the caller keeps the old model too, the
+    weights that were moved take memory twice.
 
     Args:
         model: a placed model; its experts drop no token (see `for_serving`).
         layout: a `gspmd.Layout`, by default the model's own. Its phase `prefill` is for reading sources and
-            prompts; its phase `decode` is for decoding, and places weights and cache. The rows of a batch select its
-            alternatives.
+            prompts; its phase `decode` is for decoding, and places weights and cache. The number of rows in a batch
+            selects among its alternatives.
         prefill: another layout for reading prompts, with the same mesh axes.
         chunk: the most tokens of a prompt that are read in one step.
         burst: number of tokens of a text that come to the host together.
         int8: whether keys and values are kept as int8, with a float32 scale for each token and head.
-        compiled: called when the programs are compiled, before the first one runs; several processes wait for one
-            another in this call.
+        compiled: a function that is called when the programs are compiled, before the first one runs; there, several
+            processes wait for one another.
 
     Raises:
         GenerationError: burst is less than 1, or the router reads later tokens.
@@ -146,7 +146,7 @@ class Generator:
         self._formats: dict[Any, Formats] = {}  # formats of the weights, by their shardings
 
     def __call__(self, prompts: Sequence[Sequence[int]] | None, tokens: int, **options: Any) -> Generated:
-        """Continue prompts, and return all texts at once; arguments and errors are those of `stream`."""
+        """Continue prompts, and return all texts when they are complete; arguments and errors are as for `stream`."""
         bursts = list(self.stream(prompts, tokens, **options))
         texts = [[token for new in parts for token in new] for parts in zip(*(burst.tokens for burst in bursts))]
         # With beams, every burst but the last is empty.
@@ -185,7 +185,7 @@ class Generator:
             n_best: number of texts of each prompt that this search returns, the best first, at most `beams`.
             stop: tokens that end a text; they are not part of it.
             cache_length: tokens that a row of the cache has room for; by default as many as needed, or a few more.
-            source_length: number of tokens of a source that the cache has room for, likewise.
+            source_length: tokens of a source that the cache has room for; the default is chosen in the same way.
             ended: numbers of texts to end early; the caller may add to it between two bursts. Texts of beams do not end
                 early.
 
@@ -197,7 +197,7 @@ class Generator:
             GenerationError: there is nothing to continue; a prompt has a token outside the vocabulary; a text is longer
                 than the cache or than the model was made for; a seed has more than 32 bits; a model with an encoder has
                 no sources, or one without has some; settings do not go together; or, while iterating, the logits of a
-                text are NaN. In the last case, the burst with the tokens before them is yielded first.
+                text are NaN. In the last case, the burst with the tokens before the NaN is yielded first.
             LayoutError: the mesh does not divide the model's sizes, the rows, the chunk or the cache.
         """
         draws, stop = sampling != PLAIN or seed != 0, tuple(stop)
@@ -220,7 +220,7 @@ class Generator:
         cache_length: int | None = None,
         source_length: int | None = None,
     ) -> Batch:
-        """Lay prompts out in rows and chunks; arguments and errors are those of `stream`."""
+        """Lay prompts out in rows and chunks; arguments and errors are as for `stream`."""
         config, mesh = self.model.config, jax.sharding.get_mesh()
         return make_batch(
             config, self.layout, self.prefill, mesh, prompts, tokens, sources=sources, samples=samples, beams=beams,
@@ -393,8 +393,9 @@ class Generator:
         model, weights = self._served(layout), arrays(self.model)
         formats = self._formats[_placements(arrays(model))]
         if any(format_of(x) != formats[path] for path, x in weights.items()):
-            self.model = model  # drop the references to the weights, so that each old copy can be freed;
-            gc.collect()  # modules of Flax have reference cycles
+            # Without references to the weights, each old copy can be freed; modules of Flax have reference cycles.
+            self.model = model
+            gc.collect()
             try:
                 put(weights, formats)
             finally:

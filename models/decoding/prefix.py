@@ -87,7 +87,7 @@ def copy_rows(
     """
     source = None
     if cache.source is not None:
-        assert source_lengths is not None, "rows with sources have lengths of these too"
+        assert source_lengths is not None, "a cache with sources needs source_lengths"
         source = Cache(*on_rows(cache.source, sources, layout, "copy", _taken, CROSS), source_lengths)
     return Cache(*on_rows(cache, sources, layout, "copy", _taken), lengths, source, totals)
 

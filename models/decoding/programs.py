@@ -21,17 +21,16 @@ from .serving import GenerationError, check_lengths, for_serving, phases
 from .steps import decode_step, encode_step, prefill_step
 
 PROGRAMS = ("encode", *PHASES)
-"""The programs of serving, each with its phase of the layout: sources are encoded in the layout for prompts."""
+"""The programs of serving: each phase of a layout has one, and sources are encoded in the layout of prefill."""
 
 
 @dataclass(frozen=True)
 class Program:
-    """A step of serving (`encode_step`, `prefill_step`, `decode_step`), with what `jax.jit` or
-    `gspmd.audit.compile_offline` needs for it.
+    """A step of serving, with what `jax.jit` or `gspmd.audit.compile_offline` needs to compile it.
 
     Attributes:
         layout: the layout of the phase, with one spec for every key.
-        step: the pure function.
+        step: the pure function, from `encode_step`, `prefill_step` or `decode_step`.
         arguments: the step's abstract arguments: weights, tokens (with their counts, except in decoding) and, except in
             encoding, the cache.
         donated: index of the argument that the step overwrites, the cache; None for encoding.
@@ -70,7 +69,7 @@ def serving_program(
         mesh: devices, possibly of an offline topology.
         phase: `"encode"`, `"prefill"` or `"decode"`.
         batch: number of rows.
-        room: number of tokens for which a row of the cache has room; unused by encoding.
+        room: tokens that a row of the cache has room for; unused by encoding.
         length: tokens of each row that a prefill reads into an empty cache.
         prefill: another layout for the phase `prefill`, as for `phases`.
         dtype: dtype of activations.
@@ -78,7 +77,7 @@ def serving_program(
         cache: dtype in which keys and values are kept; None for `dtype`. `"int8"` adds a float32 scale for each token
             and head.
         source_length: tokens of a source that a row of the cache has room for, if the model has an encoder; `encode`
-            reads as many.
+            reads sources of this length.
 
     Raises:
         LayoutError, SpecError: the layout does not fit the model, the mesh or the sizes.
@@ -98,7 +97,7 @@ def serving_program(
     if phase not in PROGRAMS:
         faults.append(f"phase is {phase!r}; it must be {', '.join(PROGRAMS[:-1])} or {PROGRAMS[-1]}")
     if phase == "prefill" and 0 < room < length:
-        faults.append(f"a prefill of {length} tokens needs room for as many, but room is {room}")
+        faults.append(f"a prefill of {length} tokens needs room for {length}, but room is {room}")
     if config.encoder_layers and source_length < 1:
         faults.append(f"the model has an encoder, and source_length is {source_length}; it must be at least 1")
     if not config.encoder_layers and source_length:

@@ -76,11 +76,13 @@ def check_seeds(seed: int, texts: int) -> None:
 
 
 def check_rows(layout: Layout, mesh: Mapping[str, int]) -> None:
-    """Refuse layouts that shard B differently in the two caches, of texts and of sources: rows are copied locally.
+    """Refuse a layout that shards B differently in the caches of texts and of sources.
+
+    Each device copies rows of both caches locally, so it must have the same rows of both.
 
     Args:
         layout: the layout of decoding.
-        mesh: sizes of the mesh axes, of which those of size 1 shard nothing.
+        mesh: sizes of the mesh axes; axes of size 1 shard nothing.
 
     Raises:
         LayoutError: the mesh axes of B differ.

@@ -155,7 +155,7 @@ def _read(
 ) -> tuple[jax.Array, Cache]:
     """Return the residual stream [B, L, E] after the last block, and the cache with `counts` new tokens (None: all L).
 
-    The layers only read the cache, and return their new keys and values, which are all written at once after the last
+    The layers only read the cache, and return their new keys and values, which are written together after the last
     layer. So no loop over layers carries the cache, and none can copy it. Stacked layers are a scan. Layers that are
     not stacked are traced one by one, since only a weight that is a separate array is loaded while other layers run.
     """
@@ -296,8 +296,9 @@ class Chunk:
 class LayerCache:
     """The cached keys and values of one layer, which its attention reads, and the `new` keys and values that it adds.
 
-    `new` holds keys, values and their scales (None unless the cache is int8), as `Cache.layers` does. For a narrower
-    cache dtype, they are rounded before the chunk attends to itself, so that results do not depend on chunk borders.
+    `new` holds keys, values and their scales (None unless the cache is int8), as `Cache.layers` does. If the cache has
+    a narrower dtype, they are rounded to it before the chunk attends to itself, so that results do not depend on where
+    chunks end.
 
     Args:
         chunk: the chunk of the step.
@@ -337,7 +338,7 @@ class LayerCache:
         heads, shared = query_spec.axes[2], k.shape[2]
         devices = math.prod(jax.sharding.get_abstract_mesh().shape[axis] for axis in heads)
         if self.chunk.fresh and (shared % devices == 0 or devices % shared == 0):  # no device has parts of two groups
-            # A cache allows keys to be sharded unlike the queries; without one, they are moved to match them.
+            # With a cache, keys may be sharded differently from queries; without one, they are moved to match.
             held = key_spec.axes[2]
             # If the spec is unknown, in a search, attention itself requires that the leading heads are sharded alike.
             stays = held == heads[: len(held)] or is_unknown(held)
@@ -347,9 +348,10 @@ class LayerCache:
             return ops.attention(q, k, v, query_spec, beside, **options)
         cached_k, cached_v = self.held
         room = cached_k.shape[self.chunk.spec.dims.index("T")]
-        if "window" in options:  # a cache with room for a whole text may be shorter than a window
+        # The cache of a short text may have less room than a window or a chunk, which then hide no token.
+        if "window" in options:
             options["window"] = min(options["window"], room + 1)
-        if options.get("chunk", 0) > room:  # or than a chunk, which then hides no token
+        if options.get("chunk", 0) > room:
             del options["chunk"]
         return ops.cached_attention(
             q, k, v, cached_k, cached_v, query_spec, key_spec, self.chunk.spec, lengths=self.chunk.lengths,

@@ -1,1 +1,1 @@
-"""Training a part of a model: low-rank adapters (LoRA), and parameters that stay as they are."""
+"""Training a part of a model: low-rank adapters (LoRA) and frozen parameters."""

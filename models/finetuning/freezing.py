@@ -1,4 +1,4 @@
-"""The parameters that are trained: all that no pattern freezes, or only the adapters if there are any.
+"""The parameters that are trained: all except those that a pattern freezes, or only the adapters if there are any.
 
 The biases for choosing experts are not trained, since no loss depends on them; steps change them by the experts' loads.
 """
@@ -26,8 +26,8 @@ def trained_paths(config: ModelConfig, layout: Layout, frozen: Sequence[str] = (
         frozen: patterns of paths, such as `blocks.0.attention.*`, or of the layout's keys, `attention.*`.
 
     Raises:
-        ConfigError: a pattern matches no parameter, nothing is left to train, or the layout splits the layers into
-            stages, which train all parameters except biases for choosing experts.
+        ConfigError: a pattern matches no parameter, nothing is left to train, or parameters are frozen in a layout with
+            pipeline stages, which train all parameters except the biases for choosing experts.
 
     Example:
         >>> from gspmd.layouts import Layout

@@ -38,8 +38,8 @@ class Recomputation:
 
     Attributes:
         remat: the choice.
-        layers: blocks, or periods of them, that are scanned; all blocks, if they do not repeat.
-        bytes: bytes that all blocks keep for the backward pass, those before the repeating ones too.
+        layers: number of scanned blocks, or of scanned periods; the number of all blocks, if they do not repeat.
+        bytes: bytes that all blocks, including those before the repeating ones, keep for the backward pass.
         flops: FLOPs of the products that the backward pass computes again, beyond those of `none`.
         seconds: time of these FLOPs at the chip's full rate.
         first_bytes: bytes among `bytes` that blocks before the repeating ones keep (`ModelConfig.lead`).
@@ -54,7 +54,7 @@ class Recomputation:
 
     @property
     def layer_bytes(self) -> int:
-        """Bytes that one of `layers` keeps; the mean, rounded down, if they do not repeat."""
+        """Bytes that each of the `layers` keeps; if blocks do not repeat, the mean over them, rounded down."""
         return (self.bytes - self.first_bytes) // self.layers
 
 
@@ -63,9 +63,9 @@ def predicted(
 ) -> tuple[Recomputation, ...]:
     """Predict bytes and FLOPs of every choice of rematerialization, from the program that JAX differentiates.
 
-    The scan over blocks hands to the backward pass one stack for every array that a gradient reads. The bytes of these
-    stacks on one device are counted, under the layout's planned programs, and those of the arrays that blocks before
-    the scan hand to it.
+    The scan over blocks hands to the backward pass one stack for every array that a gradient reads. The prediction adds
+    up the bytes on one device of these stacks and of the arrays that the blocks before the scan keep, under the
+    layout's planned programs.
 
     Args:
         config: the model; its `remat` is ignored.
@@ -76,9 +76,9 @@ def predicted(
         dtype: compute dtype.
 
     Returns:
-        A row for each of `REMATS`. No rows if there is only one repeat of blocks, which no stacks are kept of, unless
-        blocks do not repeat and are recomputed one by one; and none of a pipeline, whose schedule decides what stages
-        keep.
+        A row for each of `REMATS`. There are no rows for a pipeline, whose schedule decides what stages keep; and none
+        for a single period, of which no stacks are kept, unless its blocks are recomputed one by one
+        (`ModelConfig.is_one_pattern`).
 
     Example:
         >>> from gspmd.layouts import Layout
@@ -137,7 +137,7 @@ def show_remat(
 
 
 def _kept(program: Jaxpr, repeats: int) -> int:
-    """Return the bytes on one device of one layer's part of all stacks that the forward scan over layers makes."""
+    """Return the bytes on one device that each layer adds to the stacks of the forward scan."""
     scans = (each for each in _equations(program) if each.primitive.name == "scan")
     scan = next(each for each in scans if each.params["length"] == repeats)
     stacks = [var.aval for var in scan.outvars[scan_operands(scan)[1] :]]
@@ -145,9 +145,9 @@ def _kept(program: Jaxpr, repeats: int) -> int:
 
 
 def _kept_first(model: Transformer, batch: Any, key: Any) -> int:
-    """Return the bytes on one device that blocks before those that repeat keep, besides weights and constants."""
+    """Return the bytes on one device that the blocks before the repeating ones keep, besides weights and constants."""
     config, layout = model.config, model.layout
-    definitions: list[Any] = []  # of the blocks, from the trace of `inputs`
+    definitions: list[Any] = []  # the blocks' definitions, set while `inputs` is traced
     if not config.lead or not config.stacked:
         return 0
 

@@ -259,19 +259,19 @@ def test_explain_shows_the_encoder(capsys, translator):
             ["--min-p", "inf"],
             "GenerationError: cannot sample:\n  min_p is inf; it must be between 0 (all tokens) and 1",
         ),
-        (["--samples", "1" + "0" * 12], "GenerationError: there are 1000000000000 texts, and at most 65536 at a time;"),
+        (["--samples", "1" + "0" * 12], "GenerationError: there are 1000000000000 texts, and a batch has at most"),
         (
             ["--cache-length", "1" + "0" * 12],
-            "GenerationError: cache_length is 1000000000000, and there are 1048576 positions; take at most these",
+            "GenerationError: cache_length is 1000000000000; it must be at most 1048576, the number of positions",
         ),
         (
             ["--tokens", "1" + "0" * 12],
-            "GenerationError: a prompt of 4 tokens and 1000000000000 more have 100000000000",
+            "GenerationError: a prompt of 4 tokens and 1000000000000 more need 100000000000",
         ),
         (
             ["--cache-length", "9"],
             "GenerationError: a prompt of 4 tokens and 128 more need a cache of 131 tokens, and it has room for 9; "
-            "shorten them, or give the cache more",
+            "shorten them, or raise cache_length",
         ),
         (
             ["--tokens", "2045"],

@@ -38,7 +38,7 @@ def test_slopes_of_padded_heads_stand_beside_the_real_ones():
         ({"positions": "alibi", "encoder_layers": 2}, "positions are alibi, which an encoder–decoder does not have"),
         ({"positions": "alibi", "layer_kinds": ("unrotated", "full")}, "positions are alibi; write 'full'"),
         ({"qkv_clip": -1.0}, "qkv_clip is -1.0; it must be positive, or be left out"),
-        ({"embedding_norm": True, "encoder_layers": 2}, "embedding_norm and qkv_clip are set for a decoder-only model"),
+        ({"embedding_norm": True, "encoder_layers": 2}, "embedding_norm and qkv_clip are only for decoder-only models"),
     ],
 )
 def test_what_does_not_fit_is_refused(changes, words):

@@ -79,7 +79,7 @@ def test_a_chunk_is_the_length_of_a_layers_cache_and_of_its_scores(config, make_
         ),
         (
             {"sliding_window": 3, "attention_chunk": 4},
-            "sliding_window and attention_chunk are set, and no layer_kinds say which layers have them; set these",
+            "sliding_window and attention_chunk are set, and layer_kinds is not, which assigns them to layers; set it",
         ),
         ({"query_growth": 0.1}, "query_growth is 0.1, and layer_kinds has no 'unrotated'; leave it out"),
         ({"query_growth": -1.0}, "query_growth is -1.0; it must not be negative"),
@@ -91,7 +91,7 @@ def test_a_chunk_is_the_length_of_a_layers_cache_and_of_its_scores(config, make_
         ),
         (
             {"encoder_layers": 2, "attention_chunk": 4},
-            "attention_chunk is 4, which attention of an encoder–decoder does not have",
+            "attention_chunk is 4, which no attention of an encoder–decoder has; leave it out",
         ),
     ],
 )

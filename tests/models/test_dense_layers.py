@@ -111,7 +111,7 @@ def test_greedy_text_is_that_of_whole_prompts(config, one_device, make_mesh):
 
 def test_faults_are_named(config):
     for dense, fault in {
-        (0, 1): "moe.dense_layers are 0, 1, so that none of 2 layers has experts; leave some out",
+        (0, 1): "moe.dense_layers are 0, 1, so none of the 2 layers has experts; leave some out",
         (2,): "moe.dense_layers has 2, and the last layer is 1",
     }.items():
         with pytest.raises(ValueError, match=re.escape(fault)):

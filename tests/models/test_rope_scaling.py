@@ -88,7 +88,7 @@ def test_a_settings_file_gives_a_scaling():
         ({"kind": "yarn", "attention_factor": -1.0}, "attention_factor is -1.0; it must be positive"),
         ({"kind": "longrope", "short_factors": (1.0,)}, "there are 1 short_factors and 0 long_factors"),
         ({"kind": "longrope", "short_factors": (1.0,), "long_factors": (0.0,)}, "long_factors has 0.0; all of them"),
-        ({"kind": "dynamic", "factor": 0.5}, "factor is 0.5; that of dynamic must be at least 1"),
+        ({"kind": "dynamic", "factor": 0.5}, "factor is 0.5; for dynamic it must be at least 1"),
         ({"kind": "dynamic", "original_length": 1}, "original_length is 1; it must be at least 2"),
     ],
 )
@@ -100,9 +100,9 @@ def test_a_scaling_that_does_not_fit_is_refused(fields, words):
 
 def test_a_scaling_that_does_not_fit_its_model_is_refused():
     long = RopeScaling("longrope", short_factors=(1.0,) * 3, long_factors=(1.0,) * 3)
-    with pytest.raises(ValueError, match="rope_scaling has 3 short_factors and long_factors, and a head 8 pairs"):
+    with pytest.raises(ValueError, match="rope_scaling has 3 short_factors and long_factors, and a head has 8 rotated"):
         ModelConfig(rope_scaling=long)
-    with pytest.raises(ValueError, match="a head has only one pair that is rotated"):
+    with pytest.raises(ValueError, match="a head has only one rotated pair"):
         ModelConfig(head_size=2, rope_scaling=RopeScaling("dynamic"))
 
 

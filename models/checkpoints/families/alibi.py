@@ -1,4 +1,4 @@
-"""Families whose positions are biases that fall with distance, ALiBi: BLOOM and MPT."""
+"""BLOOM and MPT, whose positions are ALiBi: biases of the scores that fall with distance."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def _written_attention(config: ModelConfig) -> dict[str, Any]:
 
 
 def _no_whole_exponent(config: ModelConfig) -> list[str]:
-    """Return the reason why a model cannot be written whose exponent is not whole."""
+    """Return the reason why a model with an exponent that is not whole cannot be written; empty if it is whole."""
     if config.alibi_max == round(config.alibi_max):
         return []
     return [f"alibi_max is {config.alibi_max}, which is not a whole number"]

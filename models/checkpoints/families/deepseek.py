@@ -49,7 +49,7 @@ def _read(
             faults.append(f"{key} is {in_json(value)}; it must be a whole number.")
     if "head_dim" in json and json["head_dim"] != values["qk_rope_head_dim"]:
         fact = f"head_dim is {in_json(json['head_dim'])}, and qk_rope_head_dim {in_json(values['qk_rope_head_dim'])}"
-        faults.append(f"{fact}; they are the same in transformers.")
+        faults.append(f"{fact}; they must be the same.")
     of_groups, of_dense = _groups(json, faults, groups), dense.read(json, fields, faults)
     if faults:
         return {}
@@ -78,7 +78,7 @@ def _groups(json: Mapping[str, Any], faults: list[str], defaults: tuple[int, int
         if not (is_whole(value) and value >= 1):
             faults.append(f"{key} is {in_json(value)}; it must be a whole number of groups.")
     if not faults and kept > count:
-        faults.append(f"topk_group is {kept}, and n_group {count}; it must be at most that.")
+        faults.append(f"topk_group is {kept}; it must be at most n_group ({count}).")
     if faults or count == 1:
         return whole
     return {"moe.expert_groups": count, "moe.kept_groups": kept, "moe.group_best": 1 if defaults is None else 2}
@@ -132,7 +132,7 @@ def _reasons(config: ModelConfig, dense: DenseLayers) -> list[str]:
     if moe is not None and moe.expert_groups > 1 and moe.group_best != (2 if moe.scores == "sigmoid" else 1):
         found.append(f"moe.group_best is {moe.group_best}, not {2 if moe.scores == 'sigmoid' else 1}")
     if moe is not None and moe.shared_width not in (0, moe.shared * config.feed_forward):
-        found.append(f"moe.shared_width is {moe.shared_width}, not that of {moe.shared} experts")
+        found.append(f"moe.shared_width is {moe.shared_width}, not the width of {moe.shared} experts")
     if config.latent.norm_epsilon != LatentConfig.norm_epsilon:
         found.append(f"latent.norm_epsilon is {config.latent.norm_epsilon}, not {LatentConfig.norm_epsilon}")
     grows = config.rope_scaling is not None and config.rope_scaling.kind == "yarn"
@@ -185,8 +185,8 @@ _TENSORS = (
         "attention.w_q_up": Stored(f"{LAYER}.self_attn.q_b_proj.weight", "(HD)U"),
         "attention.w_k_down": Stored(f"{LAYER}.self_attn.kv_a_proj_with_mqa.weight", "ZE"),
         "attention.latent_norm": Stored(f"{LAYER}.self_attn.kv_a_layernorm.weight", "Z"),
-        # For each head, the rows of its keys and then the rows of its values; W is the width of whichever is not the
-        # parameter.
+        # For each head, the rows of its keys and then the rows of its values; W is the width of the other part, which
+        # is not the parameter.
         "attention.w_k_up": Stored(f"{LAYER}.self_attn.kv_b_proj.weight", "(H(D|W))Z", part=0),
         "attention.w_v_up": Stored(f"{LAYER}.self_attn.kv_b_proj.weight", "(H(W|D))Z", part=1),
         "attention.w_o": Stored(f"{LAYER}.self_attn.o_proj.weight", "E(HD)"),
@@ -249,6 +249,6 @@ DEEPSEEK_V2 = Family(
         "scoring_func": ("softmax",),
         "moe_layer_freq": (1,),
     },
-    ignored_entries=("norm_topk_prob", "ep_size", "seq_aux", "qk_head_dim"),  # transformers reads none
+    ignored_entries=("norm_topk_prob", "ep_size", "seq_aux", "qk_head_dim"),  # transformers does not read these
 )
 """Source: DeepSeek-AI 2024, *DeepSeek-V2* (arXiv 2405.04434), section 2."""

@@ -47,7 +47,7 @@ class DenseLayers:
 
     def read(self, json: Mapping[str, Any], fields: Mapping[str, Any], faults: list[str]) -> dict[str, Any]:
         """Return the fields that describe dense layers; the arguments are those of `Agreement.read`."""
-        if fields["layers"] < 1:  # which `ModelConfig` refuses
+        if fields["layers"] < 1:  # `ModelConfig` refuses this later
             return pattern([True]) | {"moe.dense_feed_forward": 0}
         sparse = self._sparse(json, fields["layers"], faults)
         width: Any = json.get(_WIDTH, self.width)
@@ -55,9 +55,9 @@ class DenseLayers:
             faults.append(f"{_WIDTH} is {in_json(width)}; it must be a whole number.")
         if sparse and not any(sparse):
             named = {key: f"{key} is {in_json(json[key])}" for key in self.keys if key in json and key != _WIDTH}
-            # Of absent entries, only this one has a default without any experts.
+            # If no entry is given, only the default of this one can leave all layers without experts.
             given = " and ".join(named.values()) or f"{_FIRST} is {self.first} by default"
-            faults.append(f"{given}, so that none of {len(sparse)} layers has experts; supported: some have.")
+            faults.append(f"{given}, so none of the {len(sparse)} layers has experts; at least one must.")
         if faults:
             return {}
         return pattern(sparse) | {"moe.dense_feed_forward": 0 if all(sparse) else width}
@@ -97,7 +97,7 @@ class DenseLayers:
         if config.moe is None or self.first is None or sparse == sorted(sparse):
             return []
         dense = ", ".join(str(number) for number, each in enumerate(sparse) if not each)
-        return [f"layers {dense} have no experts, and only first layers have none in it"]
+        return [f"layers {dense} have no experts, and in this family only the first layers can have none"]
 
 
 def pattern(sparse: Sequence[bool]) -> dict[str, Any]:

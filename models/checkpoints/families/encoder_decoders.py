@@ -1,6 +1,6 @@
 """Families of encoder–decoders: M2M-100, NLLB-MoE, T5 and Switch Transformers.
 
-Paths of the encoder's parameters begin with `encoder.`; those of the decoder have no prefix.
+Paths of the encoder's parameters begin with `encoder.`; paths of the decoder's parameters have no prefix.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ M2M_100 = Family(
         "out_bias": True,
         "ffn_bias": True,
         "positions": "sinusoidal",
-        "position_offset": 2,  # fairseq counts positions from the one after the padding token, which is 1
+        "position_offset": 2,  # fairseq numbers positions from the padding token's id plus 1, which is 2
     },
     tensors={
         "embedding.table": Stored("model.shared.weight", "VE"),
@@ -136,11 +136,12 @@ Differs: transformers and fairseq count no position for a padding token inside a
 
 
 def _read_nllb(json: Mapping[str, Any], fields: Mapping[str, Any], faults: list[str]) -> dict[str, Any]:
-    """Read which blocks have experts, of which both stacks must have the same share."""
+    """Read which blocks have experts; both stacks must have the same share of blocks with experts."""
     _same_sizes(json, fields, faults)
     steps = {key: json.get(key, 4) for key in ("encoder_sparse_step", "decoder_sparse_step")}
     wrong = [key for key, step in steps.items() if not is_whole(step) or step < 1]
-    faults += [f"{key} is {in_json(steps[key])}; it must be n where every nth block has experts." for key in wrong]
+    must = "it must be a whole number n, if every nth block has experts"
+    faults += [f"{key} is {in_json(steps[key])}; {must}." for key in wrong]
     encoder, decoder = steps.values()
     if encoder != decoder and not wrong:
         fact = f"encoder_sparse_step is {in_json(encoder)}, and decoder_sparse_step {in_json(decoder)}"
@@ -177,7 +178,7 @@ NLLB_MOE = Family(
         "second_expert_policy": ("all",),  # the others draw at random, even in evaluation
         "moe_eval_capacity_token_fraction": (1.0,),  # an expert has room for every token
     },
-    # They say how tokens are dropped, or padding is computed, which no token reads.
+    # These say how tokens are dropped, which never happens here, and how padding is computed, which no token reads.
     ignored_entries=(
         "expert_capacity",
         "normalize_router_prob_before_dropping",
@@ -284,14 +285,14 @@ _COPIES = ("encoder.embed_tokens.weight", "decoder.embed_tokens.weight")
 
 
 def _same_activation(json: Mapping[str, Any], fields: Mapping[str, Any], faults: list[str]) -> dict[str, Any]:
-    """Refuse names of the activation that contradict `feed_forward_proj`, before which they count in transformers."""
+    """Refuse names of the activation that contradict `feed_forward_proj`; in transformers they take precedence."""
     named = json.get("feed_forward_proj", "relu")
     gate, _, kind = named.rpartition("-")
     wanted = {"is_gated_act": bool(gate), "dense_act_fn": "gelu_new" if named == "gated-gelu" else kind}
     for key, value in wanted.items():
         if key in json and json[key] != value:
-            fact = f"{key} is {in_json(json[key])}, and feed_forward_proj {in_json(named)}"
-            faults.append(f"{fact}, for which it is {in_json(value)}.")
+            fact = f"{key} is {in_json(json[key])}"
+            faults.append(f"{fact}; with feed_forward_proj {in_json(named)} it must be {in_json(value)}.")
     return {}
 
 
@@ -311,7 +312,7 @@ T5 = Family(
     copies=_COPIES,
     ignored=_UNREAD,
 )
-"""T5 1.0 and 1.1, and with their form FLAN-T5 and ByT5.
+"""T5 1.0 and 1.1, and FLAN-T5 and ByT5, which have the same form.
 
 Source: Raffel et al. 2020, *Exploring the Limits of Transfer Learning with a Unified Text-to-Text Transformer*
     (arXiv 1910.10683), section 2.1.
@@ -335,18 +336,19 @@ def _sparse_step(json: Mapping[str, Any], stack: str, layers: int, faults: list[
     key = f"num_sparse_{stack}_layers"
     sparse = json.get(key, 3)
     if not is_whole(sparse) or not 0 <= sparse <= layers:
-        faults.append(f"{key} is {in_json(sparse)}; it must be a whole number, at most that of layers ({layers}).")
+        must = f"it must be a whole number, at most the number of layers ({layers})"
+        faults.append(f"{key} is {in_json(sparse)}; {must}.")
         return 0
     step = layers // sparse if sparse else layers
     given = json.get(f"{stack}_sparse_step", step)
     if given != step:
-        of = f"{key} is {sparse} of {layers}, for which it is {step}"
-        faults.append(f"{stack}_sparse_step is {in_json(given)}, and {of}.")
+        must = f"with {key} {sparse} (of {layers} layers) it must be {step}"
+        faults.append(f"{stack}_sparse_step is {in_json(given)}; {must}.")
     return step
 
 
 def _read_experts(json: Mapping[str, Any], fields: Mapping[str, Any], faults: list[str]) -> dict[str, Any]:
-    """Read which blocks have experts, of which both stacks must have the same share."""
+    """Read which blocks have experts; both stacks must have the same share of blocks with experts."""
     encoder = _sparse_step(json, "encoder", fields["encoder_layers"], faults)
     decoder = _sparse_step(json, "decoder", fields["layers"], faults)
     if encoder != decoder and encoder and decoder:

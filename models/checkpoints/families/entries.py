@@ -1,6 +1,7 @@
 """Entries of config.json that no family reads: those without effect, and those that must have a certain value.
 
-An entry that is in neither table, nor in the family's own, is refused by name: it may change what the model computes.
+An entry that is in none of these tables, and that the family does not read, is refused by name: it may change what the
+model computes.
 """
 
 from __future__ import annotations
@@ -88,8 +89,8 @@ STACKS: Mapping[bool, Mapping[str, tuple[Any, ...]]] = {
 """Maps an entry to its only value in families with an encoder (True) and without one (False)."""
 
 REMEDIES = {
-    "quantization_config": "its weights are quantized in a form that is not read (mxfp4 and fp8 in blocks of 128 by "
-    "128 are); take a checkpoint with plain ones"
+    "quantization_config": "a quantization of weights that is not supported (mxfp4 and fp8 in blocks of 128 by 128 "
+    "are); take a checkpoint whose weights are not quantized"
 }
 """Remedies for entries whose value cannot simply be changed."""
 

@@ -32,7 +32,7 @@ class Option:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """Return all names of the entry."""
+        """All names of the entry."""
         return (self.key,) if isinstance(self.key, str) else self.key
 
     def entries(self, json: Mapping[str, Any]) -> dict[str, Any]:
@@ -51,10 +51,10 @@ class Stored:
             "(HD)E", and 1 is a dimension of size 1. If the tensor holds several parameters, bars separate them where
             they follow each other: "(HD|KD|KD)E" has all queries, then all keys, then all values; "(K(QD|D|D))E" for
             each key head its Q queries, the key and the value; "E(F(1|1))" two matrices whose columns alternate.
-        part: the number of the parameter among these.
+        part: the index of the parameter among the parameters that the tensor holds.
         paired: the tensor's name in a parallel block with two norms, if that differs.
         offset: the constant that the model adds to the stored numbers: 1 for norms that scale by 1 + w.
-        gated: its name in a feed-forward layer with a gate, if that differs.
+        gated: the tensor's name in a feed-forward layer with a gate, if that differs.
     """
 
     name: str
@@ -77,7 +77,7 @@ def fused(name: str, dims: str, *paths: str) -> dict[str, Stored]:
 
 @dataclass(frozen=True)
 class Agreement:
-    """Entries of config.json that no `Option` reads, because they must be read, or must agree, with other entries.
+    """Entries of config.json that no `Option` reads, because they depend on other entries or must agree with them.
 
     Attributes:
         keys: their names.
@@ -99,12 +99,12 @@ class Agreement:
 
 @dataclass(frozen=True)
 class Multiplier:
-    """An entry of config.json by which a model multiplies or divides activations, and which goes into parameters here.
+    """An entry of config.json by which a model multiplies or divides activations; here it scales parameters instead.
 
     Attributes:
         multiplied: paths of the parameters that are multiplied by its value.
         divided: paths of the parameters that are divided by it.
-        divided_if_tied: likewise, if the logits reuse the embedding table.
+        divided_if_tied: paths of the parameters that are divided by it if the logits reuse the embedding table.
     """
 
     multiplied: tuple[str, ...] = ()
@@ -128,7 +128,7 @@ class Family:
         title: its name in prose.
         architecture: its name in `architectures` of config.json.
         model_type: its name in `model_type`.
-        options: maps a field (those of experts as "moe.experts") to the entries that set it.
+        options: maps a field (such as "heads", or "moe.experts" for a field of experts) to the entries that set it.
         fixed: maps a field to the value that it has in the whole family.
         tensors: maps a parameter's path, without "blocks.0." or another place, to its stored form.
         derived: maps a field to its value as a function of the other fields.
@@ -137,10 +137,10 @@ class Family:
         rope_base: default of rope_theta; None if it cannot be set.
         rope_types: maps the names of scalings of the rotary embedding to kinds of `RopeScaling`; empty if the family
             has all of them, under their own names.
-        original_length: default of original_max_position_embeddings, where it stands beside the table of the scaling,
-            and wins over the one in it; None if there is no default.
+        original_length: default of original_max_position_embeddings in families that have this entry beside the table
+            of the scaling, where it wins over the entry in the table; None if there is no default.
         partial_rotary: default of partial_rotary_factor; None if it cannot be set.
-        default_rope: the table of the scaling of a file that has none; None for no scaling.
+        default_rope: the table of the scaling for files that have none; None for no scaling.
         local_rope_base: default base of the rotary embedding of sliding layers; None if all layers have the same base.
         window: the entries that describe a sliding window; None if the family has no such layers.
         logit_scale: default of the factor of the logits; None if the family has no such factor.
@@ -148,23 +148,23 @@ class Family:
         length: names of the entry with the longest sequence; the first is used for writing; empty if there is no such
             entry.
         agreement: entries that are read together with others; None if there are none.
-        root_scaled: entries that say whether logits are multiplied by 1/√E, true by default; the first entry that is
-            given counts; empty if logits never are. Models that are written have this factor if they are tied.
+        root_scaled: entries that say whether logits are multiplied by 1/√E, true by default; the first one that a file
+            has counts. Empty if logits are never multiplied. In written checkpoints, tied models have this factor.
         output_dropout: the entry with the share of the experts' outputs that training drops, and its default. In
             evaluation outputs are multiplied by 1 - share; here this factor is part of the experts' last matrix and
-            bias. Models that are written have a share of 0. None if the family has no such entry.
+            bias. In written checkpoints the share is 0. None if the family has no such entry.
         rope_names: names of the entries rope_theta and partial_rotary_factor beside the table of the scaling.
-        multipliers: maps an entry, a number that is 1 by default, to the parameters that it is multiplied into. It is 1
-            in what is written.
+        multipliers: maps an entry, a number that is 1 by default, to the parameters that it is multiplied into. In
+            written checkpoints it is 1.
         copies: tensors that are copies of the embedding table; they are written if the logits have their own table.
         default_length: default of the entry with the longest sequence; None for no limit.
-        modules: names of the entry with the number of modules that follow the last layer, are numbered as layers, and
-            predict further tokens; 1 by default. They are not read, and 0 is written; empty if there are none.
-        renamed: regular expressions of whole names of tensors in some files, each with what replaces it.
-        text_part: if config.json has the entries of the text model in a table of their own, `text_config`, beside those
-            of images, which are not read: the defaults of entries that have none where the text model stands alone;
-            None for files of a text model.
-        text_type: the `model_type` of that text model; empty for files of a text model.
+        modules: names of the entry with the number of modules, 1 by default, that follow the last layer, are numbered
+            like layers, and predict further tokens. They are not read, and 0 is written. Empty if there are none.
+        renamed: regular expressions for whole names of tensors in some files, each with its replacement.
+        text_part: for a model that also reads images, whose config.json has the entries of the text model in a table,
+            `text_config`: defaults for entries that are required in files of the text model alone. None for a model
+            that reads only text.
+        text_type: the `model_type` in `text_config`; empty for a model that reads only text.
         aliases: other names of the architecture, in files that were published with their own classes.
 
     Raises:

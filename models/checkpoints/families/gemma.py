@@ -74,7 +74,7 @@ def _scalar(config: ModelConfig) -> float:
 
 
 def _no_whole_scale(config: ModelConfig) -> list[str]:
-    """Return the reason why a model cannot be written whose query_pre_attn_scalar would not be a whole number."""
+    """Return the reason why a model cannot be written: its query_pre_attn_scalar would not be a whole number."""
     scalar = _scalar(config)
     if abs(scalar - round(scalar)) < 1e-9 * scalar:
         return []
@@ -134,7 +134,7 @@ GEMMA_3_IMAGES = replace(
     ignored=(*GEMMA_3.ignored, OF_IMAGES),
     renamed=OF_TEXT,
     text_type="gemma3_text",
-    # Published files leave out entries with the value of the model of 2 billion parameters, transformers' default.
+    # Published files leave out entries that have transformers' default, the value of the model of 2 billion parameters.
     text_part={
         "vocab_size": 262208,
         "hidden_size": 2304,

@@ -1,4 +1,4 @@
-"""GLM 4: half of each head is rotated, in neighbouring pairs; the second release has norms on both sides of a part."""
+"""GLM 4: half of each head is rotated, in neighbouring pairs; the second release also has norms after each part."""
 
 from __future__ import annotations
 

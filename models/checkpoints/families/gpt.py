@@ -67,7 +67,7 @@ GPT_2 = Family(
     default_length=1024,
     renamed=(
         (r"(?!transformer\.|lm_head\.)(.*)", r"transformer.\1"),
-    ),  # the first files are of the model without logits
+    ),  # the first published files hold the model without its output
 )
 """Source: Radford et al. 2019, *Language Models are Unsupervised Multitask Learners*, section 2.3."""
 

@@ -71,7 +71,7 @@ def _growth(json: Mapping[str, Any], faults: list[str]) -> dict[str, Any]:
         json.get(key, default)
         for key, default in (("attn_temperature_tuning", True), ("floor_scale", _INTERVAL), ("attn_scale", 0.1))
     )
-    if not isinstance(tuned, bool) and tuned != 4:  # the default of the first release, which means true
+    if not isinstance(tuned, bool) and tuned != 4:  # 4 was the default in the first release, and means true
         faults.append(f"attn_temperature_tuning is {in_json(tuned)}; it must be true or false.")
     if not (is_whole(interval) and interval >= 1):
         faults.append(f"floor_scale is {in_json(interval)}; it must be a whole number of tokens.")
@@ -97,7 +97,7 @@ def _experts(json: Mapping[str, Any], fields: Mapping[str, Any], faults: list[st
         named = f"moe_layers is {in_json(listed)}"
     sparse = [number in listed for number in range(layers)]
     if not any(sparse):
-        faults.append(f"{named}, so that none of {layers} layers has experts; supported: some have.")
+        faults.append(f"{named}, so none of the {layers} layers has experts; at least one must.")
         return {}
     width: Any = json.get("intermediate_size_mlp", 16384)
     if not all(sparse) and not (is_whole(width) and width >= 1):

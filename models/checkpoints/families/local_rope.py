@@ -1,4 +1,4 @@
-"""The entries of config.json about the rotary embedding of sliding layers, if other layers have another one."""
+"""The entries of config.json about the rotary embedding of sliding layers, where it differs from other layers'."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def read_local_rope(
         return json, None
     if (tables[FULL] | scaling).get("truncate", True) is not True:  # transformers does not find it in such a table
         faults.append(
-            "truncate is false in a table of its own for a kind of layers, where transformers reads it as true."
+            "truncate is false in the table of one kind of layers, where transformers reads it as true; leave it out."
         )
     rest = {key: value for key, value in json.items() if key not in ("rope_parameters", "rope_scaling")}
     return rest | {"rope_parameters": tables[FULL] | scaling}, float(base)
@@ -65,7 +65,7 @@ def local_fields(base: float | None, fields: Mapping[str, Any]) -> dict[str, Any
 
     Args:
         base: the base of the sliding layers.
-        fields: the others of the model, `rope_base`, `rope_scaling` and `sliding_window` among them.
+        fields: the other fields of the model, including `rope_base`, `rope_scaling` and `sliding_window`.
     """
     if base is None:
         return {}
@@ -93,4 +93,4 @@ def local_rope_reasons(family: Family, config: ModelConfig) -> list[str]:
         return []
     if config.rope_scaling is None:
         return []
-    return ["rope_scaling is set for sliding layers too, and it stretches those of full attention alone"]
+    return ["rope_scaling is set for sliding layers too, and it stretches only layers of full attention"]

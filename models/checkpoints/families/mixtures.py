@@ -118,7 +118,7 @@ GRANITE_MOE = Family(
     multipliers=GRANITE.multipliers,
 )
 
-#: Experts as DeepSeek-V3's: sigmoid scores, groups, a bias of the choice, shared experts, and first layers without any.
+#: Experts as in DeepSeek V3: sigmoid scores, groups, a bias of the choice, shared experts, and dense first layers.
 _DEEPSEEK = {
     "feed_forward": Option("moe_intermediate_size", 1408),
     "moe.experts": Option(("n_routed_experts", "num_local_experts"), 128),

@@ -116,7 +116,11 @@ def _scaling(
         values[name] = tuple(value) if isinstance(value, list) else value
     scales: list[Any] = [given.get(key) for key in ("mscale", "mscale_all_dim")]
     if kind == "yarn" and "attention_factor" not in values and all(scales):
-        faults += [f"mscale of the yarn rope scaling is {in_json(each)}." for each in scales if not is_number(each)]
+        faults += [
+            f"mscale of the yarn rope scaling is {in_json(each)}; it must be a number."
+            for each in scales
+            if not is_number(each)
+        ]
         if len(faults) == before and values["factor"] > 1:
             grown = 0.1 * math.log(values["factor"])
             values["attention_factor"] = (scales[0] * grown + 1) / (scales[1] * grown + 1)

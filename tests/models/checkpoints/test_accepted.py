@@ -60,14 +60,14 @@ def test_entries_of_published_files_change_nothing(name, tmp_path):
         (
             "Gemma-3-4b, with images",
             {"quantization_config": {"quant_method": "gptq"}},
-            "quantized in a form that is not",
+            "a quantization of weights that is not",
         ),
         ("Llama-4-Maverick-17B-128E", {"num_experts_per_tok": 2}, "num_experts_per_tok is 2, which is not supported"),
-        ("Llama-4-Maverick-17B-128E", {"moe_layers": [48]}, "moe_layers is [48], so that none of 48 layers has"),
+        ("Llama-4-Maverick-17B-128E", {"moe_layers": [48]}, "moe_layers is [48], so none of the 48 layers has"),
         (
             "Llama-4-Maverick-17B-128E",
             {"interleave_moe_layer_step": 49},
-            "interleave_moe_layer_step is 49, so that none of 48 layers has experts; supported: some have.",
+            "interleave_moe_layer_step is 49, so none of the 48 layers has experts; at least one must.",
         ),
         (
             "Llama-4-Maverick-17B-128E",

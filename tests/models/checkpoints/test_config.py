@@ -181,11 +181,11 @@ REFUSED = {
     ),
     "dense layers only": (
         {"architectures": ["Qwen3MoeForCausalLM"], "decoder_sparse_step": 3, "moe_intermediate_size": 8},
-        "decoder_sparse_step is 3, so that none of 2 layers has experts; supported: some have.",
+        "decoder_sparse_step is 3, so none of the 2 layers has experts; at least one must.",
     ),
     "dense layers only, by default": (
         {"architectures": ["DeepseekV3ForCausalLM"], "moe_intermediate_size": 8},
-        "first_k_dense_replace is 3 by default, so that none of 2 layers has experts; supported: some have.",
+        "first_k_dense_replace is 3 by default, so none of the 2 layers has experts; at least one must.",
     ),
     "a width of dense layers": (
         {"architectures": ["Qwen3MoeForCausalLM"], "mlp_only_layers": [0], "moe_intermediate_size": 8}
@@ -278,12 +278,12 @@ REFUSED_WITH_ENCODER = {
     "another gate": (
         T5,
         {"is_gated_act": True},
-        "is_gated_act is true, and feed_forward_proj 'relu', for which it is false",
+        "is_gated_act is true; with feed_forward_proj 'relu' it must be false",
     ),
     "another activation": (
         T5,
         {"feed_forward_proj": "gated-gelu", "dense_act_fn": "gelu"},
-        "for which it is 'gelu_new'",
+        "it must be 'gelu_new'",
     ),
     "a scale that is no truth": (T5, {"scale_decoder_outputs": 1}, "scale_decoder_outputs is 1; it must be true or"),
     "different steps": (
@@ -292,11 +292,11 @@ REFUSED_WITH_ENCODER = {
         "1 of 2 blocks of the encoder has experts, and 1 of 1 of the decoder (num_sparse_encoder_layers, "
         "num_sparse_decoder_layers); both stacks have the same share here",
     ),
-    "a step of other layers": (SWITCH, SPARSE | {"encoder_sparse_step": 1}, "encoder_sparse_step is 1, and num_sparse"),
+    "a step of other layers": (SWITCH, SPARSE | {"encoder_sparse_step": 1}, "encoder_sparse_step is 1; with num_spar"),
     "too many experts' layers": (
         SWITCH,
         SPARSE | {"num_sparse_encoder_layers": 3},
-        "num_sparse_encoder_layers is 3; it must be a whole number, at most that of layers (2)",
+        "num_sparse_encoder_layers is 3; it must be a whole number, at most the number of layers (2)",
     ),
     "a router's bias": (SWITCH, SPARSE | {"router_bias": True}, "router_bias is true"),
     "no slots": (SWITCH, SPARSE | {"expert_capacity": 0}, "expert_capacity is 0; it must be a whole number of tokens"),
@@ -317,7 +317,7 @@ REFUSED_WITH_ENCODER = {
         "encoder_layers is 2, which moe.every (4) does not divide",
     ),
     "no outputs": (NLLB, {"moe_token_dropout": 1.0}, "moe_token_dropout is 1.0; it must be in [0, 1)"),
-    "an unrouted stack": (NLLB, {"encoder_sparse_step": 0}, "encoder_sparse_step is 0; it must be n where every nth"),
+    "an unrouted stack": (NLLB, {"encoder_sparse_step": 0}, "encoder_sparse_step is 0; it must be a whole number n"),
 }
 
 
@@ -602,7 +602,7 @@ def test_a_model_of_no_family_is_refused_with_all_reasons():
     ):
         assert reason in nearest[0]
     assert {fault.split(":")[0] for fault in nearest} < {family.title for family in FAMILIES}
-    assert rest == f"The other {len(FAMILIES) - len(nearest)} families differ from it in as many things, or more."
+    assert rest == f"The other {len(FAMILIES) - len(nearest)} families differ from it in at least as many points."
 
 
 RELATIVE = {"encoder_layers": 2, "positions": "relative", "attention_scale": 1.0, "activation": "relu"}

@@ -165,7 +165,7 @@ def test_an_encoder_has_no_table_of_its_own(pairs, placing, tmp_path):
     save_file(values | {name: values["shared.weight"] + 1}, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError) as error:
         load(tmp_path, *placing("replicated"), "float32")
-    assert error.value.faults == (f"{name} is not shared.weight, and models here have one table of tokens.",)
+    assert error.value.faults == (f"{name} differs from shared.weight, but a model here has only one embedding table.",)
 
 
 def test_the_tokenizer_of_t5_ends_a_source_as_in_transformers(transformers, tmp_path):

@@ -217,7 +217,7 @@ def test_a_value_that_only_the_dtype_makes_infinite_is_told_so(placing, tmp_path
     with pytest.raises(CheckpointError) as error:
         load(folder, *placing("replicated"), "bfloat16")
     assert error.value.faults == (
-        "model.layers.1.mlp.up_proj.weight has 3.4e+38, but bfloat16 ends at 3.38953e+38; take another dtype.",
+        "model.layers.1.mlp.up_proj.weight has 3.4e+38, but bfloat16 holds at most 3.38953e+38; take another dtype.",
     )
     load(folder, *placing("replicated"), "float32")
 

@@ -125,10 +125,10 @@ def test_eight_bits_in_blocks_are_codes_times_the_scale_of_their_block(tmp_path,
     [
         (
             {"quant_method": "fp8", "weight_block_size": [64, 64]},
-            "its weights are quantized in a form that is not read",
+            "a quantization of weights that is not supported",
         ),
-        ({"quant_method": "fp8"}, "its weights are quantized in a form that is not read"),
-        ({"quant_method": "gptq"}, "its weights are quantized in a form that is not read"),
+        ({"quant_method": "fp8"}, "a quantization of weights that is not supported"),
+        ({"quant_method": "gptq"}, "a quantization of weights that is not supported"),
     ],
 )
 def test_other_forms_are_refused(tmp_path, entries, words):

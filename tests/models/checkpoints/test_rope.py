@@ -136,7 +136,7 @@ def test_an_empty_cache_knows_the_lengths_of_its_texts_where_angles_depend_on_th
     with pytest.raises(ValueError, match="depends on the lengths of texts"):
         models.empty_cache(config, layout, mesh, 2, 32, "float32")
     assert models.empty_cache(config, layout, mesh, 2, 32, "float32", totals=[3, 20]).totals.tolist() == [3, 20]
-    with pytest.raises(ValueError, match=r"depends on no lengths of texts.\n  Leave totals out"):
+    with pytest.raises(ValueError, match=r"does not depend on the lengths of texts.\n  Leave totals out"):
         models.empty_cache(models.ModelConfig(), layout, mesh, 2, 32, "float32", totals=[3, 20])
 
 
@@ -151,7 +151,7 @@ REFUSED = {
     "too few factors": (
         {"rope_type": "longrope", "factor": 2.0, "short_factor": [1.0], "long_factor": [1.0]}
         | {"original_max_position_embeddings": 8},
-        "rope_scaling has 1 short_factors and long_factors, and a head 2 pairs that are rotated",
+        "rope_scaling has 1 short_factors and long_factors, and a head has 2 rotated pairs",
     ),
 }
 

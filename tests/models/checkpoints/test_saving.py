@@ -124,8 +124,8 @@ def test_values_beyond_the_dtype_are_all_named_and_nothing_is_written(placing, t
     with pytest.raises(CheckpointError) as caught:
         save(model, tmp_path / "out", dtype="float16")
     assert caught.value.faults == (
-        "model.layers.1.mlp.up_proj.weight has 65520, but float16 ends at 65504; take another dtype.",
-        "lm_head.weight has 70000, but float16 ends at 65504; take another dtype.",
+        "model.layers.1.mlp.up_proj.weight has 65520, but float16 holds at most 65504; take another dtype.",
+        "lm_head.weight has 70000, but float16 holds at most 65504; take another dtype.",
     )
     assert [each.name for each in tmp_path.iterdir()] == ["in"]
     save(model, tmp_path / "out", dtype="bfloat16")

@@ -91,7 +91,7 @@ def test_what_does_not_go_with_beams_is_said_together(alone):
         "cannot search with beams:\n"
         "  beams is 65; it must be at most 64, and not negative (0 draws tokens instead)\n"
         "  length_penalty is nan; it must be a finite number\n"
-        "  samples is 2, and beam search draws none; set n_best for more texts of each prompt\n"
+        "  samples is 2, and beam search draws no samples; set n_best for more texts of a prompt\n"
         "  sampling is set, and beam search draws no tokens; leave out sampling and seed"
     )
     with pytest.raises(
@@ -102,7 +102,7 @@ def test_what_does_not_go_with_beams_is_said_together(alone):
         check_beams(2, 1.0, 1, False, 64, 0, 3)
     with pytest.raises(GenerationError, match="n_best is 2, and there are no beams; set beams, or samples to draw"):
         check_beams(0, 1.0, 1, False, 64, 0, 2)
-    with pytest.raises(GenerationError, match="2 tokens end a text, of a vocabulary of 2; leave at least one to go on"):
+    with pytest.raises(GenerationError, match="all 2 tokens of the vocabulary end a text; at least one must continue"):
         check_beams(2, 1.0, 1, False, 2, 2)
 
 

@@ -276,7 +276,10 @@ def test_a_source_takes_memory_where_its_line_says(make_mesh):
     [
         ({}, None, {}, "this model has an encoder, and there is no source for it; give at least one"),
         ({}, None, {"sources": []}, "this model has an encoder, and there is no source for it; give at least one"),
-        ({}, [[1]], {"sources": [[1], [2]]}, "cannot pair 1 prompt with 2 sources; give one for each, or none"),
+        (
+            {}, [[1]], {"sources": [[1], [2]]},
+            "cannot pair 1 prompt with 2 sources; give one prompt for each source, or no prompts",
+        ),
         ({}, None, {"sources": [[1], []]}, "cannot encode an empty source (source 2 of 2); give at least one token"),
         ({}, None, {"sources": [[64]]}, "token 64 is not in the model's vocabulary, 0 to 63"),
         ({}, None, {"sources": [[1]], "source_length": 0}, "source_length is 0; it must be at least 1"),

@@ -149,15 +149,15 @@ def test_experts_drop_nothing_whatever_the_batch():
         (
             [[1, 2]],
             {"tokens": 2**20},
-            "a prompt of 2 tokens and 1048576 more have 1048577 positions, and there are 1048576; shorten them",
+            "a prompt of 2 tokens and 1048576 more need 1048577 positions, and there are at most 1048576; shorten them",
         ),
         ([[1]], {"samples": 0}, "samples is 0; it must be at least 1"),
         ([[1]], {"chunk": 0}, "chunk is 0; it must be at least 1"),
         (
             [[1, 2, 3]],
             {"cache_length": 2},
-            "a prompt of 3 tokens and 5 more need a cache of 7 tokens, and it has room for 2; shorten them, or give "
-            "the cache more",
+            "a prompt of 3 tokens and 5 more need a cache of 7 tokens, and it has room for 2; shorten them, or raise "
+            "cache_length",
         ),
     ],
 )

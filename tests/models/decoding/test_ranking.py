@@ -72,7 +72,7 @@ def test_only_a_refusal_of_the_sizes_counts_as_not_fitting(config, mesh, monkeyp
         ranked(config(), [layout.override({"ffn.w_in": "E_xF_yq"})], mesh)
     with pytest.raises(GenerationError, match="phase is 'decoding'; it must be encode, prefill or decode"):
         ranked(config(), [layout], mesh, phase="decoding")
-    with pytest.raises(GenerationError, match="needs room for as many, but room is 32"):
+    with pytest.raises(GenerationError, match=r"needs room for \d+, but room is 32"):
         ranked(config(), [layout], mesh, phase="prefill", length=64)
 
     def broken(*given, **options):
