@@ -15,6 +15,7 @@ import gspmd
 from gspmd.figures import Figure
 from gspmd.figures.bars import Bar, bars_figure
 from gspmd.figures.canvas import Canvas
+from gspmd.pipeline import Schedule
 from tests.figures.svg import check_places, root
 
 SIZES, MESH = {"B": 512, "L": 1, "E": 18432, "F": 73728}, {"x": 4, "y": 4, "z": 4}
@@ -115,7 +116,7 @@ def test_what_cannot_be_saved_is_refused(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", ["{}/none/plan.svg", "{}/file/plan.svg", "{}/folder.svg", "{}/" + 300 * "a" + ".svg"])
 @pytest.mark.parametrize(
-    "draw", [lambda: _plan().figure(), lambda: gspmd.pipeline_schedule("1f1b", 2, 2)], ids=["SVG", "matplotlib"]
+    "draw", [lambda: _plan().figure(), lambda: Schedule.of("1f1b", 2, 2)], ids=["SVG", "matplotlib"]
 )
 def test_a_file_that_cannot_be_written_is_named(tmp_path, name, draw):
     (tmp_path / "file").write_text("")

@@ -85,7 +85,7 @@ BY_HAND = [
     pytest.param("BE_x, E_xF -> BF", LINE, "BE_x, E_xF", [("all-reduce", "x", _sent(B * F, 4, 2))], id="both sharded"),
     pytest.param("BE_x, E_xF -> BF_x", LINE, None, [("reduce-scatter", "x", _sent(B * F, 4))], id="both, scattered"),
     pytest.param("B_xE, EF_x -> B_xF", LINE, "B_xE, EF", [("all-gather", "x", _sent(E * F, 4))], id="one axis twice"),
-    pytest.param("BE_x, E_xF -> BF partialsum-x", LINE, None, [], id="a sum left owed"),
+    pytest.param("BE_x, E_xF -> BF partialsum-x", LINE, None, [], id="a sum left partial"),
     pytest.param("BF partialsum-x -> BF_x", LINE, None, [("reduce-scatter", "x", _sent(B * F, 4))], id="a sum settled"),
     pytest.param("BE_x -> B_xE", LINE, None, [("all-to-all", "x", _sent(B * E / 4, 4))], id="another dimension"),
 ]

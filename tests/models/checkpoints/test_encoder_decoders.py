@@ -20,7 +20,7 @@ from tests.models.checkpoints.cases import ENCODER_DECODERS, LAYOUTS
 from tests.models.checkpoints.conftest import close
 from tests.models.checkpoints.test_entries import ABSENT, changes, form, placed
 
-SOURCE, TARGET = 40, 38  # tokens, more than the distance from which on T5's keys are in one bucket
+SOURCE, TARGET = 40, 38  # tokens, more than the distance beyond which all keys of T5 are in one bucket
 
 
 @dataclass(frozen=True)
