@@ -103,6 +103,18 @@ def test_odds_against_any_number_of_experts(experts):
     np.testing.assert_allclose(log_odds_against(jnp.zeros(experts)), np.log(experts - 1), rtol=1e-6)
 
 
+def test_odds_of_logits_that_a_compiler_scales_on_the_way():
+    """A product that is fused into a difference is not rounded, so the best logit is not equal to its own maximum."""
+    logits = np.random.default_rng(0).normal(size=(64, 4)).astype(np.float32)
+    scaled = np.float64(logits / np.float32(0.07))
+    others = np.exp(scaled - scaled.max(axis=-1, keepdims=True))
+    total = others.sum(axis=-1, keepdims=True)
+    best = others == 1
+    against = np.where(best, np.sum(np.where(best, 0, others), axis=-1, keepdims=True), (total - others) / others)
+    got = jax.jit(lambda x: log_odds_against(x / 0.07))(logits)
+    np.testing.assert_allclose(got, np.log(against), rtol=1e-5, atol=1e-5)
+
+
 def test_weights_that_are_missing_are_named():
     weights = {"router": jnp.zeros((4, 2)), "w_in": jnp.zeros((2, 4, 8)), "w_out": jnp.zeros((2, 8, 4))}
     config = MoEConfig(experts=2, router="noisy-top-k", k=1)

@@ -193,13 +193,14 @@ def log_odds_against(logits: jax.Array) -> jax.Array:
     if logits.shape[-1] == 1:
         return jnp.full_like(logits, -jnp.inf)
     logits = jax.lax.stop_gradient(logits)
-    best = jnp.max(logits, axis=-1, keepdims=True)
-    others = jnp.where(_is_chosen(logits.shape[-1], jnp.argmax(logits, axis=-1)), -jnp.inf, logits)
+    best, is_best = jnp.max(logits, axis=-1, keepdims=True), _is_chosen(logits.shape[-1], jnp.argmax(logits, axis=-1))
+    others = jnp.where(is_best, -jnp.inf, logits)
     second = jnp.max(others, axis=-1, keepdims=True)
     rest = _sum_in_any_order(jnp.exp(others - second))
     below = logits - best
     of_others = jnp.log(jnp.exp(second - best) * rest - jnp.expm1(below)) - below
-    return jnp.where(below == 0, second - best + jnp.log(rest), of_others)
+    # Not where `below` is 0: a compiler may compute scaled logits again here, unrounded, and then none is 0.
+    return jnp.where(is_best, second - best + jnp.log(rest), of_others)
 
 
 def _sum_in_any_order(parts: jax.Array) -> jax.Array:
