@@ -1,4 +1,4 @@
-"""Print layouts and rankings: on one line, as plain text, and as HTML for notebooks."""
+"""Layouts and rankings as one line, as plain text, and as HTML for notebooks."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
@@ -49,7 +49,7 @@ def html(layout: LayoutTable) -> str:
 
 
 def found_html(told: str, lines: Mapping[str, str], layout: LayoutTable) -> str:
-    """Return the lines of a layout that a search found, and its figure, as HTML below a sentence."""
+    """Return, as HTML, the sentence `told`, the lines of a layout that a search found, and the layout's figure."""
     rows = [(escape(key), _html(spec)) for key, spec in lines.items()]
     drawn = figure(layout).document(standalone=False)
     return page([f"<p>{escape(told)}</p>", html_table(layout.name, ("line", "spec"), rows), drawn])
@@ -61,7 +61,7 @@ def figure(layout: LayoutTable) -> Figure:
 
 
 def notation(text: str) -> list[Run]:
-    """Return a line's text in runs with subscripts; unchanged if it is not a spec, which `Layout.check` reports."""
+    """Return a line's text in runs with subscripts; a text that is not a spec stays as it is."""
     try:
         return joined((spec_runs(spec) for spec in parse_via(text).specs), " · ")
     except SpecError:
@@ -93,5 +93,5 @@ def _text(text: Any) -> str:
 
 
 def _order(parts: Sequence[tuple[str, str, str]], line: tuple[str, str, str]) -> int:
-    """Return the position of the section's first line, so that lines added later are listed in their section."""
+    """Return the position of the section's first line, so that lines added later are listed with their section."""
     return next(at for at, other in enumerate(parts) if other[0] == line[0])

@@ -218,7 +218,7 @@ def _backward_route(
 
 
 def _divisions(given: Lookup, sizes: Mapping[str, int], mesh: Mapping[str, int]) -> Iterator[Lookup]:
-    """Yield all ways to shard a lookup: each mesh axis shards nothing, or a dimension that it shards in a given spec."""
+    """Yield all ways to shard a lookup: a mesh axis shards nothing, or a dimension that it shards in a given spec."""
     specs = (given.ids, given.table, given.rows)
     axes = [axis for axis in mesh if any(axis in spec.used for spec in specs)]
     homes = [sorted({dim for spec in specs for dim in spec.dims if axis in spec.axes_of(dim)}) for axis in axes]
