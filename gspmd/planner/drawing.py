@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from gspmd.figures.figure import Figure
 
 _INDENT = "  "
-# The cells of a step before which a line may be broken, beginning with the fewest breaks.
+# The numbers of the cells before which a step's line may be broken; the first of these that fits is used.
 _BREAKS = ((), (1,), (1, 3), (1, 2, 3))
 
 
 class PlanFigures(Protocol):
-    """The figures of a `Plan` that are drawn. It is a protocol, since `Plan` imports this module to print itself."""
+    """The figures of a `Plan` that are drawn. A protocol, because `Plan` imports this module to print itself."""
 
     @property
     def equation(self) -> Equation: ...
@@ -90,7 +90,7 @@ def one_line(plan: PlanFigures) -> str:
 
 
 def plain(plan: PlanFigures) -> str:
-    """Return the figure without colors, in characters that standard output has."""
+    """Return the figure without colors, in characters that standard output can encode."""
     return printable(figure(plan).plain)
 
 
@@ -121,12 +121,12 @@ def picture(plan: PlanFigures, *, gradients: bool = False) -> "Figure":
 
 
 def figure(plan: PlanFigures, *, gradients: bool = False, width: int | None = None) -> Text:
-    """Draw a plan: a heading, a line per step, and a total; with `gradients`, then the plans of the cotangents.
+    """Draw a plan: a heading, a line per step, and a total; with `gradients`, also the plans of the cotangents.
 
     Args:
         plan: the plan to draw.
         gradients: whether to draw the plans of the gradients too.
-        width: the available columns. Wider lines are broken, but never cut off: the heading between its figures, and a
+        width: the available columns. Longer lines are broken and never cut off: the heading between its figures, and a
             step before its arrow, before its figures, or before each of its cells.
     """
     drawn = [_one(plan, _heading(plan, width), width)]
@@ -180,7 +180,7 @@ def _broken(row: Sequence[Text], breaks: Sequence[int]) -> list[Text]:
 
 
 def looped(plan: PlanFigures) -> list[str]:
-    """Return a line for each ring, and one for the seconds that they save together."""
+    """Return a line for each ring, and a line for the seconds that all rings together save."""
     routine, loops = plan.routine, plan.loops
     spans = [(ring_gather(routine.moves[number]), ring) for number, ring in loops.gathers.items()]
     spans += [(ring_scatter(routine, number), ring) for number, ring in loops.scatters.items()]
@@ -193,7 +193,7 @@ def looped(plan: PlanFigures) -> list[str]:
 
 
 def _too_long(plan: PlanFigures) -> Iterator[str]:
-    """Yield a line for each collective that is not looped because it, or its stripes, would have too many hops."""
+    """Yield a line for each collective that is not looped because it, or each stripe, would have too many hops."""
     gathers, scatters = loopable(plan.routine)
     left = [gathers[n] for n in gathers if n not in plan.loops.gathers]
     left += [scatters[n] for n in scatters if n not in plan.loops.scatters]
