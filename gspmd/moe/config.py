@@ -57,8 +57,8 @@ class MoEConfig:
 
     Attributes:
         experts: number of experts X in each block.
-        every: n, if every n-th layer of the model is a mixture-of-experts block.
-        offset: position of this layer among n layers, counted from 0; None for the last.
+        every: distance n between mixture-of-experts blocks: every n-th layer of the model is one.
+        offset: position of the mixture-of-experts block among n layers, counted from 0; None for the last.
         dense_layers: numbers, from 0, of layers that are dense although `every` makes them mixtures of experts: the
             first layers in DeepSeek and GLM, any layers in Qwen.
         dense_feed_forward: width of dense layers; 0 for the width of an expert.

@@ -128,7 +128,7 @@ def _merge_notes(shared: Sequence[PlannedStep], numbering: Numbering) -> Iterato
 def _steps(
     jaxpr: Jaxpr, region: Region, changes: Mapping[Path, Changes], path: Path = (), is_backward: bool = False
 ) -> Iterator[PlannedStep]:
-    """Yield a program's planned steps; a conditional counts as its largest branch, and a scan of 0 trips has no steps."""
+    """Yield a program's planned steps; a conditional counts as its largest branch, and a scan of 0 trips has none."""
     for equation in jaxpr.eqns:
         here = (*path, id(equation))
         backward = _is_backward(equation, is_backward)
