@@ -215,8 +215,8 @@ def _by_the_compiler(kind: str, axes: Sequence[str], mesh: Mapping[str, int], bu
         seconds = takes.seconds
     if kind == "reduce-scatter" and not chip.is_switch:
         # An all-reduce uses the links of all axes. Over three axes it is faster than a reduce-scatter, even though it
-        # sends twice as many bytes. A reduce-scatter can always be computed by an all-reduce, so it never costs more;
-        # at the same seconds plans choose it, as papers and layouts ask for it.
+        # sends twice as many bytes. A reduce-scatter is counted as no slower than an all-reduce, so that plans still
+        # choose it, as papers and layouts do.
         seconds = min(seconds, _together("all-reduce", axes, mesh, buffer, chip).seconds)
     return seconds
 

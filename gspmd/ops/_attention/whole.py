@@ -89,8 +89,8 @@ def attention(
         mask: [B, T] booleans, placed like B and T of `k`: the keys that are not padding.
         segments: [B, L] and [B, T] int32, placed like B and L of `q`, and like B and T of `k`: the numbers of documents
             that are packed into a row. A query attends only to keys of its own segment. Segment 0 is padding, of both
-            keys and queries. For self-attention pass the same array object twice: every query then sees some key, which
-            the TPU's kernel needs.
+            keys and queries. For self-attention pass the same array object twice: this tells the TPU's kernel that
+            every query sees some key.
         scale: the factor of the logits; 1/sqrt(D) when None.
         offset: the position of the first query among the keys: an int, or an int32 scalar.
         bias: [R, H], T5's relative position bias: `bias[buckets.of(j - i), h]` is added to the scaled logit of query i

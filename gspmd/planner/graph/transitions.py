@@ -71,7 +71,7 @@ class Graph:
     Attributes:
         nodes: the placements.
         coming, going: all arcs except permutes, grouped by the node where they end, and by the node where they begin.
-        permutes: the permutes, which need one direction only, since every permute has an inverse.
+        permutes: the permutes; they are the same in both directions, since every permute has an inverse.
         arcs: the number of arcs.
         codes: the steps to price: code, kind, the axes as a mask, and the number of parts into which the tensor is cut
             before or after the step, whichever is less.
