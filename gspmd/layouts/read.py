@@ -69,7 +69,7 @@ def _preset_text(name: str) -> str:
 
 
 def fields(name: str | PathLike, below: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """Read the fields of `Layout` from a preset or a file, merged into those of its base."""
+    """Read the fields of `Layout` from a preset or a file, merged into the fields of its base."""
     document = _document(name)
     base = document.pop("base", None)
     inherited = _empty() if base is None else _base_fields(base, name, below)

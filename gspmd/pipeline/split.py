@@ -105,7 +105,7 @@ def _needed(whole: Jaxpr, results: list[Any], there: set[Any]) -> list[Any]:
             continue
         if not all(used):
             less = without_unused_results(equation, used)
-            # If it saves no operation, as for a gathered operand, all results are computed, and kept for the other part.
+            # If this saves no operation, as for a gathered operand, all results are computed and kept instead.
             equation = less if _operations(less) < _operations(equation) else equation
         found.append(equation)
         wanted |= {var for var in equation.invars if not isinstance(var, Literal)} - there

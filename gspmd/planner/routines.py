@@ -5,7 +5,7 @@
     sum       one search per product; all end in the placement in which adding costs least, so partial sums are reduced
               once
 
-The gradient of a product is a group, that of a sum is a larger group, and that of a group is a sum (`gradients`).
+The gradient of a product is a group, the gradient of a sum a larger group, the gradient of a group a sum (`gradients`).
 """
 
 from collections.abc import Iterator, Sequence

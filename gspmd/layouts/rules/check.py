@@ -73,7 +73,7 @@ def resolved(layout: OfTable, sizes: Mapping[str, int], mesh: Any) -> tuple[OfTa
 
 
 def _faults(layout: LayoutTable, given: GivenSizes) -> Iterator[Fault]:
-    """Yield the faults of a layout whose alternatives have been chosen, except those of a phase."""
+    """Yield the faults of a layout whose alternatives have been chosen, except faults of a phase."""
     yield from (*_faults_of_table(layout, given), *_missing(layout, given.sizes))
     yield from own.naming_faults(layout.own, layout.dimensions, given.sizes)
     yield from _lowering_faults(layout.lowerings, own.sections(layout.own))

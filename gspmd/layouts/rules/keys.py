@@ -39,7 +39,7 @@ OVERRIDES = {
     ),
     "gradients": (
         "the gradient of a parameter, on its way to the optimizer. Without a line, it is sharded like the parameter. "
-        "The training step moves a gradient from its parameter's spec to this spec, and then to that of [optimizer] "
+        "The training step moves a gradient from its parameter's spec to this spec, then to the spec in [optimizer] "
         "(`gspmd_models.gradient_specs`). A gradient with `partialsum-` in this spec is reduced only by the second "
         "move; see below."
     ),

@@ -48,7 +48,8 @@ def route(logits: jax.Array, config: MoEConfig, draws: jax.Array | None, mask: j
     Source: Shazeer et al., *Outrageously Large Neural Networks*, arXiv 1701.06538, §2.1, equations 3 to 5, §4,
     equations 6 and 7, and appendix A, equations 8 to 11; both weights are 0.1 in its appendix C.
 
-    Differs: the paper has no capacity; for this, use dispatch "dropless". The variance over the experts is that of a
+    Differs: the paper has no capacity; for this, use dispatch "dropless". The variance over the experts is the variance
+        of a
     population. Losses are per group, as in the other routers. σ is at least 1e-6. If k = X, every expert is always
     chosen, and P is 1. Without noise P is 1 for chosen experts and 0 for others, and has no gradient, as in the
     authors' public code.

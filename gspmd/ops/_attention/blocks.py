@@ -313,7 +313,7 @@ def _batch(operands, dims, *, tree, batches, **form):
 
 
 def _abstract(*operands, tree, **_):
-    """Return the type of the output's tangent: that of the queries' tangent, with the D of the values."""
+    """Return the type of the output's tangent: the type of the queries' tangent, with the D of the values."""
     of_queries, _, of_values, *_ = operands[tree.num_leaves :]
     return of_queries.update(shape=(*of_queries.shape[:-1], of_values.shape[-1]))
 

@@ -329,7 +329,7 @@ def _read_width(doing: str, width: Any) -> int:
     return size
 
 
-_SCALED = "the cache is {}, and scales are those of int8: give none."
+_SCALED = "the cache is {}, and only an int8 cache has scales: give none."
 _UNSCALED = "the cache is {}, and has no scales: give key_scales and value_scales, or floating numbers."
 
 

@@ -92,7 +92,7 @@ class Limits:
         return logits if self.softcap is None else self.softcap * jnp.tanh(logits / self.softcap)
 
     def uncapped_gradient(self, slope: jax.Array, capped: jax.Array) -> jax.Array:
-        """Return the gradient or tangent of the uncapped products, from `slope`, that of the capped ones."""
+        """Return the gradient or tangent of uncapped products, from the gradient or tangent `slope` of capped ones."""
         return slope if self.softcap is None else slope * (1 - jnp.square(capped / self.softcap))
 
 
@@ -105,7 +105,7 @@ class Terms(NamedTuple):
     seen: jax.Array | None = None
     """[B, T] booleans: the keys that are not padding."""
     ahead: jax.Array | None = None
-    """int32 scalar, for causal attention: the position of the first query minus that of the first key; None for 0."""
+    """int32 scalar, for causal attention: position of the first query minus position of the first key; None for 0."""
     segments: tuple[jax.Array, jax.Array] | None = None
     """[B, L] and [B, T] int32: a query attends to the keys of its own segment; segment 0 attends to none."""
     positions: tuple[jax.Array, jax.Array] | None = None

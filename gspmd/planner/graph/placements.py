@@ -25,7 +25,7 @@ class Sequences:
         mask: the axes of each sequence as a set.
         rank: the number of axes before an axis, by sequence and axis; -1 if the sequence lacks the axis.
         append: the sequence with one more axis at its end, by sequence and axis; -1 if it already has this axis.
-        prefix, suffix: the sequence without its last j axes, and that of its last j axes, by sequence and j.
+        prefix, suffix: the sequence without its last j axes, and the sequence of its last j axes, by sequence and j.
     """
 
     def __init__(self, count: int):
